@@ -1,0 +1,30 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Slipstream: activations leave the GPU on side streams and return before backward needs them.
+
+The public interface. Names load on first use, so that ``import megatron.slipstream`` needs neither
+torch nor megatron-core.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "OffloadConfig": "megatron.slipstream.config",
+    "install": "megatron.slipstream.integration.mcore",
+    "uninstall": "megatron.slipstream.integration.mcore",
+    "suspended": "megatron.slipstream.integration.mcore",
+    "report": "megatron.slipstream.integration.mcore",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,203 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What a user can set, and the rules every setting must meet.
+
+The on/off switch and the choice of modules stay megatron-core's own options
+(``fine_grained_activation_offloading``, ``offload_modules``, ``min_offloaded_tensor_size``,
+``activation_offload_fraction``, ``delta_offload_bytes_across_pp_ranks``). :class:`OffloadConfig`
+adds only what megatron-core has no name for. :data:`RULES` is the one table of requirements:
+error messages, documentation and tests are generated from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Optional
+
+MODULE_NAMES: Mapping[str, str] = {
+    "attn_norm": "input layer norm (saves the layer input, [s, b, h])",
+    "qkv_linear": "query/key/value projection (saves the normalised input, [s, b, h])",
+    "core_attn": "core attention (saves q, k, v and the attention output)",
+    "attn_proj": "attention output projection (saves the attention output, [s, b, h])",
+    "mlp_norm": "pre-MLP layer norm (saves the attention block's output, [s, b, h])",
+    "expert_fc1": "first grouped GEMM of the experts (saves the permuted tokens)",
+    "moe_act": "activation function of the experts (saves the first GEMM's output)",
+    "fused_group_mlp": "the experts' fused grouped MLP (Transformer Engine operation fuser)",
+}
+"""Every module name megatron-core 0.19.2 marks, with what its backward pass saves."""
+
+MOE_MODULE_NAMES = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Settings of Slipstream's own, beside megatron-core's offloading options."""
+
+    offload_engine: Literal["slipstream", "megatron"] = "slipstream"
+    """Engine behind megatron-core's offloading options: 'slipstream', or 'megatron' for the one
+    built into megatron-core (for comparison)."""
+
+    offload_backend: Literal["auto", "cuda", "cpu", "cpu-lazy"] = "auto"
+    """Where 'device' and 'host' memory live. 'auto' is 'cuda' with a GPU and 'cpu' without one.
+    'cpu' imitates both in host memory; 'cpu-lazy' also delays every copy until somebody waits for
+    it and fills all other memory with NaN, so that a missing wait shows up as a wrong result."""
+
+    offload_release_lag: int = 1
+    """How many later group commits a group's device memory outlives its own commit. The copy to
+    the host overlaps with their computation. Larger values hide slower links and cost device
+    memory; 0 waits for each copy at once."""
+
+    offload_prefetch_depth: int = 1
+    """How many groups ahead of their use in backward the copies back start, counted in group
+    uses. Larger values hide slower links and cost device memory; 0 copies at the moment of use."""
+
+    offload_report_path: Optional[str] = None
+    """Write the report as JSON to this file when training ends ('{rank}' in the name is replaced by
+    the rank; otherwise '.rank<N>' is inserted for ranks above 0). Read it with 'slipstream
+    report'."""
+
+    def __post_init__(self) -> None:
+        check_rules(RULES, self)
+
+
+class Rule(NamedTuple):
+    """One requirement: where ``when`` holds, ``requires`` must hold too.
+
+    ``message`` is a format string over the attributes of the object that is checked.
+    """
+
+    option: str
+    when: Callable[[Any], bool]
+    requires: Callable[[Any], bool]
+    message: str
+
+
+def _always(_: Any) -> bool:
+    return True
+
+
+def _offloading(facts: Any) -> bool:
+    return bool(facts.fine_grained_activation_offloading)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "offload_engine",
+        _always,
+        lambda c: c.offload_engine in ("slipstream", "megatron"),
+        "offload_engine={offload_engine!r} is not an engine; set 'slipstream' or 'megatron'",
+    ),
+    Rule(
+        "offload_backend",
+        _always,
+        lambda c: c.offload_backend in ("auto", "cuda", "cpu", "cpu-lazy"),
+        "offload_backend={offload_backend!r} is not a backend; set 'auto', 'cuda', 'cpu' or "
+        "'cpu-lazy'",
+    ),
+    Rule(
+        "offload_release_lag",
+        _always,
+        lambda c: c.offload_release_lag >= 0,
+        "offload_release_lag={offload_release_lag} is negative; set the number of group commits "
+        "(0 or more) that device memory outlives its own",
+    ),
+    Rule(
+        "offload_prefetch_depth",
+        _always,
+        lambda c: c.offload_prefetch_depth >= 0,
+        "offload_prefetch_depth={offload_prefetch_depth} is negative; set how many groups ahead "
+        "(0 or more) a copy back starts",
+    ),
+)
+"""Requirements on :class:`OffloadConfig`."""
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "offload_modules",
+        _offloading,
+        lambda f: bool(f.offload_modules),
+        "fine_grained_activation_offloading=True needs at least one module to move; set "
+        "offload_modules to some of: " + ", ".join(MODULE_NAMES),
+    ),
+    Rule(
+        "offload_modules",
+        _offloading,
+        lambda f: "attn_proj" not in f.offload_modules or "core_attn" in f.offload_modules,
+        "offload_modules contains 'attn_proj' without 'core_attn', which is not supported because "
+        "attn_proj saves core_attn's output and core_attn's backward reads it too; add 'core_attn'",
+    ),
+    Rule(
+        "offload_modules",
+        _offloading,
+        lambda f: f.num_moe_experts or not MOE_MODULE_NAMES & set(f.offload_modules),
+        "offload_modules={offload_modules} names expert modules, but the model has no experts "
+        "(num_moe_experts is not set); remove " + ", ".join(sorted(MOE_MODULE_NAMES)),
+    ),
+    Rule(
+        "activation_offload_fraction",
+        _offloading,
+        lambda f: 0.0 <= f.activation_offload_fraction <= 1.0,
+        "activation_offload_fraction={activation_offload_fraction} is outside [0, 1]; set the "
+        "fraction of each chunk's groups to move",
+    ),
+    Rule(
+        "min_offloaded_tensor_size",
+        _offloading,
+        lambda f: f.min_offloaded_tensor_size >= 0,
+        "min_offloaded_tensor_size={min_offloaded_tensor_size} is negative; set a number of "
+        "elements (not bytes), 0 to move every tensor",
+    ),
+    Rule(
+        "delta_offload_bytes_across_pp_ranks",
+        _offloading,
+        lambda f: f.delta_offload_bytes_across_pp_ranks >= 0,
+        "delta_offload_bytes_across_pp_ranks={delta_offload_bytes_across_pp_ranks} is negative; "
+        "set how many bytes more each later pipeline rank keeps on the device",
+    ),
+    Rule(
+        "cpu_offloading",
+        _offloading,
+        lambda f: not f.cpu_offloading,
+        "fine_grained_activation_offloading=True is not supported with cpu_offloading=True because "
+        "both would move the same tensors; set cpu_offloading=False",
+    ),
+)
+"""Requirements on megatron-core's own offloading options (duck-typed: an args namespace or a
+``TransformerConfig``)."""
+
+
+def check_rules(rules: Iterable[Rule], facts: Any) -> None:
+    """Raise ``ValueError`` with the message of the first rule that ``facts`` breaks."""
+    for rule in rules:
+        if rule.when(facts) and not rule.requires(facts):
+            raise ValueError(rule.message.format(**vars(facts)))
+
+
+def check_module_names(names: Iterable[str]) -> None:
+    """Raise ``ValueError`` naming the nearest known module for a name that is not one."""
+    for name in names:
+        if name not in MODULE_NAMES:
+            near = difflib.get_close_matches(name, MODULE_NAMES, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"offload_modules contains {name!r}, which is not a module megatron-core marks; "
+                f"{hint}Known modules: {', '.join(MODULE_NAMES)}"
+            )
+
+
+def check_model_options(facts: Any) -> None:
+    """Check megatron-core's offloading options as given to the model.
+
+    Args:
+        facts: An object with megatron-core's option names as attributes, such as parsed arguments
+            or a ``TransformerConfig``.
+
+    Raises:
+        ValueError: The first broken rule, naming the option, the value and the cure.
+    """
+    if _offloading(facts):
+        check_module_names(facts.offload_modules or ())
+    check_rules(MODEL_RULES, facts)

@@ -1,0 +1,34 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What all tests share: GPU tests run where there are enough GPUs and are skipped elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+NUM_GPUS_OF_MARKER = {"gpu": 1, "gpus2": 2, "gpus4": 4}
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip every test that is marked for more GPUs than torch sees, and say so."""
+    needs = {
+        item: max(
+            (num for marker, num in NUM_GPUS_OF_MARKER.items() if item.get_closest_marker(marker)),
+            default=0,
+        )
+        for item in items
+    }
+    # torch takes seconds to import: not for a run that asks for no GPU.
+    if not any(needs.values()):
+        return
+    num_seen = _num_gpus()
+    for item, num_needed in needs.items():
+        if num_needed > num_seen:
+            reason = f"needs {num_needed} GPU(s), torch sees {num_seen}"
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,170 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Every rule refuses its bad value, names the option and the value, and says what to set."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.slipstream.config import (
+    MODEL_RULES,
+    MODULE_NAMES,
+    MOE_MODULE_NAMES,
+    RULES,
+    OffloadConfig,
+    Rule,
+    check_model_options,
+    check_module_names,
+    check_rules,
+)
+
+CURES = ("set ", "add ", "remove ")
+
+# One entry per rule, in the table's order: what breaks this rule and no other.
+BREAKS_RULE: list[dict[str, Any]] = [
+    {"offload_engine": "slipsteam"},
+    {"offload_backend": "gpu"},
+    {"offload_release_lag": -1},
+    {"offload_prefetch_depth": -1},
+]
+BREAKS_MODEL_RULE: list[dict[str, Any]] = [
+    {"offload_modules": []},
+    {"offload_modules": ["attn_proj"]},
+    {"offload_modules": ["core_attn", "moe_act"]},
+    {"activation_offload_fraction": 1.5},
+    {"min_offloaded_tensor_size": -1},
+    {"delta_offload_bytes_across_pp_ranks": -1},
+    {"cpu_offloading": True},
+]
+
+
+def model_facts(**changed: Any) -> SimpleNamespace:
+    """Give megatron-core's options as a valid model with offloading on has them."""
+    facts = {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["core_attn", "attn_proj"],
+        "num_moe_experts": None,
+        "activation_offload_fraction": 1.0,
+        "min_offloaded_tensor_size": 1024 * 1024,
+        "delta_offload_bytes_across_pp_ranks": 0,
+        "cpu_offloading": False,
+    }
+    return SimpleNamespace(**(facts | changed))
+
+
+def broken_rules(rules: tuple[Rule, ...], facts: Any) -> list[int]:
+    return [i for i, rule in enumerate(rules) if rule.when(facts) and not rule.requires(facts)]
+
+
+def test_defaults_meet_every_rule() -> None:
+    assert broken_rules(RULES, OffloadConfig()) == []
+    check_model_options(model_facts())
+
+
+def test_every_rule_has_a_case_here() -> None:
+    assert len(BREAKS_RULE) == len(RULES)
+    assert len(BREAKS_MODEL_RULE) == len(MODEL_RULES)
+
+
+@pytest.mark.parametrize(
+    "index, changed",
+    list(enumerate(BREAKS_RULE)),
+    ids=[f"{i}-{rule.option}" for i, rule in enumerate(RULES)],
+)
+def test_a_bad_setting_is_refused_with_option_value_and_cure(
+    index: int, changed: dict[str, Any]
+) -> None:
+    ((option, value),) = changed.items()
+    assert RULES[index].option == option
+    with pytest.raises(ValueError, match=re.escape(f"{option}=")) as refused:
+        OffloadConfig(**changed)
+    assert str(value) in str(refused.value)
+    assert any(cure in str(refused.value) for cure in CURES)
+    facts = SimpleNamespace(**(dataclasses.asdict(OffloadConfig()) | changed))
+    assert broken_rules(RULES, facts) == [index]
+
+
+@pytest.mark.parametrize(
+    "index, changed",
+    list(enumerate(BREAKS_MODEL_RULE)),
+    ids=[f"{i}-{rule.option}" for i, rule in enumerate(MODEL_RULES)],
+)
+def test_a_bad_model_option_is_refused_with_option_and_cure(
+    index: int, changed: dict[str, Any]
+) -> None:
+    facts = model_facts(**changed)
+    with pytest.raises(ValueError, match=MODEL_RULES[index].option) as refused:
+        check_model_options(facts)
+    assert any(cure in str(refused.value) for cure in CURES)
+    assert broken_rules(MODEL_RULES, facts) == [index]
+
+
+@pytest.mark.parametrize("changed", BREAKS_MODEL_RULE, ids=lambda changed: next(iter(changed)))
+def test_model_options_are_not_judged_while_offloading_is_off(changed: dict[str, Any]) -> None:
+    check_model_options(model_facts(fine_grained_activation_offloading=False, **changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"offload_release_lag": 0},
+        {"offload_prefetch_depth": 0},
+        {"offload_backend": "cpu-lazy"},
+        {"offload_engine": "megatron"},
+    ],
+    ids=str,
+)
+def test_values_at_the_edge_of_a_rule_are_accepted(changed: dict[str, Any]) -> None:
+    config = OffloadConfig(**changed)
+    assert {name: getattr(config, name) for name in changed} == changed
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"activation_offload_fraction": 0.0},
+        {"activation_offload_fraction": 1.0},
+        {"min_offloaded_tensor_size": 0},
+        {"offload_modules": ["core_attn"]},
+        {"offload_modules": sorted(MODULE_NAMES), "num_moe_experts": 8},
+    ],
+    ids=str,
+)
+def test_model_values_at_the_edge_of_a_rule_are_accepted(changed: dict[str, Any]) -> None:
+    check_model_options(model_facts(**changed))
+
+
+@pytest.mark.parametrize(
+    "wrong, meant",
+    [("core_attention", "core_attn"), ("attn_projection", "attn_proj"), ("moe_activ", "moe_act")],
+)
+def test_an_unknown_module_gets_the_nearest_name(wrong: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"'{wrong}'.*did you mean '{meant}'"):
+        check_model_options(model_facts(offload_modules=[wrong]))
+
+
+def test_an_unknown_module_far_from_all_gets_the_list_and_no_guess() -> None:
+    with pytest.raises(ValueError, match="Known modules: ") as refused:
+        check_module_names(["zzz"])
+    assert "did you mean" not in str(refused.value)
+    assert all(name in str(refused.value) for name in MODULE_NAMES)
+
+
+def test_every_expert_module_is_a_module() -> None:
+    assert set(MODULE_NAMES) >= MOE_MODULE_NAMES
+
+
+def test_settings_cannot_change_after_they_were_checked() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OffloadConfig().offload_release_lag = -1  # type: ignore[misc]
+
+
+def test_a_message_shows_the_value_that_was_given() -> None:
+    rule = Rule("x", lambda _: True, lambda facts: facts.x < 3, "x={x} is too large; set 2")
+    with pytest.raises(ValueError, match="x=7 is too large; set 2"):
+        check_rules([rule], SimpleNamespace(x=7))

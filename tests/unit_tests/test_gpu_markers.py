@@ -1,0 +1,66 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""GPU tests are skipped with a reason, never silently passed, where GPUs are missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+MARKED = """
+import pytest
+
+def test_plain(): pass
+
+@pytest.mark.gpu
+def test_one(): pass
+
+@pytest.mark.gpus2
+def test_two(): pass
+
+@pytest.mark.gpus4
+def test_four(): pass
+"""
+
+
+def run_pytest(folder: Path, test_source: str, num_gpus: int) -> str:
+    """Run ``test_source`` under the project's conftest with a torch that sees ``num_gpus``."""
+    (folder / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_marked.py").write_text(test_source)
+    stub = folder / "stub" / "torch"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").write_text("from . import cuda\n")
+    (stub / "cuda.py").write_text(f"def device_count(): return {num_gpus}\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(stub.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("num_gpus, num_passed", [(0, 1), (1, 2), (2, 3), (3, 3), (4, 4)])
+def test_a_marked_test_runs_only_with_enough_gpus(
+    tmp_path: Path, num_gpus: int, num_passed: int
+) -> None:
+    output = run_pytest(tmp_path, MARKED, num_gpus)
+    assert f"{num_passed} passed" in output, output
+    if num_gpus < 4:
+        assert f"needs 4 GPU(s), torch sees {num_gpus}" in output, output
+
+
+def test_an_unknown_marker_is_an_error(tmp_path: Path) -> None:
+    output = run_pytest(tmp_path, MARKED.replace("gpus4", "gpu4"), num_gpus=4)
+    assert "'gpu4' not found in `markers`" in output, output

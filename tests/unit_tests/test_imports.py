@@ -1,0 +1,331 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The rooms import one way, the namespace stays shared, and only our package ships.
+
+The rules are read from the source, so that an import inside a function, under TYPE_CHECKING or by
+name counts as much as one at the top of a file. Every rule is also shown to fail on a copy of the
+package with a violation planted in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "megatron.slipstream"
+
+ROOMS = ("plan", "fine_grained_activation_offload", "cuda_graphs", "integration")
+"""Left to right: a room may import itself, the rooms to its left, and what is in `SHARED`."""
+
+SHARED = frozenset({"config", "__version__"})
+"""Of the package's top level, what every file may import."""
+
+PREFLIGHT_READERS = frozenset({"preflight", "integration"})
+"""Who may ask for the facts of the process, beside the front."""
+
+FRONT = frozenset({"__init__", "cli"})
+"""The public interface and the command line may import every room."""
+
+COPYRIGHT = (
+    "# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0."
+)
+
+
+def imported_names(path: Path, module: str) -> Iterator[tuple[int, str]]:
+    """Yield line and absolute dotted name of everything that the file imports, in any way."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        match node:
+            case ast.Import():
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            case ast.ImportFrom():
+                base = node.module or ""
+                if node.level:
+                    base = importlib.util.resolve_name("." * node.level + base, package)
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__" | "find_spec")
+                | ast.Attribute(attr="import_module" | "find_spec"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield node.lineno, name
+            case ast.Attribute(value=ast.Name(id="torch"), attr="cuda"):
+                yield node.lineno, "torch.cuda"
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def import_violations(root: Path) -> list[str]:
+    """Give every import under ``root``/megatron/slipstream that goes against the one way."""
+    found = []
+    package_dir = root / "megatron" / "slipstream"
+    for path in sorted(package_dir.rglob("*.py")):
+        parts = path.relative_to(package_dir).with_suffix("").parts
+        room = parts[0]
+        module = ".".join([PACKAGE, *(part for part in parts if part != "__init__")])
+        for line, name in imported_names(path, module):
+            reason = why_not(room, name)
+            if reason:
+                found.append(f"{path.relative_to(root)}:{line} imports {name}: {reason}")
+    return found
+
+
+def why_not(room: str, name: str) -> str:
+    """Say why a file of ``room`` may not import ``name``; empty when it may."""
+    if within(name, PACKAGE):
+        target = name.removeprefix(PACKAGE).strip(".").partition(".")[0]
+        if room in FRONT or target in SHARED:
+            return ""
+        if target == "preflight" and room in PREFLIGHT_READERS:
+            return ""
+        if room not in ROOMS:
+            return f"{room}.py may import no room"
+        if target not in ROOMS:
+            return "only the rooms and config are there for a room to import"
+        if ROOMS.index(target) > ROOMS.index(room):
+            return f"{target} lies to the right of {room}"
+    elif within(name, "megatron"):
+        if room != "integration":
+            return "only integration may import megatron-core or megatron.training"
+    elif room == "plan" and within(name, "torch.cuda"):
+        return "plan is pure: it never touches a device"
+    return ""
+
+
+# --- one-way imports ------------------------------------------------------------------------------
+
+
+def copy_of_package(folder: Path) -> Path:
+    """Copy what a build needs, with an empty file for each room that has none yet."""
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megatron", folder / "megatron", ignore=skip)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    for room in ROOMS:
+        init = folder / "megatron" / "slipstream" / room / "__init__.py"
+        init.parent.mkdir(exist_ok=True)
+        init.touch()
+    return folder
+
+
+def test_rooms_import_one_way() -> None:
+    assert import_violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "file, line",
+    [
+        ("plan/x.py", "from megatron.slipstream.fine_grained_activation_offload import manager"),
+        ("plan/x.py", "from ..integration import mcore"),
+        ("plan/x.py", "from .. import cuda_graphs"),
+        ("plan/x.py", "import torch.cuda"),
+        ("plan/x.py", "from torch import cuda"),
+        ("plan/x.py", "import torch\ntorch.cuda.Event()"),
+        ("plan/x.py", "from megatron.core import parallel_state"),
+        ("plan/__init__.py", "from ..cuda_graphs import slots"),
+        ("plan/deep/x.py", "from ...integration import mcore"),
+        ("fine_grained_activation_offload/x.py", "import megatron.slipstream.cuda_graphs.slots"),
+        ("fine_grained_activation_offload/x.py", "import megatron.core"),
+        ("fine_grained_activation_offload/x.py", "def f():\n    from megatron import core"),
+        ("fine_grained_activation_offload/x.py", "import_module('megatron.training')"),
+        ("cuda_graphs/x.py", "from megatron.slipstream.integration import specs"),
+        ("cuda_graphs/x.py", "from megatron.slipstream import install"),
+        ("config.py", "from megatron.slipstream import plan"),
+        ("preflight.py", "import megatron.core"),
+        ("plan/x.py", "from .. import preflight"),
+        ("cli.py", "import megatron.training"),
+        ("__init__.py", "from megatron.core import mpu"),
+    ],
+    ids=lambda text: text.replace("\n", " "),
+)
+def test_an_import_against_the_way_is_found(tmp_path: Path, file: str, line: str) -> None:
+    copy_of_package(tmp_path)
+    planted = tmp_path / "megatron" / "slipstream" / file
+    planted.parent.mkdir(exist_ok=True)
+    with planted.open("a") as stream:
+        stream.write(f"\n{line}\n")
+    (violation,) = import_violations(tmp_path)
+    assert f"{file}:" in violation
+
+
+@pytest.mark.parametrize(
+    "file, line",
+    [
+        ("plan/x.py", "from . import trace\nfrom ..config import OffloadConfig\nimport torch"),
+        ("fine_grained_activation_offload/x.py", "import torch.cuda\nfrom ..plan import trace"),
+        ("cuda_graphs/x.py", "from ..fine_grained_activation_offload import manager"),
+        ("integration/x.py", "import megatron.core\nfrom ..cuda_graphs import slots"),
+        ("integration/x.py", "from .. import preflight"),
+        ("cli.py", "from megatron.slipstream.integration import mcore"),
+    ],
+    ids=lambda text: text.replace("\n", " "),
+)
+def test_an_import_along_the_way_is_allowed(tmp_path: Path, file: str, line: str) -> None:
+    copy_of_package(tmp_path)
+    with (tmp_path / "megatron" / "slipstream" / file).open("a") as stream:
+        stream.write(f"\n{line}\n")
+    assert import_violations(tmp_path) == []
+
+
+def test_every_third_party_import_of_the_library_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    # Transformer Engine is the one optional import: the library must run without it.
+    requirements = project["dependencies"] + project["optional-dependencies"]["te"]
+    declared = {re.split(r"[\[<>=!~ ]", text)[0].replace("-", "_") for text in requirements}
+    imported = {
+        name.partition(".")[0]
+        for path in (ROOT / "megatron" / "slipstream").rglob("*.py")
+        for _, name in imported_names(path, PACKAGE + ".x.y")
+    }
+    assert imported - sys.stdlib_module_names - declared - {"megatron"} == set()
+
+
+# --- importing is cheap ---------------------------------------------------------------------------
+
+
+def loaded_by_import(root: Path) -> set[str]:
+    """Import the package from ``root`` in a new process; give the names of all loaded modules."""
+    code = (
+        f"import sys, {PACKAGE}\nprint(sys.modules[{PACKAGE!r}].__file__, *sys.modules, sep='\\n')"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.splitlines()
+    assert Path(output[0]) == root / "megatron" / "slipstream" / "__init__.py"
+    return set(output[1:])
+
+
+def test_importing_the_package_loads_neither_torch_nor_megatron_core() -> None:
+    assert loaded_by_import(ROOT) & {"torch", "numpy", "megatron.core"} == set()
+
+
+def test_an_eager_import_of_torch_is_found(tmp_path: Path) -> None:
+    copy_of_package(tmp_path)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    with (tmp_path / "megatron" / "slipstream" / "__init__.py").open("a") as stream:
+        stream.write("import torch\n")
+    assert "torch" in loaded_by_import(tmp_path)
+
+
+def test_every_public_name_is_defined_where_the_package_says() -> None:
+    tree = ast.parse((ROOT / "megatron" / "slipstream" / "__init__.py").read_text())
+    (homes,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES"
+    )
+    for name, home in homes.items():
+        path = ROOT.joinpath(*home.split(".")).with_suffix(".py")
+        defined = {
+            node.name
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
+        assert name in defined, f"{name} is not defined in {home}"
+
+
+# --- what ships -----------------------------------------------------------------------------------
+
+
+def test_megatron_is_a_namespace() -> None:
+    assert not (ROOT / "megatron" / "__init__.py").exists()
+    assert [path.name for path in (ROOT / "megatron").iterdir() if path.suffix == ".py"] == []
+
+
+def test_every_folder_of_the_package_is_a_package() -> None:
+    package_dir = ROOT / "megatron" / "slipstream"
+    folders = {path.parent for path in package_dir.rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def build_wheel(root: Path) -> list[str]:
+    """Build a wheel of the project at ``root`` and give the names of the files in it."""
+    pytest.importorskip("setuptools", "77", reason="building a wheel needs setuptools 77 or newer")
+    pytest.importorskip("pip", reason="building a wheel needs pip")
+    out = root / "wheel"
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
+    subprocess.run(
+        [*command, "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), str(root)],
+        check=True,
+        timeout=100,
+    )
+    (wheel,) = out.glob("*.whl")
+    return zipfile.ZipFile(wheel).namelist()
+
+
+def test_the_wheel_holds_all_of_the_package_and_nothing_else(tmp_path: Path) -> None:
+    copy_of_package(tmp_path)
+    for neighbour in ("tests", "examples", "benchmarks", "megatron/other"):
+        (tmp_path / neighbour).mkdir()
+        (tmp_path / neighbour / "__init__.py").touch()
+    cache = tmp_path / "megatron" / "slipstream" / "plan" / "__pycache__"
+    cache.mkdir()
+    (cache / "stale.py").touch()
+    names = [name for name in build_wheel(tmp_path) if ".dist-info/" not in name]
+    expected = {
+        str(path.relative_to(tmp_path))
+        for path in (tmp_path / "megatron" / "slipstream").rglob("*.py")
+        if path.parent != cache
+    }
+    assert set(names) == expected
+
+
+def test_an_installed_wheel_and_megatron_core_resolve_together(tmp_path: Path) -> None:
+    # Not importorskip: importing megatron-core takes ten seconds, and finding it none.
+    if importlib.util.find_spec("megatron.core") is None:
+        pytest.skip("needs megatron-core installed")
+    (tmp_path / "source").mkdir()
+    build_wheel(copy_of_package(tmp_path / "source"))
+    (wheel,) = (tmp_path / "source" / "wheel").glob("*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    code = (
+        "import importlib.util as u\n"
+        f"print(u.find_spec('{PACKAGE}').origin)\n"
+        "print(u.find_spec('megatron.core').origin)"
+    )
+    slipstream, core = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.splitlines()
+    assert Path(slipstream) == site / "megatron" / "slipstream" / "__init__.py"
+    assert core.endswith(os.path.join("megatron", "core", "__init__.py"))
+
+
+# --- every file -----------------------------------------------------------------------------------
+
+
+def test_every_python_file_opens_with_the_copyright_line() -> None:
+    ours = ("megatron", "tests", "tools", "examples", "benchmarks")
+    files = [*ROOT.glob("*.py")]
+    files += [path for folder in ours for path in (ROOT / folder).rglob("*.py")]
+    filled = [path for path in files if path.read_text().strip()]
+    assert len(filled) > 5
+    without = [path for path in filled if path.read_text().splitlines()[0] != COPYRIGHT]
+    assert [str(path.relative_to(ROOT)) for path in without] == []

@@ -1,0 +1,319 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""``./run`` finds a Python 3.12 that works, and makes its environment once and whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TOOLS = "bash cat cut dirname flock mv readlink rm sha256sum sort".split()
+"""What the script calls. A folder of links to these stands for a machine without any Python."""
+
+BROKEN_SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
+
+FAKE_PYTHON = """#!/bin/sh
+# Stands for Python 3.12. Every call is noted; `-m venv` makes a folder with a copy of this file.
+(IFS='|'; echo "$*" >>"$CALLS")
+case "$*" in
+  "-m venv --clear "*) rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
+  "-m pip "*) [ ! -e "$FAIL_PIP" ] || exit 1 ;;
+  "-c import sys; print(sys.executable)") echo "$0" ;;
+esac
+"""
+
+
+def make_script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """Give the environment variables of a machine whose only python3.12 is a broken shim."""
+    make_script(tmp_path / "shims" / "python3.12", BROKEN_SHIM)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in [*TOOLS, "cp", "mkdir", "sh"]:
+        found = shutil.which(name)
+        if found:
+            (tools / name).symlink_to(found)
+    return {
+        "PATH": f"{tmp_path / 'shims'}:{tools}",
+        "HOME": str(tmp_path / "home"),
+        "PYENV_ROOT": str(tmp_path / "pyenv"),
+        "SLIPSTREAM_PYTHON_DIRS": "",
+        "CALLS": str(tmp_path / "calls"),
+        "FAIL_PIP": str(tmp_path / "fail-pip"),
+    }
+
+
+def run(
+    *arguments: str, env: dict[str, str], script: Path = ROOT / "run", cwd: str | Path = "/"
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", script, *arguments],
+        env=env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+# --- which Python ---------------------------------------------------------------------------------
+
+
+def link_to_this_python(path: Path) -> Path:
+    """Put this process's Python at ``path``; a link would look for its library beside itself."""
+    return make_script(path, f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+
+
+needs_312 = pytest.mark.skipif(
+    sys.version_info[:2] != (3, 12), reason="these tests lend the script their own Python 3.12"
+)
+
+
+def test_without_a_python_the_error_says_what_was_tried_and_what_to_install(
+    machine: dict[str, str],
+) -> None:
+    result = run("which-python", env=machine)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "shims/python3.12: does not run" in result.stderr
+    for cure in ("apt install python3.12", "uv python install 3.12", "pyenv install 3.12"):
+        assert cure in result.stderr
+
+
+@needs_312
+@pytest.mark.parametrize(
+    "place", ["pyenv/versions/3.12.1/bin", "home/.local/share/uv/python/cpython-3.12.9-x/bin"]
+)
+def test_a_broken_shim_first_in_path_does_not_hide_a_working_python(
+    machine: dict[str, str], tmp_path: Path, place: str
+) -> None:
+    link_to_this_python(tmp_path / place / "python3.12")
+    del machine["SLIPSTREAM_PYTHON_DIRS"]
+    result = run("which-python", env=machine)
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()).samefile(sys.executable)
+
+
+@needs_312
+def test_named_folders_are_searched_instead_of_the_usual_places(
+    machine: dict[str, str], tmp_path: Path
+) -> None:
+    link_to_this_python(tmp_path / "some where" / "python3.12")
+    env = machine | {"SLIPSTREAM_PYTHON_DIRS": f"/nonexistent:{tmp_path / 'some where'}"}
+    assert Path(run("which-python", env=env).stdout.strip()).samefile(sys.executable)
+
+
+@needs_312
+@pytest.mark.parametrize("version", [(3, 11), (3, 13)])
+def test_a_python_of_another_version_is_not_taken(
+    machine: dict[str, str], tmp_path: Path, version: tuple[int, int]
+) -> None:
+    python = link_to_this_python(tmp_path / "shims" / "python3")
+    (tmp_path / "lie").mkdir()
+    (tmp_path / "lie" / "sitecustomize.py").write_text(f"import sys; sys.version_info = {version}")
+    result = run("which-python", env=machine | {"PYTHONPATH": str(tmp_path / "lie")})
+    assert result.returncode == 1
+    assert f"{python}: is Python {version[0]}.{version[1]}" in result.stderr
+
+
+def test_a_named_python_that_does_not_work_is_an_error_and_never_replaced(
+    machine: dict[str, str], tmp_path: Path
+) -> None:
+    make_script(tmp_path / "pyenv" / "versions" / "3.12.1" / "bin" / "python3.12", FAKE_PYTHON)
+    named = tmp_path / "shims" / "python3.12"
+    del machine["SLIPSTREAM_PYTHON_DIRS"]
+    result = run("which-python", env=machine | {"PYTHON": str(named)})
+    assert result.returncode == 1
+    assert f"PYTHON={named} does not run" in result.stderr
+
+
+# --- the environment ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clone(machine: dict[str, str], tmp_path: Path) -> Path:
+    """Give the script of a clean clone, on a machine with a (fake) Python 3.12."""
+    make_script(tmp_path / "shims" / "python3.12", FAKE_PYTHON)
+    folder = tmp_path / "a clone"
+    folder.mkdir()
+    for name in ("run", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder / "run"
+
+
+def installs(env: dict[str, str]) -> int:
+    """Count, and forget, the editable installs since the last call."""
+    calls = Path(env["CALLS"])
+    count = calls.read_text().count("|--no-build-isolation|-e|") if calls.exists() else 0
+    calls.unlink(missing_ok=True)
+    return count
+
+
+def test_the_environment_is_made_once(machine: dict[str, str], clone: Path) -> None:
+    for expected in (1, 0):
+        result = run("python", "-c", "", env=machine, script=clone)
+        assert result.returncode == 0, result.stderr
+        assert installs(machine) == expected
+
+
+def test_everything_is_installed_in_the_tested_version(
+    machine: dict[str, str], clone: Path
+) -> None:
+    run("python", env=machine, script=clone)
+    calls = Path(machine["CALLS"]).read_text().splitlines()
+    pip_installs = [call for call in calls if call.startswith("-m|pip|install|")]
+    assert len(pip_installs) == 2
+    assert all(f"|-c|{clone.parent / 'constraints.txt'}|" in call for call in pip_installs)
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
+def test_the_environment_is_refreshed_when_its_description_changes(
+    machine: dict[str, str], clone: Path, changed: str
+) -> None:
+    run("python", env=machine, script=clone)
+    assert installs(machine) == 1
+    with (clone.parent / changed).open("a") as stream:
+        stream.write("# changed\n")
+    assert "refreshing" in run("python", env=machine, script=clone).stderr
+    assert installs(machine) == 1
+
+
+def test_an_environment_moved_with_its_clone_is_refreshed(
+    machine: dict[str, str], clone: Path
+) -> None:
+    run("python", env=machine, script=clone)
+    moved = clone.parent.rename(clone.parent.with_name("moved"))
+    installs(machine)
+    run("python", env=machine, script=moved / "run")
+    assert installs(machine) == 1
+
+
+@pytest.mark.parametrize("ready_before", [False, True], ids=["first", "refresh"])
+def test_an_interrupted_install_is_started_afresh(
+    machine: dict[str, str], clone: Path, ready_before: bool
+) -> None:
+    if ready_before:
+        run("python", env=machine, script=clone)
+        (clone.parent / "constraints.txt").write_text("# changed\n")
+    fail = Path(machine["FAIL_PIP"])
+    fail.touch()
+    assert run("python", env=machine, script=clone).returncode != 0
+    half_installed = clone.parent / ".venv" / "half-installed"
+    half_installed.touch()
+    fail.unlink()
+    installs(machine)
+    result = run("python", env=machine, script=clone)
+    assert result.returncode == 0, result.stderr
+    assert installs(machine) == 1
+    assert not half_installed.exists()
+
+
+def test_an_environment_whose_python_is_gone_is_made_again(
+    machine: dict[str, str], clone: Path
+) -> None:
+    run("python", env=machine, script=clone)
+    installs(machine)
+    make_script(clone.parent / ".venv" / "bin" / "python", BROKEN_SHIM)
+    assert run("python", env=machine, script=clone).returncode == 0
+    assert installs(machine) == 1
+
+
+def test_no_command_runs_in_an_environment_that_failed_to_install(
+    machine: dict[str, str], clone: Path
+) -> None:
+    Path(machine["FAIL_PIP"]).touch()
+    assert run("python", "-c", "the command", env=machine, script=clone).returncode != 0
+    assert "the command" not in Path(machine["CALLS"]).read_text()
+
+
+# --- sub-commands ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, called",
+    [
+        (["demo", "--fast"], "{root}/examples/demo.py|--fast"),
+        (["train", "--seed", "1"], "{root}/pretrain_gpt.py|--seed|1"),
+        (["test", "-k", "two words"], "-m|pytest|-k|two words"),
+        (["report", "r.json"], "-m|megatron.slipstream.cli|report|r.json"),
+        (["lint"], "-m|mypy"),
+        (["lint", "--fix"], "-m|ruff|check|--fix"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_sub_command_passes_its_arguments_on(
+    machine: dict[str, str], clone: Path, arguments: list[str], called: str
+) -> None:
+    result = run(*arguments, env=machine, script=clone)
+    assert result.returncode == 0, result.stderr
+    assert called.format(root=clone.parent) in Path(machine["CALLS"]).read_text().splitlines()
+
+
+def test_lint_fails_when_any_of_its_checks_fails(machine: dict[str, str], clone: Path) -> None:
+    run("python", env=machine, script=clone)
+    python = clone.parent / ".venv" / "bin" / "python"
+    for check in ("ruff check", "ruff format --check", "mypy"):
+        failing = f'case "$*" in "-m {check}") exit 1 ;; esac\n'
+        make_script(python, FAKE_PYTHON + failing)
+        assert run("lint", env=machine, script=clone).returncode == 1, check
+
+
+def test_without_a_sub_command_the_script_explains_itself(machine: dict[str, str]) -> None:
+    result = run(env=machine)
+    assert result.returncode == 0
+    assert "./run demo" in result.stdout
+    assert "./run test" in result.stdout
+
+
+def test_an_unknown_sub_command_is_an_error(machine: dict[str, str]) -> None:
+    result = run("tset", env=machine)
+    assert result.returncode == 2
+    assert "no sub-command 'tset'" in result.stderr
+
+
+def test_the_current_environment_is_used_as_it_is_or_refused_by_name(
+    machine: dict[str, str], clone: Path, tmp_path: Path
+) -> None:
+    env = machine | {"SLIPSTREAM_USE_CURRENT_ENV": "1"}
+    python = make_script(tmp_path / "shims" / "python3", FAKE_PYTHON)
+    assert run("train", "--seed", "1", env=env, script=clone).returncode == 0
+    assert installs(env) == 0
+    assert not (clone.parent / ".venv").exists()
+    make_script(python, FAKE_PYTHON + 'case "$*" in *"megatron.core") exit 1 ;; esac\n')
+    result = run("train", env=env, script=clone)
+    assert result.returncode == 1
+    assert "has no module 'megatron.core'" in result.stderr
+
+
+@pytest.mark.parametrize("script", ["run", ".ci/run"])
+def test_scripts_can_be_executed(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+
+
+@pytest.mark.parametrize("failing", ["", "lint", "test"])
+def test_ci_runs_lint_and_tests_and_fails_with_either(tmp_path: Path, failing: str) -> None:
+    ci = tmp_path / ".ci" / "run"
+    ci.parent.mkdir()
+    shutil.copy(ROOT / ".ci" / "run", ci)
+    make_script(tmp_path / "run", f'#!/bin/sh\necho "ran $1"\n[ "$1" != "{failing}" ]\n')
+    result = run(env=dict(os.environ), script=ci)
+    assert "ran lint" in result.stdout
+    assert "ran test" in result.stdout
+    assert result.returncode == (1 if failing else 0)
