@@ -1,0 +1,243 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""From a trace and a selection of groups to a plan: what is done at which step."""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron.slipstream.plan.policy import (
+    HELD_BY_KEPT,
+    HELD_OUTSIDE,
+    NO_TIME,
+    PolicyOptions,
+    select_groups,
+)
+from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
+
+
+class ActionKind(enum.Enum):
+    """What the manager does for a group, beside what its marks imply."""
+
+    D2H = "D2H"
+    """Start copying its storages to the host."""
+    FREE = "FREE"
+    """Let go of the device memory; the last group to let go of a storage frees it."""
+    H2D = "H2D"
+    """Start copying its storages back to the device."""
+
+
+class Action(NamedTuple):
+    """One thing to do for one group. ``str(action)`` is its name in logs, pictures and errors."""
+
+    kind: ActionKind
+    key: GroupKey
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.key}.{self.name}:{self.kind.value}"
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """What happens to one group. Step numbers index :attr:`Trace.steps`."""
+
+    key: GroupKey
+    name: str
+    moves: bool
+    reason: str = ""
+    """Why it stays, if it stays."""
+    kept_storages: Mapping[int, str] = field(default_factory=dict)
+    """Storages of a moving group that stay, by position in :attr:`GroupTrace.storages`, with the
+    reason."""
+    moved_nbytes: int = 0
+    """Bytes copied out on this group's account (storages that it is the first to save)."""
+    commit_step: int = -1
+    free_step: int = -1
+    h2d_step: int = -1
+    use_step: int = -1
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """When one moving storage is away from the device: steps ``free_step`` up to ``h2d_step``."""
+
+    index: int
+    nbytes: int
+    d2h_step: int
+    free_step: int
+    h2d_step: int
+    use_step: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decided iteration: the trace it was made from, and what is done at each of its steps."""
+
+    trace: Trace
+    options: PolicyOptions
+    groups: tuple[GroupPlan, ...]
+    storages: tuple[StoragePlan, ...]
+    """Only those that move."""
+
+    @cached_property
+    def group_by_key(self) -> dict[GroupKey, GroupPlan]:
+        """The group plans by key."""
+        return {group.key: group for group in self.groups}
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """For each step, what is done once its mark is reached: frees first, then copies."""
+        by_step: dict[int, list[Action]] = defaultdict(list)
+        order = (ActionKind.D2H, ActionKind.FREE, ActionKind.H2D)
+        for group in self.groups:
+            if group.moves:
+                steps = (group.commit_step, group.free_step, group.h2d_step)
+                for kind, step in zip(order, steps, strict=True):
+                    by_step[step].append(Action(kind, group.key, group.name))
+        for actions in by_step.values():
+            actions.sort(key=lambda action: order.index(action.kind))
+        return tuple(tuple(by_step[index]) for index in range(len(self.trace.steps)))
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that leave the device in one iteration (each returns once)."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    @cached_property
+    def absent_bytes(self) -> tuple[int, ...]:
+        """For each step, the managed bytes that are on the host until the next step."""
+        change = [0] * (len(self.trace.steps) + 1)
+        for storage in self.storages:
+            change[storage.free_step] += storage.nbytes
+            change[storage.h2d_step] -= storage.nbytes
+        total, totals = 0, []
+        for step in range(len(self.trace.steps)):
+            total += change[step]
+            totals.append(total)
+        return tuple(totals)
+
+    def peak_bytes(self) -> tuple[int, int] | None:
+        """The device peak without and with this plan, in bytes; None without memory readings.
+
+        The reading of every interval is put back to what it would be with nothing moved, then the
+        plan's absent bytes are taken off.
+        """
+        if not self.trace.memory:
+            return None
+        without = [reading.peak_bytes + reading.absent_bytes for reading in self.trace.memory]
+        planned = [b - absent for b, absent in zip(without, self.absent_bytes, strict=True)]
+        return max(without), max(planned)
+
+    @property
+    def peak_drop_bytes(self) -> int | None:
+        """By how many bytes the plan lowers the device peak; None without memory readings."""
+        peaks = self.peak_bytes()
+        return None if peaks is None else peaks[0] - peaks[1]
+
+
+def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
+    """Decide an iteration like the one in ``trace``.
+
+    A storage moves if every group that holds it moves and nothing else holds it. It leaves at the
+    commit of the first of them, its device memory goes when the last of them lets go, and it is
+    back before the first of them is used.
+    """
+    moving, reasons = select_groups(trace, options)
+    timing = _time_groups(trace, options)
+    for key in sorted(moving):
+        free_step, h2d_step = timing[key]
+        if free_step < 0 or free_step >= h2d_step:
+            reasons[key] = NO_TIME
+    moving = moving - reasons.keys()
+    kept_storages = _kept_storages(trace, moving)
+    storages = _storage_plans(trace, moving, kept_storages, timing)
+    planned = {storage.index for storage in storages}
+    groups = []
+    for group in trace.groups:
+        key = group.key
+        if key not in moving:
+            groups.append(GroupPlan(key, group.name, False, reasons[key]))
+            continue
+        stays = {
+            position: kept_storages.get(index, NO_TIME)
+            for position, index in enumerate(group.storages)
+            if index not in planned
+        }
+        if len(stays) == len(group.storages):
+            groups.append(GroupPlan(key, group.name, False, next(iter(stays.values()))))
+            continue
+        moved = sum(
+            trace.storages[index].nbytes
+            for index in group.storages
+            if index in planned and trace.storages[index].holders[0] == key
+        )
+        groups.append(
+            GroupPlan(
+                key,
+                group.name,
+                True,
+                kept_storages=stays,
+                moved_nbytes=moved,
+                commit_step=trace.step_index[StepKind.FORWARD_COMMIT, key],
+                free_step=timing[key][0],
+                h2d_step=timing[key][1],
+                use_step=trace.step_index[StepKind.BACKWARD_USE, key],
+            )
+        )
+    return Plan(trace, options, tuple(groups), storages)
+
+
+def _time_groups(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[int, int]]:
+    """For each group the steps at which it frees and at which its copy back starts (-1: never)."""
+    commits = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.FORWARD_COMMIT]
+    uses = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.BACKWARD_USE]
+    free_step = {
+        trace.steps[step].key: commits[rank + options.release_lag]
+        for rank, step in enumerate(commits)
+        if rank + options.release_lag < len(commits)
+    }
+    h2d_step = {
+        trace.steps[step].key: uses[max(0, rank - options.prefetch_depth)]
+        for rank, step in enumerate(uses)
+    }
+    return {
+        group.key: (free_step.get(group.key, -1), h2d_step.get(group.key, -1))
+        for group in trace.groups
+    }
+
+
+def _kept_storages(trace: Trace, moving: frozenset[GroupKey]) -> dict[int, str]:
+    kept = {}
+    for index, storage in enumerate(trace.storages):
+        if storage.held_outside:
+            kept[index] = HELD_OUTSIDE
+        elif not all(key in moving for key in storage.holders):
+            kept[index] = HELD_BY_KEPT
+    return kept
+
+
+def _storage_plans(
+    trace: Trace,
+    moving: frozenset[GroupKey],
+    kept: Mapping[int, str],
+    timing: Mapping[GroupKey, tuple[int, int]],
+) -> tuple[StoragePlan, ...]:
+    plans = []
+    for index, storage in enumerate(trace.storages):
+        if index in kept:
+            continue
+        commit = [trace.step_index[StepKind.FORWARD_COMMIT, key] for key in storage.holders]
+        use = [trace.step_index[StepKind.BACKWARD_USE, key] for key in storage.holders]
+        free_step = max(timing[key][0] for key in storage.holders)
+        h2d_step = min(timing[key][1] for key in storage.holders)
+        if free_step < h2d_step:
+            plans.append(
+                StoragePlan(index, storage.nbytes, min(commit), free_step, h2d_step, min(use))
+            )
+    return tuple(plans)

@@ -1,0 +1,131 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Which groups move: one pure function per reason to keep a group on the device.
+
+Each policy takes a trace and the groups that still move, and returns those that it keeps with the
+reason. The reasons are shown in the report, so they are written for its reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """The options that decide which groups move and when."""
+
+    activation_offload_fraction: float = 1.0
+    """Fraction of each pass's groups that move, in forward order; the latest ones stay."""
+    delta_offload_bytes_across_pp_ranks: int = 0
+    """Bytes more that each later pipeline rank keeps on the device than the one before it."""
+    release_lag: int = 1
+    """How many later group commits a group's device memory outlives its own commit."""
+    prefetch_depth: int = 1
+    """How many group uses ahead of its own a group's copy back starts."""
+
+
+Kept = dict[GroupKey, str]
+
+BACKWARD_FOLLOWS = "its backward follows before another layer hides the copies"
+NEVER_USED = "backward never asks for it"
+FRACTION = "activation_offload_fraction keeps it"
+DELTA = "delta_offload_bytes_across_pp_ranks keeps it"
+NOTHING_TO_MOVE = "it saves nothing that may move"
+HELD_OUTSIDE = "an operation outside the chosen modules holds it too"
+HELD_BY_KEPT = "a group that stays holds it too"
+NO_TIME = "backward needs it before it could have left"
+
+
+def keep_where_backward_follows(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
+    """Keep a group if the next mark of its name after its commit is its own use in backward.
+
+    Then no other group of that name runs in between, so there is no layer's computation to hide
+    the two copies behind: the last layer before backward, in whatever pipeline schedule.
+    """
+    kept: Kept = {}
+    wanted = set(moving)
+    last_commit: dict[str, GroupKey] = {}
+    for step in trace.steps:
+        if step.kind is StepKind.FORWARD_COMMIT:
+            last_commit[step.name] = step.key
+        elif step.kind is StepKind.BACKWARD_USE:
+            if last_commit.get(step.name) == step.key and step.key in wanted:
+                kept[step.key] = BACKWARD_FOLLOWS
+            last_commit.pop(step.name, None)
+    return kept
+
+
+def keep_unused(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
+    """Keep groups that were never used in backward: nothing tells when to bring them back."""
+    return {
+        key: NEVER_USED for key in moving if (StepKind.BACKWARD_USE, key) not in trace.step_index
+    }
+
+
+def keep_empty(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
+    """Keep groups without a storage of their own to move."""
+    return {key: NOTHING_TO_MOVE for key in moving if not trace.group_by_key[key].storages}
+
+
+def keep_for_pp_rank(trace: Trace, moving: Sequence[GroupKey], delta_bytes: int) -> Kept:
+    """Keep whole groups, in the order of their backward, until ``pp_rank * delta_bytes`` stay."""
+    kept: Kept = {}
+    budget = trace.pp_rank * delta_bytes
+    wanted = set(moving)
+    seen: set[int] = set()
+    pass_order: list[int] = []
+    for step in trace.uses():
+        if step.key.chunk_pass not in seen:
+            seen.add(step.key.chunk_pass)
+            pass_order.append(step.key.chunk_pass)
+    rank_of = {chunk_pass: rank for rank, chunk_pass in enumerate(pass_order)}
+    for key in sorted(wanted, key=lambda k: (rank_of.get(k.chunk_pass, len(rank_of)), k.group)):
+        if budget <= 0:
+            break
+        budget -= trace.group_nbytes(key)
+        kept[key] = DELTA
+    return kept
+
+
+def keep_by_fraction(trace: Trace, moving: Sequence[GroupKey], fraction: float) -> Kept:
+    """Keep the latest groups of each pass so that about ``fraction`` of its groups move.
+
+    The fraction counts groups, not bytes, as megatron-core's option does.
+    """
+    kept: Kept = {}
+    by_pass: dict[int, list[GroupKey]] = {}
+    for key in moving:
+        if trace.group_nbytes(key) > 0:
+            by_pass.setdefault(key.chunk_pass, []).append(key)
+    for keys in by_pass.values():
+        keys.sort()
+        num_kept = int(len(keys) * (1.0 - fraction))
+        for key in keys[len(keys) - num_kept :]:
+            kept[key] = FRACTION
+    return kept
+
+
+def select_groups(trace: Trace, options: PolicyOptions) -> tuple[frozenset[GroupKey], Kept]:
+    """Apply every policy in turn.
+
+    Returns:
+        The groups that move, and the reason for each group that stays.
+    """
+    kept: Kept = {}
+
+    def moving() -> list[GroupKey]:
+        return [group.key for group in trace.groups if group.key not in kept]
+
+    def keep(more: Mapping[GroupKey, str]) -> None:
+        kept.update(more)
+
+    keep(keep_empty(trace, moving()))
+    keep(keep_unused(trace, moving()))
+    keep(keep_where_backward_follows(trace, moving()))
+    keep(keep_for_pp_rank(trace, moving(), options.delta_offload_bytes_across_pp_ranks))
+    keep(keep_by_fraction(trace, moving(), options.activation_offload_fraction))
+    return frozenset(moving()), kept

@@ -1,0 +1,120 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A plan as text: one line per group, with a strip that shows where its bytes are over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.slipstream.plan.build import GroupPlan, Plan
+from megatron.slipstream.plan.trace import StepKind
+
+LEGEND = "# on the device   > copying out   . on the host   < copying back"
+
+
+def format_bytes(nbytes: float) -> str:
+    """``nbytes`` in the largest binary unit that keeps the figure above 1."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def render_plan(plan: Plan, width: int = 48, max_rows: int = 64) -> str:
+    """Draw a plan as a text grid.
+
+    Args:
+        plan: The plan.
+        width: Columns of the time strip; each stands for an equal share of the iteration's steps.
+        max_rows: Rows shown before the rest is summed up in one line.
+
+    Returns:
+        The grid, without a trailing newline.
+    """
+    rows = [["group", "bytes", "D2H", "FREE", "H2D", "use", _phases(plan, width)]]
+    shown = plan.groups[:max_rows]
+    rows += [_row(plan, group, width) for group in shown]
+    lines = _align(rows)
+    hidden = plan.groups[max_rows:]
+    if hidden:
+        num_moving = sum(group.moves for group in hidden)
+        lines.append(f"... and {len(hidden)} more groups, {num_moving} of which move")
+    lines.append(LEGEND)
+    lines.append(_summary(plan))
+    return "\n".join(lines)
+
+
+def _summary(plan: Plan) -> str:
+    num_moving = sum(group.moves for group in plan.groups)
+    text = (
+        f"{num_moving} of {len(plan.groups)} groups move, "
+        f"{format_bytes(plan.moved_nbytes)} each way per iteration"
+    )
+    peaks = plan.peak_bytes()
+    if peaks is not None:
+        text += (
+            f"; device peak {format_bytes(peaks[0])} -> {format_bytes(peaks[1])} "
+            f"({format_bytes(peaks[0] - peaks[1])} less)"
+        )
+    return text
+
+
+def _phases(plan: Plan, width: int) -> str:
+    """The strip's heading: F where most steps of a column are forward, B where backward."""
+    forward = (StepKind.FORWARD_START, StepKind.FORWARD_COMMIT)
+    text = ""
+    for column in range(width):
+        first, last = _columns(plan, column, width)
+        steps = plan.trace.steps[first:last]
+        num_forward = sum(step.kind in forward for step in steps)
+        text += "F" if 2 * num_forward >= len(steps) else "B"
+    return text
+
+
+def _columns(plan: Plan, column: int, width: int) -> tuple[int, int]:
+    num_steps = len(plan.trace.steps)
+    first = column * num_steps // width
+    return first, max(first + 1, (column + 1) * num_steps // width)
+
+
+def _row(plan: Plan, group: GroupPlan, width: int) -> list[str]:
+    label = f"{group.key}.{group.name}"
+    if not group.moves:
+        return [label, "-", "", "", "", "", f"stays: {group.reason}"]
+    strip = ""
+    for column in range(width):
+        step = _columns(plan, column, width)[0]
+        strip += _mark(plan, group, step)
+    return [
+        label,
+        format_bytes(group.moved_nbytes),
+        str(group.commit_step),
+        str(group.free_step),
+        str(group.h2d_step),
+        str(group.use_step),
+        strip,
+    ]
+
+
+def _mark(plan: Plan, group: GroupPlan, step: int) -> str:
+    index = plan.trace.step_index
+    start = index[StepKind.FORWARD_START, group.key]
+    done = index.get((StepKind.BACKWARD_DONE, group.key), group.use_step)
+    if step < start or step > done:
+        return " "
+    if step < group.commit_step or step >= group.use_step:
+        return "#"
+    if step < group.free_step:
+        return ">"
+    return "." if step < group.h2d_step else "<"
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return lines

@@ -1,0 +1,127 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What one training iteration did on one rank: the planner's only input.
+
+A trace is a list of :class:`Step` in the order in which the host issued them, which is also the
+order of the compute stream, and the storages that the groups saved for backward. It holds plain
+numbers only, so that it can be written to a file and planned again on a laptop.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+
+class StepKind(enum.Enum):
+    """The four marks of a group, in the order in which they happen to it."""
+
+    FORWARD_START = "FS"
+    """The group's operations begin in forward."""
+    FORWARD_COMMIT = "FC"
+    """The group has saved what it needs: its tensors may be copied out from here on."""
+    BACKWARD_USE = "BU"
+    """Backward reaches the group: its tensors are needed on the device from here on."""
+    BACKWARD_DONE = "BD"
+    """The group's backward operations have been issued. Absent if its input needs no gradient."""
+
+
+class GroupKey(NamedTuple):
+    """Names one group of one iteration."""
+
+    chunk_pass: int
+    """Index of the forward pass of a model chunk (one micro-batch through one virtual pipeline
+    stage) among those of the iteration, in forward order."""
+    group: int
+    """Index of the group within the pass, in order of its start."""
+
+    def __str__(self) -> str:
+        return f"{self.chunk_pass}.{self.group}"
+
+
+class Step(NamedTuple):
+    """One mark. ``str(step)`` is the text used in plans, logs, NVTX ranges and errors."""
+
+    kind: StepKind
+    key: GroupKey
+    name: str
+    """The module name, as in ``offload_modules``."""
+
+    def __str__(self) -> str:
+        return f"{self.key}.{self.name}:{self.kind.value}"
+
+
+@dataclass(frozen=True)
+class StorageTrace:
+    """One storage that groups saved: it moves as a whole, once, however many views share it."""
+
+    nbytes: int
+    """Bytes that a copy of it moves."""
+    holders: tuple[GroupKey, ...]
+    """The groups that saved a view of it, in order of their first save."""
+    held_outside: bool = False
+    """Something other than these groups keeps the device memory alive until backward needs it, so
+    that copying it out frees nothing."""
+
+
+@dataclass(frozen=True)
+class GroupTrace:
+    """One group of the iteration."""
+
+    key: GroupKey
+    name: str
+    vp_stage: int
+    """Virtual pipeline stage (index of the model chunk) that the pass belongs to."""
+    storages: tuple[int, ...]
+    """Indices into :attr:`Trace.storages`, in order of their first save by this group."""
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Device memory between one step and the next, as the allocator counted it."""
+
+    allocated_bytes: int
+    """Allocated right after the step."""
+    peak_bytes: int
+    """The largest figure known to have occurred before the next step (at least
+    ``allocated_bytes``)."""
+    absent_bytes: int
+    """Bytes of managed storages that were on the host meanwhile."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One iteration of one rank."""
+
+    steps: tuple[Step, ...]
+    groups: tuple[GroupTrace, ...]
+    storages: tuple[StorageTrace, ...]
+    pp_rank: int = 0
+    """Pipeline-parallel rank, for ``delta_offload_bytes_across_pp_ranks``."""
+    memory: tuple[MemoryReading, ...] = field(default=())
+    """One reading per step, or empty if none were taken."""
+
+    @cached_property
+    def group_by_key(self) -> dict[GroupKey, GroupTrace]:
+        """The groups by their key."""
+        return {group.key: group for group in self.groups}
+
+    @cached_property
+    def step_index(self) -> dict[tuple[StepKind, GroupKey], int]:
+        """Where each mark of each group lies in :attr:`steps`."""
+        return {(step.kind, step.key): index for index, step in enumerate(self.steps)}
+
+    def uses(self) -> Sequence[Step]:
+        """The backward uses, in order."""
+        return [step for step in self.steps if step.kind is StepKind.BACKWARD_USE]
+
+    def group_nbytes(self, key: GroupKey) -> int:
+        """Bytes of the storages that this group is the first to save."""
+        return sum(
+            self.storages[index].nbytes
+            for index in self.group_by_key[key].storages
+            if self.storages[index].holders[0] == key
+        )
