@@ -1,0 +1,402 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Streams, events, memory and copies on a GPU, and two imitations of them in host memory.
+
+The engine never names ``torch.cuda``: everything it does to a device goes through a
+:class:`Backend`. ``cuda`` is the real one. ``cpu`` copies at once, in order. ``cpu-lazy`` is the
+adversary: it runs a copy only when somebody waits for it and poisons what must not be read, so
+that an engine with a missing wait computes NaN instead of being right by luck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Optional, Protocol
+
+import torch
+
+Stream = Any
+Event = Any
+
+POISON_BYTE = 0xFF
+"""A float whose bytes are all ones is NaN in every IEEE format, bf16 and both fp8 formats."""
+
+
+class Copy(NamedTuple):
+    """One copy of bytes; both tensors are one-dimensional uint8 of equal length."""
+
+    destination: torch.Tensor
+    source: torch.Tensor
+
+
+class MemoryMeter(Protocol):
+    """Counts device memory where no GPU's allocator does."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes alive now."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were alive at once."""
+
+    def excluded(self) -> contextlib.AbstractContextManager[Any]:
+        """Storages created inside are host memory and not counted."""
+
+
+def byte_view(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
+    """The bytes ``[start, stop)`` of a storage, uint8, sharing memory."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, start, (stop - start,), (1,))
+
+
+class Backend(ABC):
+    """What the engine needs of a device. Streams and events are opaque to the engine."""
+
+    name: str
+
+    @abstractmethod
+    def manages(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in this backend's device memory."""
+
+    @abstractmethod
+    def new_stream(self) -> Stream:
+        """A stream for copies that runs beside the compute stream."""
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream that the caller's operations go to. Ask each time: it changes."""
+
+    @abstractmethod
+    def stream_id(self, stream: Stream) -> Hashable:
+        """Equal for two stream objects if and only if they are the same queue of work."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """An event that completes when all work now in ``stream`` has."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Work put into ``stream`` from here on runs after ``event``. The host does not block."""
+
+    @abstractmethod
+    def wait_on_host(self, stream: Stream) -> None:
+        """Block the host until all work now in ``stream`` is done."""
+
+    @abstractmethod
+    def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
+        """Put ``copies`` into ``stream`` in order. The host does not block."""
+
+    @abstractmethod
+    def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Uninitialised device memory that the current stream may use at once."""
+
+    @abstractmethod
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised host memory that copies can run from and to asynchronously, uint8."""
+
+    @abstractmethod
+    def free_host(self, buffer: torch.Tensor) -> None:
+        """Return a buffer of :meth:`allocate_host`. No copy may be using it."""
+
+    def drop_device(self, storage: torch.UntypedStorage) -> None:
+        """The engine gives up its last reference to ``storage``, which the caller then deletes."""
+
+    def drop_host_contents(self, buffer: torch.Tensor, stream: Stream) -> None:
+        """Nobody needs the bytes in ``buffer`` after the work now in ``stream``."""
+
+    def memory(self) -> Optional[tuple[int, int]]:
+        """Device bytes allocated now and at most so far, or None where nothing counts them."""
+        return None
+
+    @contextlib.contextmanager
+    def annotate(self, label: object) -> Iterator[None]:
+        """Name the enclosed host work ``str(label)`` in profiles."""
+        yield
+
+    def timed_event(self, stream: Stream) -> Event:
+        """An event that takes the time; None where time on a stream means nothing."""
+        return None
+
+    def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
+        """Milliseconds between two timed events, or None if they have not both completed."""
+        return None
+
+
+class CudaBackend(Backend):
+    """An NVIDIA GPU through ``torch.cuda``."""
+
+    name = "cuda"
+
+    def manages(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def new_stream(self) -> Stream:
+        return torch.cuda.Stream()
+
+    def current_stream(self) -> Stream:
+        return torch.cuda.current_stream()
+
+    def stream_id(self, stream: Stream) -> Hashable:
+        return (stream.device_index, stream.cuda_stream)
+
+    def record(self, stream: Stream) -> Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def wait_on_host(self, stream: Stream) -> None:
+        stream.synchronize()
+
+    def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
+        with torch.cuda.stream(stream):
+            for destination, source in copies:
+                destination.copy_(source, non_blocking=True)
+
+    def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        # On the current (compute) stream on purpose: the caching allocator keeps a pool per
+        # stream, and memory of a copy stream's pool could not serve the computation again.
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        # Registered rather than asked of torch's pinned allocator, which rounds up to a power of
+        # two and keeps what it has got (https://github.com/pytorch/pytorch/issues/95823).
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+        torch.cuda.check_error(status)
+        return buffer
+
+    def free_host(self, buffer: torch.Tensor) -> None:
+        status = torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        torch.cuda.check_error(status)
+
+    def memory(self) -> Optional[tuple[int, int]]:
+        stats = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+        return stats["current"], stats["peak"]
+
+    @contextlib.contextmanager
+    def annotate(self, label: object) -> Iterator[None]:
+        torch.cuda.nvtx.range_push(str(label))
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+    def timed_event(self, stream: Stream) -> Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
+        return start.elapsed_time(stop) if start.query() and stop.query() else None
+
+
+_COMPLETED = object()
+"""The event of work that is done by the time it is recorded."""
+
+
+class CpuBackend(Backend):
+    """Device and host both in host memory; every copy runs at once, in program order."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self.meter: Optional[MemoryMeter] = None
+        """Set to read device memory from; engine host buffers are kept out of its count."""
+
+    def manages(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def new_stream(self) -> Stream:
+        return object()
+
+    def current_stream(self) -> Stream:
+        return None
+
+    def stream_id(self, stream: Stream) -> Hashable:
+        return id(stream)
+
+    def record(self, stream: Stream) -> Event:
+        return _COMPLETED
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        pass
+
+    def wait_on_host(self, stream: Stream) -> None:
+        pass
+
+    def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
+        for destination, source in copies:
+            destination.copy_(source)
+
+    def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        with self.meter.excluded() if self.meter is not None else contextlib.nullcontext():
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def free_host(self, buffer: torch.Tensor) -> None:
+        pass
+
+    def memory(self) -> Optional[tuple[int, int]]:
+        return (self.meter.allocated_bytes, self.meter.peak_bytes) if self.meter else None
+
+
+def _poison(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    byte_view(storage, 0, storage.nbytes()).fill_(POISON_BYTE)
+    return storage
+
+
+class _LazyEvent(NamedTuple):
+    """A point in a stream: after ``position`` of its operations (or ticks, for compute)."""
+
+    stream: _LazyStream
+    position: int
+
+
+class _LazyStream:
+    """A copy stream whose operations run when somebody waits for them; FIFO."""
+
+    def __init__(self, is_compute: bool = False) -> None:
+        self.is_compute = is_compute
+        self.pending: deque[Any] = deque()
+        self.num_done = 0
+        self.num_recorded = 0
+        """Compute only: how many events were recorded, which numbers its points in time."""
+        self.host_waited = 0
+        """How many of its operations the host has waited for, rather than another stream."""
+        self.compute_seen = 0
+        """Copy streams only: the latest compute event that work put in from here on runs after."""
+
+    def run_until(self, position: int) -> None:
+        while self.num_done < position:
+            operation = self.pending.popleft()
+            self.num_done += 1
+            operation()
+
+
+class _LazyCopy:
+    """A copy that has been put into a lazy stream."""
+
+    def __init__(self, copy: Copy, ordered: bool) -> None:
+        self.copy = copy
+        self.ordered = ordered
+
+    def __call__(self) -> None:
+        # A source that has been emptied meanwhile, as a recomputed output is, has no bytes.
+        is_there = self.copy.source.untyped_storage().nbytes() > 0
+        if self.ordered and is_there:
+            self.copy.destination.copy_(self.copy.source)
+        else:
+            self.copy.destination.fill_(POISON_BYTE)
+
+
+class LazyCpuBackend(CpuBackend):
+    """The adversary: copies run as late as the waits allow, and nothing else is forgiven.
+
+    - A copy runs only when the compute stream, the host, or a copy that is itself run, waits for
+      an event recorded after it. Until then its destination holds NaN or older bytes.
+    - A copy put into a stream that does not wait for the newest compute event writes NaN: its
+      source may not have been computed, or its destination may still be in use.
+    - Device memory that the engine drops is filled with NaN if nobody else holds it, so that a
+      copy out that has not run yet copies NaN.
+    - Dropping device memory that a copy in has yet to write raises ``RuntimeError``: the copy
+      would overwrite whatever the memory is used for next. So does returning host memory without
+      the host having waited for every copy.
+    """
+
+    name = "cpu-lazy"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compute = _LazyStream(is_compute=True)
+        self._streams: list[_LazyStream] = []
+
+    def new_stream(self) -> Stream:
+        stream = _LazyStream()
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> Stream:
+        return self._compute
+
+    def record(self, stream: _LazyStream) -> Event:
+        if stream.is_compute:
+            stream.num_recorded += 1
+            return _LazyEvent(stream, stream.num_recorded)
+        return _LazyEvent(stream, stream.num_done + len(stream.pending))
+
+    def wait(self, stream: _LazyStream, event: _LazyEvent) -> None:
+        if stream.is_compute:
+            if not event.stream.is_compute:
+                event.stream.run_until(event.position)
+        elif event.stream.is_compute:
+            stream.compute_seen = max(stream.compute_seen, event.position)
+        elif event.stream is not stream:
+            stream.pending.append(lambda: event.stream.run_until(event.position))
+
+    def wait_on_host(self, stream: _LazyStream) -> None:
+        if not stream.is_compute:
+            stream.run_until(stream.num_done + len(stream.pending))
+            stream.host_waited = stream.num_done
+
+    def run_copies(self, copies: Sequence[Copy], stream: _LazyStream) -> None:
+        ordered = stream.compute_seen == self._compute.num_recorded
+        stream.pending.extend(_LazyCopy(copy, ordered) for copy in copies)
+
+    def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        return _poison(super().allocate_device(nbytes, device))
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        return super().allocate_host(nbytes).fill_(POISON_BYTE)
+
+    def free_host(self, buffer: torch.Tensor) -> None:
+        # That the compute stream has waited is not enough: the host runs ahead of it.
+        if any(s.num_done + len(s.pending) > s.host_waited for s in self._streams):
+            raise RuntimeError("host memory returned before the host waited for the copy streams")
+
+    def drop_device(self, storage: torch.UntypedStorage) -> None:
+        pending = self._pending_copies(storage)
+        if any(copy.destination.untyped_storage()._cdata == storage._cdata for copy in pending):
+            raise RuntimeError("device memory dropped while a copy has yet to write it")
+        # One use is the caller's storage object; every pending copy holds one view of it.
+        if torch._C._storage_Use_Count(storage._cdata) == 1 + len(pending):
+            _poison(storage)
+
+    def drop_host_contents(self, buffer: torch.Tensor, stream: _LazyStream) -> None:
+        stream.pending.append(lambda: buffer.fill_(POISON_BYTE))
+
+    def _pending_copies(self, storage: torch.UntypedStorage) -> list[Copy]:
+        return [
+            operation.copy
+            for stream in self._streams
+            for operation in stream.pending
+            if isinstance(operation, _LazyCopy)
+            and any(side.untyped_storage()._cdata == storage._cdata for side in operation.copy)
+        ]
+
+
+def make_backend(name: str) -> Backend:
+    """The backend of that name; 'auto' is 'cuda' where torch sees a GPU, else 'cpu'.
+
+    Raises:
+        ValueError: 'cuda' was asked for and torch sees no GPU, or the name is unknown.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "offload_backend='cuda' is not supported here because torch sees no GPU; set "
+            "offload_backend='auto', or 'cpu' to imitate one in host memory"
+        )
+    kinds = {kind.name: kind for kind in (CudaBackend, CpuBackend, LazyCpuBackend)}
+    if name not in kinds:
+        raise ValueError(f"offload_backend={name!r} is unknown; set 'auto', {', '.join(kinds)}")
+    return kinds[name]()

@@ -1,0 +1,62 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""One pass: one micro-batch through one model chunk (one virtual pipeline stage)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional
+
+from megatron.slipstream.fine_grained_activation_offload.group import (
+    GroupState,
+    OffloadTensorGroup,
+)
+from megatron.slipstream.plan.trace import GroupKey
+
+
+class ChunkOffloadHandler:
+    """The groups of one pass, in the order in which forward started and committed them."""
+
+    def __init__(self, index: int, vp_stage: int, min_offloaded_tensor_size: int) -> None:
+        self.index = index
+        """Its place among the forward passes of the iteration."""
+        self.vp_stage = vp_stage
+        self.min_offloaded_tensor_size = min_offloaded_tensor_size
+        """Tensors of fewer elements stay on the device."""
+        self.groups: list[OffloadTensorGroup] = []
+        self._committed: list[OffloadTensorGroup] = []
+
+    def open_group(self, name: str) -> OffloadTensorGroup:
+        """A new group, next in order."""
+        group = OffloadTensorGroup(GroupKey(self.index, len(self.groups)), name)
+        self.groups.append(group)
+        return group
+
+    def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
+        """Commit the innermost open group called ``name``; None if there is none.
+
+        A layer that recomputes a sub-module marks its end without having marked its start.
+        """
+        for group in reversed(self.groups):
+            if group.name == name and group.state is GroupState.OPEN:
+                group.move_to(GroupState.COMMITTED)
+                self._committed.append(group)
+                return group
+        return None
+
+    def used_before(self, group: OffloadTensorGroup, depth: int) -> Sequence[OffloadTensorGroup]:
+        """The ``depth`` groups that backward most likely reaches right after ``group``."""
+        place = self._committed.index(group)
+        return self._committed[max(0, place - depth) : place][::-1]
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it waits for a backward that cannot come: autograd has freed what it saved."""
+        waiting = [g for g in self.groups if g.state in (GroupState.OPEN, GroupState.COMMITTED)]
+        held = [held for group in waiting for held in group.held]
+        return bool(held) and all(item.reference() is None for item in held)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether something that forward saved is still kept for backward."""
+        return any(item.reference() is not None for group in self.groups for item in group.held)

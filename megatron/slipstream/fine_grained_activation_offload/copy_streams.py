@@ -1,0 +1,186 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The two copy streams, and every ordering between them, the compute stream and the host.
+
+The edge table. Each wait of the engine is one of these edges and is made here, by
+:meth:`CopyStreams._wait`; each call site carries the edge's id.
+
+====  =========================  ===========================  =====================================
+id    signal                     waiter                       protects
+====  =========================  ===========================  =====================================
+E1    compute, after a group's   d2h, before the group's      the group's tensors on the device:
+      commit                     copies out                   they are read when computed
+E2    h2d or d2h, after the      d2h, before the next copy    the host buffer: it is overwritten
+      buffer's last copy         into the buffer              when read
+E3    d2h, after the copies      compute, before the device   the group's tensors on the device:
+      out                        memory is let go             their memory is reused when read
+E4    compute, where a copy in   h2d, before the copies in    the copy's destination: memory that
+      is started                                              compute used until then
+E5    h2d, after the copies in   the consumer's stream,       the returned tensors: they are read
+                                 before backward reads them   when written
+E6    h2d, after the copies in   compute, before memory that  the destination of a copy in that
+                                 nobody came for is let go    nobody came for: reused when written
+E7    d2h and h2d, at the end    the host, before pinned      host buffers: returned to the system
+                                 memory is unpinned           when no copy uses them
+====  =========================  ===========================  =====================================
+
+Under CUDA graph capture all of them are the same edges inside the graph, but for E7.
+
+[Note: A copy in follows its own copy out]
+A copy in reads what its storage's copy out wrote, yet no edge joins the two streams. The device
+memory was let go in between, so the compute stream waits for the copy out (E3), and the copy in
+waits for the compute stream (E4). This needs both waits on one stream: where the copy in is
+started on another stream than the memory was let go on, that stream waits by E3 as well.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Optional
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.backend import (
+    Backend,
+    Copy,
+    Event,
+    Stream,
+)
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease
+
+
+class Edge(enum.Enum):
+    """The ids of the edge table in the module's docstring."""
+
+    E1 = "a copy out waits for the computation of its source"
+    E2 = "a copy out waits for the last copy that used its host buffer"
+    E3 = "device memory is let go after its copy out"
+    E4 = "a copy in waits for the computation that used its destination"
+    E5 = "backward waits for the copy in of what it reads"
+    E6 = "unused device memory is let go after its copy in"
+    E7 = "host memory is unpinned after all copies"
+
+
+class InFlight(NamedTuple):
+    """Device memory that a copy is using, and the event that says when the copy is done."""
+
+    storage: torch.UntypedStorage
+    event: Event
+    streams: tuple[Stream, ...]
+    """The streams that may be given the memory next, which have to wait."""
+
+
+class Stall(NamedTuple):
+    """A wait on the compute stream with the time before and after it."""
+
+    label: str
+    start: Event
+    stop: Event
+
+
+class CopyStreams:
+    """Owns the copy streams. Knows nothing of groups or plans."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.d2h: Stream = backend.new_stream()
+        """Copies from the device to the host. Apart from ``h2d`` because the GPU has a copy
+        engine for each direction, and in 1F1B both are busy at once."""
+        self.h2d: Stream = backend.new_stream()
+        """Copies from the host to the device."""
+        self.stalls: Optional[list[Stall]] = None
+        """While a list, every wait of the compute stream is timed and appended."""
+
+    def copy_out(
+        self, moves: Sequence[tuple[torch.Tensor, HostLease]], producers: Iterable[Stream]
+    ) -> Event:
+        """Copy device bytes into host buffers on the d2h stream.
+
+        Args:
+            moves: Pairs of device bytes (uint8, 1-d) and the buffer they go to.
+            producers: The streams that computed them.
+
+        Returns:
+            The event after the copies. The device memory must outlive it (:meth:`let_go`).
+        """
+        for stream in producers:
+            self._wait(Edge.E1, self.d2h, self._backend.record(stream))  # edge E1
+        for _, lease in moves:
+            if lease.last_use is not None:
+                self._wait(Edge.E2, self.d2h, lease.last_use)  # edge E2
+        self._backend.run_copies(
+            [Copy(lease.buffer[: source.numel()], source) for source, lease in moves], self.d2h
+        )
+        event = self._backend.record(self.d2h)
+        for _, lease in moves:
+            lease.last_use = event
+        return event
+
+    def let_go(self, memory: InFlight, label: str = "") -> None:
+        """Let go of device memory after its copy out. The caller deletes its last reference."""
+        for stream in memory.streams:
+            self._wait(Edge.E3, stream, memory.event, label)  # edge E3
+        self._backend.drop_device(memory.storage)
+
+    def follow_copy_out(self, event: Event) -> None:
+        """Order the current stream after a copy out that another stream waited for.
+
+        See [Note: A copy in follows its own copy out].
+        """
+        self._wait(Edge.E3, self._backend.current_stream(), event)  # edge E3
+
+    def copy_in(self, moves: Sequence[tuple[torch.Tensor, HostLease]]) -> Event:
+        """Copy host buffers into device memory of the current stream, on the h2d stream.
+
+        Args:
+            moves: Pairs of device bytes to write (uint8, 1-d) and the buffer to read. Nobody
+                reads the buffers after that.
+
+        Returns:
+            The event after the copies. The device memory must be kept until somebody has waited
+            for it (:meth:`before_use` or :meth:`abandon`).
+        """
+        here = self._backend.record(self._backend.current_stream())
+        self._wait(Edge.E4, self.h2d, here)  # edge E4
+        self._backend.run_copies(
+            [
+                Copy(destination, lease.buffer[: destination.numel()])
+                for destination, lease in moves
+            ],
+            self.h2d,
+        )
+        for _, lease in moves:
+            self._backend.drop_host_contents(lease.buffer, self.h2d)
+        event = self._backend.record(self.h2d)
+        for _, lease in moves:
+            lease.last_use = event
+        return event
+
+    def before_use(self, event: Event, label: str = "") -> None:
+        """Make the current stream, which is about to read returned tensors, wait for them."""
+        self._wait(Edge.E5, self._backend.current_stream(), event, label)  # edge E5
+
+    def abandon(self, memory: InFlight) -> None:
+        """Let go of returned device memory that nobody came for."""
+        for stream in memory.streams:
+            self._wait(Edge.E6, stream, memory.event)  # edge E6
+        self._backend.drop_device(memory.storage)
+
+    def finish(self) -> None:
+        """Block the host until both streams are idle."""
+        for stream in (self.d2h, self.h2d):
+            self._wait_on_host(Edge.E7, stream)  # edge E7
+
+    def _wait(self, edge: Edge, stream: Stream, event: Event, label: str = "") -> None:
+        if self.stalls is None or edge not in (Edge.E3, Edge.E5):
+            self._backend.wait(stream, event)
+            return
+        start = self._backend.timed_event(stream)
+        self._backend.wait(stream, event)
+        stop = self._backend.timed_event(stream)
+        if start is not None:
+            self.stalls.append(Stall(label, start, stop))
+
+    def _wait_on_host(self, edge: Edge, stream: Stream) -> None:
+        self._backend.wait_on_host(stream)

@@ -1,0 +1,436 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Executes a plan: what megatron-core's marks ask for is looked up and done here.
+
+Correctness does not rest on the plan. A plan says when copies start and memory is let go; that a
+tensor is there when backward reads it is ensured where it is read, in ``transfer``. An iteration
+that departs from the plan is therefore slower, never wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Optional
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import Stall
+from megatron.slipstream.fine_grained_activation_offload.group import (
+    GroupState,
+    OffloadTensorGroup,
+)
+from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark, StartMark
+from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
+from megatron.slipstream.plan.build import Action, ActionKind, Plan, build_plan
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.render import render_plan
+from megatron.slipstream.plan.trace import GroupKey, Step, StepKind
+
+logger = logging.getLogger(__name__)
+
+MAX_PLANS = 32
+"""Plans kept, one per sequence of marks (that is, per number of micro-batches)."""
+
+
+class PipelineOffloadManager:
+    """The engine. Its public attributes are the contract that megatron-core's layers rely on.
+
+    Args:
+        backend: The device.
+        release_lag: See ``OffloadConfig.offload_release_lag``.
+        prefetch_depth: See ``OffloadConfig.offload_prefetch_depth``.
+        rank: Global rank, for the report.
+    """
+
+    def __init__(
+        self, backend: Backend, release_lag: int = 1, prefetch_depth: int = 1, rank: int = 0
+    ) -> None:
+        self.do_offload = True
+        """False while offloading is suspended: marks then do nothing."""
+        self.region_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Entered around the operations of every group, beside the saved-tensor hooks."""
+        self.report = RankReport(rank=rank)
+        """Figures of the last complete iteration."""
+        self._recorder = Recorder(backend)
+        self.store = ActivationStore(backend, self._recorder)
+        """The saved activations."""
+        self._release_lag = release_lag
+        self._prefetch_depth = prefetch_depth
+        self._options: Optional[PolicyOptions] = None
+        self._pp_rank = 0
+        self._plans: dict[tuple[Step, ...], Plan] = {}
+        self._plan: Optional[Plan] = None
+        """The plan being followed; None where the iteration is not like any planned one."""
+        self._last_plan: Optional[Plan] = None
+        """The plan to begin the next iteration with."""
+        self._passes: list[ChunkOffloadHandler] = []
+        self._groups: dict[GroupKey, OffloadTensorGroup] = {}
+        self._chunk: Optional[ChunkOffloadHandler] = None
+        """The pass that forward is in; None outside of training passes."""
+        self._started: Optional[OffloadTensorGroup] = None
+        """Started, but its region not yet entered."""
+        self._regions: list[ExitStack] = []
+        self._improvised: deque[OffloadTensorGroup] = deque()
+        """Committed groups that have not let go, where no plan says when they do."""
+        self._stalls: list[Stall] = []
+        self._stall_ms: dict[str, float] = {}
+        """By module, measured in the first iteration that followed a plan from its start."""
+        self._measures_stalls = True
+        self._cuda_graph_stream: Optional[Stream] = None
+        self._cuda_graph_event: Optional[Event] = None
+        self._in_replay = False
+        self._delayed: list[tuple[Callable[..., None], str, Sequence[torch.Tensor]]] = []
+
+    # The contract with megatron-core's layers, schedules and models.
+
+    @property
+    def d2h_stream(self) -> Stream:
+        """The stream of copies to the host."""
+        return self.store.copy_streams.d2h
+
+    @property
+    def h2d_stream(self) -> Stream:
+        """The stream of copies to the device."""
+        return self.store.copy_streams.h2d
+
+    @property
+    def cuda_graph_stream(self) -> Stream:
+        """The stream that captured layers are replayed on."""
+        if self._cuda_graph_stream is None:
+            self._cuda_graph_stream = self.store.backend.new_stream()
+        return self._cuda_graph_stream
+
+    @property
+    def cuda_graph_event(self) -> Event:
+        """The external event recorded inside captured layers."""
+        if self._cuda_graph_event is None:
+            self._cuda_graph_event = torch.cuda.Event(external=True)
+        return self._cuda_graph_event
+
+    def init_model_chunk_offload_handler(
+        self,
+        pp_rank: int,
+        vp_size: Optional[int],
+        vp_stage: Optional[int],
+        min_offloaded_tensor_size: int = 1024 * 1024,
+        delta_offload_bytes_across_pp_ranks: int = 0,
+        activation_offload_fraction: float = 1.0,
+        max_inflight_offloads: Optional[int] = None,
+    ) -> None:
+        """A micro-batch enters a model chunk. Called by the model, before its first layer.
+
+        Passes without gradients, and those that backward makes to recompute, are left alone.
+
+        Args:
+            pp_rank: Pipeline-parallel rank.
+            vp_size: Number of model chunks on this rank; None is 1.
+            vp_stage: Index of this model chunk; None is 0.
+            min_offloaded_tensor_size: In elements.
+            delta_offload_bytes_across_pp_ranks: Bytes more that each later rank keeps.
+            activation_offload_fraction: Fraction of a pass's groups that move.
+            max_inflight_offloads: Not used: how far copies may lag is in the plan.
+        """
+        self._chunk = None
+        if not self._is_training_forward():
+            return
+        self._restart_if_abandoned()
+        self._pp_rank = pp_rank
+        options = PolicyOptions(
+            activation_offload_fraction,
+            delta_offload_bytes_across_pp_ranks,
+            self._release_lag,
+            self._prefetch_depth,
+        )
+        if options != self._options:
+            self._options = options
+            self._plans.clear()
+            self._plan = self._last_plan = None
+        self._chunk = ChunkOffloadHandler(
+            len(self._passes), vp_stage or 0, min_offloaded_tensor_size
+        )
+        self._passes.append(self._chunk)
+
+    def pop_forward_chunk(self, name: Optional[str] = None) -> Optional[StartMark]:
+        """The object to mark the start of a group with; None if there is none to start."""
+        return StartMark(self) if self._chunk is not None and self._is_training_forward() else None
+
+    def cur_forward_chunk(self) -> Optional[CommitMark]:
+        """The object to mark the end of a group with; None outside of a training pass."""
+        return CommitMark(self) if self._chunk is not None and self._is_training_forward() else None
+
+    def __enter__(self) -> PipelineOffloadManager:
+        """Enter the region of the group that was started last: what it saves belongs to it."""
+        group, self._started = self._started, None
+        region = ExitStack()
+        self._regions.append(region)
+        if group is not None:
+            min_numel = self._passes[group.key.chunk_pass].min_offloaded_tensor_size
+            region.enter_context(self.region_context())
+            region.enter_context(
+                saved_tensors_hooks(
+                    lambda tensor: self.store.save(tensor, group, min_numel), self.store.read
+                )
+            )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the region."""
+        self._regions.pop().close()
+
+    def mark_not_offload(self, tensor: Optional[torch.Tensor]) -> None:
+        """Keep ``tensor`` on the device whatever saves it."""
+        if tensor is not None:
+            tensor._do_not_offload = True  # type: ignore[attr-defined]
+
+    mark_not_offloadable = mark_not_offload
+
+    def push_offload_groups(
+        self,
+        group_hook: Callable[..., None],
+        name: str,
+        forced_released_tensors: Sequence[torch.Tensor],
+    ) -> None:
+        """Note a commit to be carried out by :meth:`flush_delayed_groups`."""
+        self._delayed.append((group_hook, name, forced_released_tensors))
+
+    def flush_delayed_groups(self) -> None:
+        """Carry out the delayed commits, in order."""
+        delayed, self._delayed = self._delayed, []
+        for group_hook, name, forced_released_tensors in delayed:
+            group_hook(name, forced_released_tensors)
+
+    def disable_offload(self) -> None:
+        """From the next mark on, marks do nothing. What has left still returns."""
+        self.do_offload = False
+
+    def enable_offload(self) -> None:
+        """Undo :meth:`disable_offload`."""
+        self.do_offload = True
+
+    def reset(self, **_: Any) -> None:
+        """The schedule has issued a whole forward-backward pass, or a forward-only one."""
+        self.flush_delayed_groups()
+        self._chunk = None
+        if self._recorder.steps:
+            self._finish_iteration()
+
+    def finish_report(self) -> None:
+        """Add the stalls that were measured, as far as the device has come."""
+        pending = []
+        for stall in self._stalls:
+            elapsed = self.store.backend.elapsed_ms(stall.start, stall.stop)
+            if elapsed is None:
+                pending.append(stall)
+            else:
+                self._stall_ms[stall.label] = self._stall_ms.get(stall.label, 0.0) + elapsed
+        self._stalls = pending
+        for name, counters in self.report.modules.items():
+            counters.stall_ms = self._stall_ms.get(name, 0.0)
+
+    def close(self) -> None:
+        """Return the host memory. Nothing that was saved can be read afterwards."""
+        self._clear_iteration()
+        self.store.close()
+
+    # The life of a group, called by its marks.
+
+    def start_group(self, name: str) -> Optional[OffloadTensorGroup]:
+        """The operations of a group follow in forward."""
+        if self._chunk is None:
+            return None
+        group = self._chunk.open_group(name)
+        self._groups[group.key] = group
+        self._started = group
+        self._recorder.add_group(group, self._chunk.vp_stage)
+        self.store.counters(name).num_groups += 1
+        self._advance(StepKind.FORWARD_START, group)
+        return group
+
+    def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
+        """The group of that name has saved everything; None if none of that name is open."""
+        group = self._chunk.commit_group(name) if self._chunk is not None else None
+        if group is not None:
+            self.store.commit(group)
+            self._advance(StepKind.FORWARD_COMMIT, group)
+        return group
+
+    def use_group(self, group: OffloadTensorGroup) -> None:
+        """Backward needs the group from here on."""
+        if group.state is GroupState.COMMITTED and self._is_current(group):
+            group.move_to(GroupState.IN_USE)
+            self._advance(StepKind.BACKWARD_USE, group)
+
+    def finish_group(self, group: OffloadTensorGroup) -> None:
+        """The backward operations of the group have been issued."""
+        if group.state in (GroupState.COMMITTED, GroupState.IN_USE) and self._is_current(group):
+            group.move_to(GroupState.DONE)
+            self._advance(StepKind.BACKWARD_DONE, group)
+            self.store.finish(group)
+
+    def _is_current(self, group: OffloadTensorGroup) -> bool:
+        """Whether the group is of this iteration: backward may outlive its iteration's end."""
+        return self._groups.get(group.key) is group
+
+    def _is_training_forward(self) -> bool:
+        # Inside a graph task a forward is a recomputation: what it saves is read at once.
+        return (
+            self.do_offload
+            and torch.is_grad_enabled()
+            and torch._C._current_graph_task_id() == -1
+        )
+
+    # Following the plan.
+
+    def _advance(self, kind: StepKind, group: OffloadTensorGroup) -> None:
+        index = self._recorder.add_step(kind, group)
+        if index == 0:
+            self._begin_iteration()
+        if self._plan is not None and not _begins_like(self._plan, index, self._recorder.steps):
+            self._depart(index)
+        if self._plan is not None:
+            for action in self._plan.actions[index]:
+                self._perform(action)
+        else:
+            self._improvise(kind, group)
+        self._recorder.end_step()
+
+    def _begin_iteration(self) -> None:
+        self._plan = self._last_plan
+        if self._plan is not None and self._measures_stalls:
+            self._measures_stalls = False
+            self.store.copy_streams.stalls = self._stalls
+
+    def _depart(self, index: int) -> None:
+        """The iteration is not the planned one: follow another plan that begins alike, or none."""
+        done = tuple(self._recorder.steps)
+        for steps, plan in self._plans.items():
+            if steps[: index + 1] == done:
+                self._plan = plan
+                # What this plan would have done by now; whatever has been done is skipped.
+                for action in (action for due in plan.actions[:index] for action in due):
+                    self._perform(action)
+                return
+        logger.info(
+            "step %d, %s, is not in the plan: deciding group by group until the iteration ends, "
+            "then planning anew",
+            index,
+            done[-1],
+        )
+        self._plan = None
+        self._improvised.extend(
+            group for group in self._groups.values() if group.state is GroupState.COMMITTED
+        )
+
+    def _perform(self, action: Action) -> None:
+        group = self._groups.get(action.key)
+        if group is None or group.state in (GroupState.OPEN, GroupState.DONE):
+            return
+        with self.store.backend.annotate(action):
+            if action.kind is ActionKind.H2D:
+                self.store.copy_in(group.storages())
+            elif group.state is GroupState.COMMITTED:
+                if action.kind is ActionKind.D2H:
+                    kept = self._kept_storages(action.key)
+                    self.store.copy_out(group, lambda position, _: position not in kept)
+                else:
+                    self.store.release(group)
+
+    def _kept_storages(self, key: GroupKey) -> frozenset[int]:
+        if self._plan is None:
+            return frozenset()
+        return frozenset(self._plan.group_by_key[key].kept_storages)
+
+    def _improvise(self, kind: StepKind, group: OffloadTensorGroup) -> None:
+        """Move everything: let go after ``release_lag`` commits, fetch ``prefetch_depth`` ahead."""
+        if kind is StepKind.FORWARD_COMMIT:
+            self.store.copy_out(group, self._may_improvise)
+            self._improvised.append(group)
+            while len(self._improvised) > self._release_lag:
+                released = self._improvised.popleft()
+                if released.state is GroupState.COMMITTED:
+                    self.store.release(released)
+        elif kind is StepKind.BACKWARD_USE:
+            chunk = self._passes[group.key.chunk_pass]
+            self.store.copy_in(group.storages(), late=True)
+            for ahead in chunk.used_before(group, self._prefetch_depth):
+                self.store.copy_in(ahead.storages())
+
+    def _may_improvise(self, _: int, storage: SavedStorage) -> bool:
+        return not self._recorder.is_held_outside(storage)
+
+    # The life of an iteration.
+
+    def _finish_iteration(self) -> None:
+        plan = self._plan
+        if plan is None or len(plan.trace.steps) != len(self._recorder.steps):
+            # Departed, or ended before the plan did: what it was may be known all the same.
+            plan = self._plans.get(tuple(self._recorder.steps)) or self._make_plan()
+        self._last_plan = plan
+        self._update_report()
+        self._clear_iteration()
+        # The allocator is asked at every mark only while there is something to learn from it.
+        self._recorder.reads_memory = False
+
+    def _make_plan(self) -> Plan:
+        trace = self._recorder.finish(self._pp_rank)
+        plan = build_plan(trace, self._options or PolicyOptions())
+        self._plans[trace.steps] = plan
+        if len(self._plans) > MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+        report = self.report
+        report.num_plans += 1
+        report.plan = render_plan(plan)
+        peaks = plan.peak_bytes()
+        if peaks is not None:
+            report.baseline_peak_bytes, report.planned_peak_bytes = peaks
+        first = report.rank == 0 and report.num_plans == 1
+        logger.log(logging.INFO if first else logging.DEBUG, "plan:\n%s", report.plan)
+        return plan
+
+    def _update_report(self) -> None:
+        report, pool = self.report, self.store.host_pool
+        report.modules = self.store.modules
+        report.num_iterations += 1
+        report.host_allocated_bytes = pool.allocated_bytes
+        report.host_high_water_bytes = pool.high_water_bytes
+        report.num_host_allocations = pool.num_allocations
+
+    def _clear_iteration(self) -> None:
+        self.store.drain()
+        self.store.copy_streams.stalls = None
+        self.store.modules = {}
+        self._recorder.clear()
+        self._passes.clear()
+        self._groups.clear()
+        self._improvised.clear()
+        self._delayed.clear()
+        self._chunk = self._plan = self._started = None
+
+    def _restart_if_abandoned(self) -> None:
+        """Start afresh if the iteration so far ended in an exception.
+
+        Nobody tells us of one. It shows in passes whose saved tensors autograd has freed before
+        their backward, while nothing of any other pass waits for backward either.
+        """
+        if any(chunk.is_abandoned for chunk in self._passes) and not any(
+            chunk.awaits_backward for chunk in self._passes
+        ):
+            logger.warning(
+                "an iteration ended before its backward pass did; starting afresh"
+            )
+            self._clear_iteration()
+
+
+def _begins_like(plan: Plan, index: int, steps: Sequence[Step]) -> bool:
+    """Whether the step at ``index`` is the plan's, given that those before it are."""
+    planned = plan.trace.steps
+    return index < len(planned) and planned[index] == steps[index]

@@ -1,0 +1,157 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What an iteration moved, per rank and module, for logs and for ``slipstream report``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.slipstream.plan.render import format_bytes
+
+
+@dataclass
+class ModuleCounters:
+    """What happened to the groups of one module name on one rank in one iteration."""
+
+    num_groups: int = 0
+    num_groups_moved: int = 0
+    d2h_bytes: int = 0
+    d2h_copies: int = 0
+    h2d_bytes: int = 0
+    h2d_copies: int = 0
+    freed_bytes: int = 0
+    """Of the bytes copied out, those whose device memory was really given up meanwhile."""
+    num_late: int = 0
+    """Copies in that started only when backward asked for them: each one stalls the device."""
+    stall_ms: float = 0.0
+    """Time the compute stream waited for copies (measured in one iteration; 0 without a GPU)."""
+
+
+@dataclass
+class RankReport:
+    """One rank's figures of its last complete iteration."""
+
+    rank: int = 0
+    modules: dict[str, ModuleCounters] = field(default_factory=dict)
+    plan: str = ""
+    """The plan as a text grid; empty before the first plan."""
+    planned_peak_bytes: int = 0
+    baseline_peak_bytes: int = 0
+    """Device peak with and without the plan as predicted from the recorded iteration; 0 where
+    device memory could not be read."""
+    host_allocated_bytes: int = 0
+    host_high_water_bytes: int = 0
+    num_host_allocations: int = 0
+    num_iterations: int = 0
+    num_plans: int = 0
+
+    @property
+    def total(self) -> ModuleCounters:
+        """The sum over modules."""
+        total = ModuleCounters()
+        for counters in self.modules.values():
+            for name, value in asdict(counters).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
+
+    @property
+    def d2h_bytes(self) -> int:
+        """Bytes copied out in an iteration."""
+        return self.total.d2h_bytes
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of device memory given up in an iteration."""
+        return self.total.freed_bytes
+
+
+@dataclass
+class Report:
+    """The ranks' figures side by side."""
+
+    ranks: list[RankReport]
+
+    def render(self) -> str:
+        """The report as text: a row per rank and module, then rank 0's plan."""
+        head = "rank module groups moved D2H copies freed H2D late stall_ms".split()
+        rows = [head]
+        for rank in self.ranks:
+            rows += [_row(rank.rank, name, item) for name, item in sorted(rank.modules.items())]
+            rows.append(_row(rank.rank, "total", rank.total))
+        lines = ["Activation offload, per iteration", *_columns(rows)]
+        for rank in self.ranks[:1]:
+            lines.append(
+                f"host memory {format_bytes(rank.host_allocated_bytes)}, at most "
+                f"{format_bytes(rank.host_high_water_bytes)} lent, "
+                f"{rank.num_host_allocations} buffers; {rank.num_plans} plans in "
+                f"{rank.num_iterations} iterations"
+            )
+            if rank.plan:
+                lines += ["", f"Plan of rank {rank.rank}", rank.plan]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The report as JSON, read back by :meth:`from_json`."""
+        return json.dumps({"ranks": [asdict(rank) for rank in self.ranks]}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read :meth:`to_json`'s text.
+
+        Raises:
+            ValueError: The text is not a report.
+        """
+        try:
+            return cls([_rank_from(data) for data in json.loads(text)["ranks"]])
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a Slipstream report: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as JSON, whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(self.to_json() + "\n")
+        temporary.replace(path)
+
+    @classmethod
+    def merge(cls, reports: Iterable[Report]) -> Report:
+        """Several ranks' reports as one, in rank order."""
+        ranks = [rank for report in reports for rank in report.ranks]
+        return cls(sorted(ranks, key=lambda rank: rank.rank))
+
+
+def _rank_from(data: Mapping[str, Any]) -> RankReport:
+    fields = dict(data)
+    modules = {name: ModuleCounters(**item) for name, item in fields.pop("modules").items()}
+    return RankReport(modules=modules, **fields)
+
+
+def _row(rank: int, name: str, item: ModuleCounters) -> list[str]:
+    return [
+        str(rank),
+        name,
+        str(item.num_groups),
+        str(item.num_groups_moved),
+        format_bytes(item.d2h_bytes),
+        str(item.d2h_copies),
+        format_bytes(item.freed_bytes),
+        format_bytes(item.h2d_bytes),
+        str(item.num_late),
+        f"{item.stall_ms:.2f}",
+    ]
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 1 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

@@ -1,0 +1,199 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""One saved storage: where its bytes are, and what keeps them alive.
+
+Autograd saves tensors; what occupies memory, and what moves, is the storage behind them. All views
+of one storage, in whichever groups they were saved, share one :class:`SavedStorage` and so move
+once. What autograd keeps in place of each tensor is a :class:`SavedTensor`; the storage lives
+exactly as long as one of those does, as it would without offloading.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Hashable
+from typing import Optional
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream, byte_view
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease, HostPool
+from megatron.slipstream.plan.trace import GroupKey
+
+DEVICE_ALIGNMENT_BYTES = 512
+"""A part of a storage starts at a multiple of this, which every device allocation does too: kernels
+choose by alignment, and a different choice would be a different rounding."""
+
+
+class Residence(enum.Enum):
+    """Where the bytes are and what keeps them alive."""
+
+    DEVICE = "in their own device memory, kept by the saved aliases"
+    LEAVING = "in their own device memory, kept by the saved aliases, while a copy out reads it"
+    HOST = "in a host buffer, kept by its lease"
+    RETURNING = "in new device memory that a copy in is writing, kept by this object"
+    BACK = "in device memory that backward may read, kept by this object"
+
+
+_ALLOWED = {
+    (Residence.DEVICE, Residence.LEAVING),
+    (Residence.LEAVING, Residence.DEVICE),
+    (Residence.LEAVING, Residence.HOST),
+    (Residence.HOST, Residence.RETURNING),
+    (Residence.HOST, Residence.BACK),
+    (Residence.RETURNING, Residence.BACK),
+    (Residence.BACK, Residence.HOST),
+}
+
+
+class SavedStorage:
+    """The bytes ``[start, stop)`` of one storage that autograd saved."""
+
+    _serials = itertools.count()
+
+    def __init__(self, tensor: torch.Tensor, label: str, pool: HostPool) -> None:
+        storage = tensor.untyped_storage()
+        self.serial = next(self._serials)
+        self.label = label
+        """The module that saved it first: moves are reported on its account."""
+        self.device = tensor.device
+        self.storage_nbytes = storage.nbytes()
+        self.start, self.stop = _extent(tensor)
+        self.residence = Residence.DEVICE
+        self.aliases: list[tuple[torch.Tensor, int]] = []
+        """The saved tensors, detached, with their version; emptied when the memory is let go."""
+        self.original = StorageWeakRef(storage)
+        """Tells whether somebody else still holds the memory after we let go of it."""
+        self.returned: Optional[torch.UntypedStorage] = None
+        """The device memory backward reads: a copy, or the original where it stayed alive."""
+        self.lease: Optional[HostLease] = None
+        self.holders_to_release: set[GroupKey] = set()
+        """Groups that move and have not let go; the memory stays until there is none."""
+        self.streams: dict[Hashable, Stream] = {}
+        """Streams that computed or used the memory, by id."""
+        self.out_event: Optional[Event] = None
+        self.in_event: Optional[Event] = None
+        self.ordered_streams: set[Hashable] = set()
+        """Streams that are ordered after the copy out (LEAVING, HOST) or in (RETURNING, BACK)."""
+        self.overwritten = False
+        """A saved tensor was changed in place, which autograd refuses to read in backward."""
+        self.copied_version = -1
+        self._pool = pool
+
+    def __del__(self) -> None:
+        if self.lease is not None:
+            self._pool.give_back(self.lease)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a copy moves."""
+        return self.stop - self.start
+
+    def move_to(self, residence: Residence) -> None:
+        """Change the state.
+
+        Raises:
+            RuntimeError: The change is not one that a storage may make.
+        """
+        if (self.residence, residence) not in _ALLOWED:
+            raise RuntimeError(
+                f"storage {self.label} of {self.nbytes} bytes cannot go from "
+                f"{self.residence.name} to {residence.name}"
+            )
+        self.residence = residence
+
+    def serves(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, a view of the same storage, can be saved as part of this one.
+
+        Always while the bytes are still on the device; later only if they were copied out with
+        the rest and have not been changed since.
+        """
+        if tensor.untyped_storage().nbytes() != self.storage_nbytes:
+            return False
+        if self.residence is Residence.DEVICE and self.out_event is None:
+            return True
+        start, stop = _extent(tensor)
+        return (
+            self.start <= start and stop <= self.stop and tensor._version == self.copied_version
+        )
+
+    def add_alias(self, tensor: torch.Tensor) -> int:
+        """Keep another saved view while the bytes have not left. Returns its index."""
+        start, stop = _extent(tensor)
+        self.start, self.stop = min(self.start, start), max(self.stop, stop)
+        # detach() shares the version counter, so that later in-place changes show.
+        self.aliases.append((tensor.detach(), tensor._version))
+        return len(self.aliases) - 1
+
+    def settle_extent(self) -> None:
+        """Fix which bytes move: the whole storage if at least half of it was saved."""
+        if 2 * self.nbytes >= self.storage_nbytes:
+            self.start, self.stop = 0, self.storage_nbytes
+        else:
+            self.start -= self.start % DEVICE_ALIGNMENT_BYTES
+
+    def source_bytes(self) -> torch.Tensor:
+        """The bytes to copy out, uint8."""
+        return byte_view(self.aliases[0][0].untyped_storage(), self.start, self.stop)
+
+    def note_overwrites(self) -> None:
+        """Remember whether a saved tensor was changed in place since it was saved."""
+        self.overwritten |= any(alias._version != version for alias, version in self.aliases)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the saved bytes are there to copy out: neither changed nor emptied since."""
+        original = self.aliases[0][0].untyped_storage()
+        return not self.overwritten and original.nbytes() == self.storage_nbytes
+
+    def live_original(self) -> Optional[torch.UntypedStorage]:
+        """The original storage if somebody else has kept it alive."""
+        if self.original.expired():
+            return None
+        return torch.UntypedStorage._new_with_weak_ptr(self.original.cdata)
+
+    def take_lease(self) -> HostLease:
+        """Hand over the host buffer."""
+        lease, self.lease = self.lease, None
+        if lease is None:
+            raise RuntimeError(f"storage {self.label} has no host buffer in {self.residence.name}")
+        return lease
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and last byte + 1 of a strided tensor within its storage."""
+    itemsize = tensor.element_size()
+    start = int(tensor.storage_offset()) * itemsize
+    if tensor.numel() == 0:
+        return start, start
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in dims)
+    return start, start + (last + 1) * itemsize
+
+
+class SavedTensor:
+    """What autograd keeps in place of a saved tensor: a view of a :class:`SavedStorage`."""
+
+    __slots__ = ("storage", "index", "dtype", "shape", "stride", "offset", "device", "__weakref__")
+
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, index: int) -> None:
+        self.storage = storage
+        self.index = index
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.device = tensor.device
+
+    def view_returned(self) -> torch.Tensor:
+        """The tensor over the returned memory, with its old shape, strides and alignment."""
+        storage = self.storage
+        if storage.returned is None:
+            raise RuntimeError(f"storage {storage.label} is in {storage.residence.name}")
+        offset = self.offset
+        if storage.returned.nbytes() != storage.storage_nbytes:
+            offset -= storage.start // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(storage.returned, offset, self.shape, self.stride)

@@ -1,0 +1,290 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Saved activations and their moves: the store that autograd's saved tensors live in.
+
+Correctness is here and in ``copy_streams``. Each operation looks at the state of the storage it is
+asked about, so that any order of calls gives backward the bytes that forward saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend, byte_view
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, InFlight
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease, HostPool
+from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
+from megatron.slipstream.fine_grained_activation_offload.storage import (
+    Residence,
+    SavedStorage,
+    SavedTensor,
+)
+
+
+class ActivationStore:
+    """Saves, moves and returns storages. Decides nothing: callers say when."""
+
+    def __init__(self, backend: Backend, recorder: Recorder) -> None:
+        self.backend = backend
+        self.copy_streams = CopyStreams(backend)
+        self.host_pool = HostPool(backend)
+        self.modules: dict[str, ModuleCounters] = {}
+        """This iteration's figures by module name."""
+        self._recorder = recorder
+        self._by_memory: weakref.WeakValueDictionary[int, SavedStorage] = (
+            weakref.WeakValueDictionary()
+        )
+        """The live storages by the address of torch's storage object, which the storage's own
+        weak reference keeps from being used again."""
+        self._outgoing: dict[int, InFlight] = {}
+        """Device memory that copies out read, by the storage's serial number."""
+        self._incoming: dict[int, InFlight] = {}
+        """Device memory that copies in write and nobody has waited for yet."""
+
+    def counters(self, name: str) -> ModuleCounters:
+        """This iteration's figures of one module."""
+        return self.modules.setdefault(name, ModuleCounters())
+
+    # Saved-tensor hooks.
+
+    def save(self, tensor: torch.Tensor, group: OffloadTensorGroup, min_numel: int) -> Any:
+        """Autograd saves ``tensor`` in a region of ``group``. Returns what it keeps instead."""
+        if not self._is_movable(tensor):
+            return _keep(tensor)
+        storage = self._by_memory.get(tensor.untyped_storage()._cdata)
+        if storage is None or not storage.serves(tensor):
+            if tensor.numel() < min_numel:
+                return _keep(tensor)
+            storage = SavedStorage(tensor, group.name, self.host_pool)
+            self._by_memory[tensor.untyped_storage()._cdata] = storage
+        if group.hold(storage):
+            self._recorder.add_save(group, storage)
+        stream = self.backend.current_stream()
+        storage.streams[self.backend.stream_id(stream)] = stream
+        if storage.residence in (Residence.DEVICE, Residence.LEAVING):
+            storage.holders_to_release.add(group.key)
+            return SavedTensor(tensor, storage, storage.add_alias(tensor))
+        return SavedTensor(tensor, storage, index=-1)
+
+    def read(self, saved: Any) -> torch.Tensor:
+        """Autograd reads a saved tensor, on the stream of the operation that reads it.
+
+        Raises:
+            RuntimeError: The tensor was changed in place after it was saved.
+        """
+        if not isinstance(saved, SavedTensor):
+            return saved
+        storage = saved.storage
+        if storage.residence is Residence.LEAVING:
+            # Needed before it was let go: it has never been away. The copy out may still be
+            # reading; its device memory stays in _outgoing until somebody waits for that.
+            storage.move_to(Residence.DEVICE)
+            self.host_pool.give_back(storage.take_lease())
+        if storage.residence is Residence.DEVICE:
+            storage.note_overwrites()
+        if storage.overwritten:
+            raise RuntimeError(
+                f"a tensor of shape {list(saved.shape)} that {storage.label} saved for backward "
+                "was changed by an in-place operation; change a copy of it instead"
+            )
+        if storage.residence is Residence.DEVICE:
+            return storage.aliases[saved.index][0]
+        if storage.residence is Residence.HOST:
+            self.copy_in([storage], late=True)
+        if storage.lease is not None:
+            self._settle_original(storage)
+        self._await_return(storage)
+        return saved.view_returned()
+
+    def _is_movable(self, tensor: torch.Tensor) -> bool:
+        base = tensor._base if tensor._is_view() else tensor
+        return (
+            # Subclasses (quantised tensors, distributed tensors) hold memory that is not theirs.
+            type(tensor) is torch.Tensor
+            and not isinstance(base, torch.nn.Parameter)
+            and tensor.layout is torch.strided
+            and tensor.numel() > 0
+            and not (tensor.is_conj() or tensor.is_neg())
+            and self.backend.manages(tensor)
+            # Set by megatron-core on parameters and by Transformer Engine on weights.
+            and not getattr(tensor, "_do_not_offload", False)
+            and not getattr(tensor, "_TE_do_not_offload", False)
+        )
+
+    # Moves, on the compute stream's order.
+
+    def commit(self, group: OffloadTensorGroup) -> None:
+        """The group has saved everything: fix which bytes of its storages would move."""
+        for storage in group.storages():
+            if storage.residence is Residence.DEVICE and storage.out_event is None:
+                storage.settle_extent()
+            self._recorder.set_nbytes(storage)
+
+    def copy_out(
+        self, group: OffloadTensorGroup, may_move: Callable[[int, SavedStorage], bool]
+    ) -> None:
+        """Start copying out the group's storages that have not been copied yet.
+
+        Args:
+            group: A committed group.
+            may_move: Called with a storage's position in the group, and the storage.
+        """
+        storages = []
+        for position, storage in enumerate(group.storages_or_none()):
+            if storage is None or storage.out_event is not None:
+                continue
+            storage.note_overwrites()
+            if storage.is_intact and may_move(position, storage):
+                storages.append(storage)
+        if not storages:
+            return
+        current = self.backend.current_stream()
+        producers = {self.backend.stream_id(current): current}
+        for storage in storages:
+            storage.streams.update({self.backend.stream_id(current): current})
+            producers.update(storage.streams)
+            storage.lease = self.host_pool.borrow(storage.nbytes)
+            storage.copied_version = storage.aliases[0][1]
+        event = self.copy_streams.copy_out(
+            [(s.source_bytes(), s.lease) for s in storages if s.lease is not None],
+            producers.values(),
+        )
+        counters = self.counters(group.name)
+        counters.num_groups_moved += 1
+        for storage in storages:
+            storage.move_to(Residence.LEAVING)
+            storage.out_event = event
+            original = storage.aliases[0][0].untyped_storage()
+            streams = tuple(storage.streams.values())
+            self._outgoing[storage.serial] = InFlight(original, event, streams)
+            counters.d2h_bytes += storage.nbytes
+            counters.d2h_copies += 1
+
+    def release(self, group: OffloadTensorGroup) -> None:
+        """The group lets go of its storages; the last holder's letting go frees the memory."""
+        for held in group.held:
+            storage = held.reference()
+            if storage is None:
+                self._let_go(held.serial, group.name)
+                continue
+            storage.holders_to_release.discard(group.key)
+            if storage.residence is Residence.LEAVING and not storage.holders_to_release:
+                storage.note_overwrites()
+                storage.move_to(Residence.HOST)
+                storage.ordered_streams = set(storage.streams)
+                storage.aliases.clear()
+                self._recorder.set_absent(storage)
+                self._let_go(held.serial, group.name)
+
+    def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:
+        """Start copying back those of ``storages`` that are on the host.
+
+        Args:
+            storages: Any storages.
+            late: Backward is already asking for them.
+        """
+        on_host = [storage for storage in storages if storage.residence is Residence.HOST]
+        returning = []
+        for storage in on_host:
+            original = storage.live_original()
+            self._recorder.set_returned(storage, original is not None)
+            if original is None:
+                returning.append(storage)
+                continue
+            # Somebody else kept the memory, so it is what backward would have read without us,
+            # whatever has been done to it since. It may be empty for now, until a recomputation
+            # fills it. The host buffer is kept until backward reads.
+            storage.returned = original
+            storage.move_to(Residence.BACK)
+        if returning:
+            self._start_copies_in(returning)
+        for storage in returning:
+            counters = self.counters(storage.label)
+            counters.freed_bytes += storage.nbytes
+            counters.num_late += late
+
+    def finish(self, group: OffloadTensorGroup) -> None:
+        """The group's backward operations have been issued: drop what its copies out still use."""
+        for held in group.held:
+            storage = held.reference()
+            if storage is None or storage.residence is not Residence.LEAVING:
+                self._let_go(held.serial, group.name)
+
+    def drain(self) -> None:
+        """Drop all memory that copies use. Afterwards none is in flight on account of a group."""
+        for serial in list(self._outgoing):
+            self._let_go(serial)
+        while self._incoming:
+            _, memory = self._incoming.popitem()
+            self.copy_streams.abandon(memory)
+
+    def close(self) -> None:
+        """Return the host memory. Nothing that was saved can be read afterwards."""
+        self.copy_streams.finish()
+        self.drain()
+        self.host_pool.close()
+
+    def _let_go(self, serial: int, label: str = "") -> None:
+        memory = self._outgoing.pop(serial, None)
+        if memory is not None:
+            self.copy_streams.let_go(memory, label)
+
+    def _start_copies_in(self, storages: Sequence[SavedStorage]) -> None:
+        """HOST to RETURNING, in one batch."""
+        current = self.backend.current_stream()
+        moves: list[tuple[torch.Tensor, HostLease]] = []
+        for storage in storages:
+            if self.backend.stream_id(current) not in storage.ordered_streams:
+                # See [Note: A copy in follows its own copy out].
+                self.copy_streams.follow_copy_out(storage.out_event)
+            returned = self.backend.allocate_device(storage.nbytes, storage.device)
+            storage.returned = returned
+            storage.move_to(Residence.RETURNING)
+            storage.ordered_streams = set()
+            moves.append((byte_view(returned, 0, storage.nbytes), storage.take_lease()))
+        event = self.copy_streams.copy_in(moves)
+        for storage, (_, lease) in zip(storages, moves, strict=True):
+            storage.in_event = event
+            if storage.returned is not None:
+                memory = InFlight(storage.returned, event, (current,))
+                self._incoming[storage.serial] = memory
+            self.host_pool.give_back(lease)
+            counters = self.counters(storage.label)
+            counters.h2d_bytes += storage.nbytes
+            counters.h2d_copies += 1
+
+    def _settle_original(self, storage: SavedStorage) -> None:
+        """Read the original memory that somebody kept, unless it has been emptied for good."""
+        if storage.returned is not None and storage.returned.nbytes() == storage.storage_nbytes:
+            self.host_pool.give_back(storage.take_lease())
+            return
+        storage.returned = None
+        storage.move_to(Residence.HOST)
+        self._start_copies_in([storage])
+
+    def _await_return(self, storage: SavedStorage) -> None:
+        if storage.in_event is None:
+            return
+        stream = self.backend.stream_id(self.backend.current_stream())
+        if stream not in storage.ordered_streams:
+            self.copy_streams.before_use(storage.in_event, storage.label)
+            storage.ordered_streams.add(stream)
+        if storage.residence is Residence.RETURNING:
+            storage.move_to(Residence.BACK)
+            self._incoming.pop(storage.serial, None)
+
+
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
+    """What autograd keeps of a tensor that stays.
+
+    A result that its own operation saves must not be kept with its graph, which would hold it for
+    ever. A leaf is kept as it is, since operations read attributes of parameters.
+    """
+    is_plain_result = type(tensor) is torch.Tensor and tensor.grad_fn is not None
+    return tensor.detach() if is_plain_result else tensor

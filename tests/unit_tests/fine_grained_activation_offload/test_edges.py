@@ -1,0 +1,172 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Every ordering in the edge table is made where the table says, and each one is needed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
+
+from megatron.slipstream.fine_grained_activation_offload import copy_streams
+from megatron.slipstream.fine_grained_activation_offload.backend import LazyCpuBackend
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, Edge
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
+from megatron.slipstream.plan.trace import GroupKey
+
+ROOM = Path(copy_streams.__file__).parent
+
+
+def _schedule_scenario(name: str) -> Callable[[], bool]:
+    def scenario() -> bool:
+        chunks = make_chunks(2)
+        expected = run_schedule(chunks, SCHEDULES[name], None)
+        manager = make_manager("cpu-lazy")
+        results = [run_schedule(chunks, SCHEDULES[name], manager) for _ in range(3)]
+        return all(all_equal(expected, result) for result in results)
+
+    return scenario
+
+
+class _HandDriven:
+    """A store on the adversarial backend, with groups saved and moved by hand."""
+
+    def __init__(self) -> None:
+        backend = LazyCpuBackend()
+        recorder = Recorder(backend)
+        self.store = ActivationStore(backend, recorder)
+        self._recorder = recorder
+        self._num_groups = 0
+
+    def save(self, *tensors: torch.Tensor) -> tuple[OffloadTensorGroup, list[object]]:
+        group = OffloadTensorGroup(GroupKey(0, self._num_groups), "group")
+        self._num_groups += 1
+        self._recorder.add_group(group, 0)
+        saved = [self.store.save(tensor, group, 1) for tensor in tensors]
+        self.store.commit(group)
+        return group, saved
+
+    def send(self, group: OffloadTensorGroup) -> None:
+        self.store.copy_out(group, lambda *_: True)
+        self.store.release(group)
+
+
+def _buffer_is_reused_before_its_copy_in_has_run() -> bool:
+    hand = _HandDriven()
+    first, second = torch.full((4096,), 1.0), torch.full((4096,), 2.0)
+    group_a, saved_a = hand.save(first.clone())
+    hand.send(group_a)
+    # The copy in is started and the buffer lent again before anybody waits for the copy.
+    hand.store.copy_in(group_a.storages())
+    group_b, saved_b = hand.save(second.clone())
+    hand.send(group_b)
+    assert hand.store.host_pool.num_allocations == 1
+    return torch.equal(hand.store.read(saved_a[0]), first) and torch.equal(
+        hand.store.read(saved_b[0]), second
+    )
+
+
+def _returned_memory_that_nobody_came_for() -> bool:
+    hand = _HandDriven()
+    group, _saved = hand.save(torch.ones(4096))
+    hand.send(group)
+    hand.store.copy_in(group.storages())
+    hand.store.drain()
+    return True
+
+
+def _closed_with_copies_under_way() -> bool:
+    hand = _HandDriven()
+    group, _saved = hand.save(torch.ones(4096))
+    hand.store.copy_out(group, lambda *_: True)
+    hand.store.close()
+    return True
+
+
+SCENARIOS: dict[Edge, Callable[[], bool]] = {
+    Edge.E1: _schedule_scenario("one micro-batch"),
+    Edge.E2: _buffer_is_reused_before_its_copy_in_has_run,
+    Edge.E3: _schedule_scenario("accumulation"),
+    Edge.E4: _schedule_scenario("1F1B first of two"),
+    Edge.E5: _schedule_scenario("interleaved first of two"),
+    Edge.E6: _returned_memory_that_nobody_came_for,
+    Edge.E7: _closed_with_copies_under_way,
+}
+
+
+def _delete(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, wait_on_host = CopyStreams._wait, CopyStreams._wait_on_host
+
+    def without(original: Callable[..., None]) -> Callable[..., None]:
+        def skipping(self: CopyStreams, this: Edge, *rest: object) -> None:
+            if this is not edge:
+                original(self, this, *rest)
+
+        return skipping
+
+    monkeypatch.setattr(CopyStreams, "_wait", without(wait))
+    monkeypatch.setattr(CopyStreams, "_wait_on_host", without(wait_on_host))
+
+
+@pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
+def test_scenario_is_right_with_every_edge(edge: Edge) -> None:
+    assert SCENARIOS[edge]()
+
+
+@pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
+def test_scenario_is_wrong_without_its_edge(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    _delete(edge, monkeypatch)
+    try:
+        right = SCENARIOS[edge]()
+    except RuntimeError as error:
+        assert "memory" in str(error)
+        right = False
+    assert not right, f"nothing noticed that edge {edge.name} ({edge.value}) is gone"
+
+
+def test_table_lists_every_edge() -> None:
+    table = re.findall(r"^(E\d+)  ", copy_streams.__doc__ or "", flags=re.MULTILINE)
+    assert table == [edge.name for edge in Edge]
+
+
+def test_every_edge_is_made_and_named_at_its_call_site() -> None:
+    source = Path(copy_streams.__file__).read_text()
+    sites = re.findall(r"self\._wait(?:_on_host)?\(Edge\.(E\d+),.*?\)  # edge (E\d+)$", source, re.M)
+    assert all(used == commented for used, commented in sites)
+    assert {used for used, _ in sites} == {edge.name for edge in Edge}
+    assert len(sites) == len(re.findall(r"self\._wait(?:_on_host)?\(", source))
+
+
+def test_no_other_module_makes_a_wait() -> None:
+    waits = {"wait", "wait_event", "wait_stream", "wait_on_host", "synchronize", "record_stream"}
+    owners = {"copy_streams.py", "backend.py"}
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in ROOM.glob("*.py")
+        if path.name not in owners
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in waits
+    ]
+    assert found == []
+
+
+def test_a_copy_in_on_another_stream_follows_the_copy_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """[Note: A copy in follows its own copy out]: the second stream waits by E3 as well."""
+    hand = _HandDriven()
+    group, saved = hand.save(torch.ones(4096))
+    hand.send(group)
+    followed = []
+    monkeypatch.setattr(hand.store.copy_streams, "follow_copy_out", followed.append)
+    monkeypatch.setattr(hand.store.backend, "stream_id", lambda stream: "another")
+    hand.store.copy_in(group.storages())
+    assert len(followed) == 1
+    assert saved

@@ -1,0 +1,346 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Whatever the schedule does, gradients are those of the engine switched off, bit by bit."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from toy_model import (
+    SCHEDULES,
+    Chunk,
+    all_equal,
+    make_chunks,
+    make_manager,
+    micro_batch,
+    run_schedule,
+)
+
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
+
+BACKENDS = ["cpu", "cpu-lazy"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("lag, depth", [(0, 0), (1, 1), (3, 2)])
+def test_gradients_are_those_without_the_engine(
+    backend: str, schedule: str, lag: int, depth: int
+) -> None:
+    chunks = make_chunks(2)
+    expected = run_schedule(chunks, schedule, None)
+    manager = make_manager(backend, release_lag=lag, prefetch_depth=depth)
+    for _ in range(3):
+        assert all_equal(expected, run_schedule(chunks, schedule, manager))
+    assert manager.report.total.d2h_copies > 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_one_layer_per_chunk(backend: str, schedule: str) -> None:
+    chunks = make_chunks(2, num_layers=1)
+    expected = run_schedule(chunks, schedule, None)
+    manager = make_manager(backend)
+    for _ in range(3):
+        assert all_equal(expected, run_schedule(chunks, schedule, manager))
+
+
+def test_a_planned_iteration_is_never_late_and_moves_what_is_planned(backend: str) -> None:
+    chunks = make_chunks(2)
+    manager = make_manager(backend)
+    for _ in range(3):
+        run_schedule(chunks, SCHEDULES["1F1B first of four"], manager)
+    total = manager.report.total
+    assert total.num_late == 0
+    assert manager._last_plan is not None
+    assert total.d2h_bytes == total.h2d_bytes == manager._last_plan.moved_nbytes
+    assert total.freed_bytes == manager._last_plan.moved_nbytes
+    assert manager.report.num_plans == 1
+
+
+def test_host_memory_is_allocated_only_while_recording(backend: str) -> None:
+    chunks = make_chunks(2)
+    manager = make_manager(backend)
+    run_schedule(chunks, SCHEDULES["1F1B first of four"], manager)
+    allocations = manager.report.num_host_allocations
+    for _ in range(4):
+        run_schedule(chunks, SCHEDULES["1F1B first of four"], manager)
+    assert manager.report.num_host_allocations == allocations
+    assert manager.store.host_pool.lent_bytes == 0
+
+
+def test_micro_batch_counts_that_change_from_step_to_step(backend: str) -> None:
+    chunks = make_chunks(1)
+    manager = make_manager(backend)
+    counts = [4, 2, 4, 1, 6, 2, 6, 4, 1]
+    for count in counts:
+        schedule = _one_f_one_b(count)
+        expected = run_schedule(chunks, schedule, None)
+        assert all_equal(expected, run_schedule(chunks, schedule, manager))
+        assert manager.report.total.d2h_copies > 0, "it must never silently stop"
+        assert all_equal(expected, run_schedule(chunks, schedule, manager))
+        assert manager.report.total.num_late == 0, "this count has its plan"
+    assert manager.report.num_plans == len(set(counts))
+
+
+def _one_f_one_b(count: int) -> str:
+    warm_up = min(2, count)
+    actions = [f"F0.{index}" for index in range(warm_up)]
+    for index in range(count):
+        actions.append(f"B0.{index}")
+        if warm_up + index < count:
+            actions.append(f"F0.{warm_up + index}")
+    return " ".join(actions)
+
+
+def test_other_shapes_in_the_planned_order(backend: str) -> None:
+    chunks = make_chunks(1)
+    manager = make_manager(backend)
+    for rows in (7, 3, 12, 5, 5, 1):
+        expected = run_schedule(chunks, SCHEDULES["accumulation"], None, rows)
+        actual = run_schedule(chunks, SCHEDULES["accumulation"], manager, rows)
+        assert all_equal(expected, actual)
+    assert manager.report.num_plans == 1
+
+
+@pytest.mark.parametrize("when", ["before the first step", "between steps", "between forwards"])
+def test_forward_only_passes_change_nothing(backend: str, when: str) -> None:
+    chunks = make_chunks(1)
+    schedule = SCHEDULES["accumulation"]
+    expected = run_schedule(chunks, schedule, None)
+    manager = make_manager(backend)
+
+    def evaluate(resets: bool = True) -> None:
+        with torch.no_grad():
+            chunks[0](micro_batch(99), manager)
+        if resets:
+            manager.reset()
+
+    if when == "before the first step":
+        evaluate()
+    for _ in range(3):
+        if when == "between forwards":
+            x = micro_batch(0)
+            y = chunks[0](x, manager)
+            evaluate(resets=False)
+            y.square().sum().backward()
+            manager.reset()
+        assert all_equal(expected, run_schedule(chunks, schedule, manager))
+        if when == "between steps":
+            evaluate()
+    assert manager.report.total.num_late == 0
+    assert manager.report.num_plans == (2 if when == "between forwards" else 1)
+
+
+@pytest.mark.parametrize("iteration", [0, 1, 3], ids=lambda n: f"in iteration {n}")
+@pytest.mark.parametrize("where", ["in a region", "between groups", "in backward"])
+def test_the_iteration_after_an_exception_is_right(
+    backend: str, iteration: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = make_chunks(1)
+    schedule = SCHEDULES["1F1B first of two"]
+    expected = run_schedule(chunks, schedule, None)
+    manager = make_manager(backend)
+    for _ in range(iteration):
+        run_schedule(chunks, schedule, manager)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        _break(chunks[0], where, patch)
+        run_schedule(chunks, schedule, manager)
+    gc.collect()
+    for _ in range(3):
+        assert all_equal(expected, run_schedule(chunks, schedule, manager))
+    assert manager.store.host_pool.lent_bytes == 0
+    assert manager.report.total.num_late == 0
+
+
+def _break(chunk: Chunk, where: str, patch: pytest.MonkeyPatch) -> None:
+    layer = chunk.layers[1]
+    calls = []
+
+    def failing(*_: object) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    def failing_in_backward(x: torch.Tensor) -> torch.Tensor:
+        out = type(layer).second(layer, x)
+        if not calls:
+            out.register_hook(failing)
+        calls.append(None)
+        return out
+
+    if where == "in a region":
+        patch.setattr(layer, "first", failing)
+    elif where == "between groups":
+        patch.setattr(layer.norm, "forward", failing)
+    else:
+        patch.setattr(layer, "second", failing_in_backward)
+
+
+def test_a_restart_after_an_exception_is_logged(
+    backend: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = make_chunks(1)
+    manager = make_manager(backend)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        _break(chunks[0], "in a region", patch)
+        run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
+    gc.collect()
+    with caplog.at_level(logging.WARNING):
+        run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
+    assert "starting afresh" in caplog.text
+
+
+def test_a_forward_whose_backward_never_comes_does_not_disturb_others(backend: str) -> None:
+    chunks = make_chunks(1)
+    x = micro_batch(0)
+    chunks[0](x, None).square().sum().backward()
+    expected = x.grad
+    chunks[0].zero_grad()
+    manager = make_manager(backend)
+    for _ in range(3):
+        x = micro_batch(0)
+        y = chunks[0](x, manager)
+        dropped = chunks[0](micro_batch(1), manager)
+        del dropped
+        z = chunks[0](micro_batch(2), manager)
+        y.square().sum().backward()
+        z.sum().backward()
+        manager.reset()
+        assert x.grad is not None
+        assert expected is not None
+        assert torch.equal(x.grad, expected)
+
+
+def test_suspended_marks_do_nothing(backend: str) -> None:
+    chunks = make_chunks(1)
+    expected = run_schedule(chunks, SCHEDULES["accumulation"], None)
+    manager = make_manager(backend)
+    manager.disable_offload()
+    assert all_equal(expected, run_schedule(chunks, SCHEDULES["accumulation"], manager))
+    assert manager.report.num_iterations == 0
+    manager.enable_offload()
+    assert all_equal(expected, run_schedule(chunks, SCHEDULES["accumulation"], manager))
+    assert manager.report.total.d2h_copies > 0
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_layers_beside_offloaded_ones(backend: str, use_reentrant: bool) -> None:
+    chunk = make_chunks(1)[0]
+
+    def run(manager: PipelineOffloadManager | None) -> list[torch.Tensor]:
+        chunk.zero_grad(set_to_none=True)
+        x = micro_batch(0)
+        y = x
+        if manager is not None:
+            manager.init_model_chunk_offload_handler(0, None, 0, 1)
+        for index, layer in enumerate(chunk.layers):
+            if index == 1:
+                y = checkpoint(layer, y, manager, use_reentrant=use_reentrant)
+            else:
+                y = layer(y, manager)
+        y.square().sum().backward()
+        if manager is not None:
+            manager.reset()
+        return [x.grad, *(p.grad for p in chunk.parameters())]  # type: ignore[list-item]
+
+    expected = run(None)
+    manager = make_manager(backend)
+    for _ in range(3):
+        assert all_equal(expected, run(manager))
+
+
+def test_a_graph_kept_for_a_second_backward(backend: str) -> None:
+    chunk = make_chunks(1)[0]
+
+    def run(manager: PipelineOffloadManager | None) -> list[torch.Tensor]:
+        chunk.zero_grad(set_to_none=True)
+        x = micro_batch(0)
+        y = chunk(x, manager).square().sum()
+        y.backward(retain_graph=True)
+        y.backward()
+        if manager is not None:
+            manager.reset()
+        return [x.grad]  # type: ignore[list-item]
+
+    expected = run(None)
+    manager = make_manager(backend)
+    for _ in range(3):
+        assert all_equal(expected, run(manager))
+
+
+def test_backward_after_the_iteration_was_closed(backend: str) -> None:
+    chunk = make_chunks(1)[0]
+    x = micro_batch(0)
+    chunk(x, None).square().sum().backward()
+    expected = x.grad
+    manager = make_manager(backend)
+    for _ in range(3):
+        x = micro_batch(0)
+        y = chunk(x, manager).square().sum()
+        manager.reset()
+        y.backward()
+        assert expected is not None
+        assert x.grad is not None
+        assert torch.equal(x.grad, expected)
+
+
+def test_what_is_held_outside_stays_once_that_is_known(backend: str) -> None:
+    """The first group's result is saved by an operation that no group marks."""
+    chunk = make_chunks(1)[0]
+
+    def step(manager: PipelineOffloadManager) -> None:
+        manager.init_model_chunk_offload_handler(0, None, 0, 1)
+        y = micro_batch(0)
+        for layer in chunk.layers:
+            with offload_group(manager, "first", layer.norm(y)) as group:
+                hidden = torch.exp(group.input)
+            y = group.commit(hidden).square()
+        y.sum().backward()
+        manager.reset()
+
+    manager = make_manager(backend)
+    step(manager)
+    assert manager.report.total.d2h_copies > 0
+    for _ in range(2):
+        step(manager)
+        assert manager.report.total.d2h_copies == 0
+    assert "an operation outside the chosen modules holds it" in manager.report.plan
+
+
+def test_a_commit_without_a_start_is_ignored(backend: str) -> None:
+    manager = make_manager(backend)
+    manager.init_model_chunk_offload_handler(0, None, 0, 1)
+    x = micro_batch(0)
+    y = offload_group(manager, "core_attn", x).commit(x)
+    y.sum().backward()
+    manager.reset()
+    assert manager.report.num_iterations == 0
+
+
+def test_fraction_zero_moves_nothing_after_recording(backend: str) -> None:
+    chunk = make_chunks(1)[0]
+    manager = make_manager(backend)
+    for _ in range(2):
+        manager.init_model_chunk_offload_handler(0, None, 0, 1, 0, 0.0)
+        y = micro_batch(0)
+        for layer in chunk.layers:
+            y = layer(y, manager)
+        y.sum().backward()
+        manager.reset()
+    assert manager.report.total.d2h_copies == 0
+    assert "activation_offload_fraction keeps it" in manager.report.plan
+
+
+def test_closing_returns_all_host_memory(backend: str) -> None:
+    manager = make_manager(backend)
+    run_schedule(make_chunks(1), SCHEDULES["accumulation"], manager)
+    assert manager.store.host_pool.allocated_bytes > 0
+    manager.close()
+    assert manager.store.host_pool.allocated_bytes == 0

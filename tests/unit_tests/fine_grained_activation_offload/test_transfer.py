@@ -1,0 +1,308 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What is saved comes back bit by bit, moves once, and lives as long as without offloading."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.slipstream.fine_grained_activation_offload.backend import make_backend
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
+from megatron.slipstream.plan.trace import GroupKey
+
+
+class Bench:
+    """A store with groups made by hand."""
+
+    def __init__(self, backend: str = "cpu-lazy") -> None:
+        self.recorder = Recorder(make_backend(backend))
+        self.store = ActivationStore(self.recorder._backend, self.recorder)
+        self._num_groups = 0
+
+    def group(self, name: str = "group") -> OffloadTensorGroup:
+        group = OffloadTensorGroup(GroupKey(0, self._num_groups), name)
+        self._num_groups += 1
+        self.recorder.add_group(group, 0)
+        return group
+
+    def save(self, group: OffloadTensorGroup, *tensors: torch.Tensor, min_numel: int = 1) -> Any:
+        saved = [self.store.save(tensor, group, min_numel) for tensor in tensors]
+        return saved[0] if len(saved) == 1 else saved
+
+    def send(self, group: OffloadTensorGroup) -> None:
+        self.store.commit(group)
+        self.store.copy_out(group, lambda *_: True)
+        self.store.release(group)
+
+    @property
+    def copies(self) -> int:
+        return sum(counters.d2h_copies for counters in self.store.modules.values())
+
+
+@pytest.fixture(params=["cpu", "cpu-lazy"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(request.param)
+
+
+def test_device_memory_is_gone_while_the_bytes_are_on_the_host(bench: Bench) -> None:
+    tensor = torch.randn(64, 64)
+    expected, gone = tensor.clone(), weakref.ref(tensor.untyped_storage())
+    group = bench.group()
+    saved = bench.save(group, tensor)
+    del tensor
+    bench.send(group)
+    assert gone() is None
+    assert torch.equal(bench.store.read(saved), expected)
+
+
+def test_views_of_one_storage_move_once_and_share_memory_again(bench: Bench) -> None:
+    base = torch.randn(8, 6, 16)
+    expected = base.clone()
+    group = bench.group()
+    saved = bench.save(group, base[:, :2], base[:, 2:4].transpose(0, 1), base[:, 4:])
+    del base
+    bench.send(group)
+    views = [bench.store.read(item) for item in saved]
+    assert bench.copies == 1
+    assert torch.equal(views[0], expected[:, :2])
+    assert torch.equal(views[1], expected[:, 2:4].transpose(0, 1))
+    assert views[1].stride() == expected[:, 2:4].transpose(0, 1).stride()
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 1
+
+
+def test_storage_of_two_groups_moves_once_and_is_freed_by_the_last(bench: Bench) -> None:
+    tensor = torch.randn(256)
+    expected, gone = tensor.clone(), weakref.ref(tensor.untyped_storage())
+    first, second = bench.group("first"), bench.group("second")
+    in_first, in_second = bench.save(first, tensor), bench.save(second, tensor.view(16, 16))
+    del tensor
+    bench.send(first)
+    assert gone() is not None, "the second group has not let go"
+    bench.send(second)
+    assert gone() is None
+    assert bench.copies == 1
+    assert torch.equal(bench.store.read(in_second), expected.view(16, 16))
+    assert torch.equal(bench.store.read(in_first), expected)
+
+
+def test_a_group_that_saves_what_has_left_copies_nothing(bench: Bench) -> None:
+    tensor = torch.randn(256)
+    expected = tensor.clone()
+    first, second = bench.group("first"), bench.group("second")
+    bench_first = bench.save(first, tensor)
+    bench.send(first)
+    saved = bench.save(second, tensor)
+    del tensor
+    bench.send(second)
+    assert bench.copies == 1
+    assert torch.equal(bench.store.read(saved), expected)
+    assert torch.equal(bench.store.read(bench_first), expected)
+
+
+def test_a_small_part_of_a_large_storage_moves_alone(bench: Bench) -> None:
+    base = torch.randn(64, 1024)
+    expected = base[40].clone()
+    group = bench.group()
+    saved = bench.save(group, base[40])
+    del base
+    bench.send(group)
+    assert bench.store.modules["group"].d2h_bytes <= 4096 + 512
+    tensor = bench.store.read(saved)
+    assert torch.equal(tensor, expected)
+    assert tensor.storage_offset() * 4 % 512 == (40 * 4096) % 512, "alignment decides kernels"
+
+
+def test_a_view_outside_of_what_has_left_is_a_storage_of_its_own(bench: Bench) -> None:
+    base = torch.randn(64, 1024)
+    expected = base.clone()
+    first, second = bench.group(), bench.group()
+    in_first = bench.save(first, base[3])
+    bench.send(first)
+    in_second = bench.save(second, base[50])
+    del base
+    bench.send(second)
+    assert torch.equal(bench.store.read(in_second), expected[50])
+    assert torch.equal(bench.store.read(in_first), expected[3])
+
+
+def test_what_somebody_else_holds_is_not_copied_back_and_is_learnt(bench: Bench) -> None:
+    tensor = torch.randn(128)
+    group = bench.group()
+    saved = bench.save(group, tensor)
+    bench.send(group)
+    bench.store.copy_in(group.storages())
+    assert bench.store.read(saved).data_ptr() == tensor.data_ptr()
+    assert bench.store.modules["group"].h2d_copies == 0
+    assert bench.recorder.finish(0).storages[0].held_outside
+
+
+def test_memory_emptied_and_refilled_by_recomputation_is_read_as_refilled(bench: Bench) -> None:
+    tensor = torch.randn(128)
+    expected = tensor.clone()
+    group = bench.group()
+    saved = bench.save(group, tensor)
+    bench.store.commit(group)
+    bench.store.copy_out(group, lambda *_: True)
+    tensor.untyped_storage().resize_(0)  # while the copy out may still be reading
+    bench.store.release(group)
+    bench.store.copy_in(group.storages())
+    tensor.untyped_storage().resize_(512)
+    tensor.copy_(expected)
+    assert torch.equal(bench.store.read(saved), expected)
+
+
+def test_memory_emptied_for_good_comes_back_from_the_host(bench: Bench) -> None:
+    tensor = torch.randn(128)
+    expected = tensor.clone()
+    group = bench.group()
+    saved = bench.save(group, tensor)
+    bench.send(group)
+    tensor.untyped_storage().resize_(0)
+    bench.store.copy_in(group.storages())
+    assert torch.equal(bench.store.read(saved), expected)
+
+
+def test_memory_emptied_before_its_commit_is_not_copied(bench: Bench) -> None:
+    tensor = torch.randn(128)
+    group = bench.group()
+    bench.save(group, tensor)
+    tensor.untyped_storage().resize_(0)
+    bench.send(group)
+    assert bench.copies == 0
+
+
+@pytest.mark.parametrize("when", ["before commit", "while leaving", "after it stayed"])
+def test_in_place_change_of_a_saved_tensor_is_refused(bench: Bench, when: str) -> None:
+    tensor = torch.randn(128)
+    group = bench.group("moe_act")
+    saved = bench.save(group, tensor)
+    if when == "before commit":
+        tensor.add_(1)
+    bench.store.commit(group)
+    bench.store.copy_out(group, lambda *_: when != "after it stayed")
+    if when != "before commit":
+        tensor.add_(1)
+    bench.store.release(group)
+    with pytest.raises(RuntimeError, match=r"\[128\] that moe_act saved .* in-place"):
+        bench.store.read(saved)
+
+
+def test_needed_before_it_was_let_go_it_has_never_been_away(bench: Bench) -> None:
+    tensor = torch.randn(128)
+    address = tensor.data_ptr()
+    group = bench.group()
+    saved = bench.save(group, tensor)
+    bench.store.commit(group)
+    bench.store.copy_out(group, lambda *_: True)
+    assert bench.store.read(saved).data_ptr() == address
+    bench.store.release(group)
+    bench.store.finish(group)
+    assert saved.storage.residence is Residence.DEVICE
+    assert bench.store.host_pool.lent_bytes == 0
+
+
+def test_read_again_it_is_the_same_memory(bench: Bench) -> None:
+    tensor = torch.randn(128)
+    group = bench.group()
+    saved = bench.save(group, tensor)
+    del tensor
+    bench.send(group)
+    assert bench.store.read(saved).data_ptr() == bench.store.read(saved).data_ptr()
+    assert bench.store.modules["group"].h2d_copies == 1
+
+
+def test_host_memory_returns_when_the_graph_dies_without_backward(bench: Bench) -> None:
+    group = bench.group()
+    saved = bench.save(group, torch.randn(4096))
+    bench.send(group)
+    assert bench.store.host_pool.lent_bytes > 0
+    del saved
+    gc.collect()
+    assert bench.store.host_pool.lent_bytes == 0
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def _not_offloadable() -> torch.Tensor:
+    tensor = torch.ones(64)
+    tensor._do_not_offload = True  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.nn.Parameter(torch.ones(64)), id="parameter"),
+        pytest.param(torch.nn.Parameter(torch.ones(8, 8)).t(), id="view of a parameter"),
+        pytest.param(torch.ones(64).as_subclass(Subclass), id="subclass"),
+        pytest.param(torch.ones(4), id="smaller than the minimum"),
+        pytest.param(torch.ones(0), id="empty"),
+        pytest.param(torch.ones(64, device="meta"), id="another device"),
+        pytest.param(torch.ones(64, dtype=torch.complex64).conj(), id="conjugate view"),
+        pytest.param(torch.eye(8).to_sparse(), id="sparse"),
+        pytest.param(_not_offloadable(), id="marked"),
+    ],
+)
+def test_stays_as_it_is(bench: Bench, tensor: torch.Tensor) -> None:
+    group = bench.group()
+    kept = bench.save(group, tensor, min_numel=16)
+    assert isinstance(kept, torch.Tensor)
+    assert not group.held
+    assert bench.store.read(kept) is kept
+
+
+def test_a_result_saved_by_its_own_operation_does_not_keep_its_graph(bench: Bench) -> None:
+    x = torch.randn(8, requires_grad=True)
+    result = torch.exp(x)
+    kept = bench.save(bench.group(), result, min_numel=1000)
+    assert kept.grad_fn is None
+    assert kept.data_ptr() == result.data_ptr()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_order_of_moves_returns_what_was_saved(data: st.DataObject) -> None:
+    """Groups over shared and separate storages, driven in a random order, adversarial backend."""
+    bench = Bench("cpu-lazy")
+    bases = [torch.randn(4, 32) for _ in range(3)]
+    groups, saved = [], []
+    view = None
+    for _ in range(data.draw(st.integers(1, 5), label="groups")):
+        group = bench.group()
+        groups.append(group)
+        for index in data.draw(st.lists(st.integers(0, 2), max_size=3), label="bases"):
+            row = data.draw(st.integers(0, 3), label="row")
+            view = bases[index] if data.draw(st.booleans(), label="whole") else bases[index][row:]
+            saved.append((bench.save(group, view), view.clone()))
+        bench.store.commit(group)
+    del bases, view, group
+    moves = st.sampled_from(["out", "release", "in", "finish"])
+    for _ in range(data.draw(st.integers(0, 25), label="moves")):
+        group = data.draw(st.sampled_from(groups), label="group")
+        match data.draw(moves, label="move"):
+            case "out":
+                bench.store.copy_out(group, lambda *_: True)
+            case "release":
+                bench.store.release(group)
+            case "in":
+                bench.store.copy_in(group.storages())
+            case "finish":
+                bench.store.finish(group)
+        if saved and data.draw(st.booleans(), label="read"):
+            item, expected = data.draw(st.sampled_from(saved), label="which")
+            assert torch.equal(bench.store.read(item), expected)
+    for item, expected in saved:
+        assert torch.equal(bench.store.read(item), expected)
+    bench.store.close()
