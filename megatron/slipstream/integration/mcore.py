@@ -1,0 +1,164 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Putting the engine behind megatron-core's own offloading options.
+
+megatron-core 0.16 to 0.19 sends every mark of its layers to the object in the class attribute
+``PipelineOffloadManager.OFFLOAD_MGR``. :func:`install` puts ours there, so that every model, flag
+and framework that speaks ``fine_grained_activation_offloading`` uses it with nothing added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
+
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.fine_grained_activation_offload.backend import make_backend
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.report import Report
+
+logger = logging.getLogger(__name__)
+
+MANAGER_CONTRACT = frozenset(
+    """__enter__ __exit__ _in_replay cuda_graph_event cuda_graph_stream cur_forward_chunk d2h_stream
+    disable_offload enable_offload flush_delayed_groups h2d_stream init_model_chunk_offload_handler
+    mark_not_offload pop_forward_chunk push_offload_groups reset""".split()
+)
+"""What megatron-core 0.19.2 uses of the manager, outside of its own engine."""
+
+CHUNK_CONTRACT = frozenset(
+    """on_group_commit_backward on_group_commit_forward on_group_start_backward
+    on_group_start_forward""".split()
+)
+"""What it uses of the objects that the manager hands to its autograd functions."""
+
+
+def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
+    """Make Slipstream the engine behind megatron-core's offloading options in this process.
+
+    Call it before the first training step; calling it again with the same config changes nothing.
+
+    Args:
+        config: Slipstream's own settings; None for the defaults.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ValueError: ``config.offload_engine`` is 'megatron', or its backend is not available.
+    """
+    config = config or OffloadConfig()
+    if config.offload_engine != "slipstream":
+        raise ValueError(
+            f"offload_engine={config.offload_engine!r} is not supported with install() because "
+            "that engine needs none; set offload_engine='slipstream' or do not call install()"
+        )
+    seam = mcore_offload.PipelineOffloadManager
+    current = seam.OFFLOAD_MGR
+    if isinstance(current, PipelineOffloadManager):
+        if getattr(current, "config", None) == config:
+            return current
+        current.close()
+    manager = PipelineOffloadManager(
+        make_backend(config.offload_backend),
+        config.offload_release_lag,
+        config.offload_prefetch_depth,
+        rank=_rank(),
+    )
+    manager.config = config  # type: ignore[attr-defined]
+    manager.region_context = _transformer_engine_region
+    seam.OFFLOAD_MGR = manager
+    logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)
+    return manager
+
+
+def uninstall() -> None:
+    """Give megatron-core its own engine back and return the host memory."""
+    seam = mcore_offload.PipelineOffloadManager
+    current = seam.OFFLOAD_MGR
+    if isinstance(current, PipelineOffloadManager):
+        seam.OFFLOAD_MGR = None
+        current.close()
+
+
+def installed() -> Optional[PipelineOffloadManager]:
+    """The engine, if :func:`install` has been called."""
+    current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+    return current if isinstance(current, PipelineOffloadManager) else None
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Move nothing inside. Not needed for passes without gradients, which are never touched."""
+    manager = installed()
+    if manager is None:
+        yield
+        return
+    before = manager.do_offload
+    manager.disable_offload()
+    try:
+        yield
+    finally:
+        manager.do_offload = before
+
+
+def report() -> Report:
+    """This rank's figures of its last complete iteration.
+
+    Raises:
+        RuntimeError: :func:`install` has not been called.
+    """
+    manager = installed()
+    if manager is None:
+        raise RuntimeError("Slipstream is not installed in this process; call install() first")
+    manager.finish_report()
+    return Report([manager.report])
+
+
+def gather_report() -> Report:
+    """Every rank's figures. A collective: all ranks of the default process group call it."""
+    mine = report()
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return mine
+    reports: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reports, mine)
+    return Report.merge(reports)
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextlib.contextmanager
+def _transformer_engine_region() -> Iterator[None]:
+    """Tell Transformer Engine that what its modules save in here may move.
+
+    Its modules then keep weights (and their ``main_grad``) by reference instead of saving them,
+    and allocate the experts' inputs one by one instead of as one block.
+    """
+    module = _transformer_engine_offload()
+    if module is None:
+        yield
+        return
+    before = module.CPUOffloadEnabled
+    module.CPUOffloadEnabled = True
+    try:
+        yield
+    finally:
+        module.CPUOffloadEnabled = before
+
+
+def _transformer_engine_offload() -> Any:
+    try:
+        from megatron.core.extensions.transformer_engine import cpu_offload
+    except ImportError:
+        return None
+    return cpu_offload if hasattr(cpu_offload, "CPUOffloadEnabled") else None
