@@ -29,11 +29,11 @@ class Layer(torch.nn.Module):
         if manager is None:
             return x + self.second(self.first(self.norm(x)))
         normed = self.norm(x)
-        with offload_group(manager, "first", normed) as group:
-            hidden = self.first(group.input)
+        with offload_group(manager, "first") as group:
+            hidden = self.first(normed)
         hidden = group.commit(hidden)
-        with offload_group(manager, "second", hidden) as group:
-            out = self.second(group.input)
+        with offload_group(manager, "second") as group:
+            out = self.second(hidden)
         return x + group.commit(out)
 
     def first(self, x: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,10 @@ class MemoryMeter(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were alive at once."""
+        """The most bytes that were alive at once since :meth:`reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
 
     def excluded(self) -> contextlib.AbstractContextManager[Any]:
         """Storages created inside are host memory and not counted."""
@@ -109,8 +112,11 @@ class Backend(ABC):
         """Nobody needs the bytes in ``buffer`` after the work now in ``stream``."""
 
     def memory(self) -> Optional[tuple[int, int]]:
-        """Device bytes allocated now and at most so far, or None where nothing counts them."""
+        """Device bytes allocated now and at most, or None where nothing counts them."""
         return None
+
+    def reset_peak_memory(self) -> None:
+        """From here on, :meth:`memory`'s peak is that of the time since."""
 
     @contextlib.contextmanager
     def annotate(self, label: object) -> Iterator[None]:
@@ -180,6 +186,9 @@ class CudaBackend(Backend):
         stats = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
         return stats["current"], stats["peak"]
 
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
     @contextlib.contextmanager
     def annotate(self, label: object) -> Iterator[None]:
         torch.cuda.nvtx.range_push(str(label))
@@ -247,6 +256,10 @@ class CpuBackend(Backend):
 
     def memory(self) -> Optional[tuple[int, int]]:
         return (self.meter.allocated_bytes, self.meter.peak_bytes) if self.meter else None
+
+    def reset_peak_memory(self) -> None:
+        if self.meter is not None:
+            self.meter.reset_peak()
 
 
 def _poison(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -19,16 +19,11 @@ class GroupState(enum.Enum):
     OPEN = "its operations run and save tensors"
     COMMITTED = "it has saved everything: copies out may start, and memory be let go"
     IN_USE = "backward has reached it: nothing of it leaves any more"
-    DONE = "its backward operations have been issued"
 
 
 _ALLOWED = {
     (GroupState.OPEN, GroupState.COMMITTED),
     (GroupState.COMMITTED, GroupState.IN_USE),
-    (GroupState.IN_USE, GroupState.DONE),
-    # Backward may enter a group by an operation before its commit mark, as a norm of the keys
-    # does when the mark is on the queries, or leave it without passing the commit mark at all.
-    (GroupState.COMMITTED, GroupState.DONE),
 }
 
 

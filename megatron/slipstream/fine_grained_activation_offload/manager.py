@@ -25,7 +25,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
-from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark, StartMark
+from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
@@ -78,6 +78,8 @@ class PipelineOffloadManager:
         """The pass that forward is in; None outside of training passes."""
         self._started: Optional[OffloadTensorGroup] = None
         """Started, but its region not yet entered."""
+        self._used: Optional[OffloadTensorGroup] = None
+        """The group that backward asked for last."""
         self._regions: list[ExitStack] = []
         self._improvised: deque[OffloadTensorGroup] = deque()
         """Committed groups that have not let go, where no plan says when they do."""
@@ -159,9 +161,20 @@ class PipelineOffloadManager:
         )
         self._passes.append(self._chunk)
 
-    def pop_forward_chunk(self, name: Optional[str] = None) -> Optional[StartMark]:
-        """The object to mark the start of a group with; None if there is none to start."""
-        return StartMark(self) if self._chunk is not None and self._is_training_forward() else None
+    def pop_forward_chunk(self, name: str) -> None:
+        """The operations of a group called ``name`` follow, in the region entered next.
+
+        Returns:
+            None, so that nothing marks the start in the graph: [Note: One mark per group].
+        """
+        if self._chunk is None or not self._is_training_forward():
+            return
+        group = self._chunk.open_group(name)
+        self._groups[group.key] = group
+        self._started = group
+        self._recorder.add_group(group, self._chunk.vp_stage)
+        self.store.counters(name).num_groups += 1
+        self._advance(StepKind.FORWARD_START, group)
 
     def cur_forward_chunk(self) -> Optional[CommitMark]:
         """The object to mark the end of a group with; None outside of a training pass."""
@@ -241,19 +254,7 @@ class PipelineOffloadManager:
         self._clear_iteration()
         self.store.close()
 
-    # The life of a group, called by its marks.
-
-    def start_group(self, name: str) -> Optional[OffloadTensorGroup]:
-        """The operations of a group follow in forward."""
-        if self._chunk is None:
-            return None
-        group = self._chunk.open_group(name)
-        self._groups[group.key] = group
-        self._started = group
-        self._recorder.add_group(group, self._chunk.vp_stage)
-        self.store.counters(name).num_groups += 1
-        self._advance(StepKind.FORWARD_START, group)
-        return group
+    # The life of a group, called by its mark.
 
     def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
         """The group of that name has saved everything; None if none of that name is open."""
@@ -268,13 +269,9 @@ class PipelineOffloadManager:
         if group.state is GroupState.COMMITTED and self._is_current(group):
             group.move_to(GroupState.IN_USE)
             self._advance(StepKind.BACKWARD_USE, group)
-
-    def finish_group(self, group: OffloadTensorGroup) -> None:
-        """The backward operations of the group have been issued."""
-        if group.state in (GroupState.COMMITTED, GroupState.IN_USE) and self._is_current(group):
-            group.move_to(GroupState.DONE)
-            self._advance(StepKind.BACKWARD_DONE, group)
-            self.store.finish(group)
+            if self._used is not None:
+                self.store.finish(self._used)
+            self._used = group
 
     def _is_current(self, group: OffloadTensorGroup) -> bool:
         """Whether the group is of this iteration: backward may outlive its iteration's end."""
@@ -332,7 +329,7 @@ class PipelineOffloadManager:
 
     def _perform(self, action: Action) -> None:
         group = self._groups.get(action.key)
-        if group is None or group.state in (GroupState.OPEN, GroupState.DONE):
+        if group is None or group.state is GroupState.OPEN:
             return
         with self.store.backend.annotate(action):
             if action.kind is ActionKind.H2D:
@@ -413,7 +410,7 @@ class PipelineOffloadManager:
         self._groups.clear()
         self._improvised.clear()
         self._delayed.clear()
-        self._chunk = self._plan = self._started = None
+        self._chunk = self._plan = self._started = self._used = None
 
     def _restart_if_abandoned(self) -> None:
         """Start afresh if the iteration so far ended in an exception.

@@ -1,10 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The marks of a group in autograd, as megatron-core's layers place them and for any other module.
+"""The mark of a group in autograd, as megatron-core's layers place it and for any other module.
 
-megatron-core's own autograd functions call four methods on whatever
-``PipelineOffloadManager.pop_forward_chunk`` and ``cur_forward_chunk`` return. Both return an object
-made for one mark of one group, so that backward knows its group without searching for a name.
+[Note: One mark per group]
+A group has one mark in the graph, where it ends: there forward has saved everything, and backward
+needs it. Its start leaves no trace in the graph. A mark there, which only passes its tensor on,
+would group the terms of a sum: where the marked tensor has other readers beside the group, its
+gradient is summed in another order and rounds otherwise than without offloading. megatron-core
+makes that mark only if ``pop_forward_chunk`` returns an object to call, so it returns None.
 """
 
 from __future__ import annotations
@@ -18,23 +21,6 @@ from megatron.slipstream.fine_grained_activation_offload.group import OffloadTen
 
 if TYPE_CHECKING:
     from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-
-
-class StartMark:
-    """The start of one group: forward opens it, backward has finished with it."""
-
-    def __init__(self, manager: PipelineOffloadManager) -> None:
-        self._manager = manager
-        self._group: Optional[OffloadTensorGroup] = None
-
-    def on_group_start_forward(self, name: str) -> None:
-        """The group's operations follow. Called once, on the computation's stream."""
-        self._group = self._manager.start_group(name)
-
-    def on_group_start_backward(self) -> None:
-        """The group's backward operations have been issued."""
-        if self._group is not None:
-            self._manager.finish_group(self._group)
 
 
 class CommitMark:
@@ -61,19 +47,6 @@ class CommitMark:
             self._manager.use_group(self._group)
 
 
-class _StartFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, mark: StartMark, name: str) -> torch.Tensor:
-        ctx.mark = mark
-        mark.on_group_start_forward(name)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        ctx.mark.on_group_start_backward()
-        return grad_outputs[0], None, None
-
-
 class _CommitFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mark: CommitMark, name: str) -> torch.Tensor:
@@ -92,21 +65,17 @@ class offload_group:
     """Context manager that makes one group of the operations inside, outside of megatron-core.
 
     Example:
-        with offload_group(manager, "mlp", x) as group:
-            y = mlp(group.input)
+        with offload_group(manager, "mlp") as group:
+            y = mlp(x)
         y = group.commit(y)
     """
 
-    def __init__(self, manager: PipelineOffloadManager, name: str, tensor: torch.Tensor) -> None:
-        self.input = tensor
-        """The group's input, shape and dtype unchanged; use it instead of ``tensor`` inside."""
+    def __init__(self, manager: PipelineOffloadManager, name: str) -> None:
         self._manager = manager
         self._name = name
 
     def __enter__(self) -> offload_group:
-        mark = self._manager.pop_forward_chunk(self._name)
-        if mark is not None:
-            self.input = _StartFunction.apply(self.input, mark, self._name)
+        self._manager.pop_forward_chunk(self._name)
         self._manager.__enter__()
         return self
 

@@ -1,6 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Observing an iteration: every mark, every saved storage, and the device memory between marks."""
+"""Observing an iteration: every mark, every saved storage, and the device memory between marks.
+
+[Note: The recorder resets the peak counter]
+What a plan saves is told by the device peak of every interval between two marks, and the allocator
+has only one peak counter. In the iteration that is recorded (the first) the recorder reads and
+resets it at each mark, so ``torch.cuda.max_memory_allocated()`` then only covers the time since.
+Later iterations leave it alone.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +52,8 @@ class Recorder:
         self.held_outside: set[StorageId] = set()
         """Storages that were found alive on the device when they were to be copied back."""
         self.reads_memory = True
-        """Whether to read the allocator at every mark (tens of microseconds each)."""
+        """Whether to read the allocator at every mark: tens of microseconds each, and see [Note:
+        The recorder resets the peak counter]."""
         self.clear()
 
     def clear(self) -> None:
@@ -53,22 +61,23 @@ class Recorder:
         self.steps: list[Step] = []
         self._groups: dict[GroupKey, tuple[str, int, list[int]]] = {}
         self._storages: dict[int, _StorageRecord] = {}
-        self._readings: list[tuple[int, int]] = []
-        self._peaks_before: list[int] = []
+        self._allocated: list[int] = []
+        """After each mark, once what is due there has been done."""
+        self._peaks: list[int] = []
+        """Between each mark and the next."""
 
     def add_step(self, kind: StepKind, group: OffloadTensorGroup) -> int:
         """Note a mark. Returns its place in the iteration."""
-        if self.reads_memory:
-            self._read_memory_before_step()
+        self._end_interval()
         self.steps.append(Step(kind, group.key, group.name))
         return len(self.steps) - 1
 
     def end_step(self) -> None:
         """Note the memory once what is due at the newest mark has been done."""
-        if self.reads_memory and len(self._readings) == len(self.steps) - 1:
-            reading = self._backend.memory()
-            if reading is not None:
-                self._readings.append(reading)
+        reading = self._backend.memory() if self.reads_memory else None
+        if reading is not None:
+            self._allocated.append(reading[0])
+            self._backend.reset_peak_memory()
 
     def add_group(self, group: OffloadTensorGroup, vp_stage: int) -> None:
         """Note a new group."""
@@ -123,32 +132,24 @@ class Recorder:
         )
         return Trace(tuple(self.steps), groups, storages, pp_rank, self._memory())
 
-    def _read_memory_before_step(self) -> None:
-        if self._readings:
+    def _end_interval(self) -> None:
+        if self.reads_memory and len(self._peaks) < len(self._allocated):
             reading = self._backend.memory()
             if reading is not None:
-                self._peaks_before.append(reading[1])
+                self._peaks.append(reading[1])
 
     def _memory(self) -> tuple[MemoryReading, ...]:
-        """The readings of each step, with the peak of the interval where the counter shows it.
-
-        The allocator's peak only ever grows here (resetting it would spoil the user's own
-        figures), so an interval's peak is known if it is the highest so far.
-        """
-        if not self.steps or len(self._readings) != len(self.steps):
+        self._end_interval()
+        if len(self._peaks) != len(self.steps):
             return ()
-        last = self._backend.memory()
-        ends = [*self._peaks_before, last[1] if last is not None else 0]
         change = [0] * (len(self.steps) + 1)
         for record in self._storages.values():
             if record.absent_from is not None and record.identity not in self.held_outside:
                 change[record.absent_from] += record.nbytes
                 until = record.absent_until
                 change[len(self.steps) if until is None else until] -= record.nbytes
-        memory, absent = [], 0
-        for step, ((allocated, before), after) in enumerate(zip(self._readings, ends, strict=True)):
+        absent, memory = 0, []
+        for step, (allocated, peak) in enumerate(zip(self._allocated, self._peaks, strict=True)):
             absent += change[step]
-            memory.append(
-                MemoryReading(allocated, after if after > before else allocated, absent)
-            )
+            memory.append(MemoryReading(allocated, peak, absent))
         return tuple(memory)

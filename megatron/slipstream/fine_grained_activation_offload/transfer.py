@@ -210,7 +210,7 @@ class ActivationStore:
             counters.num_late += late
 
     def finish(self, group: OffloadTensorGroup) -> None:
-        """The group's backward operations have been issued: drop what its copies out still use."""
+        """Backward has gone on to another group: drop what this one's copies out still use."""
         for held in group.held:
             storage = held.reference()
             if storage is None or storage.residence is not Residence.LEAVING:

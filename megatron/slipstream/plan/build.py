@@ -92,10 +92,14 @@ class Plan:
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """For each step, what is done once its mark is reached: frees first, then copies."""
+        """For each step, what is done once its mark is reached, in this order.
+
+        Copies out come before frees, since with no lag a group does both at its commit. Copies
+        back run one after another, so they come in the order in which backward needs them.
+        """
         by_step: dict[int, list[Action]] = defaultdict(list)
         order = (ActionKind.D2H, ActionKind.FREE, ActionKind.H2D)
-        for group in self.groups:
+        for group in sorted(self.groups, key=lambda group: group.use_step):
             if group.moves:
                 steps = (group.commit_step, group.free_step, group.h2d_step)
                 for kind, step in zip(order, steps, strict=True):

@@ -72,7 +72,11 @@ def keep_empty(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
 
 
 def keep_for_pp_rank(trace: Trace, moving: Sequence[GroupKey], delta_bytes: int) -> Kept:
-    """Keep whole groups, in the order of their backward, until ``pp_rank * delta_bytes`` stay."""
+    """Keep whole groups until ``pp_rank * delta_bytes`` stay.
+
+    Passes come in the order of their backward, the groups of a pass in the order of their forward,
+    as megatron-core counts them.
+    """
     kept: Kept = {}
     budget = trace.pp_rank * delta_bytes
     wanted = set(moving)

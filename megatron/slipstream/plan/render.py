@@ -100,10 +100,9 @@ def _row(plan: Plan, group: GroupPlan, width: int) -> list[str]:
 def _mark(plan: Plan, group: GroupPlan, step: int) -> str:
     index = plan.trace.step_index
     start = index[StepKind.FORWARD_START, group.key]
-    done = index.get((StepKind.BACKWARD_DONE, group.key), group.use_step)
-    if step < start or step > done:
+    if step < start or step > group.use_step:
         return " "
-    if step < group.commit_step or step >= group.use_step:
+    if step < group.commit_step or step == group.use_step:
         return "#"
     if step < group.free_step:
         return ">"

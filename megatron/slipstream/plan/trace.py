@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class StepKind(enum.Enum):
-    """The four marks of a group, in the order in which they happen to it."""
+    """What happens to a group, in order."""
 
     FORWARD_START = "FS"
     """The group's operations begin in forward."""
@@ -25,8 +25,6 @@ class StepKind(enum.Enum):
     """The group has saved what it needs: its tensors may be copied out from here on."""
     BACKWARD_USE = "BU"
     """Backward reaches the group: its tensors are needed on the device from here on."""
-    BACKWARD_DONE = "BD"
-    """The group's backward operations have been issued. Absent if its input needs no gradient."""
 
 
 class GroupKey(NamedTuple):
@@ -86,8 +84,7 @@ class MemoryReading:
     allocated_bytes: int
     """Allocated right after the step."""
     peak_bytes: int
-    """The largest figure known to have occurred before the next step (at least
-    ``allocated_bytes``)."""
+    """The most that was allocated at once before the next step."""
     absent_bytes: int
     """Bytes of managed storages that were on the host meanwhile."""
 

@@ -299,8 +299,9 @@ def test_what_is_held_outside_stays_once_that_is_known(backend: str) -> None:
         manager.init_model_chunk_offload_handler(0, None, 0, 1)
         y = micro_batch(0)
         for layer in chunk.layers:
-            with offload_group(manager, "first", layer.norm(y)) as group:
-                hidden = torch.exp(group.input)
+            normed = layer.norm(y)
+            with offload_group(manager, "first") as group:
+                hidden = torch.exp(normed)
             y = group.commit(hidden).square()
         y.sum().backward()
         manager.reset()
@@ -318,7 +319,7 @@ def test_a_commit_without_a_start_is_ignored(backend: str) -> None:
     manager = make_manager(backend)
     manager.init_model_chunk_offload_handler(0, None, 0, 1)
     x = micro_batch(0)
-    y = offload_group(manager, "core_attn", x).commit(x)
+    y = offload_group(manager, "core_attn").commit(x)
     y.sum().backward()
     manager.reset()
     assert manager.report.num_iterations == 0
