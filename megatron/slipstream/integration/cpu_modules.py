@@ -1,0 +1,137 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Modules in plain PyTorch that megatron-core has only on top of Transformer Engine.
+
+megatron-core marks the experts' groups (``expert_fc1``, ``moe_act``) only in its grouped
+implementation, whose linear layers come from Transformer Engine, and multi-latent attention asks
+for head sizes that its own core attention does not know. With the modules here both run, marks
+included, on a machine without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+
+
+class PlainGroupedLinear(torch.nn.Module):
+    """One linear layer per local expert, applied to consecutive runs of tokens.
+
+    Weights are named ``weight0``, ``weight1``, ... as Transformer Engine names them, each
+    ``[out_features, in_features]``.
+
+    Raises:
+        ValueError: The experts' weights are to be divided among tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        in_features: int,
+        out_features: int,
+        /,
+        *,
+        config: Any,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool,
+        skip_bias_add: bool,
+        pg_collection: Optional[Any] = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if pg_collection is not None and pg_collection.expt_tp.size() > 1:
+            raise ValueError(
+                f"expert_tensor_parallel_size={pg_collection.expt_tp.size()} is not supported with "
+                "grouped experts on a CPU because they are not divided; set "
+                "expert_tensor_parallel_size=1"
+            )
+        self.num_local_experts = num_local_experts
+        self.skip_bias_add = skip_bias_add
+        self.save_original_input = True  # what megatron-core asks of it when expert_fc1 moves
+        for index in range(num_local_experts):
+            weight = torch.empty(out_features, in_features, dtype=config.params_dtype)
+            init_method(weight)
+            self._add(f"weight{index}", weight)
+            if bias:
+                self._add(f"bias{index}", torch.zeros(out_features, dtype=config.params_dtype))
+        self.use_bias = bias
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        parameter = torch.nn.Parameter(value)
+        # Experts are reduced over the expert-data-parallel group, not the data-parallel one.
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        self.register_parameter(name, parameter)
+
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: Sequence[int], /
+    ) -> tuple[torch.Tensor, Optional[list[torch.Tensor]]]:
+        """Apply each expert to its tokens.
+
+        Args:
+            tokens: ``[num_tokens, in_features]``, sorted by expert.
+            tokens_per_expert: How many consecutive rows belong to each expert.
+
+        Returns:
+            ``[num_tokens, out_features]``, and the biases if they are for the caller to add.
+        """
+        runs = tokens.split(list(tokens_per_expert))
+        outputs = [
+            torch.nn.functional.linear(
+                run,
+                getattr(self, f"weight{index}"),
+                getattr(self, f"bias{index}") if self.use_bias and not self.skip_bias_add else None,
+            )
+            for index, run in enumerate(runs)
+        ]
+        biases = None
+        if self.use_bias and self.skip_bias_add:
+            biases = [getattr(self, f"bias{index}") for index in range(self.num_local_experts)]
+        return torch.cat(outputs), biases
+
+    def backward_dw(self) -> None:
+        """Nothing: weight gradients are never delayed here."""
+
+
+def grouped_experts_without_transformer_engine(original: Any) -> Any:
+    """``LocalSpecProvider.grouped_mlp_modules`` that honours ``moe_grouped_gemm``."""
+
+    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool) -> Any:
+        if not moe_use_grouped_gemm:
+            return original(self, moe_use_grouped_gemm)
+        submodules = GroupedMLPSubmodules(PlainGroupedLinear, PlainGroupedLinear)
+        return partial(TEGroupedMLP, submodules=submodules)
+
+    return grouped_mlp_modules
+
+
+class LatentCoreAttention(DotProductAttention):
+    """Core attention whose values may have another head size than its queries and keys.
+
+    Args:
+        k_channels: Head size of queries and keys; None is ``config.kv_channels``.
+        v_channels: Head size of values; None is ``config.kv_channels``.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        k_channels: Optional[int] = None,
+        v_channels: Optional[int] = None,
+        softmax_scale: Optional[float] = None,
+        **options: Any,
+    ) -> None:
+        if softmax_scale is None and k_channels is not None:
+            softmax_scale = k_channels**-0.5
+        super().__init__(*arguments, softmax_scale=softmax_scale, **options)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+def core_attention_with_head_sizes(_: Any) -> Any:
+    """``LocalSpecProvider.core_attention`` that serves multi-latent attention too."""
+    return lambda self: LatentCoreAttention

@@ -1,0 +1,144 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Loss and every gradient of real models are, bit by bit, those of the engine switched off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from tiny_gpt import DENSE_MODULES, MOE_MODULES, Comparison, ModelCase, compare
+
+BACKENDS = ["cpu", "cpu-lazy"]
+
+ONE_RANK = {
+    "dense": ModelCase("dense"),
+    "dense bf16": ModelCase("dense", bf16=True),
+    "moe": ModelCase("moe"),
+    "moe bf16": ModelCase("moe", bf16=True),
+    "dense and moe layers mixed": ModelCase("mixed"),
+    "mla": ModelCase("mla"),
+    "odd sizes": ModelCase(
+        "dense", hidden_size=132, num_attention_heads=6, seq_length=29, micro_batch_size=3
+    ),
+    "moe, odd sizes": ModelCase(
+        "moe", hidden_size=68, num_attention_heads=2, seq_length=19, micro_batch_size=1
+    ),
+    "dropout": ModelCase("dense", overrides={"attention_dropout": 0.1, "hidden_dropout": 0.1}),
+    "moe, dropout": ModelCase("moe", overrides={"attention_dropout": 0.1, "hidden_dropout": 0.1}),
+    "layer norm and bias": ModelCase(
+        "dense", overrides={"normalization": "LayerNorm", "add_bias_linear": True}
+    ),
+    "qk norm": ModelCase("dense", overrides={"qk_layernorm": True}),
+    "full recompute": ModelCase(
+        "dense",
+        overrides={
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 2,
+            "hidden_dropout": 0.1,
+        },
+    ),
+    "core attention recomputed": ModelCase(
+        "dense",
+        overrides={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ),
+    "norms recomputed": ModelCase(
+        "dense",
+        overrides={"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    ),
+    "activation function of experts recomputed": ModelCase(
+        "moe",
+        overrides={"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+    ),
+}
+
+
+def _modules(case: ModelCase) -> tuple[str, ...]:
+    return MOE_MODULES if case.kind in ("moe", "mixed") else DENSE_MODULES
+
+
+def _check(
+    case: ModelCase,
+    modules: tuple[str, ...],
+    backend: str,
+    counts: tuple[int, ...],
+    offload: dict[str, Any] | None = None,
+    num_ranks: int = 1,
+) -> list[Comparison]:
+    results = run_ranks(num_ranks, compare, case, modules, backend, counts, offload)
+    assert [result.difference for result in results] == [None] * num_ranks
+    return results
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ONE_RANK.values(), ids=ONE_RANK)
+def test_one_rank(case: ModelCase, backend: str) -> None:
+    (result,) = _check(case, _modules(case), backend, (1, 3, 3, 2, 3))
+    assert result.moved_bytes > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_layer_has_nothing_to_hide_a_copy_behind(backend: str) -> None:
+    (result,) = _check(ModelCase("dense", num_layers=1), DENSE_MODULES, backend, (1, 3, 3))
+    assert result.moved_bytes == 0
+
+
+@pytest.mark.parametrize("module", MOE_MODULES)
+def test_each_module_alone(module: str) -> None:
+    modules = ("core_attn", module) if module == "attn_proj" else (module,)
+    (result,) = _check(ModelCase("moe"), modules, "cpu-lazy", (2, 2, 2))
+    assert module in result.moved_modules or module == "attn_proj"
+    assert result.num_late == 0
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {"activation_offload_fraction": 0.5},
+        {"activation_offload_fraction": 0.0},
+        {"delta_offload_bytes_across_pp_ranks": 4096},
+        {"min_offloaded_tensor_size": 5000},
+        {"offload_release_lag": 0, "offload_prefetch_depth": 0},
+        {"offload_release_lag": 4, "offload_prefetch_depth": 3},
+    ],
+    ids=str,
+)
+def test_options(offload: dict[str, Any]) -> None:
+    _check(ModelCase("moe"), MOE_MODULES, "cpu-lazy", (2, 2, 3), offload)
+
+
+TWO_RANKS = {
+    "data parallel": (ModelCase("dense"), (1, 2, 2)),
+    "tensor parallel": (
+        ModelCase("dense", tp=2, overrides={"normalization": "LayerNorm"}),
+        (1, 2, 2),
+    ),
+    "expert parallel": (ModelCase("moe", ep=2), (1, 2, 2)),
+    "PP2": (ModelCase("dense", pp=2), (4, 4, 2, 6, 1, 4)),
+    "PP2, one layer per chunk": (ModelCase("dense", pp=2, num_layers=2), (4, 4, 3, 4)),
+    "PP2, MoE": (ModelCase("moe", pp=2, bf16=True), (4, 4, 3, 4)),
+    "PP2 VPP2": (ModelCase("dense", pp=2, vpp=2, num_layers=8), (4, 4, 2, 6, 4)),
+    "PP2 VPP2, one layer per chunk": (ModelCase("dense", pp=2, vpp=2), (4, 4, 8, 4)),
+    "PP2 VPP2, MoE": (ModelCase("moe", pp=2, vpp=2), (4, 4, 2, 4)),
+    "PP2, core attention recomputed": (
+        ModelCase(
+            "dense",
+            pp=2,
+            overrides={
+                "recompute_granularity": "selective",
+                "recompute_modules": ["core_attn"],
+                "hidden_dropout": 0.1,
+            },
+        ),
+        (4, 4, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case, counts", TWO_RANKS.values(), ids=TWO_RANKS)
+def test_two_ranks(case: ModelCase, counts: tuple[int, ...], backend: str) -> None:
+    results = _check(case, _modules(case), backend, counts, num_ranks=2)
+    assert results[0].moved_bytes > 0

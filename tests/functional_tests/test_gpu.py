@@ -1,0 +1,132 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The same equality on a GPU, through Transformer Engine, and what it saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare
+
+DENSE = ModelCase(
+    "dense",
+    num_layers=6,
+    hidden_size=2048,
+    num_attention_heads=16,
+    seq_length=4096,
+    micro_batch_size=1,
+    vocab_size=8192,
+    bf16=True,
+)
+MOE = ModelCase(
+    "moe",
+    num_layers=6,
+    hidden_size=1024,
+    num_attention_heads=16,
+    seq_length=2048,
+    micro_batch_size=2,
+    vocab_size=8192,
+    bf16=True,
+    overrides={"moe_permute_fusion": True},
+)
+MLA = ModelCase(
+    "mla",
+    num_layers=4,
+    hidden_size=1024,
+    num_attention_heads=8,
+    seq_length=2048,
+    micro_batch_size=1,
+    vocab_size=8192,
+    bf16=True,
+    overrides={"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
+)
+MIN_NUMEL = {"min_offloaded_tensor_size": 1024 * 1024}
+PLAN_TOLERANCE = 0.002
+"""Relative to the planned bytes; the allocator rounds each tensor to 512 bytes."""
+
+
+def _check(case: ModelCase, modules: tuple[str, ...], counts: tuple[int, ...]) -> Any:
+    result = compare(0, 1, 0, case, modules, "cuda", counts, dict(MIN_NUMEL))
+    print(f"{case.kind} {'+'.join(modules)}: {result}")
+    assert result.difference is None
+    assert result.moved_bytes > 0
+    return result
+
+
+def _selections(names: tuple[str, ...], fused: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Each module alone, then all. ``fused``: part of the next linear layer, not marked alone."""
+    alone = [name for name in names if name not in fused]
+    single = [("core_attn", name) if name == "attn_proj" else (name,) for name in alone]
+    return [*single, names]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "modules", _selections(DENSE_MODULES, fused=("attn_norm", "mlp_norm")), ids="+".join
+)
+def test_dense(modules: tuple[str, ...]) -> None:
+    result = _check(DENSE, modules, (2, 2, 2))
+    assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("modules", _selections(MOE_MODULES, fused=("attn_norm",)), ids="+".join)
+def test_moe(modules: tuple[str, ...]) -> None:
+    result = _check(MOE, modules, (2, 2, 2))
+    assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "modules", _selections(DENSE_MODULES, fused=("mlp_norm",)), ids="+".join
+)
+def test_mla(modules: tuple[str, ...]) -> None:
+    _check(MLA, modules, (1, 2, 2, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]},
+    ],
+    ids=["dropout", "recompute"],
+)
+def test_moe_options(overrides: dict[str, Any]) -> None:
+    case = ModelCase(**{**vars(MOE), "overrides": {**MOE.overrides, **overrides}})
+    _check(case, MOE_MODULES, (2, 1, 2))
+
+
+@pytest.mark.gpu
+def test_fp32() -> None:
+    case = ModelCase(**{**vars(DENSE), "bf16": False, "seq_length": 1024, "hidden_size": 1024})
+    case.overrides["attention_backend"] = _unfused()
+    _check(case, DENSE_MODULES, (2, 2))
+
+
+def _unfused() -> Any:
+    from megatron.core.transformer.enums import AttnBackend
+
+    return AttnBackend.unfused
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize(
+    "case, counts",
+    [
+        (ModelCase(**{**vars(DENSE), "pp": 2}), (4, 4, 2, 6)),
+        (ModelCase(**{**vars(DENSE), "pp": 2, "vpp": 2, "num_layers": 4}), (4, 4, 8)),
+        (ModelCase(**{**vars(MOE), "pp": 2}), (4, 4, 3)),
+        (ModelCase(**{**vars(MOE), "ep": 2}), (2, 2, 2)),
+    ],
+    ids=["PP2", "PP2 VPP2, one layer per chunk", "PP2, MoE", "EP2"],
+)
+def test_two_ranks(case: ModelCase, counts: tuple[int, ...]) -> None:
+    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
+    results = run_ranks(2, compare, case, modules, "cuda", counts, dict(MIN_NUMEL))
+    print(*results, sep="\n")
+    assert [result.difference for result in results] == [None, None]
+    assert results[0].moved_bytes > 0
