@@ -11,6 +11,7 @@ included, on a machine without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
 
@@ -135,3 +136,56 @@ class LatentCoreAttention(DotProductAttention):
 def core_attention_with_head_sizes(_: Any) -> Any:
     """``LocalSpecProvider.core_attention`` that serves multi-latent attention too."""
     return lambda self: LatentCoreAttention
+
+
+def local_hybrid_stack_spec(config: Any) -> Any:
+    """The layers of a ``HybridModel`` in plain PyTorch: ``*`` attention, ``-`` MLP and ``E`` MoE.
+
+    Args:
+        config: The model's ``TransformerConfig``.
+
+    Returns:
+        A ``ModuleSpec`` for ``HybridModel(hybrid_stack_spec=...)``. State-space layers (``M`` and
+        ``G``) are left out: their kernels exist for GPUs only.
+    """
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
+
+    def submodules(num_experts: Optional[int] = None) -> Any:
+        return get_gpt_layer_local_submodules(
+            num_experts=num_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            normalization=config.normalization,
+        )
+
+    def without_attention(layer: Any) -> Any:
+        norm = LocalSpecProvider().layer_norm(rms_norm=config.normalization == "RMSNorm")
+        return replace(
+            layer,
+            input_layernorm=IdentityOp,
+            self_attention=IdentityOp,
+            self_attn_bda=IdentityFuncOp,
+            pre_mlp_layernorm=norm,
+        )
+
+    attention = replace(
+        submodules(), pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
+    )
+    moe: dict[str, Any] = {}
+    if config.num_moe_experts:
+        layer = without_attention(submodules(config.num_moe_experts))
+        moe["moe_layer"] = ModuleSpec(module=MoETransformerLayer, submodules=layer)
+    return ModuleSpec(
+        module=HybridStack,
+        params={"post_layer_norm": True},
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=without_attention(submodules())),
+            **moe,
+        ),
+    )

@@ -1,0 +1,460 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Run megatron-core and ``megatron.training`` on a machine without a GPU.
+
+For tests, demonstrations and debugging: real models, real pipeline schedules and the real training
+loop over gloo. Every replaced symbol is one row of :data:`CORE_SHIMS` or :data:`TRAINING_SHIMS`
+with the reason beside it. All rows are resolved before the first is replaced, so a megatron-core
+release that lacks one fails at once and by name instead of somewhere inside training.
+
+``torch.cuda.is_available()`` stays False throughout: code that asks gets the truth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module, metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+TESTED_MEGATRON_CORE = "0.19.2"
+"""The megatron-core release whose call sites the tables below were traced on."""
+
+_HOST = torch.device("cpu")
+
+
+class Shim(NamedTuple):
+    """One symbol to replace: its dotted path, what replaces it given the original, and why."""
+
+    path: str
+    replace: Callable[[Any], Any]
+    why: str
+
+
+# Stand-ins. On one device without streams every operation has finished when its call returns, so
+# ordering primitives have nothing left to order.
+
+
+class _InertStream:
+    """Stands for ``torch.cuda.Stream``: work is already complete, waits return at once."""
+
+    cuda_stream = 0
+    device = _HOST
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    def wait_event(self, _: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event if event is not None else _InertEvent()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _InertEvent:
+    """Stands for ``torch.cuda.Event``: always completed, measures no time."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+
+@contextlib.contextmanager
+def _inert_stream_context(stream: Any = None) -> Iterator[Any]:
+    yield stream
+
+
+def _returns(value: Any) -> Callable[[Any], Any]:
+    """A replacement that ignores its arguments and returns ``value``."""
+    return lambda original: lambda *_, **__: value
+
+
+def _becomes(value: Any) -> Callable[[Any], Any]:
+    """A replacement that is ``value`` itself."""
+    return lambda original: value
+
+
+def _is_gpu(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.split(":")[0] == "cuda"
+
+
+def _device_keyword_to_cpu(original: Any) -> Any:
+    """Wrap a tensor factory: ``device='cuda'`` means the CPU, everything else passes through."""
+
+    @functools.wraps(original)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        if _is_gpu(kwargs.get("device")):
+            kwargs["device"] = _HOST
+        return original(*args, **kwargs)
+
+    return factory
+
+
+def _any_device_to_cpu(original: Any) -> Any:
+    """Wrap ``Tensor.to``, which also takes the device by position."""
+
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_gpu(kwargs.get("device")):
+            kwargs["device"] = _HOST
+        return original(self, *(_HOST if _is_gpu(arg) else arg for arg in args), **kwargs)
+
+    return to
+
+
+def _return_self(original: Any) -> Any:
+    return lambda self, *_, **__: self
+
+
+def _called_from(module: str) -> bool:
+    """Whether the function that called our replacement lives in ``module`` or below it."""
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return name == module or name.startswith(module + ".")
+
+
+def _gpu_type_names_for_optimizer(original: Any) -> Any:
+    """``Tensor.type()`` as 'torch.cuda.FloatTensor', but only to megatron-core's optimizers."""
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        asked_for_name = not args and not kwargs
+        if asked_for_name and _called_from("megatron.core.optimizer"):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return type_
+
+
+def _one_device_for_initialize(original: Any) -> Any:
+    """``torch.cuda.device_count()`` as 1, but only to ``megatron.training.initialize``."""
+
+    @functools.wraps(original)
+    def device_count() -> int:
+        return 1 if _called_from("megatron.training.initialize") else original()
+
+    return device_count
+
+
+def _to_numpy_if_asked(original: Any) -> Any:
+    """``maybe_move_tensor_to_cpu`` that converts a tensor which is on the CPU already."""
+
+    @functools.wraps(original)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return tensor
+
+    return move
+
+
+def _never_fp8(original: Any) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.fp8 = False
+
+    return init
+
+
+def _grouped_experts(original: Any) -> Any:
+    # Imported late: megatron-core's modules must not load before the shims that they need do.
+    from megatron.slipstream.integration.cpu_modules import (
+        grouped_experts_without_transformer_engine,
+    )
+
+    return grouped_experts_without_transformer_engine(original)
+
+
+def _plain_norm(_: Any) -> Any:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return WrappedTorchNorm
+
+
+def _core_attention(original: Any) -> Any:
+    from megatron.slipstream.integration.cpu_modules import core_attention_with_head_sizes
+
+    return core_attention_with_head_sizes(original)
+
+
+def _allow_no_cuda(original: Any) -> Any:
+    return functools.partial(original, allow_no_cuda=True)
+
+
+def _default_generator_seed(original: Any) -> Any:
+    return lambda seed: torch.default_generator.manual_seed(seed)
+
+
+def _default_generator_get(original: Any) -> Any:
+    return lambda *_, **__: torch.default_generator.get_state()
+
+
+def _default_generator_set(original: Any) -> Any:
+    return lambda state, *_, **__: torch.default_generator.set_state(state)
+
+
+_NO_CURRENT_DEVICE = "utils, rotary embedding, router and schedules ask which device to allocate on"
+_NO_STREAMS = "token dispatcher, gradient buckets, P2P and timers order streams; here is only one"
+_ONE_GENERATOR = "the tensor-parallel RNG tracker seeds, saves and restores 'the CUDA generator'"
+_LITERAL = "schedules, optimizer, clipping and the training loop spell the device as a literal"
+_FACTORIES = (
+    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn"),
+    *("randint", "empty_like", "zeros_like", "ones_like", "full_like"),
+)
+
+CORE_SHIMS: tuple[Shim, ...] = (
+    Shim("torch.cuda.current_device", _returns(_HOST), _NO_CURRENT_DEVICE),
+    Shim("torch.cuda.set_device", _returns(None), "initialize selects the local rank's GPU"),
+    Shim("torch.cuda.Stream", _becomes(_InertStream), _NO_STREAMS),
+    Shim("torch.cuda.Event", _becomes(_InertEvent), _NO_STREAMS),
+    # torch.cuda.StreamContext stays: torch.compile makes isinstance() checks against it.
+    Shim("torch.cuda.stream", _becomes(_inert_stream_context), _NO_STREAMS),
+    Shim("torch.cuda.current_stream", _returns(_InertStream()), _NO_STREAMS),
+    Shim("torch.cuda.synchronize", _returns(None), _NO_STREAMS),
+    Shim("torch.cuda.empty_cache", _returns(None), "there is no caching allocator to empty"),
+    Shim("torch.cuda.get_rng_state", _default_generator_get, _ONE_GENERATOR),
+    Shim("torch.cuda.random.get_rng_state", _default_generator_get, _ONE_GENERATOR),
+    Shim("torch.cuda.set_rng_state", _default_generator_set, _ONE_GENERATOR),
+    Shim("torch.cuda.manual_seed", _default_generator_seed, _ONE_GENERATOR),
+    Shim(
+        "megatron.core.tensor_parallel.random._set_cuda_rng_state",
+        _default_generator_set,
+        "it queues the state until CUDA initialises, which never happens",
+    ),
+    *(Shim(f"torch.{name}", _device_keyword_to_cpu, _LITERAL) for name in _FACTORIES),
+    Shim("torch.Tensor.to", _any_device_to_cpu, _LITERAL),
+    Shim("torch.Tensor.cuda", _return_self, "tied embeddings are moved to the GPU"),
+    Shim("torch.nn.Module.cuda", _return_self, "model chunks are moved to the GPU"),
+    Shim(
+        "torch.Tensor.type",
+        _gpu_type_names_for_optimizer,
+        "optimizers compare type names with 'torch.cuda.*' literals",
+    ),
+    Shim(
+        "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
+        _never_fp8,
+        "output-discarding recomputation asks Transformer Engine for its fp8 state",
+    ),
+    Shim(
+        "megatron.core.models.backends.LocalSpecProvider.grouped_mlp_modules",
+        _grouped_experts,
+        "grouped experts, the only ones with offload marks, are built on Transformer Engine",
+    ),
+    Shim(
+        "megatron.core.models.hybrid.hybrid_block.TENorm",
+        _plain_norm,
+        "the final norm of a HybridModel is Transformer Engine's whatever its layer spec says",
+    ),
+    Shim(
+        "megatron.core.models.backends.LocalSpecProvider.core_attention",
+        _core_attention,
+        "multi-latent attention passes head sizes that the local core attention does not take",
+    ),
+    Shim(
+        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+        _to_numpy_if_asked,
+        "it converts to numpy only what it moved, and the dispatcher needs the numpy array",
+    ),
+)
+"""What megatron-core needs. Ordered by kind: device, streams, generators, literals, the rest."""
+
+TRAINING_SHIMS: tuple[Shim, ...] = (
+    Shim(
+        "megatron.training.training.initialize_megatron",
+        _allow_no_cuda,
+        "initialisation asserts a GPU unless told otherwise, and pretrain does not pass it on",
+    ),
+    Shim(
+        "torch.cuda.device_count",
+        _one_device_for_initialize,
+        "with 0 devices, initialisation skips the parallel groups and the RNG tracker",
+    ),
+    Shim(
+        "torch.cuda.get_device_properties",
+        _returns(SimpleNamespace(major=9, minor=0, name="cpu", total_memory=0)),
+        "argument validation reads the compute capability when TP or CP is used",
+    ),
+    Shim(
+        "megatron.training.training.set_jit_fusion_options",
+        _returns(None),
+        "its torch.compile warm-up takes half a minute for kernels that are off here",
+    ),
+    Shim(
+        "megatron.core.pipeline_parallel.utils.set_ideal_affinity_for_current_gpu",
+        _returns(None),
+        "pretrain pins the process to the GPU's NUMA node when activations are offloaded",
+    ),
+)
+"""What ``megatron.training`` needs beyond :data:`CORE_SHIMS`."""
+
+_installed: set[str] = set()
+
+
+def install_cpu_shims() -> bool:
+    """Make megatron-core usable without a GPU; call before building a model.
+
+    Idempotent. Does nothing on a machine with a GPU.
+
+    Returns:
+        Whether this process now runs on the shims.
+
+    Raises:
+        RuntimeError: megatron-core lacks a symbol that must be replaced.
+    """
+    if torch.cuda.is_available():
+        return False
+    _apply("core", CORE_SHIMS)
+    return True
+
+
+def install_training_shims() -> bool:
+    """Make ``megatron.training.pretrain`` usable without a GPU; includes the core shims.
+
+    Same contract as :func:`install_cpu_shims`. Imports ``megatron.training``.
+    """
+    if not install_cpu_shims():
+        return False
+    _apply("training", TRAINING_SHIMS)
+    return True
+
+
+def skip_helper_compilation() -> bool:
+    """Stop ``initialize_megatron`` from running ``make`` where there is no Makefile.
+
+    Needed with a GPU as well: the wheel ships the compiled ``helpers_cpp`` but not its Makefile,
+    and Megatron exits the process when ``make`` fails. A source checkout keeps its Makefile and is
+    left alone, and so is an installation without the compiled module.
+
+    Returns:
+        Whether the compilation is skipped.
+    """
+    path = "megatron.core.datasets.utils.compile_helpers"
+    owner, name = resolve(path)
+    if (Path(owner.__file__).parent / "Makefile").exists():
+        return False
+    try:
+        import_module("megatron.core.datasets.helpers_cpp")
+    except ImportError:
+        return False
+    if "helpers" not in _installed:
+        setattr(owner, name, lambda: None)
+        _installed.add("helpers")
+    return True
+
+
+def tolerate_missing_affinity_tools() -> bool:
+    """Let ``pretrain`` go on when it cannot pin a process to its GPU's NUMA node.
+
+    Megatron pins it whenever activations are offloaded and raises a bare error if ``cuda-python``
+    or ``pynvml`` is missing. Training is correct without; copies may be slower on machines with
+    several NUMA nodes, so the lack is warned about.
+
+    Returns:
+        Whether pinning was replaced by the warning.
+    """
+    path = "megatron.core.pipeline_parallel.utils.set_ideal_affinity_for_current_gpu"
+    owner, name = resolve(path)
+    missing = [
+        package
+        for module, package in (("cuda.bindings", "cuda-python"), ("pynvml", "nvidia-ml-py"))
+        if not _importable(module)
+    ]
+    if not missing:
+        return False
+
+    def warn_instead() -> None:
+        logger.warning(
+            "the process is not pinned to its GPU's NUMA node because %s is not installed; "
+            "copies to the host may be slower. Install it, or pin with numactl",
+            " and ".join(missing),
+        )
+
+    setattr(owner, name, warn_instead)
+    return True
+
+
+def resolve(path: str) -> tuple[Any, str]:
+    """The object that owns the last name of a dotted path, and that name.
+
+    Raises:
+        RuntimeError: The symbol does not exist; names it, and the megatron-core releases found and
+            tested.
+    """
+    owner_path, _, name = path.rpartition(".")
+    owner: Any = None
+    parts = owner_path.split(".")
+    for length in range(len(parts), 0, -1):  # the longest importable prefix is the module
+        try:
+            owner = import_module(".".join(parts[:length]))
+        except ModuleNotFoundError as error:
+            if error.name is None or not owner_path.startswith(error.name):
+                raise
+            continue
+        for attribute in parts[length:]:
+            owner = getattr(owner, attribute, None)
+        break
+    if not hasattr(owner, name):
+        raise RuntimeError(
+            f"{path} does not exist in megatron-core {_version('megatron-core')} with torch "
+            f"{torch.__version__}, so it cannot be replaced for a run without a GPU; the tested "
+            f"release is megatron-core {TESTED_MEGATRON_CORE}"
+        )
+    return owner, name
+
+
+def _apply(group: str, shims: tuple[Shim, ...]) -> None:
+    if group in _installed:
+        return
+    targets = [(*resolve(shim.path), shim) for shim in shims]
+    for owner, name, shim in targets:
+        setattr(owner, name, shim.replace(getattr(owner, name)))
+    _installed.add(group)
+
+
+def _importable(module: str) -> bool:
+    try:
+        import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
