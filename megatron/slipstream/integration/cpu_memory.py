@@ -1,0 +1,106 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""``torch.cuda.max_memory_allocated`` for a machine without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class DeviceMemoryMeter(TorchDispatchMode):
+    """Counts the bytes of CPU tensors that live, as if the CPU were the device.
+
+    Use as a context: every storage that an operation creates inside it counts from then until it
+    is freed, each storage once however many tensors view it. What existed before is not counted.
+    Memory that stands for the *host* (an offload engine's staging buffers) is allocated under
+    :meth:`excluded`, or taken out later with :meth:`exclude`.
+
+    Limits: one thread, the one that entered it (autograd on the CPU runs there as well). A storage
+    that is resized in place keeps the size it had when it was created. Costs some ten microseconds
+    per operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Storages by identity. A weak reference keeps its callback but not the storage alive.
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._exclude_new = 0
+        self._allocated_bytes = 0
+        self._peak_bytes = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that live now."""
+        return self._allocated_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that lived at once since the start or the last :meth:`reset_peak`."""
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        """Begin a new peak at what lives now."""
+        self._peak_bytes = self._allocated_bytes
+
+    @contextlib.contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Do not count what is created inside, now or later: it stands for host memory."""
+        self._exclude_new += 1
+        try:
+            yield
+        finally:
+            self._exclude_new -= 1
+
+    def exclude(self, tensor: torch.Tensor) -> None:
+        """Stop counting the storage of ``tensor``: it stands for host memory."""
+        self._freed(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        for output in outputs:
+            if isinstance(output, torch.Tensor):
+                self._see(output, args, kwargs)
+            elif isinstance(output, (tuple, list)):
+                for inner in output:
+                    if isinstance(inner, torch.Tensor):
+                        self._see(inner, args, kwargs)
+        return result
+
+    def _see(self, output: torch.Tensor, args: Any, kwargs: Any) -> None:
+        """Count the storage of an operation's result unless the operation was given it.
+
+        So excluded storages and those from before, once passed over, are never met as new.
+        """
+        storage = output.untyped_storage()
+        key = storage._cdata
+        if self._exclude_new or key in self._live:  # the second only saves the search
+            return
+        if key in _storage_keys((*args, *kwargs.values())):
+            return
+        num_bytes = storage.nbytes()
+        reference = weakref.ref(storage, lambda _: self._freed(key))
+        self._live[key] = (reference, num_bytes)
+        self._allocated_bytes += num_bytes
+        self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
+
+    def _freed(self, key: int) -> None:
+        entry = self._live.pop(key, None)
+        if entry is not None:
+            self._allocated_bytes -= entry[1]
+
+
+def _storage_keys(values: Any) -> Iterator[int]:
+    """Identities of the storages of all tensors among an operation's arguments."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value.untyped_storage()._cdata
+        elif isinstance(value, (tuple, list)):
+            yield from _storage_keys(value)

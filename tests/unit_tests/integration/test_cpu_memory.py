@@ -1,0 +1,102 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The meter that stands for ``torch.cuda.max_memory_allocated`` where there is no GPU."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+
+KIB = 1024
+FLOATS_PER_KIB = KIB // 4
+
+
+def test_counts_what_lives_and_keeps_the_peak() -> None:
+    with DeviceMemoryMeter() as meter:
+        first = torch.zeros(FLOATS_PER_KIB)
+        second = first + 1
+        assert meter.allocated_bytes == 2 * KIB
+        del first
+        assert meter.allocated_bytes == KIB
+        assert meter.peak_bytes == 2 * KIB
+        meter.reset_peak()
+        assert meter.peak_bytes == KIB
+        del second
+    assert meter.allocated_bytes == 0
+
+
+def test_counts_a_storage_once_and_until_its_last_view_is_gone() -> None:
+    with DeviceMemoryMeter() as meter:
+        whole = torch.zeros(4, FLOATS_PER_KIB)
+        views = [whole[1], whole.t(), whole.view(-1), *whole.split(1)]
+        whole.add_(1)
+        assert meter.allocated_bytes == 4 * KIB
+        del whole
+        gc.collect()
+        assert meter.allocated_bytes == 4 * KIB
+        del views
+        assert meter.allocated_bytes == 0
+
+
+def test_memory_from_before_is_not_counted() -> None:
+    before = torch.zeros(FLOATS_PER_KIB)
+    with DeviceMemoryMeter() as meter:
+        view = before[1:]
+        before.mul_(2)
+        alias = torch.empty(0).set_(before.untyped_storage(), 0, (4,), (1,))
+        assert meter.allocated_bytes == 0
+        del view, alias
+
+
+def test_a_new_storage_at_an_old_address_counts_again() -> None:
+    with DeviceMemoryMeter() as meter:
+        for _ in range(50):
+            tensor = torch.zeros(FLOATS_PER_KIB)
+            assert meter.allocated_bytes == KIB
+            del tensor
+            assert meter.allocated_bytes == 0
+
+
+def test_host_buffers_are_excluded_for_good() -> None:
+    with DeviceMemoryMeter() as meter:
+        with meter.excluded():
+            host = torch.zeros(FLOATS_PER_KIB)
+        device = torch.ones(FLOATS_PER_KIB)
+        host.copy_(device)
+        host.view(-1)[:8].zero_()
+        assert meter.allocated_bytes == KIB
+        late = torch.ones(FLOATS_PER_KIB)
+        meter.exclude(late)
+        assert meter.allocated_bytes == KIB
+        del device
+        assert meter.allocated_bytes == 0
+        del host, late
+
+
+def test_moving_saved_tensors_to_the_host_lowers_the_peak() -> None:
+    """What the meter is for: an offloaded activation is gone between forward and backward."""
+    num_layers, floats = 16, 8 * FLOATS_PER_KIB
+    peaks = {}
+    for offload in (False, True):
+        weight = torch.full((floats,), 0.5, requires_grad=True)
+        with DeviceMemoryMeter() as meter:
+
+            def pack(tensor: torch.Tensor, meter: DeviceMemoryMeter = meter) -> torch.Tensor:
+                with meter.excluded():
+                    return tensor.clone()
+
+            def keep(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor
+
+            value = torch.ones(floats)
+            with saved_tensors_hooks(pack if offload else keep, torch.clone):
+                for _ in range(num_layers):
+                    value = torch.sin(value * weight)
+            value.sum().backward()
+        peaks[offload] = meter.peak_bytes
+    assert peaks[False] > num_layers * 8 * KIB
+    assert peaks[True] < peaks[False] / 2
