@@ -36,8 +36,8 @@ CHUNK_CONTRACT = frozenset(
     """on_group_commit_backward on_group_commit_forward on_group_start_backward
     on_group_start_forward""".split()
 )
-"""What it uses of what ``cur_forward_chunk`` (commit) and ``pop_forward_chunk`` (start) return. Ours
-returns nothing to start with: see [Note: One mark per group]."""
+"""What it uses of what ``cur_forward_chunk`` (commit) and ``pop_forward_chunk`` (start) return. Our
+``pop_forward_chunk`` returns None: see [Note: One mark per group]."""
 
 
 def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:

@@ -1,0 +1,373 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The command line of the training script: megatron's flags and ours, and every check of them.
+
+What can be known to be wrong is a ``ValueError`` here, before megatron's own bare assertions and
+long before training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, NoReturn, Optional, get_type_hints
+
+import torch
+
+from megatron.slipstream import preflight
+from megatron.slipstream.config import MODULE_NAMES, OffloadConfig, check_model_options
+from megatron.slipstream.integration import cpu_only
+
+logger = logging.getLogger(__name__)
+
+END_OF_DOCUMENT = "<|endoftext|>"
+"""The special token that ``tools/preprocess_text.py`` puts between documents."""
+
+# What megatron's defaults assume of a GPU. Given before the user's own flags, so the user's win.
+_CPU_DEFAULTS: tuple[tuple[str, ...], ...] = (
+    ("--distributed-backend", "gloo"),
+    ("--transformer-impl", "local"),
+    ("--num-workers", "0"),
+    ("--use-cpu-initialization",),
+    ("--no-gradient-accumulation-fusion",),
+    ("--no-persist-layer-norm",),
+    ("--no-rope-fusion",),
+    ("--no-masked-softmax-fusion",),
+    ("--no-bias-gelu-fusion",),
+    ("--no-bias-swiglu-fusion",),
+    ("--no-bias-dropout-fusion",),
+)
+
+_EXAMPLES = """\
+examples:
+  Tokenise the text that comes with the repository, then train on it with offloading:
+
+    python tools/preprocess_text.py examples/data/first_folio/*.txt --output-prefix .cache/text
+    python pretrain_gpt.py --data-path .cache/text --tokenizer-json .cache/text-tokenizer.json \\
+        --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
+        --max-position-embeddings 128 --micro-batch-size 4 --global-batch-size 8 --lr 1e-3 \\
+        --train-iters 20 --eval-interval 20 --eval-iters 2 --log-interval 1 --split 95,5,0 \\
+        --fine-grained-activation-offloading --offload-modules core_attn attn_proj mlp_norm
+
+  The same model on two processes, as a pipeline:
+
+    python -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py ... \\
+        --pipeline-model-parallel-size 2
+"""
+
+
+@dataclass(frozen=True)
+class EntryOptions:
+    """Settings of the training script, beside those of the engine."""
+
+    tokenizer_json: Optional[str] = None
+    """Tokenizer file written by tools/preprocess_text.py. Sets the vocabulary size and the
+    end-of-document token; use it in place of --tokenizer-type and --vocab-size."""
+
+    progress: Literal["auto", "on", "off"] = "auto"
+    """Loss and bytes offloaded on stderr: 'on' draws a progress bar, 'auto' does so on a terminal
+    and logs a line every --log-interval iterations elsewhere, 'off' shows neither."""
+
+    eval_before_training: bool = False
+    """Evaluate on the validation set before the first iteration as well."""
+
+    run_record_path: Optional[str] = None
+    """Write this run's figures as JSON to this file: loss and peak activation bytes per iteration,
+    evaluation losses, digests of the last gradients and the final weights. '{rank}' in the name is
+    replaced by the rank; otherwise '.rank<N>' is inserted for ranks above 0."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our two argument groups; the flags are the field names of their dataclasses."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    for options, title in ((OffloadConfig, "slipstream"), (EntryOptions, "slipstream script")):
+        # Megatron's factory wants types where postponed annotations leave their text.
+        types = get_type_hints(options)
+        for field in dataclasses.fields(options):
+            field.type = types[field.name]
+        ArgumentGroupFactory(options).build_group(parser, title)
+
+    # argparse would print megatron's thousand-line usage before the one line that matters.
+    def error(message: str) -> NoReturn:
+        raise ValueError(message + _nearest_flags(parser, message))
+
+    parser.error = error  # type: ignore[method-assign]
+    return parser
+
+
+def parse_and_validate(argv: Sequence[str]) -> Any:
+    """Megatron's arguments, parsed, checked by us, then by megatron, and made global.
+
+    Args:
+        argv: Flags without the program's name.
+
+    Returns:
+        Megatron's namespace with our fields added.
+
+    Raises:
+        ValueError: The first thing that is wrong, naming option, value and cure.
+    """
+    if any(argument.split("=")[0] == "--yaml-cfg" for argument in argv):
+        raise ValueError(
+            "yaml_cfg is not supported with this script because megatron's YAML path drops the "
+            "flags of others; give the settings as flags"
+        )
+    # A broken Transformer Engine breaks the import of megatron-core; say so before.
+    facts = preflight.collect()
+    preflight.require(preflight.check_process(facts, offloading=False))
+    if not torch.cuda.is_available():
+        # Megatron warns at import about every GPU package that is absent, and torch's data loader
+        # about memory it cannot pin; without a GPU that is as it should be.
+        warnings.filterwarnings("ignore", message=".*(not installed|transformer-engine|pin_memory)")
+    on_cpu = cpu_only.install_training_shims()
+    cpu_only.skip_helper_compilation()
+    from megatron.training import arguments as megatron_arguments
+
+    with _process_arguments([*(_cpu_defaults(argv) if on_cpu else ()), *argv]):
+        args = megatron_arguments.parse_args(add_arguments)
+    if not on_cpu and args.fine_grained_activation_offloading:
+        cpu_only.tolerate_missing_affinity_tools()
+    _apply_tokenizer(args)
+    check(args, facts)
+    _validate_with_megatron(args, hide_offloading=on_cpu)
+    return args
+
+
+def check(args: Any, facts: preflight.Facts) -> None:
+    """Everything we can know to be wrong before megatron's own checks and before training.
+
+    Raises:
+        ValueError: The first thing that is wrong.
+    """
+    check_model_options(_model_facts(args))
+    config = offload_config(args)
+    if args.fine_grained_activation_offloading:
+        _check_engine(args, config)
+    preflight.require(preflight.check_process(facts, args.fine_grained_activation_offloading))
+    _check_device(args)
+    # Only for the tokenizer that stands for tokens made elsewhere is their range known here.
+    vocab_size = args.vocab_size if args.tokenizer_type == "NullTokenizer" else None
+    for prefix in _dataset_prefixes(args):
+        preflight.require(preflight.check_dataset(prefix, vocab_size))
+
+
+def offload_config(args: Any) -> OffloadConfig:
+    """The engine's settings from parsed arguments."""
+    fields = dataclasses.fields(OffloadConfig)
+    return OffloadConfig(**{field.name: getattr(args, field.name) for field in fields})
+
+
+def _model_facts(args: Any) -> SimpleNamespace:
+    """Megatron's offloading options under the names that ``TransformerConfig`` gives them."""
+    facts = SimpleNamespace(**vars(args))
+    facts.num_moe_experts = args.num_experts
+    facts.cpu_offloading = args.cpu_offloading_num_layers > 0
+    return facts
+
+
+def _check_engine(args: Any, config: OffloadConfig) -> None:
+    if torch.cuda.is_available():
+        return
+    if config.offload_engine == "megatron":
+        raise ValueError(
+            "offload_engine='megatron' is not supported without a GPU because megatron-core's "
+            "engine is written for CUDA streams; set offload_engine='slipstream'"
+        )
+    if config.offload_backend == "cuda":
+        raise ValueError(
+            "offload_backend='cuda' is not supported without a GPU because there is no device "
+            "memory to leave; set offload_backend='auto' or 'cpu'"
+        )
+
+
+def _check_device(args: Any) -> None:
+    if args.transformer_impl != "transformer_engine":
+        return
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "transformer_impl='transformer_engine' is not supported without a GPU because its "
+            "kernels run on CUDA only; set --transformer-impl local"
+        )
+
+
+def _dataset_prefixes(args: Any) -> list[str]:
+    """Path prefixes of all datasets, without the weights that may stand between them.
+
+    Raises:
+        ValueError: Neither data nor mock data was asked for, or the list of paths is unreadable.
+    """
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    if args.mock_data:
+        return []
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except OSError as error:
+        raise ValueError(
+            f"the list of data paths {error.filename} cannot be read ({error.strerror}); set "
+            "data_args_path or per_split_data_args_path to a file that exists"
+        ) from error
+    blends = [blend] if blend is not None else [b for b in per_split or () if b is not None]
+    if not blends:
+        raise ValueError(
+            "data_path is not set, so there is nothing to train on; set --data-path to the prefix "
+            "of a dataset made by tools/preprocess_text.py, or --mock-data"
+        )
+    return [prefix for prefixes, _ in blends for prefix in prefixes]
+
+
+def _apply_tokenizer(args: Any) -> None:
+    """Take vocabulary size and end-of-document token from ``tokenizer_json``."""
+    if args.tokenizer_json is None:
+        return
+    vocab_size, end_of_document = read_tokenizer(Path(args.tokenizer_json))
+    if args.tokenizer_type not in (None, "NullTokenizer"):
+        raise ValueError(
+            f"tokenizer_type={args.tokenizer_type} is not supported with tokenizer_json because "
+            "the file stands for the tokenizer; remove one of the two"
+        )
+    args.tokenizer_type = "NullTokenizer"  # the text is tokenised already; only sizes are needed
+    args.vocab_size = vocab_size
+    args.null_tokenizer_eod_id = end_of_document
+
+
+def read_tokenizer(path: Path) -> tuple[int, int]:
+    """Number of tokens and the id of the end-of-document token in a tokenizer file.
+
+    Raises:
+        ValueError: The file does not exist or is not one of ours.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary: dict[str, int] = dict(content["model"]["vocab"])
+        vocabulary.update({token["content"]: token["id"] for token in content["added_tokens"]})
+        return max(vocabulary.values()) + 1, vocabulary[END_OF_DOCUMENT]
+    except OSError as error:
+        raise ValueError(
+            f"tokenizer_json={path} cannot be read ({error.strerror}); set it to the "
+            "<prefix>-tokenizer.json that tools/preprocess_text.py wrote"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"tokenizer_json={path} is not a tokenizer with a {END_OF_DOCUMENT} token; make it "
+            "again with tools/preprocess_text.py"
+        ) from error
+
+
+def _validate_with_megatron(args: Any, hide_offloading: bool) -> None:
+    """Run megatron's own validation and publish the arguments, tokenizer and timers.
+
+    Without a GPU, megatron's demand for Transformer Engine whenever activations are offloaded
+    cannot be met and need not be: with ``hide_offloading`` the flag is off while megatron looks.
+    """
+    from megatron.training.arguments import validate_args
+    from megatron.training.global_vars import set_global_variables
+
+    offloading = args.fine_grained_activation_offloading
+    try:
+        if args.use_checkpoint_args:
+            from megatron.training.checkpointing import load_args_from_checkpoint
+
+            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            load_args_from_checkpoint(args)
+        if hide_offloading:
+            args.fine_grained_activation_offloading = False
+        validate_args(args, {})
+    except AssertionError as error:
+        raise refused_by_megatron(error) from error
+    finally:
+        args.fine_grained_activation_offloading = offloading
+    set_global_variables(args)
+
+
+def refused_by_megatron(error: AssertionError) -> ValueError:
+    """Megatron asserts what users must keep, often without a message: then the test is one."""
+    test = traceback.extract_tb(error.__traceback__)[-1].line or "an unnamed check"
+    return ValueError(str(error) or f"megatron refuses the arguments because of its check: {test}")
+
+
+@contextmanager
+def _process_arguments(argv: Sequence[str]) -> Iterator[None]:
+    """Megatron's parser reads ``sys.argv``, whoever calls it."""
+    before = sys.argv
+    sys.argv = [before[0] if before else "pretrain_gpt.py", *argv]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _cpu_defaults(argv: Sequence[str]) -> list[str]:
+    """Flags that a run without a GPU needs and the user did not give; logs them."""
+    given = {argument.split("=")[0] for argument in argv}
+    added = [flag for flags in _CPU_DEFAULTS if flags[0] not in given for flag in flags]
+    # Megatron wants it with tensor parallelism, for the order of launches on a GPU.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if os.environ.get("RANK", "0") == "0":
+        logger.info("no GPU found; running on the CPU with %s", " ".join(added))
+    return added
+
+
+def _nearest_flags(parser: argparse.ArgumentParser, message: str) -> str:
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    words = [word.rstrip(":,").split("=")[0] for word in message.split() if word[:2] == "--"]
+    unknown = [word for word in words if word not in known]
+    near = [match for word in unknown for match in difflib.get_close_matches(word, known, n=1)]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def print_help(everything: bool) -> None:
+    """Print our flags with examples, and with ``everything`` megatron's flags as well."""
+    cpu_only.install_training_shims()
+    parser = argparse.ArgumentParser(
+        prog="pretrain_gpt.py",
+        description=(
+            "Train a GPT model with megatron-core, with activations moved to the host during the "
+            "forward pass and back before the backward pass needs them. Takes all of megatron's "
+            "flags and those below."
+        ),
+        epilog=_EXAMPLES + _modules_help() + "\nMegatron's own flags: --help-all",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="pretrain_gpt.py [megatron's flags] [slipstream's flags]",
+        allow_abbrev=False,
+    )
+    if everything:
+        from megatron.training.arguments import add_megatron_arguments
+
+        add_megatron_arguments(parser)
+    add_arguments(parser)
+    _repair_help(parser)
+    parser.print_help()
+
+
+def _repair_help(parser: argparse.ArgumentParser) -> None:
+    """Some of megatron's help texts hold a bare '%', at which argparse stumbles."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            action.help = (action.help or "").replace("%", "%%")
+
+
+def _modules_help() -> str:
+    width = max(map(len, MODULE_NAMES))
+    rows = [f"    {name:<{width}}  {what}" for name, what in MODULE_NAMES.items()]
+    return (
+        "\nwhat to move (megatron's --fine-grained-activation-offloading --offload-modules ...):\n"
+        + "\n".join(rows)
+        + "\n"
+    )

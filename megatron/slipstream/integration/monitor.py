@@ -1,0 +1,292 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Watch a training run from where megatron calls its caller: progress bar and record file.
+
+Three call-outs exist in every schedule: the forward step, the loss function and the function that
+finalises the gradients after the last backward pass. Nothing of megatron is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import torch
+
+from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+
+logger = logging.getLogger(__name__)
+
+
+class Monitor(contextlib.AbstractContextManager["Monitor"]):
+    """Follows one rank's training. Use as a context around ``pretrain``.
+
+    Between :meth:`before_forward` of an iteration's first micro-batch and :meth:`finalize` lie all
+    its forward and backward passes, so the memory peak between them, less what was allocated
+    before, is the peak of its activations (and of temporary gradients).
+
+    Args:
+        num_iterations: Number of the run's last iteration.
+        iteration: Returns the number of the iteration in progress, from 1; a resumed run begins
+            further up.
+        progress: 'bar' draws a bar on stderr, 'lines' logs a line now and then, 'none' neither.
+        log_interval: Iterations between two lines.
+        record: Keep per-iteration figures for :meth:`save`: costs a device synchronisation per
+            iteration, and resets torch's peak memory statistics.
+        bytes_offloaded: Returns how many bytes left the device in the last iteration that is
+            complete; None without an engine.
+        evaluation_length: Micro-batches of one evaluation on this rank, which tells evaluations
+            in a row apart; 0 if unknown.
+    """
+
+    def __init__(
+        self,
+        num_iterations: int,
+        iteration: Callable[[], int],
+        progress: Literal["bar", "lines", "none"],
+        record: bool,
+        bytes_offloaded: Optional[Callable[[], int]] = None,
+        evaluation_length: int = 0,
+        log_interval: int = 1,
+    ) -> None:
+        self._evaluation_length = evaluation_length
+        self._num_iterations = num_iterations
+        self._iteration_now = iteration
+        self._record = record
+        self._bytes_offloaded = bytes_offloaded
+        self._display: Optional[_Bar | _Lines] = None
+        if progress == "bar":
+            self._display = _Bar(num_iterations)
+        elif progress == "lines":
+            self._display = _Lines(num_iterations, log_interval)
+        self.meter = DeviceMemoryMeter() if record and not torch.cuda.is_available() else None
+        self._stack = contextlib.ExitStack()
+        self._in_iteration = False
+        self._loss: Optional[float] = None
+        self._total_bytes_offloaded = 0
+        self._is_settled = True
+        self._baseline_bytes = 0
+        self._started_s = 0.0
+        self._losses: list[torch.Tensor] = []
+        self._evaluation_losses: list[torch.Tensor] = []
+        self._model: Optional[list[torch.nn.Module]] = None
+        self._num_done = 0
+        self.figures: dict[str, Any] = {"iterations": [], "evaluations": []}
+
+    def __enter__(self) -> Monitor:
+        if isinstance(self._display, _Bar):
+            self._stack.enter_context(self._display)
+        if self.meter is not None:
+            self._stack.enter_context(self.meter)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._settle()
+        self._stack.close()
+
+    # Call-outs, in the order in which an iteration makes them.
+
+    def before_forward(self) -> None:
+        """Called before every micro-batch's forward pass, in training and in evaluation."""
+        if not torch.is_grad_enabled() or self._in_iteration:
+            return
+        self._settle()
+        self._in_iteration = True
+        if self._record:
+            self._baseline_bytes = self._reset_peak()
+            self._started_s = time.perf_counter()
+
+    def after_loss(self, loss_and_tokens: torch.Tensor) -> None:
+        """Called on the last pipeline stage with one micro-batch's ``[summed loss, tokens]``."""
+        if not self._record and self._display is None:
+            return
+        if torch.is_grad_enabled():
+            self._losses.append(loss_and_tokens)
+        else:
+            self._evaluation_losses.append(loss_and_tokens)
+            if len(self._evaluation_losses) == self._evaluation_length:
+                self._close_evaluation()
+
+    def finalizing(self, finalize_model_grads: Callable[..., None]) -> Callable[..., None]:
+        """Wrap megatron's function that finalises gradients, the last step before the optimizer."""
+
+        def finalize(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+            peak_bytes = self._peak() - self._baseline_bytes if self._record else 0
+            finalize_model_grads(model, *args, **kwargs)
+            self._model = model
+            self._after_iteration(peak_bytes)
+
+        return finalize
+
+    def _after_iteration(self, activation_peak_bytes: int) -> None:
+        self._in_iteration = False
+        self._num_done = self._iteration_now()
+        self._is_settled = False
+        self._loss = _mean(self._losses)
+        self._losses.clear()
+        if self._record:
+            self.figures["iterations"].append(
+                {
+                    "loss": self._loss,
+                    "activation_peak_bytes": activation_peak_bytes,
+                    "bytes_offloaded": 0,
+                    "forward_backward_ms": 1e3 * (time.perf_counter() - self._started_s),
+                }
+            )
+            if self._num_done == self._num_iterations and self._model is not None:
+                self.figures["gradients_sha256"] = _digest(self._gradients())
+
+    def _settle(self) -> None:
+        """Called when a new iteration begins and at the end: the engine has finished the last."""
+        self._close_evaluation()
+        if self._is_settled:
+            return
+        self._is_settled = True
+        if self._bytes_offloaded is not None:
+            moved = self._bytes_offloaded()
+            self._total_bytes_offloaded += moved
+            if self._record:
+                self.figures["iterations"][-1]["bytes_offloaded"] = moved
+        if self._display is not None:
+            has_engine = self._bytes_offloaded is not None
+            moved_in_all = self._total_bytes_offloaded if has_engine else None
+            self._display.show(self._num_done, self._loss, moved_in_all)
+
+    def _close_evaluation(self) -> None:
+        """Called at an evaluation's last micro-batch, or else when training goes on or ends."""
+        if self._evaluation_losses:
+            loss = _mean(self._evaluation_losses)
+            self.figures["evaluations"].append({"after_iterations": self._num_done, "loss": loss})
+            self._evaluation_losses.clear()
+
+    # Results
+
+    def save(self, path: str) -> None:
+        """Write the figures of this rank as JSON; complete or not at all."""
+        self._settle()
+        if self._model is not None:
+            weights = (p.detach() for chunk in self._model for p in chunk.parameters())
+            self.figures["weights_sha256"] = _digest(weights)
+        self.figures["torch_num_threads"] = torch.get_num_threads()
+        write_json(Path(path), self.figures)
+
+    def _gradients(self) -> Iterable[torch.Tensor]:
+        assert self._model is not None
+        for chunk in self._model:
+            for parameter in chunk.parameters():
+                gradient = getattr(parameter, "main_grad", None)
+                if gradient is None:
+                    gradient = parameter.grad
+                if gradient is not None:
+                    yield gradient
+
+    # Memory
+
+    def _reset_peak(self) -> int:
+        if self.meter is not None:
+            self.meter.reset_peak()
+            return self.meter.allocated_bytes
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def _peak(self) -> int:
+        if self.meter is not None:
+            return self.meter.peak_bytes
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+
+class _Bar(contextlib.AbstractContextManager["_Bar"]):
+    """A rich progress bar on stderr: iterations, loss, bytes offloaded."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("training", total=total, figures="")
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._progress.stop()
+
+    def show(self, num_done: int, loss: Optional[float], bytes_offloaded: Optional[int]) -> None:
+        figures = "  ".join(_figures(loss, bytes_offloaded))
+        self._progress.update(self._task, completed=num_done, figures=figures)
+
+
+class _Lines:
+    """The same figures as log lines, for where a bar would be a mess."""
+
+    def __init__(self, total: int, interval: int) -> None:
+        self._total = total
+        self._interval = max(interval, 1)
+
+    def show(self, num_done: int, loss: Optional[float], bytes_offloaded: Optional[int]) -> None:
+        if num_done % self._interval == 0 or num_done == self._total:
+            figures = ", ".join(_figures(loss, bytes_offloaded))
+            logger.info("iteration %d/%d: %s", num_done, self._total, figures)
+
+
+def _figures(loss: Optional[float], bytes_offloaded: Optional[int]) -> list[str]:
+    figures = [] if loss is None else [f"loss {loss:.4f}"]
+    if bytes_offloaded is not None:
+        figures.append(f"offloaded {bytes_offloaded / 2**20:.1f} MiB")
+    return figures
+
+
+def progress_kind(choice: str, is_logging_rank: bool) -> Literal["bar", "lines", "none"]:
+    """How one rank shows progress for the option's value; all ranks but one show none."""
+    if not is_logging_rank or choice == "off":
+        return "none"
+    return "bar" if choice == "on" or sys.stderr.isatty() else "lines"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content`` so that ``path`` is complete or absent, never half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _mean(losses: list[torch.Tensor]) -> Optional[float]:
+    """Loss per token over micro-batches of ``[summed loss, tokens]``; None without any."""
+    if not losses:
+        return None
+    total, tokens = torch.stack([loss.double() for loss in losses]).sum(dim=0).tolist()
+    return total / max(tokens, 1.0)
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    """SHA-256 over the bytes of the tensors in order: equal only if they are equal bit by bit."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(raw.cpu().numpy().tobytes())
+    return digest.hexdigest()

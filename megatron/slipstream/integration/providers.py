@@ -1,0 +1,200 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What ``megatron.training.pretrain`` asks its caller for: model, datasets, batch and loss.
+
+Models come from megatron's own builders, so every model flag keeps its meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.training import get_args, get_tokenizer
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron.slipstream.integration.cpu_modules import local_hybrid_stack_spec
+
+if TYPE_CHECKING:
+    from megatron.slipstream.integration.monitor import Monitor
+
+_BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def model_config(args: Any) -> Any:
+    """The model configuration with its builder: hybrid if a layer pattern is given, else GPT.
+
+    Raises:
+        ValueError: A hybrid model without Transformer Engine has layers other than attention, MLP
+            and MoE.
+    """
+    if args.hybrid_layer_pattern is None:
+        return gpt_config_from_args(args)
+    config = hybrid_config_from_args(args)
+    if args.transformer_impl == "local":
+        others = sorted(set(args.hybrid_layer_pattern) - set("*-E|/"))
+        if others:
+            raise ValueError(
+                f"hybrid_layer_pattern={args.hybrid_layer_pattern!r} is not supported with "
+                f"transformer_impl='local' because layers {', '.join(others)} need Transformer "
+                "Engine; use only * (attention), - (MLP) and E (MoE)"
+            )
+        config.hybrid_stack_spec = local_hybrid_stack_spec(config.transformer)
+    return config
+
+
+# Datasets
+
+
+def datasets(num_samples: tuple[int, Optional[int], int], vp_stage: Optional[int] = None) -> Any:
+    """Train, validation and test set with at least ``num_samples`` samples each (None: all).
+
+    All ranks call it, because the builder synchronises them; ranks that read no data get None.
+    """
+    args = get_args()
+    config = _dataset_config(args)
+    if args.eval_before_training and num_samples[1] is not None:
+        # Megatron does not count the evaluation that we add.
+        one_evaluation = args.eval_iters * args.eval_global_batch_size
+        num_samples = (num_samples[0], num_samples[1] + one_evaluation, num_samples[2])
+    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    builder = BlendedMegatronDatasetBuilder(
+        dataset_class, num_samples, partial(_reads_data, vp_stage), config
+    )
+    return builder.build()
+
+
+# Megatron then calls the provider on every rank, not only on the first of a tensor-parallel group.
+datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _dataset_config(args: Any) -> GPTDatasetConfig:
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+
+
+def _reads_data(vp_stage: Optional[int]) -> bool:
+    """Whether this rank loads batches: one rank of each tensor-parallel group, at both ends."""
+    return mpu.get_tensor_model_parallel_rank() == 0 and _at_an_end(vp_stage)
+
+
+def _at_an_end(vp_stage: Optional[int]) -> bool:
+    first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return first or mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+
+
+# Batches
+
+
+def _batch(data_iterator: Optional[Iterator[Any]], vp_stage: Optional[int]) -> dict[str, Any]:
+    """This rank's micro-batch: int64 ``[b, s]`` tokens, labels and positions, float loss mask.
+
+    Every value is None on a stage in the middle of the pipeline, which needs no data.
+    """
+    if not _at_an_end(vp_stage):
+        return dict.fromkeys(_BATCH_KEYS)
+    args = get_args()
+    batch: dict[str, Any] = dict.fromkeys(_BATCH_KEYS)
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        assert data_iterator is not None, "the first tensor-parallel rank reads the data"
+        loaded = next(data_iterator)
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        for key in _BATCH_KEYS:
+            if key in loaded:
+                batch[key] = loaded[key].to(device, non_blocking=True)
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        batch = _broadcast(batch, args)
+    if args.context_parallel_size > 1:
+        batch = get_batch_on_this_cp_rank(
+            {**batch, "cu_seqlens": None},
+            is_hybrid_cp=False,
+            cp_group=mpu.get_context_parallel_group(),
+        )
+    return batch
+
+
+def _broadcast(batch: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """Give every rank of the tensor-parallel group its first rank's batch.
+
+    Shapes follow from the arguments, so only the tensors themselves travel.
+    """
+    training = torch.is_grad_enabled()
+    rows = args.micro_batch_size if training else args.eval_micro_batch_size
+    columns = args.seq_length
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "tokens": ((rows, columns), torch.int64),
+        "labels": ((rows, columns), torch.int64),
+        "loss_mask": ((rows, columns), torch.float32),
+        "position_ids": ((rows, columns), torch.int64),
+    }
+    if args.create_attention_mask_in_dataloader:
+        layout["attention_mask"] = ((rows, 1, columns, columns), torch.bool)
+    source = mpu.get_tensor_model_parallel_src_rank()
+    group = mpu.get_tensor_model_parallel_group()
+    device = torch.cuda.current_device()  # the CPU shims answer the CPU
+    received: dict[str, Any] = dict.fromkeys(_BATCH_KEYS)
+    for key, (shape, dtype) in layout.items():
+        tensor = batch[key]
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = tensor.contiguous()
+        torch.distributed.broadcast(tensor, source, group=group)
+        received[key] = tensor
+    return received
+
+
+# Forward and loss
+
+
+def forward_step(
+    data_iterator: Optional[Iterator[Any]], model: torch.nn.Module, *, monitor: Monitor
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """One micro-batch through one model chunk: its output, and the loss function to apply to it."""
+    monitor.before_forward()
+    batch = _batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    output = model(
+        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+    )
+    return output, partial(_loss, batch["loss_mask"], monitor)
+
+
+def _loss(
+    loss_mask: torch.Tensor, monitor: Monitor, per_token_loss: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the loss over unmasked tokens, their number, and both as megatron reports them."""
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(per_token_loss.reshape(-1).float() * mask)
+    num_tokens = mask.sum().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=total,
+            rejection_func=torch.isnan,
+            message="the loss of a micro-batch is not a number",
+            tolerance=0.0,
+            fatal=True,
+        )
+    reported = torch.stack([total.detach(), num_tokens.to(total.dtype)])
+    monitor.after_loss(reported)
+    return total, num_tokens, {"lm loss": reported}

@@ -1,0 +1,268 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The training entry: megatron's flags and ours, checked before anything starts, then ``pretrain``.
+
+``pretrain_gpt.py`` calls :func:`main`. What a user got wrong is a ``ValueError`` up to the moment
+training starts; :func:`main` prints it as one line and exits with code 2.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial, update_wrapper
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.report import Report
+from megatron.slipstream.integration import cpu_only
+from megatron.slipstream.integration.arguments import (
+    offload_config,
+    parse_and_validate,
+    print_help,
+    refused_by_megatron,
+)
+from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.integration.monitor import Monitor, progress_kind
+
+logger = logging.getLogger(__name__)
+
+
+def main(
+    argv: Optional[Sequence[str]] = None,
+    model_config: Optional[Callable[[Any], Any]] = None,
+) -> int:
+    """Parse, check, train, report.
+
+    Args:
+        argv: Flags without the program's name; the process's own if None.
+        model_config: Makes the model configuration from the parsed arguments; megatron's GPT or
+            hybrid model if None.
+
+    Returns:
+        The exit code: 0, or 2 for what the user got wrong (said in one line on stderr).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _configure_logging()
+    if "-h" in arguments or "--help" in arguments or "--help-all" in arguments:
+        print_help(everything="--help-all" in arguments)
+        return 0
+    try:
+        _set_single_process_environment()
+        args = parse_and_validate(arguments)
+        config = offload_config(args)
+        cfg_container = _config_container(args, model_config)
+    except ValueError as error:
+        return _refuse(error)
+    run(args, config, cfg_container)
+    return 0
+
+
+# Process
+
+
+def _set_single_process_environment() -> None:
+    """Stand in for torchrun on one process, so that ``python pretrain_gpt.py`` just works."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
+    for name, value in {**defaults, "MASTER_PORT": port}.items():
+        os.environ.setdefault(name, str(value))
+
+
+def _configure_logging() -> None:
+    """Let our own messages through at INFO; the root logger and its level stay as they are."""
+    package = logging.getLogger("megatron.slipstream")
+    if not package.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s slipstream: %(message)s"))
+        package.addHandler(handler)
+        package.propagate = False
+    package.setLevel(logging.INFO)
+
+
+def _refuse(error: ValueError) -> int:
+    """Say what the user got wrong, once per machine; returns the exit code."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
+    else:
+        # torchrun ends all ranks when one exits; let the first one speak.
+        time.sleep(2)
+    return 2
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _is_last_rank() -> bool:
+    return _rank() == int(os.environ.get("WORLD_SIZE", "1")) - 1
+
+
+# Training
+
+
+def _config_container(args: Any, model_config: Optional[Callable[[Any], Any]]) -> Any:
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron.slipstream.integration import providers
+
+    build = providers.model_config if model_config is None else model_config
+    try:
+        return pretrain_cfg_container_from_args(args, build(args))
+    except AssertionError as error:
+        raise refused_by_megatron(error) from error
+
+
+def run(args: Any, config: OffloadConfig, cfg_container: Any) -> None:
+    """Train as the arguments say, with the engine they ask for, and report at the end.
+
+    Args:
+        args: From :func:`parse_and_validate`.
+        config: From :func:`offload_config`.
+        cfg_container: Megatron's configuration container, with the model's configuration.
+    """
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+
+    from megatron.slipstream.integration import providers
+
+    engine = _install_engine(args, config)
+    monitor = Monitor(
+        num_iterations=args.train_iters or 0,
+        iteration=lambda: args.curr_iteration + 1,
+        progress=progress_kind(args.progress, _is_last_rank()),
+        record=args.run_record_path is not None,
+        bytes_offloaded=None if engine is None else engine.bytes_offloaded,
+        evaluation_length=_evaluation_length(args),
+        log_interval=args.log_interval,
+    )
+    if engine is not None and monitor.meter is not None:
+        engine.read_memory_from(monitor.meter)
+    model = cfg_container.model
+    model.finalize_model_grads_func = monitor.finalizing(
+        model.finalize_model_grads_func or finalize_model_grads
+    )
+    if args.eval_before_training:
+        _evaluate_before_training(args)
+    step = partial(providers.forward_step, monitor=monitor)
+    update_wrapper(step, providers.forward_step)
+    try:
+        with monitor:
+            pretrain(cfg_container, providers.datasets, ModelType.encoder_or_decoder, step)
+        _report(args, config, monitor, engine)
+    finally:
+        if engine is not None:
+            engine.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _evaluation_length(args: Any) -> int:
+    """Micro-batches that one rank runs in one evaluation; 0 where only the data can tell."""
+    if args.full_validation or not isinstance(args.eval_iters, int):
+        return 0
+    rows = args.eval_micro_batch_size * args.data_parallel_size
+    return args.eval_iters * (args.eval_global_batch_size // rows)
+
+
+class _Engine:
+    """The installed engine as the entry sees it."""
+
+    def __init__(self, config: OffloadConfig) -> None:
+        from megatron.slipstream.integration import mcore
+
+        self._mcore = mcore
+        self._manager = mcore.install(config)
+
+    def bytes_offloaded(self) -> int:
+        """Bytes that this rank moved to the host in the last complete iteration."""
+        return self._manager.report.d2h_bytes
+
+    def read_memory_from(self, meter: DeviceMemoryMeter) -> None:
+        """Plan from the meter's device memory, and keep host buffers out of its count."""
+        backend = self._manager.store.backend
+        if isinstance(backend, CpuBackend):
+            backend.meter = meter
+
+    def report(self) -> Report:
+        return self._mcore.report()
+
+    def gather_report(self) -> Report:
+        """All ranks' figures; a collective."""
+        return self._mcore.gather_report()
+
+    def close(self) -> None:
+        self._mcore.uninstall()
+
+
+def _install_engine(args: Any, config: OffloadConfig) -> Optional[_Engine]:
+    if args.fine_grained_activation_offloading and config.offload_engine == "slipstream":
+        return _Engine(config)
+    return None
+
+
+def _evaluate_before_training(args: Any) -> None:
+    """Make ``pretrain`` evaluate once more, between building the model and the first iteration.
+
+    Megatron has no call-out there: its loop is replaced by one that evaluates and then calls it.
+    """
+    owner, name = cpu_only.resolve("megatron.training.training.train")
+    train = getattr(owner, name)
+
+    def evaluate_then_train(
+        forward_step: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        train_iterator: Any,
+        valid_iterator: Any,
+        process_non_loss_data: Any,
+        config: Any,
+        *rest: Any,
+        **groups: Any,
+    ) -> Any:
+        iteration = args.iteration  # above 0 where training resumes
+        owner.evaluate_and_print_results(
+            f"iteration {iteration}", forward_step, valid_iterator, model, iteration,
+            process_non_loss_data, config, **groups,
+        )  # fmt: skip
+        return train(
+            forward_step, model, optimizer, scheduler, train_iterator, valid_iterator,
+            process_non_loss_data, config, *rest, **groups,
+        )  # fmt: skip
+
+    setattr(owner, name, evaluate_then_train)
+
+
+def _report(args: Any, config: OffloadConfig, monitor: Monitor, engine: Optional[_Engine]) -> None:
+    if engine is not None:
+        report = engine.gather_report()
+        if _rank() == 0:
+            logger.info("%s", report.render())
+        if config.offload_report_path is not None:
+            engine.report().save(rank_path(config.offload_report_path, _rank()))
+    if args.run_record_path is not None:
+        monitor.save(rank_path(args.run_record_path, _rank()))
+
+
+def rank_path(path: str, rank: int) -> str:
+    """One file per rank: '{rank}' is replaced; without it ranks above 0 get '.rank<N>'."""
+    if "{rank}" in path:
+        return path.replace("{rank}", str(rank))
+    if rank == 0:
+        return path
+    plain = Path(path)
+    return str(plain.with_name(f"{plain.stem}.rank{rank}{plain.suffix}"))

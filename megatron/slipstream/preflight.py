@@ -1,0 +1,254 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Facts of this process and machine, and what is wrong with them, before training starts.
+
+Nothing here imports megatron-core or starts CUDA, so it can run first. Functions that check return
+a list of :class:`Finding` and never raise for what they find; :func:`require` turns errors into one
+``ValueError``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import platform
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple, Optional
+
+logger = logging.getLogger(__name__)
+
+TE_SWITCH = "NVTE_CPU_OFFLOAD_V1"
+_TE_SWITCH_HOME = "transformer_engine.pytorch.cpu_offload"
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong. An ``error`` would make training fail or give wrong results."""
+
+    severity: Literal["error", "warning"]
+    message: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What :func:`collect` found. Versions are None for packages that are not installed."""
+
+    python: str
+    torch: Optional[str]
+    megatron_core: Optional[str]
+    transformer_engine: Optional[str]
+
+    te_import_error: Optional[str]
+    """Why Transformer Engine, though installed, does not import; None if it does or is absent."""
+
+    te_offload_v1: Optional[bool]
+    """Transformer Engine's switch as Transformer Engine itself read it when it was imported. None
+    without Transformer Engine, or with one that has no such switch."""
+
+    te_offload_v1_environment: Optional[str]
+    """The same switch as the environment has it now, which may be too late."""
+
+    available_memory_bytes: Optional[int]
+    """Host memory that can still be pinned: the kernel's estimate of available memory."""
+
+    affinity_tools: bool
+    """Whether cuda-python and pynvml, with which megatron pins a process to its GPU's node, are
+    installed."""
+
+
+def collect() -> Facts:
+    """Look at this process. Imports Transformer Engine if it is installed, nothing heavier."""
+    switch, error = _transformer_engine_switch()
+    return Facts(
+        python=platform.python_version(),
+        torch=_version("torch"),
+        megatron_core=_version("megatron-core"),
+        transformer_engine=_version("transformer-engine"),
+        te_import_error=error,
+        te_offload_v1=switch,
+        te_offload_v1_environment=os.environ.get(TE_SWITCH),
+        available_memory_bytes=_available_memory_bytes(),
+        affinity_tools=_installed("cuda") and _installed("pynvml"),
+    )
+
+
+def check_process(facts: Facts, offloading: bool) -> list[Finding]:
+    """Findings about the process.
+
+    Args:
+        facts: From :func:`collect`.
+        offloading: Whether fine-grained activation offloading is on.
+    """
+    findings = []
+    if facts.te_import_error is not None:
+        findings.append(
+            Finding(
+                "error",
+                "transformer_engine is installed but does not import "
+                f"({facts.te_import_error}), and megatron-core imports it; complete the "
+                "installation (transformer_engine[pytorch]) or uninstall it",
+            )
+        )
+    if offloading and facts.te_offload_v1 is False:
+        findings.append(Finding("error", _switch_message(facts)))
+    return findings
+
+
+def _switch_message(facts: Facts) -> str:
+    late = facts.te_offload_v1_environment == "1"
+    when = "was set after Transformer Engine was imported" if late else "is not set"
+    return (
+        f"{TE_SWITCH}={facts.te_offload_v1_environment} is not supported with "
+        f"fine_grained_activation_offloading because it {when} and Transformer Engine, which reads "
+        "it once at import, would offload weights as well; set "
+        f"{TE_SWITCH}=1 in the environment before Python starts"
+    )
+
+
+# Datasets. Layout of an index: magic, version (u64), dtype code (u8), number of sequences (u64),
+# number of document ends (u64), then lengths (i32 each), byte offsets (i64 each), document ends
+# (i64 each). The tokens themselves are in the .bin file, back to back.
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_ITEM_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+"""Numpy's names for the dtype codes of an index."""
+
+
+_MAX_BYTES_TO_SCAN = 64 * 2**20
+
+
+def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding]:
+    """Findings about a tokenised dataset ``<prefix>.bin`` and ``<prefix>.idx``.
+
+    Reads the index's header, its last sequence, and the first 64 MiB of tokens. Prefixes in object
+    storage ('s3://...') are not checked.
+
+    Args:
+        prefix: Path without '.bin' or '.idx'.
+        vocab_size: Tokens must be below it; not checked if None.
+    """
+    if "://" in prefix:
+        return []
+    index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    missing = [str(path) for path in (index, tokens) if not path.is_file()]
+    if missing:
+        return [
+            Finding(
+                "error",
+                f"data_path={prefix} does not exist (no {' and no '.join(missing)}); set the "
+                "prefix without .bin or .idx, or make it with tools/preprocess_text.py",
+            )
+        ]
+    problem = _index_problem(index, tokens)
+    if problem is not None:
+        message = f"data_path={prefix} is corrupt: {problem}; make it again with "
+        return [Finding("error", message + "tools/preprocess_text.py")]
+    largest = _largest_token(index, tokens) if vocab_size is not None else -1
+    if vocab_size is not None and largest >= vocab_size:
+        return [
+            Finding(
+                "error",
+                f"vocab_size={vocab_size} is not supported with data_path={prefix} because the "
+                f"data contains token {largest}; set tokenizer_json to the file written with the "
+                f"data, or vocab_size to at least {largest + 1}",
+            )
+        ]
+    return []
+
+
+def _largest_token(index: Path, tokens: Path) -> int:
+    """The largest token in the part that is scanned."""
+    import numpy
+
+    with index.open("rb") as stream:
+        item_type = numpy.dtype(_ITEM_TYPES[_HEADER.unpack(stream.read(_HEADER.size))[2]])
+    count = _MAX_BYTES_TO_SCAN // item_type.itemsize
+    return int(numpy.fromfile(tokens, dtype=item_type, count=count).max(initial=0))
+
+
+def _index_problem(index: Path, tokens: Path) -> Optional[str]:
+    try:
+        index_bytes, token_bytes = index.stat().st_size, tokens.stat().st_size
+        with index.open("rb") as stream:
+            header = stream.read(_HEADER.size)
+            if len(header) < _HEADER.size:
+                return f"{index} is {index_bytes} bytes long, shorter than its header"
+            magic, version, dtype_code, num_sequences, num_documents = _HEADER.unpack(header)
+            if magic != _MAGIC:
+                return f"{index} does not begin with the marks of an index file"
+            if version != 1 or dtype_code not in _ITEM_TYPES:
+                return f"{index} has unknown version {version} or dtype code {dtype_code}"
+            expected = _HEADER.size + 12 * num_sequences + 8 * num_documents
+            # A multimodal index adds one byte per sequence.
+            if index_bytes not in (expected, expected + num_sequences):
+                return f"{index} is {index_bytes} bytes long, its header says {expected}"
+            if num_sequences == 0:
+                return f"{index} lists no sequences"
+            stream.seek(_HEADER.size + 4 * (num_sequences - 1))
+            (last_length,) = struct.unpack("<i", stream.read(4))
+            stream.seek(_HEADER.size + 4 * num_sequences + 8 * (num_sequences - 1))
+            (last_offset,) = struct.unpack("<q", stream.read(8))
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+    end = last_offset + last_length * int(_ITEM_TYPES[dtype_code][-1])
+    if end != token_bytes:
+        return f"{tokens} is {token_bytes} bytes long, its index says {end}"
+    return None
+
+
+def require(findings: Iterable[Finding]) -> None:
+    """Log the warnings and raise ``ValueError`` with the first error, if there is one."""
+    errors = []
+    for finding in findings:
+        if finding.severity == "error":
+            errors.append(finding.message)
+        else:
+            logger.warning("%s", finding.message)
+    if errors:
+        raise ValueError(errors[0])
+
+
+def _transformer_engine_switch() -> tuple[Optional[bool], Optional[str]]:
+    """The switch as Transformer Engine read it, and why it does not import."""
+    if not _installed("transformer_engine"):
+        return None, None
+    try:
+        module = importlib.import_module(_TE_SWITCH_HOME)
+    except ModuleNotFoundError:
+        return None, None
+    # A half-installed Transformer Engine fails in many ways (missing shared objects, undefined
+    # symbols, assertions); each is a fact to report here.
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    switch = getattr(module, TE_SWITCH, None)
+    return (None if switch is None else bool(switch)), None
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # ValueError: a module in sys.modules without a spec
+        return True
+
+
+def _version(distribution: str) -> Optional[str]:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _available_memory_bytes() -> Optional[int]:
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

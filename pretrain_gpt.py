@@ -1,0 +1,14 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Train a GPT model with megatron-core and Slipstream; ``--help`` explains the flags."""
+
+import os
+import sys
+
+# Transformer Engine reads this once, when it is imported; later is too late.
+os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
+
+from megatron.slipstream.integration.training import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What a user gets wrong is one line before training, exit code 2, and nothing written.
+
+Megatron takes seconds to import, so the cases run in processes forked from this one after it has
+imported what they need; the shims and megatron's global variables stay in the child.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron.slipstream import preflight
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the messages are those of a machine without a GPU"
+)
+
+MODEL = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 1 --lr 1e-3
+    --train-iters 1 --eval-iters 0 --eval-interval 1 --log-interval 1
+""".split()
+MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64".split()
+OFFLOAD = ["--fine-grained-activation-offloading", "--offload-modules"]
+
+
+class Outcome(NamedTuple):
+    """How a training process ended."""
+
+    code: int
+    errors: list[str]
+    output: str
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_parent() -> None:
+    """Import once here what every child needs."""
+    import megatron.slipstream.integration.providers  # noqa: F401
+
+
+def _train(
+    folder: Path, flags: Sequence[str], before: Callable[[], None] = lambda: None
+) -> Outcome:
+    """Run the entry with ``flags`` in a forked process whose working folder is ``folder``."""
+    from megatron.slipstream.integration import training
+
+    log = folder.parent / f"{folder.name}.log"
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            with log.open("w") as stream:
+                os.dup2(stream.fileno(), 1)
+                os.dup2(stream.fileno(), 2)
+            sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
+            os.chdir(folder)
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+                os.environ.pop(name, None)
+            before()
+            code = training.main(list(flags))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    output = log.read_text()
+    errors = [line for line in output.splitlines() if line.startswith("error:")]
+    return Outcome(os.waitstatus_to_exitcode(status), errors, output)
+
+
+def _assert_refused(outcome: Outcome, folder: Path, *words: str) -> None:
+    assert outcome.code == 2, outcome.output
+    assert len(outcome.errors) == 1, outcome.output
+    assert "Traceback" not in outcome.output
+    for word in words:
+        assert word in outcome.errors[0]
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder to start training in; a refusal leaves it empty."""
+    path = tmp_path / "work"
+    path.mkdir()
+    return path
+
+
+REFUSALS = {
+    "unknown module": ([*OFFLOAD, "core_atn"], ["'core_atn'", "did you mean 'core_attn'?"]),
+    "attn_proj alone": ([*OFFLOAD, "attn_proj"], ["'attn_proj'", "add 'core_attn'"]),
+    "no module": (["--fine-grained-activation-offloading"], ["set offload_modules"]),
+    "fraction": (
+        [*OFFLOAD, "core_attn", "--activation-offload-fraction", "1.5"],
+        ["activation_offload_fraction=1.5", "[0, 1]"],
+    ),
+    "experts of a dense model": ([*OFFLOAD, "moe_act"], ["num_moe_experts is not set"]),
+    "negative lag": (["--offload-release-lag", "-1"], ["offload_release_lag=-1"]),
+    "megatron's engine": (
+        [*OFFLOAD, "core_attn", "--offload-engine", "megatron"],
+        ["offload_engine='megatron'", "set offload_engine='slipstream'"],
+    ),
+    "cuda backend": (
+        [*OFFLOAD, "core_attn", "--offload-backend", "cuda"],
+        ["offload_backend='cuda'", "set offload_backend='auto'"],
+    ),
+    "flag with a typo": (
+        ["--fine-grained-activation-offloding"],
+        ["did you mean --fine-grained-activation-offloading?"],
+    ),
+    "value of another type": (["--hidden-size", "big"], ["--hidden-size", "'big'"]),
+    "unknown engine": (["--offload-engine", "other"], ["--offload-engine", "slipstream"]),
+    "megatron's bare assertion": (
+        ["--num-attention-heads", "5"],
+        ["hidden_size % args.num_attention_heads"],
+    ),
+    "layers of Transformer Engine": (
+        ["--transformer-impl", "transformer_engine"],
+        ["transformer_impl='transformer_engine'", "set --transformer-impl local"],
+    ),
+    "hybrid model": (["--hybrid-layer-pattern", "M*"], ["hybrid_layer_pattern='M*'"]),
+    "tokenizer file": (["--tokenizer-json", "no.json"], ["tokenizer_json=no.json", "No such file"]),
+    "YAML": (["--yaml-cfg", "no.yaml"], ["yaml_cfg", "give the settings as flags"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_mistake_is_one_line_that_names_option_and_cure(case: str, folder: Path) -> None:
+    flags, words = REFUSALS[case]
+    save = ["--save", "checkpoints", "--save-interval", "1", "--offload-report-path", "report.json"]
+    _assert_refused(_train(folder, [*MODEL, *MOCK, *save, *flags]), folder, *words)
+
+
+# Transformer Engine's switch
+
+
+def _pretend_transformer_engine(read_as: bool, environment: str) -> None:
+    """Put a Transformer Engine into this process that read its switch as ``read_as``."""
+    for name in ("", ".pytorch", ".pytorch.cpu_offload"):
+        sys.modules[f"transformer_engine{name}"] = types.ModuleType(f"transformer_engine{name}")
+    sys.modules["transformer_engine.pytorch.cpu_offload"].NVTE_CPU_OFFLOAD_V1 = read_as
+    os.environ["NVTE_CPU_OFFLOAD_V1"] = environment
+
+
+def test_a_switch_set_after_transformer_engine_read_it_is_refused(folder: Path) -> None:
+    flags = [*MODEL, *MOCK, *OFFLOAD, "core_attn"]
+    outcome = _train(folder, flags, lambda: _pretend_transformer_engine(False, "1"))
+    _assert_refused(outcome, folder, "NVTE_CPU_OFFLOAD_V1", "after Transformer Engine was imported")
+
+
+def test_a_switch_that_transformer_engine_read_counts_whatever_the_environment_says(
+    folder: Path,
+) -> None:
+    flags = [*MODEL, *MOCK, *OFFLOAD, "core_attn", "--num-attention-heads", "5"]
+    outcome = _train(folder, flags, lambda: _pretend_transformer_engine(True, "0"))
+    # Past our check: what stops it is megatron's.
+    _assert_refused(outcome, folder, "num_attention_heads")
+
+
+def test_the_switch_does_not_matter_without_offloading() -> None:
+    facts = preflight.Facts("3.12", None, None, "2.20", None, False, "0", None, True)
+    assert preflight.check_process(facts, offloading=False) == []
+    assert [f.severity for f in preflight.check_process(facts, offloading=True)] == ["error"]
+
+
+def test_a_transformer_engine_that_does_not_import_is_refused() -> None:
+    facts = preflight.Facts("3.12", None, None, "2.20", "OSError: no lib", None, None, None, True)
+    with pytest.raises(ValueError, match="does not import"):
+        preflight.require(preflight.check_process(facts, offloading=False))
+
+
+# Data
+
+
+def _write_dataset(prefix: Path, lengths: Sequence[int] = (5, 7), token: int = 1) -> None:
+    """A dataset in the format of megatron's index, of uint16 tokens, written independently."""
+    offsets = [2 * sum(lengths[:n]) for n in range(len(lengths))]
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(lengths), len(lengths) + 1)
+    index += struct.pack(f"<{len(lengths)}i", *lengths)
+    index += struct.pack(f"<{len(lengths)}q", *offsets)
+    index += struct.pack(f"<{len(lengths) + 1}q", *range(len(lengths) + 1))
+    Path(f"{prefix}.idx").write_bytes(index)
+    Path(f"{prefix}.bin").write_bytes(struct.pack("<H", token) * sum(lengths))
+
+
+def _damage(kind: str, prefix: Path) -> None:
+    index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    content = index.read_bytes()
+    damages: dict[str, Callable[[], object]] = {
+        "no index": index.unlink,
+        "no tokens": tokens.unlink,
+        "not an index": lambda: index.write_bytes(b"PK" + content[2:]),
+        "header cut": lambda: index.write_bytes(content[:20]),
+        "index cut": lambda: index.write_bytes(content[:-8]),
+        "unknown dtype": lambda: index.write_bytes(content[:17] + b"\x63" + content[18:]),
+        "tokens cut": lambda: tokens.write_bytes(tokens.read_bytes()[:-2]),
+        "empty": lambda: _write_dataset(prefix, lengths=()),
+    }
+    damages[kind]()
+
+
+DAMAGES = {
+    "no index": "no {prefix}.idx",
+    "no tokens": "no {prefix}.bin",
+    "not an index": "does not begin with the marks",
+    "header cut": "shorter than its header",
+    "index cut": "its header says",
+    "unknown dtype": "dtype code 99",
+    "tokens cut": "its index says 24",
+    "empty": "lists no sequences",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_dataset_is_one_error(kind: str, tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    _write_dataset(prefix)
+    assert preflight.check_dataset(str(prefix), vocab_size=64) == []
+    _damage(kind, prefix)
+    findings = preflight.check_dataset(str(prefix), vocab_size=64)
+    assert [finding.severity for finding in findings] == ["error"]
+    assert DAMAGES[kind].format(prefix=prefix) in findings[0].message
+    assert f"data_path={prefix}" in findings[0].message
+
+
+@pytest.mark.parametrize("kind", ["no index", "tokens cut"])
+def test_training_refuses_a_damaged_dataset(kind: str, folder: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    _write_dataset(prefix)
+    _damage(kind, prefix)
+    flags = [*MODEL, *MOCK[1:], "--data-path", str(prefix), "--split", "1,0,0"]
+    _assert_refused(_train(folder, flags), folder, f"data_path={prefix}")
+
+
+def test_tokens_outside_the_vocabulary_are_refused(folder: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    _write_dataset(prefix, token=64)
+    flags = [*MODEL, *MOCK[1:], "--data-path", str(prefix), "--split", "1,0,0"]
+    _assert_refused(_train(folder, flags), folder, "vocab_size=64", "token 64", "at least 65")
+
+
+def test_training_without_data_is_refused(folder: Path) -> None:
+    _assert_refused(_train(folder, [*MODEL, *MOCK[1:]]), folder, "data_path is not set")
+
+
+# The script itself
+
+
+def test_the_script_exits_with_2_and_one_line(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *MODEL, *MOCK, *OFFLOAD, "attn_proj"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    _assert_refused(Outcome(done.returncode, errors, done.stdout + done.stderr), folder)
+
+
+def test_help_teaches_our_flags_and_the_modules(folder: Path) -> None:
+    outcome = _train(folder, ["--help"])
+    assert outcome.code == 0
+    for word in ("--offload-engine", "--tokenizer-json", "core_attn", "examples:", "--help-all"):
+        assert word in outcome.output
+    assert "--num-layers" not in outcome.output.split("examples:")[0]
+    assert "--tensor-model-parallel-size" in _train(folder, ["--help-all"]).output
+
+
+def test_training_runs_and_says_so(folder: Path) -> None:
+    """The same flags without a mistake train: what is refused above is the mistake."""
+    record = ["--run-record-path", "record.json", "--offload-report-path", "report.json"]
+    outcome = _train(folder, [*MODEL, *MOCK, *record, *OFFLOAD, "core_attn", "attn_proj"])
+    assert outcome.code == 0, outcome.output
+    assert outcome.errors == []
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["record.json", "report.json"]
