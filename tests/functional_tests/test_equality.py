@@ -19,6 +19,7 @@ ONE_RANK = {
     "moe bf16": ModelCase("moe", bf16=True),
     "dense and moe layers mixed": ModelCase("mixed"),
     "mla": ModelCase("mla"),
+    "hybrid": ModelCase("hybrid", num_layers=8),
     "odd sizes": ModelCase(
         "dense", hidden_size=132, num_attention_heads=6, seq_length=29, micro_batch_size=3
     ),
@@ -56,7 +57,7 @@ ONE_RANK = {
 
 
 def _modules(case: ModelCase) -> tuple[str, ...]:
-    return MOE_MODULES if case.kind in ("moe", "mixed") else DENSE_MODULES
+    return DENSE_MODULES if case.kind in ("dense", "mla") else MOE_MODULES
 
 
 def _check(
@@ -119,6 +120,7 @@ TWO_RANKS = {
     "PP2": (ModelCase("dense", pp=2), (4, 4, 2, 6, 1, 4)),
     "PP2, one layer per chunk": (ModelCase("dense", pp=2, num_layers=2), (4, 4, 3, 4)),
     "PP2, MoE": (ModelCase("moe", pp=2, bf16=True), (4, 4, 3, 4)),
+    "PP2, hybrid": (ModelCase("hybrid", pp=2, num_layers=8), (4, 4, 3, 4)),
     "PP2 VPP2": (ModelCase("dense", pp=2, vpp=2, num_layers=8), (4, 4, 2, 6, 4)),
     "PP2 VPP2, one layer per chunk": (ModelCase("dense", pp=2, vpp=2), (4, 4, 8, 4)),
     "PP2 VPP2, MoE": (ModelCase("moe", pp=2, vpp=2), (4, 4, 2, 4)),

@@ -79,9 +79,7 @@ def test_moe(modules: tuple[str, ...]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "modules", _selections(DENSE_MODULES, fused=("mlp_norm",)), ids="+".join
-)
+@pytest.mark.parametrize("modules", _selections(DENSE_MODULES, fused=("mlp_norm",)), ids="+".join)
 def test_mla(modules: tuple[str, ...]) -> None:
     _check(MLA, modules, (1, 2, 2, 1))
 
@@ -98,6 +96,13 @@ def test_mla(modules: tuple[str, ...]) -> None:
 def test_moe_options(overrides: dict[str, Any]) -> None:
     case = ModelCase(**{**vars(MOE), "overrides": {**MOE.overrides, **overrides}})
     _check(case, MOE_MODULES, (2, 1, 2))
+
+
+@pytest.mark.gpu
+def test_hybrid() -> None:
+    case = ModelCase(**{**vars(MOE), "kind": "hybrid", "num_layers": 12})
+    result = _check(case, MOE_MODULES, (2, 2, 1, 2))
+    assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
 
 
 @pytest.mark.gpu

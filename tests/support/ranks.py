@@ -36,8 +36,8 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
         AssertionError: A rank raised, died or took too long; holds its traceback.
     """
     if not torch.cuda.is_available():
-        import megatron.core.models.gpt  # noqa: F401  imported once, before the fork
-        import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+        import megatron.core.models.gpt
+        import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.pipeline_parallel  # noqa: F401
 
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")

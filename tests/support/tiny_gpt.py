@@ -21,7 +21,7 @@ class ModelCase:
     """A model and the way it is trained, by megatron-core's names."""
 
     kind: str = "dense"
-    """dense, moe, mixed (every second layer dense) or mla."""
+    """dense, moe, mixed (every second layer dense), mla, or hybrid (a ``HybridModel``)."""
     num_layers: int = 4
     hidden_size: int = 64
     num_attention_heads: int = 4
@@ -118,7 +118,7 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
             os.environ.pop(f"NVTE_{name}_ATTN", None)  # left by a model with another backend
 
         options["attention_backend"] = AttnBackend.fused
-    if case.kind in ("moe", "mixed"):
+    if case.kind in ("moe", "mixed", "hybrid"):
         options |= {
             "num_moe_experts": 4,
             "moe_router_topk": 2,
@@ -155,9 +155,6 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
 
 def build_chunks(case: ModelCase, config: Any) -> list[torch.nn.Module]:
     """This rank's model chunks; the same weights for the same case whatever is offloaded."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.manual_seed(7)
@@ -165,28 +162,42 @@ def build_chunks(case: ModelCase, config: Any) -> list[torch.nn.Module]:
     chunks: list[torch.nn.Module] = []
     for stage in range(case.vpp or 1):
         vp_stage = stage if case.vpp else None
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_decoder_block_spec(
-                config, use_transformer_engine=use_gpu(), vp_stage=vp_stage
-            ),
-            vocab_size=case.vocab_size,
-            max_sequence_length=case.seq_length,
-            pre_process=parallel_state.is_pipeline_first_stage(
-                ignore_virtual=False, vp_stage=vp_stage
-            ),
-            post_process=parallel_state.is_pipeline_last_stage(
-                ignore_virtual=False, vp_stage=vp_stage
-            ),
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="rope",
-            vp_stage=vp_stage,
-        )
+        model = _build_model(case, config, vp_stage)
         if case.bf16:
             model = model.bfloat16()
         model.model_type = 1  # type: ignore[assignment]
         chunks.append(model.cuda() if use_gpu() else model)
     return chunks
+
+
+def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch.nn.Module:
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.hybrid import hybrid_layer_specs
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    common: dict[str, Any] = {
+        "config": config,
+        "vocab_size": case.vocab_size,
+        "max_sequence_length": case.seq_length,
+        "pre_process": ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "post_process": ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "share_embeddings_and_output_weights": False,
+        "position_embedding_type": "rope",
+        "vp_stage": vp_stage,
+    }
+    if case.kind == "hybrid":
+        spec = hybrid_layer_specs.hybrid_stack_spec
+        if not use_gpu():
+            from megatron.slipstream.integration.cpu_modules import local_hybrid_stack_spec
+
+            spec = local_hybrid_stack_spec(config)
+        # Attention, MLP, attention, MoE, ...
+        pattern = ("*-*E" * case.num_layers)[: case.num_layers]
+        return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **common)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_gpu(), vp_stage=vp_stage)
+    return GPTModel(transformer_layer_spec=spec, **common)
 
 
 def micro_batches(case: ModelCase, step: int, count: int) -> Iterator[dict[str, torch.Tensor]]:

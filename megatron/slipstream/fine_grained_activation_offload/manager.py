@@ -280,9 +280,7 @@ class PipelineOffloadManager:
     def _is_training_forward(self) -> bool:
         # Inside a graph task a forward is a recomputation: what it saves is read at once.
         return (
-            self.do_offload
-            and torch.is_grad_enabled()
-            and torch._C._current_graph_task_id() == -1
+            self.do_offload and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         )
 
     # Following the plan.
@@ -421,9 +419,7 @@ class PipelineOffloadManager:
         if any(chunk.is_abandoned for chunk in self._passes) and not any(
             chunk.awaits_backward for chunk in self._passes
         ):
-            logger.warning(
-                "an iteration ended before its backward pass did; starting afresh"
-            )
+            logger.warning("an iteration ended before its backward pass did; starting afresh")
             self._clear_iteration()
 
 

@@ -121,9 +121,7 @@ class Recorder:
         """The iteration as a trace."""
         index = {serial: place for place, serial in enumerate(self._storages)}
         storages = tuple(
-            StorageTrace(
-                record.nbytes, tuple(record.holders), record.identity in self.held_outside
-            )
+            StorageTrace(record.nbytes, tuple(record.holders), record.identity in self.held_outside)
             for record in self._storages.values()
         )
         groups = tuple(

@@ -115,9 +115,7 @@ class SavedStorage:
         if self.residence is Residence.DEVICE and self.out_event is None:
             return True
         start, stop = _extent(tensor)
-        return (
-            self.start <= start and stop <= self.stop and tensor._version == self.copied_version
-        )
+        return self.start <= start and stop <= self.stop and tensor._version == self.copied_version
 
     def add_alias(self, tensor: torch.Tensor) -> int:
         """Keep another saved view while the bytes have not left. Returns its index."""
