@@ -281,8 +281,9 @@ class _LazyStream:
         self.is_compute = is_compute
         self.pending: deque[Any] = deque()
         self.num_done = 0
-        self.num_recorded = 0
-        """Compute only: how many events were recorded, which numbers its points in time."""
+        self.num_recorded = 1 if is_compute else 0
+        """Compute only: how many events were recorded, which numbers its points in time. It starts
+        ahead of ``compute_seen``: something has been computed before the first copy."""
         self.host_waited = 0
         """How many of its operations the host has waited for, rather than another stream."""
         self.compute_seen = 0
@@ -411,5 +412,6 @@ def make_backend(name: str) -> Backend:
         )
     kinds = {kind.name: kind for kind in (CudaBackend, CpuBackend, LazyCpuBackend)}
     if name not in kinds:
-        raise ValueError(f"offload_backend={name!r} is unknown; set 'auto', {', '.join(kinds)}")
+        known = ", ".join(repr(kind) for kind in kinds)
+        raise ValueError(f"offload_backend={name!r} is unknown; set 'auto', {known}")
     return kinds[name]()

@@ -47,7 +47,8 @@ class HostPool:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._free: dict[int, deque[HostLease]] = {}
-        self._all: list[torch.Tensor] = []
+        self._all: dict[int, torch.Tensor] = {}
+        """Every buffer that the pool answers for, by address."""
         self.allocated_bytes = 0
         """Host memory that the pool holds, lent or not."""
         self.lent_bytes = 0
@@ -68,7 +69,7 @@ class HostPool:
             lease = free.popleft()
         else:
             lease = HostLease(self._backend.allocate_host(size))
-            self._all.append(lease.buffer)
+            self._all[lease.buffer.data_ptr()] = lease.buffer
             self.allocated_bytes += size
             self.num_allocations += 1
         self.lent_bytes += size
@@ -77,6 +78,8 @@ class HostPool:
 
     def give_back(self, lease: HostLease) -> None:
         """Return a buffer. Its ``last_use`` may still lie ahead."""
+        if self._all.get(lease.buffer.data_ptr()) is not lease.buffer:
+            return  # Lent before the pool was closed, so it is no staging memory any more.
         size = lease.buffer.numel()
         self.lent_bytes -= size
         self._free.setdefault(size, deque()).append(lease)
@@ -85,5 +88,5 @@ class HostPool:
         """Return all memory to the system. Every copy must have completed (edge E7)."""
         self._free.clear()
         while self._all:
-            self._backend.free_host(self._all.pop())
-        self.allocated_bytes = 0
+            self._backend.free_host(self._all.popitem()[1])
+        self.allocated_bytes = self.lent_bytes = 0

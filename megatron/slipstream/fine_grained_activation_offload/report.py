@@ -87,8 +87,8 @@ class Report:
             lines.append(
                 f"host memory {format_bytes(rank.host_allocated_bytes)}, at most "
                 f"{format_bytes(rank.host_high_water_bytes)} lent, "
-                f"{rank.num_host_allocations} buffers; {rank.num_plans} plans in "
-                f"{rank.num_iterations} iterations"
+                f"{rank.num_host_allocations} buffers; iterations: {rank.num_iterations}, "
+                f"plans made: {rank.num_plans}"
             )
             if rank.plan:
                 lines += ["", f"Plan of rank {rank.rank}", rank.plan]
@@ -107,7 +107,7 @@ class Report:
         """
         try:
             return cls([_rank_from(data) for data in json.loads(text)["ranks"]])
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a Slipstream report: {error}") from error
 
     def save(self, path: str | Path) -> None:
@@ -115,8 +115,11 @@ class Report:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(self.to_json() + "\n")
-        temporary.replace(path)
+        try:
+            temporary.write_text(self.to_json() + "\n")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def merge(cls, reports: Iterable[Report]) -> Report:

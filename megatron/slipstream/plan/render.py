@@ -15,7 +15,8 @@ LEGEND = "# on the device   > copying out   . on the host   < copying back"
 def format_bytes(nbytes: float) -> str:
     """``nbytes`` in the largest binary unit that keeps the figure above 1."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024 or unit == "GiB":
+        # Not 1024: what rounds up to it belongs to the next unit.
+        if abs(nbytes) < 1023.95 or unit == "GiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     raise AssertionError("unreachable")

@@ -116,9 +116,10 @@ class Trace:
         return [step for step in self.steps if step.kind is StepKind.BACKWARD_USE]
 
     def group_nbytes(self, key: GroupKey) -> int:
-        """Bytes of the storages that this group is the first to save."""
+        """Bytes that this group is the first to save and that nobody else holds."""
+        storages = (self.storages[index] for index in self.group_by_key[key].storages)
         return sum(
-            self.storages[index].nbytes
-            for index in self.group_by_key[key].storages
-            if self.storages[index].holders[0] == key
+            storage.nbytes
+            for storage in storages
+            if storage.holders[0] == key and not storage.held_outside
         )

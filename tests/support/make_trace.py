@@ -1,0 +1,173 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Traces for tests of the planner: written by hand, or as a pipeline schedule would leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from megatron.slipstream.plan.trace import (
+    GroupKey,
+    GroupTrace,
+    Step,
+    StepKind,
+    StorageTrace,
+    Trace,
+)
+
+DEFAULT_NBYTES = 1000
+"""Size of a storage that a test gives no other; not a power of two, so that sums tell."""
+
+
+class Pass(NamedTuple):
+    """One micro-batch's forward or backward through one model chunk."""
+
+    direction: Literal["F", "B"]
+    micro_batch: int
+    vp_stage: int = 0
+
+
+Schedule = Sequence[Pass]
+
+
+def one_f_one_b(pp_size: int, pp_rank: int, num_micro_batches: int) -> Schedule:
+    """The non-interleaved schedule (PipeDream-Flush): warm-up, steady state, cool-down."""
+    return _alternate(
+        [Pass("F", index) for index in range(num_micro_batches)],
+        [Pass("B", index) for index in range(num_micro_batches)],
+        num_warmup=pp_size - pp_rank - 1,
+    )
+
+
+def interleaved(pp_size: int, pp_rank: int, num_micro_batches: int, vp_size: int) -> Schedule:
+    """The interleaved schedule of Megatron-LM (arXiv:2104.04473, section 2.2).
+
+    Each model chunk takes ``pp_size`` micro-batches before the next chunk has its turn, so
+    ``num_micro_batches`` must be a multiple of ``pp_size``.
+    """
+    assert num_micro_batches % pp_size == 0
+    forward, backward = [], []
+    for index in range(num_micro_batches * vp_size):
+        round_, place = divmod(index, pp_size * vp_size)
+        chunk, within = divmod(place, pp_size)
+        micro_batch = round_ * pp_size + within
+        forward.append(Pass("F", micro_batch, chunk))
+        backward.append(Pass("B", micro_batch, vp_size - 1 - chunk))
+    return _alternate(forward, backward, (pp_size - pp_rank - 1) * 2 + (vp_size - 1) * pp_size)
+
+
+def _alternate(forward: list[Pass], backward: list[Pass], num_warmup: int) -> Schedule:
+    num_warmup = min(num_warmup, len(forward))
+    num_steady = len(forward) - num_warmup
+    steady = zip(forward[num_warmup:], backward[:num_steady], strict=True)
+    return [*forward[:num_warmup], *(item for pair in steady for item in pair)] + backward[
+        num_steady:
+    ]
+
+
+def passes_that_turn_around(schedule: Schedule) -> list[int]:
+    """The forward passes, by index, whose own backward comes next in the schedule."""
+    forward = [place for place, item in enumerate(schedule) if item.direction == "F"]
+    return [
+        index
+        for index, place in enumerate(forward)
+        if schedule[place + 1 : place + 2] == [schedule[place]._replace(direction="B")]
+    ]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What every pass through a chunk marks and saves."""
+
+    num_layers: int = 2
+    modules: Sequence[str] = ("core_attn",)
+    """The groups of a layer, in the order in which they start."""
+    encloses: bool = False
+    """The first module's group ends after the others of its layer, as megatron-core's 'attn_norm'
+    does, instead of before they start."""
+    saves: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Labels of the storages that a group saves, by its index in the pass. A group that is not
+    here saves one storage of its own. Groups that save the same label share the storage."""
+    nbytes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes by label; :data:`DEFAULT_NBYTES` for the others."""
+    one_for_all_passes: Collection[str] = ()
+    """Labels of storages that all passes share, as a table of rotary embeddings is."""
+    held_outside: Collection[str] = ()
+    """Labels of storages that something else keeps on the device."""
+    without_use: Collection[int] = ()
+    """Groups that backward never reaches."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of one pass."""
+        return self.num_layers * len(self.modules)
+
+    def name(self, group: int) -> str:
+        """The module name of a group."""
+        return self.modules[group % len(self.modules)]
+
+    def last_groups(self) -> set[int]:
+        """The groups of the last layer."""
+        return set(range(self.num_groups - len(self.modules), self.num_groups))
+
+    def forward_marks(self) -> list[tuple[StepKind, int]]:
+        """The marks of one forward pass."""
+        marks = []
+        for layer in range(self.num_layers):
+            first, *others = range(layer * len(self.modules), (layer + 1) * len(self.modules))
+            inner = [(kind, group) for group in others for kind in _FORWARD]
+            start, commit = ((kind, first) for kind in _FORWARD)
+            marks += [start, *inner, commit] if self.encloses else [start, commit, *inner]
+        return marks
+
+    def backward_marks(self) -> list[tuple[StepKind, int]]:
+        """The marks of one backward pass: it meets the groups from their ends, in reverse."""
+        commits = [group for kind, group in self.forward_marks() if kind is StepKind.FORWARD_COMMIT]
+        used = [group for group in reversed(commits) if group not in self.without_use]
+        return [(StepKind.BACKWARD_USE, group) for group in used]
+
+
+_FORWARD = (StepKind.FORWARD_START, StepKind.FORWARD_COMMIT)
+
+
+def trace_of(schedule: Schedule, model: Model, pp_rank: int = 0) -> Trace:
+    """The trace that ``schedule`` leaves on a rank whose chunks are all like ``model``."""
+    steps: list[Step] = []
+    groups: list[GroupTrace] = []
+    holders: dict[tuple[int, str], list[GroupKey]] = {}
+    index_of: dict[tuple[int, int], int] = {}
+    for item in schedule:
+        if item.direction == "F":
+            index_of[item.micro_batch, item.vp_stage] = len(index_of)
+        chunk_pass = index_of[item.micro_batch, item.vp_stage]
+        is_forward = item.direction == "F"
+        for kind, group in model.forward_marks() if is_forward else model.backward_marks():
+            key = GroupKey(chunk_pass, group)
+            steps.append(Step(kind, key, model.name(group)))
+            if kind is not StepKind.FORWARD_START:
+                continue
+            saved = []
+            for label in dict.fromkeys(model.saves.get(group, [f"own {group}"])):
+                storage = (-1 if label in model.one_for_all_passes else chunk_pass, label)
+                holders.setdefault(storage, []).append(key)
+                saved.append(list(holders).index(storage))
+            groups.append(GroupTrace(key, model.name(group), item.vp_stage, tuple(saved)))
+    storages = tuple(
+        StorageTrace(
+            model.nbytes.get(label, DEFAULT_NBYTES), tuple(keys), label in model.held_outside
+        )
+        for (_, label), keys in holders.items()
+    )
+    return Trace(tuple(steps), tuple(groups), storages, pp_rank)
+
+
+def one_pass(model: Model, pp_rank: int = 0) -> Trace:
+    """The trace of one micro-batch's forward and backward."""
+    return trace_of(one_f_one_b(1, 0, 1), model, pp_rank)
+
+
+def keys(chunk_pass: int, groups: Iterable[int]) -> set[GroupKey]:
+    """The keys of some groups of one pass."""
+    return {GroupKey(chunk_pass, group) for group in groups}

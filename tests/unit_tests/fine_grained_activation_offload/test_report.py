@@ -1,0 +1,222 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A report survives its file, adds up, and shows every rank and module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron.slipstream.fine_grained_activation_offload.report import (
+    ModuleCounters,
+    RankReport,
+    Report,
+)
+
+MIB = 1 << 20
+
+
+def make_rank(rank: int, modules: Sequence[str] = ("core_attn", "attn_proj")) -> RankReport:
+    """A rank's report in which every figure differs from its default."""
+    counters = {
+        name: ModuleCounters(
+            num_groups=8 + place,
+            num_groups_moved=6,
+            d2h_bytes=(3 + place) * MIB,
+            d2h_copies=12,
+            h2d_bytes=2 * MIB,
+            h2d_copies=11,
+            freed_bytes=1 * MIB,
+            num_late=5,
+            stall_ms=0.25,
+        )
+        for place, name in enumerate(modules)
+    }
+    return RankReport(
+        rank=rank,
+        modules=counters,
+        plan=f"the plan\nof {rank}",
+        planned_peak_bytes=100,
+        baseline_peak_bytes=200,
+        host_allocated_bytes=7 * MIB,
+        host_high_water_bytes=5 * MIB,
+        num_host_allocations=9,
+        num_iterations=4,
+        num_plans=2,
+    )
+
+
+# Figures.
+
+
+def test_the_total_is_the_sum_of_every_figure() -> None:
+    rank = make_rank(0)
+    for field in fields(ModuleCounters):
+        parts = [getattr(counters, field.name) for counters in rank.modules.values()]
+        assert getattr(rank.total, field.name) == sum(parts) != 0, field.name
+    assert rank.d2h_bytes == 7 * MIB
+    assert rank.freed_bytes == 2 * MIB
+
+
+def test_a_rank_without_modules_totals_to_nothing() -> None:
+    assert RankReport().total == ModuleCounters()
+
+
+# JSON.
+
+
+def test_json_gives_back_the_same_report() -> None:
+    report = Report([make_rank(0), make_rank(3, modules=[])])
+    assert Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not json",
+        "[]",
+        "{}",
+        "null",
+        '{"ranks": 3}',
+        '{"ranks": [3]}',
+        '{"ranks": ["rank"]}',
+        '{"ranks": [{}]}',
+        '{"ranks": [{"modules": []}]}',
+        '{"ranks": [{"modules": null}]}',
+        '{"ranks": [{"modules": {"core_attn": 3}}]}',
+        '{"ranks": [{"modules": {"core_attn": {"num_sheep": 3}}}]}',
+        '{"ranks": [{"modules": {}, "num_sheep": 3}]}',
+    ],
+)
+def test_what_is_not_a_report_is_refused_as_one(text: str) -> None:
+    with pytest.raises(ValueError, match="not a Slipstream report"):
+        Report.from_json(text)
+
+
+def test_half_a_file_is_not_a_report() -> None:
+    text = Report([make_rank(0)]).to_json()
+    with pytest.raises(ValueError, match="not a Slipstream report"):
+        Report.from_json(text[: len(text) // 2])
+
+
+# Files.
+
+
+def test_a_saved_report_can_be_read_back(tmp_path: Path) -> None:
+    report = Report([make_rank(0)])
+    path = tmp_path / "new" / "folder" / "report.json"
+    report.save(path)
+    assert Report.from_json(path.read_text()) == report
+    assert [item.name for item in path.parent.iterdir()] == ["report.json"]
+
+
+def test_saving_replaces_an_older_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    Report([make_rank(0), make_rank(1)]).save(str(path))
+    Report([make_rank(2)]).save(str(path))
+    assert Report.from_json(path.read_text()) == Report([make_rank(2)])
+
+
+@pytest.mark.parametrize("written", [0, 10], ids=["at-once", "half-way"])
+def test_an_error_while_saving_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    # A full disk may let part of the text through.
+    path = tmp_path / "report.json"
+    old = Report([make_rank(0)])
+    old.save(path)
+
+    def fail(self: Path, text: str) -> int:
+        with self.open("w") as file:
+            file.write(text[:written])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="No space left"):
+        Report([make_rank(1)]).save(path)
+    assert Report.from_json(path.read_text()) == old
+
+
+def test_a_report_that_json_cannot_hold_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    old = Report([make_rank(0)])
+    old.save(path)
+    broken = RankReport(plan=object())  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        Report([broken]).save(path)
+    assert Report.from_json(path.read_text()) == old
+    assert json.loads(path.read_text())["ranks"][0]["num_plans"] == 2
+
+
+# Several ranks.
+
+
+def test_merging_puts_the_ranks_in_order() -> None:
+    reports = [Report([make_rank(2)]), Report([make_rank(0), make_rank(3)]), Report([make_rank(1)])]
+    assert Report.merge(reports).ranks == [make_rank(rank) for rank in range(4)]
+
+
+def test_merging_leaves_the_reports_as_they_were() -> None:
+    report = Report([make_rank(2)])
+    Report.merge([report, Report([make_rank(0)])])
+    assert report == Report([make_rank(2)])
+
+
+def test_merging_nothing_is_an_empty_report() -> None:
+    assert Report.merge([]) == Report([])
+
+
+# Text.
+
+
+def test_there_is_a_row_per_rank_and_module_and_a_total_per_rank() -> None:
+    lines = Report([make_rank(0), make_rank(1, modules=["moe_act"])]).render().split("\n")
+    rows = [line.split()[:2] for line in lines[2:7]]
+    assert rows == [
+        ["0", "attn_proj"],
+        ["0", "core_attn"],
+        ["0", "total"],
+        ["1", "moe_act"],
+        ["1", "total"],
+    ]
+
+
+def test_a_row_shows_its_figures_under_their_headings() -> None:
+    lines = Report([make_rank(0, modules=["core_attn"])]).render().split("\n")
+    assert lines[0] == "Activation offload, per iteration"
+    heading, row = lines[1:3]
+    assert len(heading) == len(row)
+
+    def ends(text: str, cells: Sequence[str]) -> list[int]:
+        """Where each cell ends; they are looked for from left to right."""
+        places, start = [], 0
+        for cell in cells:
+            start = text.index(cell, start) + len(cell)
+            places.append(start)
+        return places
+
+    cells = "8|6|3.0 MiB|12|1.0 MiB|2.0 MiB|5|0.25".split("|")
+    names = "groups moved D2H copies freed H2D late stall_ms".split()
+    # From behind the module's name on: the columns after it are aligned to the right.
+    assert ends(row[16:], cells) == ends(heading[16:], names)
+
+
+def test_the_first_rank_shows_its_host_memory_and_its_plan() -> None:
+    text = Report([make_rank(0), make_rank(1)]).render()
+    assert "host memory 7.0 MiB, at most 5.0 MiB lent, 9 buffers" in text
+    assert "iterations: 4, plans made: 2" in text
+    assert text.endswith("\n\nPlan of rank 0\nthe plan\nof 0")
+    assert "of 1" not in text
+
+
+def test_a_rank_without_a_plan_shows_none() -> None:
+    assert "Plan of rank" not in Report([RankReport()]).render()
+
+
+def test_an_empty_report_can_be_shown() -> None:
+    assert Report([]).render().split("\n")[1].split()[:2] == ["rank", "module"]
