@@ -45,6 +45,7 @@ def initialize(case: ModelCase, rank: int = 0, world_size: int = 1, port: int = 
     """Process groups and random generators for ``case``; the CPU shims where there is no GPU."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     if not use_gpu():
         from megatron.slipstream.integration.cpu_only import install_cpu_shims
@@ -63,6 +64,7 @@ def initialize(case: ModelCase, rank: int = 0, world_size: int = 1, port: int = 
             world_size=world_size,
         )
     parallel_state.destroy_model_parallel()
+    destroy_moe_metrics_tracker()  # sized for the layers of the model before
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,

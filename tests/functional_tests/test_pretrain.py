@@ -1,0 +1,149 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Whole training runs through ``pretrain_gpt.py``: optimizer, DDP, every parallel layout over gloo.
+
+Each layout trains twice, engine off and on. Losses, the last gradients and the final weights are
+compared on every rank, as hashes of their bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+COMMON = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 128
+    --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear
+    --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --train-iters 4
+    --eval-interval 2 --eval-iters 1 --log-interval 1
+""".split()
+MOE = """
+    --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+""".split()
+DENSE_MODULES = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
+MOE_MODULES = [*DENSE_MODULES, "expert_fc1", "moe_act"]
+
+LAYOUTS = {
+    "GPT": (1, ["--num-layers", "4"]),
+    "GPT, bf16, dropout": (
+        1,
+        "--num-layers 4 --bf16 --hidden-dropout 0.1 --attention-dropout 0.1".split(),
+    ),
+    "MoE": (1, ["--num-layers", "4", *MOE]),
+    "hybrid": (1, ["--num-layers", "8", "--hybrid-layer-pattern", "*-*E*-*E", *MOE]),
+    "DP2, distributed optimizer, overlapped": (
+        2,
+        "--num-layers 4 --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather".split(),
+    ),
+    "TP2": (
+        2,
+        "--num-layers 4 --tensor-model-parallel-size 2".split(),
+    ),
+    "EP2": (2, ["--num-layers", "4", "--expert-model-parallel-size", "2", *MOE]),
+    "PP2": (2, "--num-layers 4 --pipeline-model-parallel-size 2".split()),
+    "PP2 VPP2, one layer per chunk": (
+        2,
+        "--num-layers 4 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1".split(),
+    ),
+    "PP2 VPP2, MoE": (
+        2,
+        "--num-layers 4 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1".split()
+        + MOE,
+    ),
+}
+
+
+def _train(
+    num_ranks: int, flags: list[str], record: Path, modules: list[str] | None, *more: str
+) -> list[dict[str, Any]]:
+    """Train and return each rank's record."""
+    script = [str(ROOT / "pretrain_gpt.py"), *COMMON, *flags, "--run-record-path", str(record)]
+    if modules is not None:
+        script += ["--fine-grained-activation-offloading", "--offload-modules", *modules]
+        script += ["--min-offloaded-tensor-size", "1", *more]
+    launcher = [sys.executable]
+    if num_ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        launcher += [str(num_ranks)]
+    environment = {
+        **{key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor parallelism
+    }
+    result = subprocess.run(
+        launcher + script, env=environment, cwd=record.parent, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    records = [record, *(record.with_suffix(f".rank{r}.json") for r in range(1, num_ranks))]
+    return [json.loads(path.read_text()) for path in records]
+
+
+def _result(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "losses": [iteration["loss"] for iteration in record["iterations"]],
+        "evaluations": record["evaluations"],
+        "gradients": record["gradients_sha256"],
+        "weights": record["weights_sha256"],
+    }
+
+
+@pytest.mark.parametrize("num_ranks, flags", LAYOUTS.values(), ids=LAYOUTS)
+def test_training_is_the_same_with_the_engine(
+    num_ranks: int, flags: list[str], tmp_path: Path
+) -> None:
+    modules = MOE_MODULES if "--num-experts" in flags else DENSE_MODULES
+    off = _train(num_ranks, flags, tmp_path / "off.json", None)
+    on = _train(num_ranks, flags, tmp_path / "on.json", modules)
+    assert [_result(record) for record in on] == [_result(record) for record in off]
+    assert on[0]["iterations"][-1]["bytes_offloaded"] > 0
+    peaks = [record[0]["iterations"][-1]["activation_peak_bytes"] for record in (off, on)]
+    assert peaks[1] < peaks[0]
+
+
+def test_the_adversarial_backend_trains_the_same(tmp_path: Path) -> None:
+    num_ranks, flags = LAYOUTS["PP2 VPP2, MoE"]
+    off = _train(num_ranks, flags, tmp_path / "off.json", None)
+    on = _train(
+        num_ranks, flags, tmp_path / "on.json", MOE_MODULES, "--offload-backend", "cpu-lazy"
+    )
+    assert [_result(record) for record in on] == [_result(record) for record in off]
+
+
+def test_the_report_of_a_run_reads_back(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    num_ranks, flags = LAYOUTS["PP2"]
+    _train(
+        num_ranks,
+        flags,
+        tmp_path / "on.json",
+        DENSE_MODULES,
+        "--offload-report-path",
+        str(report),
+    )
+    files = [str(report), str(report.with_suffix(".rank1.json"))]
+    shown = subprocess.run(
+        [sys.executable, "-m", "megatron.slipstream.cli", "report", *files],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "Plan of rank 0" in shown
+    totals = [line.split() for line in shown.splitlines() if " total " in line]
+    assert [line[0] for line in totals] == ["0", "1"]
+    assert "device peak" in shown
