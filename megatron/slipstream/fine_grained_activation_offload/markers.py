@@ -13,20 +13,28 @@ makes that mark only if ``pop_forward_chunk`` returns an object to call, so it r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 
-if TYPE_CHECKING:
-    from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+
+class MarkedManager(Protocol):
+    """What marks ask of the manager."""
+
+    def pop_forward_chunk(self, name: str) -> None: ...
+    def cur_forward_chunk(self) -> Optional[CommitMark]: ...
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *exception: object) -> None: ...
+    def commit_group(self, name: str) -> Optional[OffloadTensorGroup]: ...
+    def use_group(self, group: OffloadTensorGroup) -> None: ...
 
 
 class CommitMark:
     """The end of one group: forward has saved everything, backward needs it from here on."""
 
-    def __init__(self, manager: PipelineOffloadManager) -> None:
+    def __init__(self, manager: MarkedManager) -> None:
         self._manager = manager
         self._group: Optional[OffloadTensorGroup] = None
 
@@ -70,7 +78,7 @@ class offload_group:
         y = group.commit(y)
     """
 
-    def __init__(self, manager: PipelineOffloadManager, name: str) -> None:
+    def __init__(self, manager: MarkedManager, name: str) -> None:
         self._manager = manager
         self._name = name
 
