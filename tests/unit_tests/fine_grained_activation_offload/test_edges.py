@@ -11,15 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hand_driven import HandDriven
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload import copy_streams
-from megatron.slipstream.fine_grained_activation_offload.backend import LazyCpuBackend
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, Edge
-from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
-from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
-from megatron.slipstream.plan.trace import GroupKey
 
 ROOM = Path(copy_streams.__file__).parent
 
@@ -35,47 +31,26 @@ def _schedule_scenario(name: str) -> Callable[[], bool]:
     return scenario
 
 
-class _HandDriven:
-    """A store on the adversarial backend, with groups saved and moved by hand."""
-
-    def __init__(self) -> None:
-        backend = LazyCpuBackend()
-        recorder = Recorder(backend)
-        self.store = ActivationStore(backend, recorder)
-        self._recorder = recorder
-        self._num_groups = 0
-
-    def save(self, *tensors: torch.Tensor) -> tuple[OffloadTensorGroup, list[object]]:
-        group = OffloadTensorGroup(GroupKey(0, self._num_groups), "group")
-        self._num_groups += 1
-        self._recorder.add_group(group, 0)
-        saved = [self.store.save(tensor, group, 1) for tensor in tensors]
-        self.store.commit(group)
-        return group, saved
-
-    def send(self, group: OffloadTensorGroup) -> None:
-        self.store.copy_out(group, lambda *_: True)
-        self.store.release(group)
-
-
 def _buffer_is_reused_before_its_copy_in_has_run() -> bool:
-    hand = _HandDriven()
+    hand = HandDriven()
     first, second = torch.full((4096,), 1.0), torch.full((4096,), 2.0)
-    group_a, saved_a = hand.save(first.clone())
+    group_a, group_b = hand.group(), hand.group()
+    saved_a = hand.save(group_a, first.clone())
     hand.send(group_a)
     # The copy in is started and the buffer lent again before anybody waits for the copy.
     hand.store.copy_in(group_a.storages())
-    group_b, saved_b = hand.save(second.clone())
+    saved_b = hand.save(group_b, second.clone())
     hand.send(group_b)
     assert hand.store.host_pool.num_allocations == 1
-    return torch.equal(hand.store.read(saved_a[0]), first) and torch.equal(
-        hand.store.read(saved_b[0]), second
+    return torch.equal(hand.store.read(saved_a), first) and torch.equal(
+        hand.store.read(saved_b), second
     )
 
 
 def _returned_memory_that_nobody_came_for() -> bool:
-    hand = _HandDriven()
-    group, _saved = hand.save(torch.ones(4096))
+    hand = HandDriven()
+    group = hand.group()
+    _saved = hand.save(group, torch.ones(4096))
     hand.send(group)
     hand.store.copy_in(group.storages())
     hand.store.drain()
@@ -83,9 +58,10 @@ def _returned_memory_that_nobody_came_for() -> bool:
 
 
 def _closed_with_copies_under_way() -> bool:
-    hand = _HandDriven()
-    group, _saved = hand.save(torch.ones(4096))
-    hand.store.copy_out(group, lambda *_: True)
+    hand = HandDriven()
+    group = hand.group()
+    _saved = hand.save(group, torch.ones(4096))
+    hand.copy_out(group)
     hand.store.close()
     return True
 
@@ -167,8 +143,9 @@ def test_a_copy_in_on_another_stream_follows_the_copy_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """[Note: A copy in follows its own copy out]: the second stream waits by E3 as well."""
-    hand = _HandDriven()
-    group, saved = hand.save(torch.ones(4096))
+    hand = HandDriven()
+    group = hand.group()
+    saved = hand.save(group, torch.ones(4096))
     hand.send(group)
     followed = []
     monkeypatch.setattr(hand.store.copy_streams, "follow_copy_out", followed.append)

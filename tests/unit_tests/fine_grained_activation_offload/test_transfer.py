@@ -6,55 +6,22 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
+from hand_driven import HandDriven
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.slipstream.fine_grained_activation_offload.backend import make_backend
-from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
-from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
-from megatron.slipstream.plan.trace import GroupKey
-
-
-class Bench:
-    """A store with groups made by hand."""
-
-    def __init__(self, backend: str = "cpu-lazy") -> None:
-        self.recorder = Recorder(make_backend(backend))
-        self.store = ActivationStore(self.recorder._backend, self.recorder)
-        self._num_groups = 0
-
-    def group(self, name: str = "group") -> OffloadTensorGroup:
-        group = OffloadTensorGroup(GroupKey(0, self._num_groups), name)
-        self._num_groups += 1
-        self.recorder.add_group(group, 0)
-        return group
-
-    def save(self, group: OffloadTensorGroup, *tensors: torch.Tensor, min_numel: int = 1) -> Any:
-        saved = [self.store.save(tensor, group, min_numel) for tensor in tensors]
-        return saved[0] if len(saved) == 1 else saved
-
-    def send(self, group: OffloadTensorGroup) -> None:
-        self.store.commit(group)
-        self.store.copy_out(group, lambda *_: True)
-        self.store.release(group)
-
-    @property
-    def copies(self) -> int:
-        return sum(counters.d2h_copies for counters in self.store.modules.values())
 
 
 @pytest.fixture(params=["cpu", "cpu-lazy"])
-def bench(request: pytest.FixtureRequest) -> Bench:
-    return Bench(request.param)
+def bench(request: pytest.FixtureRequest) -> HandDriven:
+    return HandDriven(request.param)
 
 
-def test_device_memory_is_gone_while_the_bytes_are_on_the_host(bench: Bench) -> None:
+def test_device_memory_is_gone_while_the_bytes_are_on_the_host(bench: HandDriven) -> None:
     tensor = torch.randn(64, 64)
     expected, gone = tensor.clone(), weakref.ref(tensor.untyped_storage())
     group = bench.group()
@@ -65,7 +32,7 @@ def test_device_memory_is_gone_while_the_bytes_are_on_the_host(bench: Bench) -> 
     assert torch.equal(bench.store.read(saved), expected)
 
 
-def test_views_of_one_storage_move_once_and_share_memory_again(bench: Bench) -> None:
+def test_views_of_one_storage_move_once_and_share_memory_again(bench: HandDriven) -> None:
     base = torch.randn(8, 6, 16)
     expected = base.clone()
     group = bench.group()
@@ -80,7 +47,7 @@ def test_views_of_one_storage_move_once_and_share_memory_again(bench: Bench) -> 
     assert len({view.untyped_storage().data_ptr() for view in views}) == 1
 
 
-def test_storage_of_two_groups_moves_once_and_is_freed_by_the_last(bench: Bench) -> None:
+def test_storage_of_two_groups_moves_once_and_is_freed_by_the_last(bench: HandDriven) -> None:
     tensor = torch.randn(256)
     expected, gone = tensor.clone(), weakref.ref(tensor.untyped_storage())
     first, second = bench.group("first"), bench.group("second")
@@ -95,7 +62,7 @@ def test_storage_of_two_groups_moves_once_and_is_freed_by_the_last(bench: Bench)
     assert torch.equal(bench.store.read(in_first), expected)
 
 
-def test_a_group_that_saves_what_has_left_copies_nothing(bench: Bench) -> None:
+def test_a_group_that_saves_what_has_left_copies_nothing(bench: HandDriven) -> None:
     tensor = torch.randn(256)
     expected = tensor.clone()
     first, second = bench.group("first"), bench.group("second")
@@ -109,7 +76,7 @@ def test_a_group_that_saves_what_has_left_copies_nothing(bench: Bench) -> None:
     assert torch.equal(bench.store.read(bench_first), expected)
 
 
-def test_a_small_part_of_a_large_storage_moves_alone(bench: Bench) -> None:
+def test_a_small_part_of_a_large_storage_moves_alone(bench: HandDriven) -> None:
     base = torch.randn(64, 1024)
     expected = base[40].clone()
     group = bench.group()
@@ -122,7 +89,7 @@ def test_a_small_part_of_a_large_storage_moves_alone(bench: Bench) -> None:
     assert tensor.storage_offset() * 4 % 512 == (40 * 4096) % 512, "alignment decides kernels"
 
 
-def test_a_view_outside_of_what_has_left_is_a_storage_of_its_own(bench: Bench) -> None:
+def test_a_view_outside_of_what_has_left_is_a_storage_of_its_own(bench: HandDriven) -> None:
     base = torch.randn(64, 1024)
     expected = base.clone()
     first, second = bench.group(), bench.group()
@@ -135,7 +102,7 @@ def test_a_view_outside_of_what_has_left_is_a_storage_of_its_own(bench: Bench) -
     assert torch.equal(bench.store.read(in_first), expected[3])
 
 
-def test_what_somebody_else_holds_is_not_copied_back_and_is_learnt(bench: Bench) -> None:
+def test_what_somebody_else_holds_is_not_copied_back_and_is_learnt(bench: HandDriven) -> None:
     tensor = torch.randn(128)
     group = bench.group()
     saved = bench.save(group, tensor)
@@ -146,7 +113,9 @@ def test_what_somebody_else_holds_is_not_copied_back_and_is_learnt(bench: Bench)
     assert bench.recorder.finish(0).storages[0].held_outside
 
 
-def test_memory_emptied_and_refilled_by_recomputation_is_read_as_refilled(bench: Bench) -> None:
+def test_memory_refilled_by_recomputation_is_read_as_refilled(
+    bench: HandDriven,
+) -> None:
     tensor = torch.randn(128)
     expected = tensor.clone()
     group = bench.group()
@@ -161,7 +130,7 @@ def test_memory_emptied_and_refilled_by_recomputation_is_read_as_refilled(bench:
     assert torch.equal(bench.store.read(saved), expected)
 
 
-def test_memory_emptied_for_good_comes_back_from_the_host(bench: Bench) -> None:
+def test_memory_emptied_for_good_comes_back_from_the_host(bench: HandDriven) -> None:
     tensor = torch.randn(128)
     expected = tensor.clone()
     group = bench.group()
@@ -172,7 +141,7 @@ def test_memory_emptied_for_good_comes_back_from_the_host(bench: Bench) -> None:
     assert torch.equal(bench.store.read(saved), expected)
 
 
-def test_memory_emptied_before_its_commit_is_not_copied(bench: Bench) -> None:
+def test_memory_emptied_before_its_commit_is_not_copied(bench: HandDriven) -> None:
     tensor = torch.randn(128)
     group = bench.group()
     bench.save(group, tensor)
@@ -182,7 +151,7 @@ def test_memory_emptied_before_its_commit_is_not_copied(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("when", ["before commit", "while leaving", "after it stayed"])
-def test_in_place_change_of_a_saved_tensor_is_refused(bench: Bench, when: str) -> None:
+def test_in_place_change_of_a_saved_tensor_is_refused(bench: HandDriven, when: str) -> None:
     tensor = torch.randn(128)
     group = bench.group("moe_act")
     saved = bench.save(group, tensor)
@@ -197,7 +166,7 @@ def test_in_place_change_of_a_saved_tensor_is_refused(bench: Bench, when: str) -
         bench.store.read(saved)
 
 
-def test_needed_before_it_was_let_go_it_has_never_been_away(bench: Bench) -> None:
+def test_needed_before_it_was_let_go_it_has_never_been_away(bench: HandDriven) -> None:
     tensor = torch.randn(128)
     address = tensor.data_ptr()
     group = bench.group()
@@ -211,7 +180,7 @@ def test_needed_before_it_was_let_go_it_has_never_been_away(bench: Bench) -> Non
     assert bench.store.host_pool.lent_bytes == 0
 
 
-def test_read_again_it_is_the_same_memory(bench: Bench) -> None:
+def test_read_again_it_is_the_same_memory(bench: HandDriven) -> None:
     tensor = torch.randn(128)
     group = bench.group()
     saved = bench.save(group, tensor)
@@ -221,7 +190,7 @@ def test_read_again_it_is_the_same_memory(bench: Bench) -> None:
     assert bench.store.modules["group"].h2d_copies == 1
 
 
-def test_host_memory_returns_when_the_graph_dies_without_backward(bench: Bench) -> None:
+def test_host_memory_returns_when_the_graph_dies_without_backward(bench: HandDriven) -> None:
     group = bench.group()
     saved = bench.save(group, torch.randn(4096))
     bench.send(group)
@@ -255,7 +224,7 @@ def _not_offloadable() -> torch.Tensor:
         pytest.param(_not_offloadable(), id="marked"),
     ],
 )
-def test_stays_as_it_is(bench: Bench, tensor: torch.Tensor) -> None:
+def test_stays_as_it_is(bench: HandDriven, tensor: torch.Tensor) -> None:
     group = bench.group()
     kept = bench.save(group, tensor, min_numel=16)
     assert isinstance(kept, torch.Tensor)
@@ -263,7 +232,7 @@ def test_stays_as_it_is(bench: Bench, tensor: torch.Tensor) -> None:
     assert bench.store.read(kept) is kept
 
 
-def test_a_result_saved_by_its_own_operation_does_not_keep_its_graph(bench: Bench) -> None:
+def test_a_result_saved_by_its_own_operation_does_not_keep_its_graph(bench: HandDriven) -> None:
     x = torch.randn(8, requires_grad=True)
     result = torch.exp(x)
     kept = bench.save(bench.group(), result, min_numel=1000)
@@ -275,7 +244,7 @@ def test_a_result_saved_by_its_own_operation_does_not_keep_its_graph(bench: Benc
 @given(data=st.data())
 def test_any_order_of_moves_returns_what_was_saved(data: st.DataObject) -> None:
     """Groups over shared and separate storages, driven in a random order, adversarial backend."""
-    bench = Bench("cpu-lazy")
+    bench = HandDriven("cpu-lazy")
     bases = [torch.randn(4, 32) for _ in range(3)]
     groups, saved = [], []
     view = None

@@ -1,0 +1,52 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A store whose groups are saved and moved by hand, to bring about one situation at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.backend import make_backend
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
+from megatron.slipstream.plan.trace import GroupKey
+
+
+class HandDriven:
+    """A store on the backend of that name."""
+
+    def __init__(self, backend: str = "cpu-lazy") -> None:
+        self.backend = make_backend(backend)
+        self.recorder = Recorder(self.backend)
+        self.store = ActivationStore(self.backend, self.recorder)
+        self._num_groups = 0
+
+    def group(self, name: str = "group") -> OffloadTensorGroup:
+        """A new group."""
+        group = OffloadTensorGroup(GroupKey(0, self._num_groups), name)
+        self._num_groups += 1
+        self.recorder.add_group(group, 0)
+        return group
+
+    def save(self, group: OffloadTensorGroup, *tensors: torch.Tensor, min_numel: int = 1) -> Any:
+        """What autograd would keep of ``tensors``; alone if there is one."""
+        saved = [self.store.save(tensor, group, min_numel) for tensor in tensors]
+        return saved[0] if len(saved) == 1 else saved
+
+    def copy_out(self, group: OffloadTensorGroup) -> None:
+        """Commit the group and start its copies out."""
+        self.store.commit(group)
+        self.store.copy_out(group, lambda *_: True)
+
+    def send(self, group: OffloadTensorGroup) -> None:
+        """Copy the group out and let go of its device memory."""
+        self.copy_out(group)
+        self.store.release(group)
+
+    @property
+    def copies(self) -> int:
+        """Copies out so far."""
+        return sum(counters.d2h_copies for counters in self.store.modules.values())
