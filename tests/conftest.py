@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +42,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if num_needed > num_seen:
             reason = f"needs {num_needed} GPU(s), torch sees {num_seen}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ours."""
+    parser.addoption(
+        "--results-dir",
+        type=Path,
+        help="keep the rows that tests measure here, one JSON line each, for benchmarks/results",
+    )
+
+
+@pytest.fixture
+def record_row(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """``record_row(theme, **fields)`` appends a row to ``<results-dir>/<theme>.jsonl``."""
+    folder: Path | None = request.config.getoption("--results-dir")
+
+    def record(theme: str, **fields: object) -> None:
+        print(theme, fields)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"{theme}.jsonl").open("a") as stream:
+                stream.write(json.dumps(fields) + "\n")
+
+    return record

@@ -11,6 +11,7 @@ that an engine with a missing wait computes NaN instead of being right by luck.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -137,6 +138,9 @@ class CudaBackend(Backend):
 
     name = "cuda"
 
+    def __init__(self) -> None:
+        self._registered: dict[int, weakref.finalize[Any, Any]] = {}
+
     def manages(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
@@ -174,13 +178,19 @@ class CudaBackend(Backend):
         # Registered rather than asked of torch's pinned allocator, which rounds up to a power of
         # two and keeps what it has got (https://github.com/pytorch/pytorch/issues/95823).
         buffer = torch.empty(nbytes, dtype=torch.uint8)
-        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+        address = buffer.data_ptr()
+        status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
         torch.cuda.check_error(status)
+        # Should nobody return the buffer: its addresses go back to the system with it, and could
+        # not be registered again as long as they are.
+        forgotten = weakref.finalize(buffer, _unregister_forgotten, address)
+        forgotten.atexit = False
+        self._registered[address] = forgotten
         return buffer
 
     def free_host(self, buffer: torch.Tensor) -> None:
-        status = torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-        torch.cuda.check_error(status)
+        self._registered.pop(buffer.data_ptr()).detach()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
 
     def memory(self) -> Optional[tuple[int, int]]:
         stats = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
@@ -208,6 +218,11 @@ class CudaBackend(Backend):
 
 _COMPLETED = object()
 """The event of work that is done by the time it is recorded."""
+
+
+def _unregister_forgotten(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still be using it
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class CpuBackend(Backend):

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from hand_driven import HandDriven
+from race_scenarios import without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload import copy_streams
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, Edge
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
 
 ROOM = Path(copy_streams.__file__).parent
 
@@ -77,20 +78,6 @@ SCENARIOS: dict[Edge, Callable[[], bool]] = {
 }
 
 
-def _delete(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait, wait_on_host = CopyStreams._wait, CopyStreams._wait_on_host
-
-    def without(original: Callable[..., None]) -> Callable[..., None]:
-        def skipping(self: CopyStreams, this: Edge, *rest: object) -> None:
-            if this is not edge:
-                original(self, this, *rest)
-
-        return skipping
-
-    monkeypatch.setattr(CopyStreams, "_wait", without(wait))
-    monkeypatch.setattr(CopyStreams, "_wait_on_host", without(wait_on_host))
-
-
 @pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
 def test_scenario_is_right_with_every_edge(edge: Edge) -> None:
     assert SCENARIOS[edge]()
@@ -107,9 +94,10 @@ def _is_right(scenario: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
-def test_scenario_is_wrong_without_its_edge(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    _delete(edge, monkeypatch)
-    assert not _is_right(SCENARIOS[edge]), f"nothing noticed that {edge.name} is gone: {edge.value}"
+def test_scenario_is_wrong_without_its_edge(edge: Edge) -> None:
+    with without_edge(edge):
+        right = _is_right(SCENARIOS[edge])
+    assert not right, f"nothing noticed that {edge.name} is gone: {edge.value}"
 
 
 def test_table_lists_every_edge() -> None:

@@ -1,0 +1,189 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""One situation per edge in which the fault is certain on a GPU if that edge is gone.
+
+Each puts a long sleep on the late stream and makes sure that what would be read or overwritten too
+early is something else: NaN, or other data. A scenario returns whether the result is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from hand_driven import HandDriven
+
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, Edge
+
+NUMEL = 1 << 20
+SLEEP_CYCLES = 400_000_000
+"""About 0.2 s on an H200; every copy here takes less than a millisecond."""
+
+
+def _values(value: float) -> torch.Tensor:
+    return torch.full((NUMEL,), value, device="cuda")
+
+
+def _sleep_on(stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+
+
+def _sent(hand: HandDriven, value: float) -> tuple[object, object]:
+    """A group that is on the host for certain."""
+    group = hand.group()
+    saved = hand.save(group, _values(value))
+    hand.send(group)
+    torch.cuda.synchronize()
+    return group, saved
+
+
+def _poison_free_memory() -> None:
+    """Fill the block that an allocation of this size gets next, on the compute stream."""
+    block = _values(float("nan"))
+    del block
+
+
+def copy_out_of_what_is_computed_late() -> bool:
+    """E1: the source is NaN until the compute stream, which is late, has written it."""
+    hand = HandDriven("cuda")
+    tensor = _values(float("nan"))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    tensor.copy_(_values(1.0))
+    group = hand.group()
+    saved = hand.save(group, tensor)
+    del tensor
+    hand.copy_out(group)
+    torch.cuda.synchronize()
+    hand.store.release(group)
+    return bool((hand.store.read(saved) == 1.0).all())
+
+
+def host_buffer_lent_while_a_late_copy_in_reads_it() -> bool:
+    """E2: the second group's copy out would overwrite what the first one's copy in reads."""
+    hand = HandDriven("cuda")
+    group, saved = _sent(hand, 1.0)
+    address = saved.storage.lease.buffer.data_ptr()  # type: ignore[attr-defined]
+    _sleep_on(hand.store.copy_streams.h2d)
+    hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
+    other = hand.group()
+    saved_other = hand.save(other, _values(2.0))
+    hand.copy_out(other)
+    if saved_other.storage.lease.buffer.data_ptr() != address:
+        raise AssertionError("the scenario needs the pool to lend the same buffer again")
+    right = bool((hand.store.read(saved) == 1.0).all())
+    return right and bool((hand.store.read(saved_other) == 2.0).all())
+
+
+def device_memory_reused_while_a_late_copy_out_reads_it() -> bool:
+    """E3: what is let go is filled with NaN by its next owner."""
+    hand = HandDriven("cuda")
+    group = hand.group()
+    saved = hand.save(group, _values(1.0))
+    torch.cuda.synchronize()
+    _sleep_on(hand.store.copy_streams.d2h)
+    hand.send(group)
+    _poison_free_memory()
+    torch.cuda.synchronize()
+    return bool((hand.store.read(saved) == 1.0).all())
+
+
+def copy_in_over_memory_that_late_compute_reads() -> bool:
+    """E4: the destination is a block whose last reader, on the compute stream, is late."""
+    hand = HandDriven("cuda")
+    group, saved = _sent(hand, 1.0)
+    block = _values(3.0)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    read_late = block.clone()
+    address = block.data_ptr()
+    del block
+    hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
+    if saved.storage.returned.data_ptr() != address:  # type: ignore[attr-defined]
+        raise AssertionError("the scenario needs the allocator to hand out the same block")
+    torch.cuda.synchronize()
+    return bool((read_late == 3.0).all())
+
+
+def backward_reads_while_a_late_copy_in_writes() -> bool:
+    """E5: until the late copy has run the destination holds NaN."""
+    hand = HandDriven("cuda")
+    group, saved = _sent(hand, 1.0)
+    _poison_free_memory()
+    torch.cuda.synchronize()
+    _sleep_on(hand.store.copy_streams.h2d)
+    hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
+    read = hand.store.read(saved).clone()
+    torch.cuda.synchronize()
+    return bool((read == 1.0).all())
+
+
+def unused_memory_reused_while_a_late_copy_in_writes() -> bool:
+    """E6: the next owner of the destination would be overwritten by the late copy."""
+    hand = HandDriven("cuda")
+    group, saved = _sent(hand, 1.0)
+    _sleep_on(hand.store.copy_streams.h2d)
+    hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
+    address = saved.storage.returned.data_ptr()  # type: ignore[attr-defined]
+    hand.store.drain()
+    del saved
+    next_owner = _values(4.0)
+    if next_owner.data_ptr() != address:
+        raise AssertionError("the scenario needs the allocator to hand out the same block")
+    torch.cuda.synchronize()
+    return bool((next_owner == 4.0).all())
+
+
+def host_memory_unpinned_while_a_late_copy_writes_it() -> bool:
+    """E7: a stream must be idle when its host memory goes; the fault itself could be a crash."""
+    hand = HandDriven("cuda")
+    group = hand.group()
+    saved = hand.save(group, _values(1.0))
+    _sleep_on(hand.store.copy_streams.d2h)
+    hand.copy_out(group)
+    idle = []
+    free_host = hand.backend.free_host
+
+    def observed(buffer: torch.Tensor) -> None:
+        idle.append(hand.store.copy_streams.d2h.query())
+        hand.store.copy_streams.d2h.synchronize()
+        free_host(buffer)
+
+    hand.backend.free_host = observed  # type: ignore[method-assign]
+    hand.store.close()
+    del saved
+    return idle != [] and all(idle)
+
+
+SCENARIOS: dict[Edge, Callable[[], bool]] = {
+    Edge.E1: copy_out_of_what_is_computed_late,
+    Edge.E2: host_buffer_lent_while_a_late_copy_in_reads_it,
+    Edge.E3: device_memory_reused_while_a_late_copy_out_reads_it,
+    Edge.E4: copy_in_over_memory_that_late_compute_reads,
+    Edge.E5: backward_reads_while_a_late_copy_in_writes,
+    Edge.E6: unused_memory_reused_while_a_late_copy_in_writes,
+    Edge.E7: host_memory_unpinned_while_a_late_copy_writes_it,
+}
+
+
+class without_edge:
+    """Context manager that deletes one edge from every :class:`CopyStreams`."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._originals = (CopyStreams._wait, CopyStreams._wait_on_host)
+
+    def __enter__(self) -> None:
+        CopyStreams._wait, CopyStreams._wait_on_host = (  # type: ignore[method-assign,assignment]
+            self._skipping(original) for original in self._originals
+        )
+
+    def __exit__(self, *_: object) -> None:
+        CopyStreams._wait, CopyStreams._wait_on_host = self._originals  # type: ignore[method-assign]
+
+    def _skipping(self, original: Callable[..., None]) -> Callable[..., None]:
+        def skipping(streams: CopyStreams, edge: Edge, *rest: object) -> None:
+            if edge is not self._edge:
+                original(streams, edge, *rest)
+
+        return skipping

@@ -1,0 +1,62 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""On a GPU, each edge of the table is needed: with it the result is right, without it wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hand_driven import HandDriven
+from race_scenarios import SCENARIOS, without_edge
+
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
+
+pytestmark = pytest.mark.gpu
+
+Row = Callable[..., None]
+
+
+def test_every_edge_has_a_scenario() -> None:
+    assert SCENARIOS.keys() == set(Edge)
+
+
+@pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
+def test_right_with_the_edge(edge: Edge) -> None:
+    for _ in range(3):
+        assert SCENARIOS[edge]()
+
+
+@pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
+def test_wrong_without_the_edge(edge: Edge) -> None:
+    with without_edge(edge):
+        assert not any(SCENARIOS[edge]() for _ in range(3))
+
+
+def test_host_memory_that_nobody_returned_can_be_registered_again() -> None:
+    """A pool that is forgotten, not closed, must not leave its addresses registered."""
+    for _ in range(20):
+        hand = HandDriven("cuda")
+        group = hand.group()
+        saved = hand.save(group, torch.ones(1 << 20, device="cuda"))
+        hand.send(group)
+        assert bool((hand.store.read(saved) == 1.0).all())
+
+
+def test_each_scenario_depends_on_its_own_edge_only(record_row: Row) -> None:
+    """The mutation run: every edge deleted in turn, every scenario run. Its rows are kept."""
+    table = {}
+    for deleted in [None, *Edge]:
+        for scenario in Edge:
+            if deleted is None:
+                right = SCENARIOS[scenario]()
+            else:
+                with without_edge(deleted):
+                    right = SCENARIOS[scenario]()
+            table[deleted, scenario] = right
+            name = deleted.name if deleted else None
+            record_row("edge_mutations", deleted=name, scenario=scenario.name, right=right)
+    assert all(table[None, scenario] for scenario in Edge)
+    for deleted in Edge:
+        assert not table[deleted, deleted]
