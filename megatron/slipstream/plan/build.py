@@ -6,19 +6,24 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron.slipstream.plan.host_memory import size_class_bytes
 from megatron.slipstream.plan.policy import (
     HELD_BY_KEPT,
     HELD_OUTSIDE,
+    HOST_MEMORY,
     NO_TIME,
+    HostLoan,
     PolicyOptions,
+    keep_within_host_memory,
+    lent_bytes,
     select_groups,
 )
-from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
+from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, Trace
 
 
 class ActionKind(enum.Enum):
@@ -84,6 +89,8 @@ class Plan:
     groups: tuple[GroupPlan, ...]
     storages: tuple[StoragePlan, ...]
     """Only those that move."""
+    needed_host_bytes: int = 0
+    """The most host memory that would be lent at once without a limit, in whole buffers."""
 
     @cached_property
     def group_by_key(self) -> dict[GroupKey, GroupPlan]:
@@ -126,6 +133,16 @@ class Plan:
             totals.append(total)
         return tuple(totals)
 
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most host memory that is lent at once, in whole buffers."""
+        return max(lent_bytes(len(self.trace.steps), _loans(self.storages)), default=0)
+
+    @property
+    def num_kept_for_host_memory(self) -> int:
+        """Groups that stay because host memory is limited."""
+        return sum(group.reason == HOST_MEMORY for group in self.groups)
+
     def peak_bytes(self) -> tuple[int, int] | None:
         """The device peak without and with this plan, in bytes; None without memory readings.
 
@@ -159,42 +176,63 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
         if free_step < 0 or free_step >= h2d_step:
             reasons[key] = NO_TIME
     moving = moving - reasons.keys()
+    storages = _storage_plans(trace, moving, timing)
+    needed = max(lent_bytes(len(trace.steps), _loans(storages)), default=0)
+    limit = options.host_memory_limit_bytes
+    if limit is not None and needed > limit:
+        # Last, since what every other policy keeps needs no host memory.
+        reasons.update(keep_within_host_memory(trace, sorted(moving), _loans(storages), limit))
+        moving = moving - reasons.keys()
+        storages = _storage_plans(trace, moving, timing)
+    planned = frozenset(storage.index for storage in storages)
     kept_storages = _kept_storages(trace, moving)
-    storages = _storage_plans(trace, moving, kept_storages, timing)
-    planned = {storage.index for storage in storages}
     groups = []
     for group in trace.groups:
-        key = group.key
-        if key not in moving:
-            groups.append(GroupPlan(key, group.name, False, reasons[key]))
-            continue
-        stays = {
-            position: kept_storages.get(index, NO_TIME)
-            for position, index in enumerate(group.storages)
-            if index not in planned
-        }
-        if len(stays) == len(group.storages):
-            groups.append(GroupPlan(key, group.name, False, next(iter(stays.values()))))
-            continue
-        moved = sum(
-            trace.storages[index].nbytes
-            for index in group.storages
-            if index in planned and trace.storages[index].holders[0] == key
-        )
-        groups.append(
-            GroupPlan(
-                key,
-                group.name,
-                True,
-                kept_storages=stays,
-                moved_nbytes=moved,
-                commit_step=trace.step_index[StepKind.FORWARD_COMMIT, key],
-                free_step=timing[key][0],
-                h2d_step=timing[key][1],
-                use_step=trace.step_index[StepKind.BACKWARD_USE, key],
-            )
-        )
-    return Plan(trace, options, tuple(groups), storages)
+        if group.key in moving:
+            groups.append(_group_plan(trace, group, planned, kept_storages, timing[group.key]))
+        else:
+            groups.append(GroupPlan(group.key, group.name, False, reasons[group.key]))
+    return Plan(trace, options, tuple(groups), storages, needed)
+
+
+def _group_plan(
+    trace: Trace,
+    group: GroupTrace,
+    planned: frozenset[int],
+    kept_storages: Mapping[int, str],
+    timing: tuple[int, int],
+) -> GroupPlan:
+    """What happens to a group that is to move; it stays if all of its storages do."""
+    stays = {
+        position: kept_storages.get(index, NO_TIME)
+        for position, index in enumerate(group.storages)
+        if index not in planned
+    }
+    if len(stays) == len(group.storages):
+        return GroupPlan(group.key, group.name, False, next(iter(stays.values())))
+    moved = sum(
+        trace.storages[index].nbytes
+        for index in group.storages
+        if index in planned and trace.storages[index].holders[0] == group.key
+    )
+    return GroupPlan(
+        group.key,
+        group.name,
+        True,
+        kept_storages=stays,
+        moved_nbytes=moved,
+        commit_step=trace.step_index[StepKind.FORWARD_COMMIT, group.key],
+        free_step=timing[0],
+        h2d_step=timing[1],
+        use_step=trace.step_index[StepKind.BACKWARD_USE, group.key],
+    )
+
+
+def _loans(storages: Sequence[StoragePlan]) -> list[HostLoan]:
+    return [
+        HostLoan(item.index, size_class_bytes(item.nbytes), item.d2h_step, item.h2d_step)
+        for item in storages
+    ]
 
 
 def _time_groups(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[int, int]]:
@@ -229,10 +267,10 @@ def _kept_storages(trace: Trace, moving: frozenset[GroupKey]) -> dict[int, str]:
 def _storage_plans(
     trace: Trace,
     moving: frozenset[GroupKey],
-    kept: Mapping[int, str],
     timing: Mapping[GroupKey, tuple[int, int]],
 ) -> tuple[StoragePlan, ...]:
     plans = []
+    kept = _kept_storages(trace, moving)
     for index, storage in enumerate(trace.storages):
         if index in kept:
             continue

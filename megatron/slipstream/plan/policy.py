@@ -8,8 +8,11 @@ reason. The reasons are shown in the report, so they are written for its reader.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
 from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
 
@@ -26,6 +29,8 @@ class PolicyOptions:
     """How many later group commits a group's device memory outlives its own commit."""
     prefetch_depth: int = 1
     """How many group uses ahead of its own a group's copy back starts."""
+    host_memory_limit_bytes: Optional[int] = None
+    """The most host memory that may be lent at once; None for no limit."""
 
 
 Kept = dict[GroupKey, str]
@@ -37,6 +42,7 @@ DELTA = "delta_offload_bytes_across_pp_ranks keeps it"
 NOTHING_TO_MOVE = "it saves nothing that may move"
 HELD_OUTSIDE = "an operation outside the chosen modules holds it too"
 HELD_BY_KEPT = "a group that stays holds it too"
+HOST_MEMORY = "offload_host_memory_limit_bytes keeps it"
 NO_TIME = "backward needs it before it could have left"
 
 
@@ -110,6 +116,65 @@ def keep_by_fraction(trace: Trace, moving: Sequence[GroupKey], fraction: float) 
         num_kept = int(len(keys) * (1.0 - fraction))
         for key in keys[len(keys) - num_kept :]:
             kept[key] = FRACTION
+    return kept
+
+
+class HostLoan(NamedTuple):
+    """Host memory that one moving storage has from step ``d2h_step`` up to ``h2d_step``."""
+
+    storage: int
+    """Index into :attr:`Trace.storages`."""
+    nbytes: int
+    """Of the buffer, which may be longer than the storage."""
+    d2h_step: int
+    h2d_step: int
+
+
+def lent_bytes(num_steps: int, loans: Sequence[HostLoan]) -> list[int]:
+    """For each step, the host bytes that are lent until the next step."""
+    return list(itertools.accumulate(_changes(num_steps, loans)))
+
+
+def _changes(num_steps: int, loans: Sequence[HostLoan]) -> list[int]:
+    """By how many bytes more are lent from each step on."""
+    changes = [0] * num_steps
+    for loan in loans:
+        changes[loan.d2h_step] += loan.nbytes
+        changes[loan.h2d_step] -= loan.nbytes
+    return changes
+
+
+def keep_within_host_memory(
+    trace: Trace, moving: Sequence[GroupKey], loans: Sequence[HostLoan], limit_bytes: int
+) -> Kept:
+    """Keep whole groups until the host memory that is lent at once is within the limit.
+
+    Where it is not, those groups stay, of all that have host memory then, whose backward comes
+    soonest: they would be away for the shortest time. In a pipeline that keeps as many groups of
+    one micro-batch as of another.
+    """
+    kept: Kept = {}
+    changes = _changes(len(trace.steps), loans)
+    loan_of = {loan.storage: loan for loan in loans}
+    wanted = set(moving)
+    lent = 0
+    # All of a group's storages have left by its commit, so it stands for them from there on.
+    by_use: list[tuple[int, GroupKey]] = []
+    for step, mark in enumerate(trace.steps):
+        lent += changes[step]
+        if mark.kind is StepKind.FORWARD_COMMIT and mark.key in wanted:
+            heapq.heappush(by_use, (trace.step_index[StepKind.BACKWARD_USE, mark.key], mark.key))
+        while lent > limit_bytes:
+            _, key = heapq.heappop(by_use)
+            held = [loan_of[i] for i in trace.group_by_key[key].storages if i in loan_of]
+            if all(loan.h2d_step <= step for loan in held):
+                continue  # It has come back.
+            kept[key] = HOST_MEMORY
+            for loan in held:
+                del loan_of[loan.storage]
+                if step < loan.h2d_step:
+                    lent -= loan.nbytes
+                    changes[loan.h2d_step] += loan.nbytes
     return kept
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.slipstream.plan.build import GroupPlan, Plan
-from megatron.slipstream.plan.trace import StepKind
+from megatron.slipstream.plan.trace import GroupKey, StepKind
 
+HERE = "  <-- here"
 LEGEND = "# on the device   > copying out   . on the host   < copying back"
 
 
@@ -22,22 +23,30 @@ def format_bytes(nbytes: float) -> str:
     raise AssertionError("unreachable")
 
 
-def render_plan(plan: Plan, width: int = 48, max_rows: int = 64) -> str:
+def render_plan(
+    plan: Plan, width: int = 48, max_rows: int = 64, marked: GroupKey | None = None
+) -> str:
     """Draw a plan as a text grid.
 
     Args:
         plan: The plan.
         width: Columns of the time strip; each stands for an equal share of the iteration's steps.
         max_rows: Rows shown before the rest is summed up in one line.
+        marked: A group to point at. Its row is shown whatever ``max_rows`` says.
 
     Returns:
         The grid, without a trailing newline.
     """
     rows = [["group", "bytes", "D2H", "FREE", "H2D", "use", _phases(plan, width)]]
-    shown = plan.groups[:max_rows]
+    shown = list(plan.groups[:max_rows])
+    hidden = plan.groups[max_rows:]
+    shown += [group for group in hidden if group.key == marked]
+    hidden = tuple(group for group in hidden if group.key != marked)
     rows += [_row(plan, group, width) for group in shown]
     lines = _align(rows)
-    hidden = plan.groups[max_rows:]
+    for row, group in enumerate(shown, start=1):
+        if group.key == marked:
+            lines[row] += HERE
     if hidden:
         num_moving = sum(group.moves for group in hidden)
         lines.append(f"... and {len(hidden)} more groups, {num_moving} of which move")
@@ -100,7 +109,8 @@ def _row(plan: Plan, group: GroupPlan, width: int) -> list[str]:
 
 def _mark(plan: Plan, group: GroupPlan, step: int) -> str:
     index = plan.trace.step_index
-    start = index[StepKind.FORWARD_START, group.key]
+    # A plan that is drawn because it is wrong may name groups that are not in the trace.
+    start = index.get((StepKind.FORWARD_START, group.key), group.commit_step)
     if step < start or step > group.use_step:
         return " "
     if step < group.commit_step or step == group.use_step:

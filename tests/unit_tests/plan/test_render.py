@@ -99,6 +99,16 @@ def test_rows_beyond_the_limit_are_summed_up() -> None:
     assert lines[5].startswith("6 of 7 groups move, 5.9 KiB each way")
 
 
+@pytest.mark.parametrize("max_rows", [1, 4, 10])
+def test_a_marked_group_is_pointed_at_whatever_the_limit(max_rows: int) -> None:
+    plan = build_plan(one_pass(Model(num_layers=7)), PolicyOptions())
+    lines = render_plan(plan, max_rows=max_rows, marked=plan.groups[3].key).split("\n")
+    assert [line.split()[0] for line in lines if line.endswith("  <-- here")] == ["0.3.core_attn"]
+    num_shown = max(max_rows, 1) + (max_rows <= 3)
+    if max_rows < 7:
+        assert f"... and {7 - num_shown} more groups" in "\n".join(lines)
+
+
 def test_all_rows_are_shown_up_to_the_limit() -> None:
     plan = build_plan(FOUR_LAYERS, PolicyOptions())
     assert "more groups" not in render_plan(plan, max_rows=4)

@@ -1,0 +1,304 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Proves a plan safe: no operation can run before what it needs, whatever the queues' speeds.
+
+``operations`` turns the plan into what the engine would issue, and refuses what cannot be followed.
+Here the order of those operations is proved. Each operation carries a vector clock: how many
+operations of each queue have surely ended when it starts, by the order of its own queue and by the
+edges, and by nothing else. Of two operations that touch the same memory, unless both read, the
+earlier must be in the clock of the later.
+
+[Note: Two futures]
+A mark in backward says that a group is about to be used, not that every tensor is read: autograd
+may ask for none of them, or an exception may end the iteration. What nobody reads, nobody waits
+for by E5, so each plan is proved twice: with every storage read, and with none, where what has
+returned is let go at the end (E6).
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.slipstream.plan.build import Action, ActionKind, Plan, StoragePlan
+from megatron.slipstream.plan.host_ledger import HostBuffer
+from megatron.slipstream.plan.operations import (
+    EDGES,
+    EdgeRule,
+    Operation,
+    OpKind,
+    Queue,
+    Schedule,
+    derive_schedule,
+    device_bytes,
+)
+from megatron.slipstream.plan.rules import PlanError, Rule
+from megatron.slipstream.plan.trace import GroupKey
+
+__all__ = ["PlanError", "PlanFacts", "Rule", "check_plan"]
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What is true of a plan that was proved safe, at any speed of the copies."""
+
+    peak_device_bytes: int
+    """The most bytes of saved storages (those that stay too) on the device at once."""
+    peak_host_bytes: int
+    """The most bytes of host memory lent at once, in whole buffers."""
+    num_operations: int
+    """Operations on the three queues in one iteration."""
+
+
+def check_plan(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> PlanFacts:
+    """Prove that the engine can follow ``plan`` with the waits of ``edges``.
+
+    Args:
+        plan: Any plan; nothing is taken on trust but its trace.
+        edges: The edge table. A test takes one away and sees the proof fail.
+
+    Returns:
+        Facts of the plan.
+
+    Raises:
+        PlanError: The plan breaks a :class:`Rule`.
+    """
+    schedule = derive_schedule(plan)
+    _check_statements(plan, schedule)
+    _check_host_memory(plan, schedule)
+    for operations in (schedule.operations, schedule.unread()):  # [Note: Two futures]
+        waits = schedule.waits(operations, edges)
+        _Proof(plan, schedule, operations, waits).run()
+    return PlanFacts(
+        peak_device_bytes=max(device_bytes(plan.trace, schedule.storages), default=0),
+        peak_host_bytes=max(schedule.host_bytes, default=0),
+        num_operations=len(schedule.operations),
+    )
+
+
+# What the plan states of storages, against what its actions do.
+
+
+def _check_statements(plan: Plan, schedule: Schedule) -> None:
+    stated: dict[int, StoragePlan] = {}
+    for storage in plan.storages:
+        if not 0 <= storage.index < len(plan.trace.storages):
+            detail = f"there is no storage {storage.index}"
+            raise PlanError(Rule.KNOWN_STORAGE, f"storage {storage.index}", plan, detail)
+        if storage.index in stated:
+            detail = f"storage {storage.index} moves twice"
+            raise PlanError(Rule.ONCE, _first_d2h(plan, storage.index), plan, detail)
+        stated[storage.index] = storage
+    derived = {storage.index: storage for storage in schedule.storages}
+    for index in sorted(stated.keys() | derived.keys()):
+        if stated.get(index) != derived.get(index):
+            detail = f"stated is {stated.get(index)}, but the actions do {derived.get(index)}"
+            raise PlanError(Rule.AS_STATED, _first_d2h(plan, index), plan, detail)
+    moved_nbytes: dict[GroupKey, int] = {}
+    for storage in schedule.storages:
+        first = plan.trace.storages[storage.index].holders[0]
+        moved_nbytes[first] = moved_nbytes.get(first, 0) + storage.nbytes
+    for group in plan.groups:
+        nbytes = moved_nbytes.get(group.key, 0)
+        if group.moved_nbytes != nbytes:
+            action = Action(ActionKind.D2H, group.key, group.name)
+            detail = f"stated are {group.moved_nbytes} bytes, but the actions move {nbytes}"
+            raise PlanError(Rule.AS_STATED, action, plan, detail)
+
+
+def _check_host_memory(plan: Plan, schedule: Schedule) -> None:
+    limit = plan.options.host_memory_limit_bytes
+    for operation in schedule.operations:
+        lent = schedule.host_bytes[operation.step]
+        if limit is not None and operation.kind is OpKind.COPY_OUT and lent > limit:
+            detail = f"{lent} bytes are lent from step {operation.step} on, {limit} are allowed"
+            raise PlanError(Rule.WITHIN_HOST_MEMORY, operation.cause, plan, detail)
+
+
+def _first_d2h(plan: Plan, storage: int) -> Action:
+    key = plan.trace.storages[storage].holders[0]
+    return Action(ActionKind.D2H, key, plan.trace.group_by_key[key].name)
+
+
+# What happens before what.
+
+
+class _Memory(enum.IntEnum):
+    """The memories of one moving storage."""
+
+    ORIGINAL = 0
+    """Device memory that forward wrote."""
+    BUFFER = 1
+    """Host memory. Any of its bytes may have served other storages before."""
+    RETURNED = 2
+    """New device memory that the copy back writes."""
+
+
+class _Access(NamedTuple):
+    """What an operation of some kind does to a memory of each of its storages."""
+
+    memory: _Memory
+    writes: bool
+    rule: Rule | None = None
+    """The rule that is broken where an earlier access may still be running; None where both are
+    on the compute queue, which runs in order."""
+
+
+# To let memory go is to write it: what follows on the compute queue may be given it.
+_ACCESSES: dict[OpKind, tuple[_Access, ...]] = {
+    OpKind.WRITE: (_Access(_Memory.ORIGINAL, True),),
+    OpKind.SAVE: (_Access(_Memory.ORIGINAL, False),),
+    OpKind.COPY_OUT: (
+        _Access(_Memory.ORIGINAL, False, Rule.COPY_OUT_READS_WRITTEN),
+        _Access(_Memory.BUFFER, True, Rule.BUFFER_REUSED_AFTER_COPY),
+    ),
+    OpKind.LET_GO: (_Access(_Memory.ORIGINAL, True, Rule.REUSED_AFTER_COPY_OUT),),
+    # Memory that is new to the storage was somebody's until here.
+    OpKind.START_IN: (_Access(_Memory.RETURNED, True),),
+    OpKind.COPY_IN: (
+        _Access(_Memory.BUFFER, False, Rule.COPY_IN_READS_WRITTEN),
+        _Access(_Memory.RETURNED, True, Rule.COPY_IN_AFTER_LAST_USE),
+    ),
+    OpKind.USE: (_Access(_Memory.RETURNED, False, Rule.BACKWARD_READS_WRITTEN),),
+    OpKind.ABANDON: (_Access(_Memory.RETURNED, True, Rule.UNREAD_REUSED_AFTER_COPY_IN),),
+}
+
+_Clock = list[int]
+"""For each queue, how many of its operations have ended."""
+
+
+class _At(NamedTuple):
+    """Where an operation runs."""
+
+    queue: Queue
+    position: int
+    """Counted from 1 within the queue."""
+
+
+class _Contents:
+    """Some memory since it was last written: who wrote it, for whom, and who has read it."""
+
+    def __init__(self, storage: int, written: _At) -> None:
+        self.storage = storage
+        self.uses = [written]
+
+
+class _HostMemory:
+    """What lies in which bytes of host memory, told from the copies alone.
+
+    The pool says what a borrower has to wait for; this is how its word is checked.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int, _Contents]] = []
+        """In order, without overlap."""
+
+    def write(self, buffer: HostBuffer, contents: _Contents) -> list[_Contents]:
+        """Overwrite the bytes of a buffer. Returns all that lay in any of them.
+
+        What is left of those beside the buffer is forgotten: once this write is proved to come
+        after them, so is each later one, since all writes are on the d2h queue.
+        """
+        ranges, (start, stop) = self._ranges, buffer[:2]
+        first = bisect.bisect_right(ranges, start, key=lambda item: item[1])
+        last = bisect.bisect_left(ranges, stop, key=lambda item: item[0])
+        old = [item[2] for item in ranges[first:last]]
+        ranges[first:last] = [(start, stop, contents)]
+        return old
+
+    def find(self, buffer: HostBuffer) -> _Contents | None:
+        """What lies in the bytes of a buffer; None if they were not written at once."""
+        place = bisect.bisect_left(self._ranges, buffer.start, key=lambda item: item[0])
+        if place < len(self._ranges) and self._ranges[place][:2] == buffer[:2]:
+            return self._ranges[place][2]
+        return None
+
+
+class _Proof:
+    """One future of a schedule. Time and memory grow linearly with the operations."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        operations: Sequence[Operation],
+        waits: Sequence[Sequence[int]],
+    ) -> None:
+        self._plan = plan
+        self._buffers = schedule.buffers
+        self._operations = operations
+        self._waits = waits
+        self._queues: list[_Clock] = [[0, 0, 0] for _ in Queue]
+        """What the next operation of each queue can count on."""
+        self._ended: list[tuple[int, int, int]] = []
+        """For each operation so far, what whoever waits for it can count on."""
+        self._device: dict[tuple[_Memory, int], _Contents] = {}
+        self._host = _HostMemory()
+
+    def run(self) -> None:
+        """Go through the operations in the order of their issue.
+
+        If no wait is for a later operation, that order is one in which all of them can run, so
+        the queues cannot wait in a circle.
+
+        Raises:
+            PlanError: Some operation is not surely after another one that it has to follow.
+        """
+        for index, operation in enumerate(self._operations):
+            queue = operation.kind.queue
+            clock = self._queues[queue]
+            for signal in self._waits[index]:
+                if signal >= index:
+                    detail = f"its {operation.kind.name} waits for what is issued after it"
+                    raise PlanError(Rule.NO_CYCLE, operation.cause, self._plan, detail)
+                for other, count in enumerate(self._ended[signal]):
+                    clock[other] = max(clock[other], count)
+            for access in _ACCESSES.get(operation.kind, ()):
+                for storage in operation.storages:
+                    self._check_access(operation, access, storage, clock)
+            clock[queue] += 1
+            self._ended.append((clock[0], clock[1], clock[2]))
+
+    def _check_access(
+        self, operation: Operation, access: _Access, storage: int, clock: _Clock
+    ) -> None:
+        queue = operation.kind.queue
+        at = _At(queue, clock[queue] + 1)
+        before = self._write(access, storage, at) if access.writes else self._read(access, storage)
+        for contents in before:
+            if not access.writes and contents.storage != storage:
+                detail = f"storage {storage} was overwritten by storage {contents.storage}"
+                raise self._error(operation, access, detail)
+            # What is read has to be written, what is written has to be read by all.
+            for use in contents.uses if access.writes else contents.uses[:1]:
+                if clock[use.queue] < use.position:
+                    detail = (
+                        f"its {operation.kind.name} of storage {storage} may run while the "
+                        f"{use.queue.name} queue still uses the same memory"
+                    )
+                    raise self._error(operation, access, detail)
+            if not access.writes:
+                contents.uses.append(at)
+
+    def _read(self, access: _Access, storage: int) -> list[_Contents]:
+        """What is to be read. It has been written, or the plan could not be followed."""
+        if access.memory is not _Memory.BUFFER:
+            return [self._device[access.memory, storage]]
+        contents = self._host.find(self._buffers[storage])
+        return [contents or _Contents(-1, _At(Queue.D2H, 0))]
+
+    def _write(self, access: _Access, storage: int, at: _At) -> list[_Contents]:
+        """Note a write. Returns what it overwrites."""
+        contents = _Contents(storage, at)
+        if access.memory is _Memory.BUFFER:
+            return self._host.write(self._buffers[storage], contents)
+        before = self._device.get((access.memory, storage))
+        self._device[access.memory, storage] = contents
+        return [] if before is None else [before]
+
+    def _error(self, operation: Operation, access: _Access, detail: str) -> PlanError:
+        # Accesses without a rule are ordered by the compute queue, so they are never the ones.
+        return PlanError(access.rule or Rule.NO_CYCLE, operation.cause, self._plan, detail)

@@ -1,0 +1,126 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Where in host memory buffers lie: the free ranges of a few slabs, as numbers.
+
+The invariant, held by every method of :class:`FreeRanges`:
+
+- Each byte of each slab is either taken or in exactly one free range, and no two free ranges of a
+  slab touch. So memory that is free side by side can serve one longer buffer, and once everything
+  has been put back each slab is one range again, whatever sizes it was cut into.
+- Each free byte that was ever put back lies under a :class:`Use` that says which events end the
+  last copies of it. Whoever takes a range gets the events of all the bytes that he takes and of no
+  others: he waits for what has to be waited for, not for his neighbours' copies.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+
+class Use(NamedTuple):
+    """The last copies of the bytes ``[start, stop)`` of a slab end with these events."""
+
+    start: int
+    stop: int
+    events: tuple[Hashable, ...]
+
+
+class Span(NamedTuple):
+    """Bytes ``[start, stop)`` of a slab that were taken, and what their next user waits for."""
+
+    slab: int
+    start: int
+    stop: int
+    events: tuple[Hashable, ...]
+
+
+@dataclass(eq=False)
+class _FreeRange:
+    slab: int
+    start: int
+    stop: int
+    uses: tuple[Use, ...]
+    """In order; bytes between them have never been used."""
+    serial: int
+    """Grows with the time of the last putting back."""
+
+    @property
+    def sort_key(self) -> tuple[int, int]:
+        return (self.stop - self.start, self.serial)
+
+
+class FreeRanges:
+    """Best fit with coalescing: the shortest free range that is long enough is cut.
+
+    Of equally long ranges the one that has been free for longest is cut, so that the last copy of
+    it has most likely ended.
+    """
+
+    def __init__(self) -> None:
+        self._by_size: list[tuple[tuple[int, int], _FreeRange]] = []
+        """All free ranges by length, then age. Keys are unique, so ranges are never compared."""
+        self._by_start: dict[tuple[int, int], _FreeRange] = {}
+        self._by_stop: dict[tuple[int, int], _FreeRange] = {}
+        self._serials = itertools.count()
+        self._num_slabs = 0
+
+    def add_slab(self, nbytes: int) -> int:
+        """A new slab, all of it free and never used. Returns its number: 0, 1, 2, ..."""
+        slab = self._num_slabs
+        self._num_slabs += 1
+        self._insert(_FreeRange(slab, 0, nbytes, (), next(self._serials)))
+        return slab
+
+    def take(self, nbytes: int) -> Optional[Span]:
+        """Take ``nbytes`` bytes; None if no free range is long enough."""
+        place = bisect.bisect_left(self._by_size, ((nbytes, -1),))
+        if place == len(self._by_size):
+            return None
+        free = self._by_size[place][1]
+        self._remove(free)
+        cut = free.start + nbytes
+        taken = [use for use in free.uses if use.start < cut]
+        if cut < free.stop:
+            left = tuple(_clip(use, cut) for use in free.uses if use.stop > cut)
+            # Its age is that of its bytes, which are as they were.
+            self._insert(_FreeRange(free.slab, cut, free.stop, left, free.serial))
+        return Span(free.slab, free.start, cut, _distinct(taken))
+
+    def put(self, slab: int, start: int, stop: int, events: tuple[Hashable, ...]) -> None:
+        """Put bytes back that were taken; ``events`` end the last copies of them."""
+        uses: tuple[Use, ...] = (Use(start, stop, events),) if events else ()
+        before = self._by_stop.get((slab, start))
+        if before is not None:
+            self._remove(before)
+            start, uses = before.start, before.uses + uses
+        after = self._by_start.get((slab, stop))
+        if after is not None:
+            self._remove(after)
+            stop, uses = after.stop, uses + after.uses
+        self._insert(_FreeRange(slab, start, stop, uses, next(self._serials)))
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """All free ranges as (slab, start, stop), in order."""
+        return sorted((free.slab, free.start, free.stop) for _, free in self._by_size)
+
+    def _insert(self, free: _FreeRange) -> None:
+        bisect.insort(self._by_size, (free.sort_key, free))
+        self._by_start[free.slab, free.start] = free
+        self._by_stop[free.slab, free.stop] = free
+
+    def _remove(self, free: _FreeRange) -> None:
+        del self._by_size[bisect.bisect_left(self._by_size, (free.sort_key,))]
+        del self._by_start[free.slab, free.start]
+        del self._by_stop[free.slab, free.stop]
+
+
+def _clip(use: Use, start: int) -> Use:
+    return use if use.start >= start else use._replace(start=start)
+
+
+def _distinct(uses: Iterable[Use]) -> tuple[Hashable, ...]:
+    return tuple(dict.fromkeys(event for use in uses for event in use.events))

@@ -1,0 +1,371 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A plan as the operations that the engine puts on its three queues, and the waits between them.
+
+This mirrors ``transfer`` (which operations, in which order) and ``copy_streams`` (the edges), so
+that ``check`` can prove a plan and ``simulate`` time it without either. The queues run in order;
+between them only the edges order anything.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megatron.slipstream.plan.build import Action, ActionKind, GroupPlan, Plan, StoragePlan
+from megatron.slipstream.plan.host_ledger import HostBuffer, HostLedger
+from megatron.slipstream.plan.rules import PlanError, Rule
+from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
+
+
+class Queue(enum.IntEnum):
+    """Who carries out an operation."""
+
+    COMPUTE = 0
+    D2H = 1
+    H2D = 2
+
+
+class OpKind(enum.Enum):
+    """The operations. Each value is the queue and what it does there."""
+
+    COMPUTE = (Queue.COMPUTE, "the model's computation between one step and the next")
+    WRITE = (Queue.COMPUTE, "forward has computed the storages")
+    SAVE = (Queue.COMPUTE, "forward has read storages that another group saved first")
+    START_OUT = (Queue.COMPUTE, "the place from which a copy out is started")
+    COPY_OUT = (Queue.D2H, "copies device memory into host buffers")
+    LET_GO = (Queue.COMPUTE, "device memory is let go: what follows may overwrite it")
+    START_IN = (Queue.COMPUTE, "the place from which a copy back is started: its memory is new")
+    COPY_IN = (Queue.H2D, "copies host buffers into new device memory")
+    USE = (Queue.COMPUTE, "backward reads the returned memory")
+    ABANDON = (Queue.COMPUTE, "returned memory is let go unread: what follows may overwrite it")
+
+    @property
+    def queue(self) -> Queue:
+        """The queue it runs on."""
+        return self.value[0]
+
+
+class Operation(NamedTuple):
+    """One entry of a queue. Its place in :attr:`Schedule.operations` is when it was issued."""
+
+    kind: OpKind
+    step: int
+    cause: Action | Step
+    """The action or the mark that it belongs to."""
+    storages: tuple[int, ...] = ()
+    """The moving storages that it touches, by index in :attr:`Trace.storages`."""
+
+
+class EdgeRule(NamedTuple):
+    """A row of the edge table of ``copy_streams`` as data.
+
+    Before an operation of kind ``waiter`` runs, its queue waits for the operation of kind
+    ``signal`` of the same storage; or, with ``same`` "buffer", of the storages that had bytes of
+    its host buffer before.
+    """
+
+    id: str
+    signal: OpKind
+    waiter: OpKind
+    same: Literal["storage", "buffer"] = "storage"
+
+
+EDGES = (
+    EdgeRule("E1", OpKind.START_OUT, OpKind.COPY_OUT),
+    # A planned copy out is never taken back, so a buffer's last copies are always copies back.
+    EdgeRule("E2", OpKind.COPY_IN, OpKind.COPY_OUT, same="buffer"),
+    EdgeRule("E3", OpKind.COPY_OUT, OpKind.LET_GO),
+    EdgeRule("E4", OpKind.START_IN, OpKind.COPY_IN),
+    EdgeRule("E5", OpKind.COPY_IN, OpKind.USE),
+    EdgeRule("E6", OpKind.COPY_IN, OpKind.ABANDON),
+)
+"""E7 is not here: it orders the host, and only once everything has ended."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the engine issues when it follows a plan from its first step to its last."""
+
+    operations: tuple[Operation, ...]
+    """In the order in which the host issues them."""
+    storages: tuple[StoragePlan, ...]
+    """What becomes of each moving storage, found from the actions alone, by index."""
+    buffers: dict[int, HostBuffer]
+    """The host buffer of each moving storage."""
+    host_bytes: tuple[int, ...]
+    """For each step, the most host bytes that were lent at once, in whole buffers."""
+
+    def unread(self) -> tuple[Operation, ...]:
+        """The operations if backward never reads: what has returned is let go at the end."""
+        kept = [op for op in self.operations if op.kind is not OpKind.USE]
+        returned = [op for op in kept if op.kind is OpKind.COPY_IN]
+        return (*kept, *(op._replace(kind=OpKind.ABANDON) for op in returned))
+
+    def waits(
+        self, operations: Sequence[Operation], edges: Sequence[EdgeRule]
+    ) -> list[tuple[int, ...]]:
+        """For each of ``operations``, the places in it of those that it waits for."""
+        place: dict[tuple[OpKind, int], int] = {}
+        for index, operation in enumerate(operations):
+            for storage in operation.storages:
+                place[operation.kind, storage] = index
+        by_waiter: dict[OpKind, list[EdgeRule]] = {}
+        for edge in edges:
+            by_waiter.setdefault(edge.waiter, []).append(edge)
+        found = []
+        for operation in operations:
+            waits_for: dict[int, None] = {}
+            for edge in by_waiter.get(operation.kind, ()):
+                for storage in operation.storages:
+                    subjects: tuple[int, ...] = (storage,)
+                    if edge.same == "buffer":
+                        subjects = self.buffers[storage].lent_before
+                    for subject in subjects:
+                        if (edge.signal, subject) in place:
+                            waits_for[place[edge.signal, subject]] = None
+            found.append(tuple(waits_for))
+        return found
+
+
+def derive_schedule(plan: Plan) -> Schedule:
+    """The operations of a plan.
+
+    Raises:
+        PlanError: The plan cannot be followed as it stands.
+    """
+    _check_references(plan)
+    return _Walk(plan).run()
+
+
+def device_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ...]:
+    """For each step, the bytes of saved storages on the device until the next step.
+
+    A storage is counted from the step before the first commit of its holders, in whose interval
+    forward computes it at the latest, to the last use of a holder.
+    """
+    change = [0] * (len(trace.steps) + 1)
+    for storage in trace.storages:
+        commits = [
+            trace.step_index[StepKind.FORWARD_COMMIT, key]
+            for key in storage.holders
+            if (StepKind.FORWARD_COMMIT, key) in trace.step_index
+        ]
+        if not commits:
+            continue
+        uses = [trace.step_index.get((StepKind.BACKWARD_USE, key)) for key in storage.holders]
+        last = max((use for use in uses if use is not None), default=len(trace.steps) - 1)
+        change[max(0, min(commits) - 1)] += storage.nbytes
+        change[max(last, max(commits) - 1) + 1] -= storage.nbytes
+    for away in storages:
+        change[away.free_step] -= away.nbytes
+        change[away.h2d_step] += away.nbytes
+    total, totals = 0, []
+    for step in range(len(trace.steps)):
+        total += change[step]
+        totals.append(total)
+    return tuple(totals)
+
+
+def _planned_actions(group: GroupPlan) -> Iterator[tuple[Action, int]]:
+    steps = (group.commit_step, group.free_step, group.h2d_step)
+    for kind, step in zip((ActionKind.D2H, ActionKind.FREE, ActionKind.H2D), steps, strict=True):
+        yield Action(kind, group.key, group.name), step
+
+
+def _check_references(plan: Plan) -> None:
+    """Everything that the plan names is in the trace, and no action precedes its group's commit."""
+    trace = plan.trace
+    index = trace.step_index
+    seen: set[GroupKey] = set()
+    for group in plan.groups:
+        d2h = Action(ActionKind.D2H, group.key, group.name)
+        if group.key in seen:
+            # From here on, once each way is ensured by what the walk allows from which state.
+            raise PlanError(Rule.ONCE, d2h, plan, "the group has two plans")
+        seen.add(group.key)
+        if group.key not in trace.group_by_key:
+            raise PlanError(Rule.KNOWN_GROUP, d2h, plan, "the trace has no such group")
+        if not group.moves:
+            continue
+        num_storages = len(trace.group_by_key[group.key].storages)
+        for position in group.kept_storages:
+            if not 0 <= position < num_storages:
+                detail = f"storage {position} stays, but the group has {num_storages}"
+                raise PlanError(Rule.KNOWN_STORAGE, d2h, plan, detail)
+        commit = index.get((StepKind.FORWARD_COMMIT, group.key))
+        for action, step in _planned_actions(group):
+            if not 0 <= step < len(trace.steps):
+                detail = f"step {step} is none of the trace's {len(trace.steps)}"
+                raise PlanError(Rule.KNOWN_STEP, action, plan, detail)
+            if commit is None or step < commit:
+                detail = f"it is due at step {step}, the group's commit is at {commit}"
+                raise PlanError(Rule.AFTER_COMMIT, action, plan, detail)
+        use = index.get((StepKind.BACKWARD_USE, group.key))
+        if use is None or use != group.use_step:
+            detail = f"the plan has its use at step {group.use_step}, the trace at {use}"
+            mark = Step(StepKind.BACKWARD_USE, group.key, group.name)
+            raise PlanError(Rule.KNOWN_USE, mark, plan, detail)
+    for missing in trace.groups:
+        if missing.key not in plan.group_by_key:
+            action = Action(ActionKind.D2H, missing.key, missing.name)
+            raise PlanError(Rule.KNOWN_GROUP, action, plan, "the plan has no such group")
+
+
+class _Where(enum.Enum):
+    """Where a moving storage is, as far as the host has issued."""
+
+    UNWRITTEN = "forward has not computed it"
+    DEVICE = "it is on the device"
+    LEAVING = "it is on the device while a copy out reads it"
+    HOST = "it is on the host"
+    RETURNED = "its copy back has been started"
+
+
+class _Walk:
+    """Goes through a plan's steps as the engine would, noting what it issues."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._trace = plan.trace
+        self._operations: list[Operation] = []
+        self._moved = {
+            group.key: tuple(
+                storage
+                for position, storage in enumerate(plan.trace.group_by_key[group.key].storages)
+                if group.moves and position not in group.kept_storages
+            )
+            for group in plan.groups
+        }
+        """By group, the storages that its actions move."""
+        held = {storage for storages in self._moved.values() for storage in storages}
+        self._where = dict.fromkeys(held, _Where.UNWRITTEN)
+        self._waits_for = {index: set(self._trace.storages[index].holders) for index in held}
+        """The groups that have not let go of a storage yet."""
+        self._steps: dict[int, dict[str, int]] = {index: {} for index in held}
+        self._ledger = HostLedger()
+        self._buffers: dict[int, HostBuffer] = {}
+
+    def run(self) -> Schedule:
+        """Go through all steps.
+
+        Raises:
+            PlanError: An action comes when it cannot be carried out as planned.
+        """
+        host_bytes = []
+        for index, (step, due) in enumerate(
+            zip(self._trace.steps, self._plan.actions, strict=True)
+        ):
+            if step.kind is StepKind.FORWARD_COMMIT:
+                self._commit(index, step)
+            lent_bytes = self._ledger.lent_bytes
+            for action in due:
+                self._perform(index, action)
+                lent_bytes = max(lent_bytes, self._ledger.lent_bytes)
+            host_bytes.append(lent_bytes)
+            if step.kind is StepKind.BACKWARD_USE:
+                self._use(index, step)
+            self._operations.append(Operation(OpKind.COMPUTE, index, step))
+        storages = tuple(
+            StoragePlan(index, self._trace.storages[index].nbytes, **steps)
+            for index, steps in sorted(self._steps.items())
+        )
+        return Schedule(tuple(self._operations), storages, self._buffers, tuple(host_bytes))
+
+    def _commit(self, index: int, step: Step) -> None:
+        """What the group saves was computed by now. No holder's commit can come too late.
+
+        Nothing is let go before every holder's FREE, and that follows its commit. (The engine
+        drops its own reference earlier, at the FREE of the last holder *so far*; then it is the
+        later holder's forward that keeps the memory, and waits by E3 already.)
+        """
+        written, saved = [], []
+        for storage in self._trace.group_by_key[step.key].storages:
+            where = self._where.get(storage)
+            if where is _Where.UNWRITTEN:
+                written.append(storage)
+                self._where[storage] = _Where.DEVICE
+            elif where is not None:
+                saved.append(storage)
+        if written:
+            self._operations.append(Operation(OpKind.WRITE, index, step, tuple(written)))
+        if saved:
+            self._operations.append(Operation(OpKind.SAVE, index, step, tuple(saved)))
+
+    def _perform(self, index: int, action: Action) -> None:
+        if action.kind is ActionKind.D2H:
+            self._copy_out(index, action)
+        elif action.kind is ActionKind.FREE:
+            self._free(index, action)
+        else:
+            self._copy_in(index, action)
+
+    def _copy_out(self, index: int, action: Action) -> None:
+        leaving = []
+        for storage in self._moved[action.key]:
+            if self._where[storage] is not _Where.DEVICE:
+                continue  # Another group has started it.
+            self._check_may_leave(storage, action)
+            self._where[storage] = _Where.LEAVING
+            self._steps[storage]["d2h_step"] = index
+            self._buffers[storage] = self._ledger.borrow(self._trace.storages[storage].nbytes)
+            leaving.append(storage)
+        self._issue(index, action, leaving, OpKind.START_OUT, OpKind.COPY_OUT)
+
+    def _check_may_leave(self, storage: int, action: Action) -> None:
+        if self._trace.storages[storage].held_outside:
+            raise self._error(Rule.HELD_OUTSIDE, action, f"storage {storage} is held outside")
+        for key in self._trace.storages[storage].holders:
+            if storage not in self._moved.get(key, ()):
+                detail = f"storage {storage} is also held by group {key}, which keeps it"
+                raise self._error(Rule.ALL_LET_GO, action, detail)
+
+    def _free(self, index: int, action: Action) -> None:
+        gone = []
+        for storage in self._moved[action.key]:
+            if self._where[storage] is not _Where.LEAVING:
+                detail = f"storage {storage}: {self._where[storage].value}"
+                raise self._error(Rule.D2H_BEFORE_FREE, action, detail)
+            self._waits_for[storage].discard(action.key)
+            if not self._waits_for[storage]:
+                self._where[storage] = _Where.HOST
+                self._steps[storage]["free_step"] = index
+                gone.append(storage)
+        self._issue(index, action, gone, OpKind.LET_GO)
+
+    def _copy_in(self, index: int, action: Action) -> None:
+        returning = []
+        for storage in self._moved[action.key]:
+            if self._where[storage] is _Where.RETURNED:
+                continue  # Another group has started it.
+            if self._where[storage] is not _Where.HOST:
+                detail = f"storage {storage}: {self._where[storage].value}"
+                raise self._error(Rule.FREE_BEFORE_H2D, action, detail)
+            self._where[storage] = _Where.RETURNED
+            self._steps[storage]["h2d_step"] = index
+            returning.append(storage)
+        self._issue(index, action, returning, OpKind.START_IN, OpKind.COPY_IN)
+        for storage in returning:
+            # As the engine does: once the copy is issued, the next copy out waits for it (E2).
+            self._ledger.give_back(self._buffers[storage], storage)
+
+    def _use(self, index: int, step: Step) -> None:
+        for storage in self._moved[step.key]:
+            if self._where[storage] is not _Where.RETURNED:
+                action = Action(ActionKind.H2D, step.key, step.name)
+                detail = f"at {step}, step {index}, storage {storage}: {self._where[storage].value}"
+                raise self._error(Rule.BACK_BEFORE_USE, action, detail)
+            self._steps[storage].setdefault("use_step", index)
+        self._issue(index, step, self._moved[step.key], OpKind.USE)
+
+    def _issue(
+        self, index: int, cause: Action | Step, storages: Sequence[int], *kinds: OpKind
+    ) -> None:
+        """One operation of each kind for all storages, as the engine moves them in one batch."""
+        if storages:
+            self._operations += [Operation(kind, index, cause, tuple(storages)) for kind in kinds]
+
+    def _error(self, rule: Rule, action: Action | Step, detail: str) -> PlanError:
+        return PlanError(rule, action, self._plan, detail)

@@ -1,0 +1,60 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What a plan must satisfy, and the error that names the rule, the action and the place."""
+
+from __future__ import annotations
+
+import enum
+
+from megatron.slipstream.plan.build import Action, Plan
+from megatron.slipstream.plan.render import render_plan
+from megatron.slipstream.plan.trace import GroupKey, Step
+
+
+class Rule(enum.Enum):
+    """The rules. Those of the second half name the edge of ``copy_streams`` that ensures them."""
+
+    KNOWN_GROUP = "every group of the trace, and no other, has a plan"
+    KNOWN_STEP = "an action is due at a step of the trace"
+    KNOWN_STORAGE = "a storage that is named exists"
+    KNOWN_USE = "a group that moves is used, at the step that its plan says"
+    AFTER_COMMIT = "nothing is done for a group before its commit"
+    HELD_OUTSIDE = "what something else holds stays, since copying it frees nothing"
+    ALL_LET_GO = "a storage that moves is let go by every group that holds it"
+    D2H_BEFORE_FREE = "memory is let go after the copy out of it was started"
+    FREE_BEFORE_H2D = "a copy back starts after the memory was let go"
+    BACK_BEFORE_USE = "a group is used after its copy back was started"
+    ONCE = "a storage moves at most once each way"
+    WITHIN_HOST_MEMORY = "no more host memory is lent at once than the options allow"
+    AS_STATED = "storages and bytes move as the plan states"
+
+    NO_CYCLE = "a queue waits only for what was issued before, so that no queues wait in a circle"
+    COPY_OUT_READS_WRITTEN = "a copy out reads what compute has written (E1)"
+    BUFFER_REUSED_AFTER_COPY = "a host buffer is written after the last copies of its bytes (E2)"
+    REUSED_AFTER_COPY_OUT = "device memory is used again after its copy out (E3)"
+    COPY_IN_READS_WRITTEN = "a copy back reads what its own copy out has written (E3 and E4)"
+    COPY_IN_AFTER_LAST_USE = "a copy back writes memory after its last use by compute (E4)"
+    BACKWARD_READS_WRITTEN = "backward reads what the copy back has written (E5)"
+    UNREAD_REUSED_AFTER_COPY_IN = "unread returned memory is used again after its copy back (E6)"
+
+
+class PlanError(ValueError):
+    """A plan that must not run.
+
+    The message holds the action, the rule and the plan as a grid, the action's group marked in it.
+
+    Args:
+        rule: The rule that is broken.
+        action: The first action found to break it (a step, where that is a mark).
+        plan: The plan.
+        detail: What was found, in words.
+    """
+
+    def __init__(self, rule: Rule, action: Action | Step | str, plan: Plan, detail: str) -> None:
+        marked: GroupKey | None = None if isinstance(action, str) else action.key
+        super().__init__(
+            f"plan refused at {action}: {detail}; the rule is: {rule.value}\n"
+            + render_plan(plan, marked=marked)
+        )
+        self.rule = rule
+        self.action = str(action)

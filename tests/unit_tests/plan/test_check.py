@@ -1,0 +1,491 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Every rule of the check refuses a plan that breaks it, and every edge is needed by the proof.
+
+Most plans here are one pass of four layers with one group each, whose steps are easily counted:
+group ``g`` starts at step ``2 * g``, commits at ``2 * g + 1``, lets go at ``2 * g + 3``, starts
+its copy back at ``10 - g`` and is used at ``11 - g``. The last layer stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from make_trace import DEFAULT_NBYTES, Model, one_f_one_b, one_pass, trace_of
+
+from megatron.slipstream.fine_grained_activation_offload import manager
+from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
+from megatron.slipstream.plan import operations
+from megatron.slipstream.plan.build import GroupPlan, Plan, StoragePlan, build_plan
+from megatron.slipstream.plan.check import PlanError, PlanFacts, Rule, check_plan
+from megatron.slipstream.plan.host_ledger import HostBuffer, HostLedger
+from megatron.slipstream.plan.host_memory import MIN_BUFFER_BYTES, size_class_bytes
+from megatron.slipstream.plan.operations import (
+    EDGES,
+    EdgeRule,
+    Operation,
+    OpKind,
+    derive_schedule,
+)
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
+
+FIRST, SECOND = GroupKey(0, 0), GroupKey(0, 1)
+
+
+def plan_of(trace: Trace, lag: int = 1, depth: int = 1) -> Plan:
+    return build_plan(trace, PolicyOptions(release_lag=lag, prefetch_depth=depth))
+
+
+FOUR_LAYERS = plan_of(one_pass(Model(num_layers=4)))
+SHARED = plan_of(one_pass(Model(num_layers=5, saves={0: ("x",), 1: ("x", "y")})))
+"""Groups 0 and 1 save the same storage."""
+IN_FLIGHT = plan_of(trace_of(one_f_one_b(2, 0, 4), Model(num_layers=3)), depth=4)
+"""Copies back of one micro-batch are in flight when the next one's copies out start."""
+
+
+def change_group(plan: Plan, key: GroupKey, **changes: Any) -> Plan:
+    groups = tuple(
+        dataclasses.replace(group, **changes) if group.key == key else group
+        for group in plan.groups
+    )
+    return dataclasses.replace(plan, groups=groups)
+
+
+def change_storage(plan: Plan, which: int, **changes: Any) -> Plan:
+    storages = tuple(
+        dataclasses.replace(storage, **changes) if storage.index == which else storage
+        for storage in plan.storages
+    )
+    return dataclasses.replace(plan, storages=storages)
+
+
+def change_storage_trace(plan: Plan, index: int, **changes: Any) -> Plan:
+    storages = list(plan.trace.storages)
+    storages[index] = dataclasses.replace(storages[index], **changes)
+    return dataclasses.replace(
+        plan, trace=dataclasses.replace(plan.trace, storages=tuple(storages))
+    )
+
+
+def refusal(plan: Plan, *edges: EdgeRule) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        check_plan(plan, edges or EDGES)
+    return caught.value
+
+
+def assert_refused(plan: Plan, rule: Rule, action: str, *edges: EdgeRule) -> PlanError:
+    """The error names the rule and the action, and points at the group's row of the plan."""
+    error = refusal(plan, *edges)
+    assert error.rule is rule
+    assert error.action == action
+    assert rule.value in str(error)
+    assert f"at {action}:" in str(error)
+    (row,) = (line for line in str(error).split("\n") if line.endswith("  <-- here"))
+    assert row.startswith(action.rpartition(":")[0])
+    return error
+
+
+# What a group's actions may be.
+
+
+def test_a_plan_has_no_group_that_the_trace_has_not() -> None:
+    stranger = dataclasses.replace(FOUR_LAYERS.group_by_key[FIRST], key=GroupKey(7, 3))
+    plan = dataclasses.replace(FOUR_LAYERS, groups=(*FOUR_LAYERS.groups, stranger))
+    assert_refused(plan, Rule.KNOWN_GROUP, "7.3.core_attn:D2H")
+
+
+def test_a_plan_has_every_group_of_the_trace() -> None:
+    plan = dataclasses.replace(FOUR_LAYERS, groups=FOUR_LAYERS.groups[1:])
+    error = refusal(plan)
+    assert (error.rule, error.action) == (Rule.KNOWN_GROUP, "0.0.core_attn:D2H")
+
+
+@pytest.mark.parametrize("step", [-1, 12, 1000])
+@pytest.mark.parametrize(
+    "name, action", [("commit_step", "D2H"), ("free_step", "FREE"), ("h2d_step", "H2D")]
+)
+def test_an_action_is_due_at_a_step_of_the_trace(step: int, name: str, action: str) -> None:
+    plan = change_group(FOUR_LAYERS, SECOND, **{name: step})
+    assert_refused(plan, Rule.KNOWN_STEP, f"0.1.core_attn:{action}")
+
+
+def test_a_storage_that_stays_is_one_of_its_group() -> None:
+    plan = change_group(FOUR_LAYERS, FIRST, kept_storages={1: "a reason"})
+    assert_refused(plan, Rule.KNOWN_STORAGE, "0.0.core_attn:D2H")
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_a_storage_that_moves_is_one_of_the_trace(index: int) -> None:
+    plan = change_storage(FOUR_LAYERS, 0, index=index)
+    error = refusal(plan)
+    assert (error.rule, error.action) == (Rule.KNOWN_STORAGE, f"storage {index}")
+
+
+def test_a_group_is_used_when_the_trace_uses_it() -> None:
+    plan = change_group(FOUR_LAYERS, FIRST, use_step=10)
+    assert_refused(plan, Rule.KNOWN_USE, "0.0.core_attn:BU")
+
+
+def test_a_group_that_moves_is_used_at_all() -> None:
+    # Nothing would bring it back before the iteration ends.
+    steps = FOUR_LAYERS.trace.steps[:-1] + FOUR_LAYERS.trace.steps[-2:-1]
+    trace = dataclasses.replace(FOUR_LAYERS.trace, steps=steps)
+    plan = dataclasses.replace(FOUR_LAYERS, trace=trace)
+    assert_refused(plan, Rule.KNOWN_USE, "0.0.core_attn:BU")
+
+
+@pytest.mark.parametrize(
+    "name, action", [("commit_step", "D2H"), ("free_step", "FREE"), ("h2d_step", "H2D")]
+)
+def test_nothing_is_done_for_a_group_before_its_commit(name: str, action: str) -> None:
+    plan = change_group(FOUR_LAYERS, SECOND, **{name: 2})
+    assert_refused(plan, Rule.AFTER_COMMIT, f"0.1.core_attn:{action}")
+
+
+# The order of a storage's moves.
+
+
+def test_memory_is_not_let_go_before_its_copy_out_was_started() -> None:
+    plan = change_group(FOUR_LAYERS, FIRST, commit_step=5)
+    assert_refused(plan, Rule.D2H_BEFORE_FREE, "0.0.core_attn:FREE")
+
+
+@pytest.mark.parametrize("free_step, h2d_step", [(10, 9), (3, 2), (3, 1)])
+def test_a_copy_back_does_not_start_before_the_memory_was_let_go(
+    free_step: int, h2d_step: int
+) -> None:
+    plan = change_group(FOUR_LAYERS, FIRST, free_step=free_step, h2d_step=h2d_step)
+    assert_refused(plan, Rule.FREE_BEFORE_H2D, "0.0.core_attn:H2D")
+
+
+def test_a_shared_storage_does_not_come_back_before_its_last_group_let_go() -> None:
+    first = SHARED.group_by_key[FIRST]
+    plan = change_group(SHARED, SECOND, free_step=first.h2d_step + 1)
+    assert_refused(plan, Rule.FREE_BEFORE_H2D, "0.1.core_attn:H2D")
+
+
+def test_a_group_is_not_used_before_it_is_back() -> None:
+    plan = change_group(FOUR_LAYERS, SECOND, h2d_step=11)
+    assert_refused(plan, Rule.BACK_BEFORE_USE, "0.1.core_attn:H2D")
+
+
+def test_a_storage_does_not_move_twice_for_two_plans_of_its_group() -> None:
+    plan = dataclasses.replace(FOUR_LAYERS, groups=FOUR_LAYERS.groups + FOUR_LAYERS.groups[:1])
+    error = refusal(plan)
+    assert (error.rule, error.action) == (Rule.ONCE, "0.0.core_attn:D2H")
+    assert str(error).count("<-- here") == 2
+
+
+def test_a_storage_does_not_move_twice_for_two_entries_of_its_own() -> None:
+    plan = dataclasses.replace(FOUR_LAYERS, storages=FOUR_LAYERS.storages + FOUR_LAYERS.storages)
+    assert_refused(plan, Rule.ONCE, "0.0.core_attn:D2H")
+
+
+# Who holds a storage.
+
+
+def test_a_storage_is_not_moved_while_a_group_that_holds_it_stays() -> None:
+    second = SHARED.group_by_key[SECOND]
+    stays = dataclasses.replace(GroupPlan(SECOND, second.name, False), reason="none")
+    groups = tuple(stays if group.key == SECOND else group for group in SHARED.groups)
+    plan = dataclasses.replace(SHARED, groups=groups)
+    error = assert_refused(plan, Rule.ALL_LET_GO, "0.0.core_attn:D2H")
+    assert "group 0.1" in str(error)
+
+
+def test_a_storage_is_not_moved_by_one_group_and_kept_by_another() -> None:
+    plan = change_group(SHARED, SECOND, kept_storages={0: "none"})
+    assert_refused(plan, Rule.ALL_LET_GO, "0.0.core_attn:D2H")
+
+
+def test_no_more_host_memory_is_lent_than_the_options_allow() -> None:
+    limit = 2 * MIN_BUFFER_BYTES
+    options = dataclasses.replace(FOUR_LAYERS.options, host_memory_limit_bytes=limit)
+    plan = dataclasses.replace(FOUR_LAYERS, options=options)
+    assert_refused(plan, Rule.WITHIN_HOST_MEMORY, "0.2.core_attn:D2H")
+    assert check_plan(build_plan(plan.trace, options)).peak_host_bytes <= limit
+
+
+def test_a_storage_that_something_else_holds_is_not_moved() -> None:
+    plan = change_storage_trace(FOUR_LAYERS, 1, held_outside=True)
+    assert_refused(plan, Rule.HELD_OUTSIDE, "0.1.core_attn:D2H")
+
+
+# What the plan states.
+
+
+@pytest.mark.parametrize("name", ["nbytes", "d2h_step", "free_step", "h2d_step", "use_step"])
+def test_storages_move_when_the_plan_states(name: str) -> None:
+    value = getattr(FOUR_LAYERS.storages[1], name) + 1
+    plan = change_storage(FOUR_LAYERS, 1, **{name: value})
+    assert_refused(plan, Rule.AS_STATED, "0.1.core_attn:D2H")
+
+
+def test_no_storage_moves_that_the_plan_does_not_state() -> None:
+    plan = dataclasses.replace(FOUR_LAYERS, storages=FOUR_LAYERS.storages[1:])
+    assert_refused(plan, Rule.AS_STATED, "0.0.core_attn:D2H")
+
+
+def test_no_storage_is_stated_that_does_not_move() -> None:
+    plan = dataclasses.replace(
+        FOUR_LAYERS, storages=(*FOUR_LAYERS.storages, StoragePlan(3, 1000, 7, 8, 9, 10))
+    )
+    assert_refused(plan, Rule.AS_STATED, "0.3.core_attn:D2H")
+
+
+def test_a_group_moves_the_bytes_that_the_plan_states() -> None:
+    plan = change_group(FOUR_LAYERS, SECOND, moved_nbytes=999)
+    assert_refused(plan, Rule.AS_STATED, "0.1.core_attn:D2H")
+
+
+# The edges.
+
+
+def without(edge_id: str) -> tuple[EdgeRule, ...]:
+    return tuple(edge for edge in EDGES if edge.id != edge_id)
+
+
+def test_the_edges_are_those_of_the_engine() -> None:
+    # E7 orders the host, once everything has ended.
+    assert [edge.id for edge in EDGES] == [edge.name for edge in Edge if edge is not Edge.E7]
+
+
+@pytest.mark.parametrize(
+    "edge_id, rule, action",
+    [
+        ("E1", Rule.COPY_OUT_READS_WRITTEN, "0.0.core_attn:D2H"),
+        ("E2", Rule.BUFFER_REUSED_AFTER_COPY, "3.0.core_attn:D2H"),
+        ("E3", Rule.REUSED_AFTER_COPY_OUT, "0.0.core_attn:FREE"),
+        ("E4", Rule.COPY_IN_READS_WRITTEN, "0.2.core_attn:H2D"),
+        ("E5", Rule.BACKWARD_READS_WRITTEN, "0.2.core_attn:BU"),
+        ("E6", Rule.UNREAD_REUSED_AFTER_COPY_IN, "3.1.core_attn:H2D"),
+    ],
+)
+def test_without_any_one_edge_the_proof_fails(edge_id: str, rule: Rule, action: str) -> None:
+    assert_refused(IN_FLIGHT, rule, action, *without(edge_id))
+
+
+def test_an_edge_from_a_copy_out_to_its_copy_in_would_not_replace_the_wait_for_compute() -> None:
+    # It would order the host buffer; the memory that the copy back writes is compute's until then.
+    shortcut = EdgeRule("E4", OpKind.COPY_OUT, OpKind.COPY_IN)
+    edges = (*without("E4"), shortcut)
+    assert_refused(IN_FLIGHT, Rule.COPY_IN_AFTER_LAST_USE, "0.2.core_attn:H2D", *edges)
+
+
+def test_a_copy_in_needs_no_edge_to_its_own_copy_out() -> None:
+    # E3 and E4 together are enough: [Note: A copy in follows its own copy out].
+    assert not any(
+        edge.signal is OpKind.COPY_OUT and edge.waiter is OpKind.COPY_IN for edge in EDGES
+    )
+    check_plan(IN_FLIGHT)
+
+
+def test_a_plan_whose_buffers_serve_once_is_proved_without_their_edge() -> None:
+    # The proof asks for what a plan needs, not for a list of edges.
+    assert not any(b.lent_before for b in derive_schedule(FOUR_LAYERS).buffers.values())
+    check_plan(FOUR_LAYERS, without("E2"))
+
+
+def test_no_queue_waits_for_what_is_issued_later() -> None:
+    circle = EdgeRule("circle", OpKind.COPY_OUT, OpKind.START_OUT)
+    assert_refused(FOUR_LAYERS, Rule.NO_CYCLE, "0.0.core_attn:D2H", *EDGES, circle)
+
+
+# What is derived.
+
+
+def issued(plan: Plan) -> list[str]:
+    """The operations without those that only mark the passing of steps, as text."""
+
+    def text(operation: Operation) -> str:
+        storages = ",".join(str(index) for index in operation.storages)
+        return f"{operation.step} {operation.kind.name} {storages}"
+
+    schedule = derive_schedule(plan)
+    return [text(op) for op in schedule.operations if op.kind is not OpKind.COMPUTE]
+
+
+def test_the_operations_of_three_layers() -> None:
+    assert issued(plan_of(one_pass(Model(num_layers=3)))) == [
+        "1 WRITE 0",
+        "1 START_OUT 0",
+        "1 COPY_OUT 0",
+        "3 WRITE 1",
+        "3 START_OUT 1",
+        "3 COPY_OUT 1",
+        "3 LET_GO 0",
+        "5 LET_GO 1",
+        "6 START_IN 1",
+        "6 COPY_IN 1",
+        # The mark comes before what it announces: a copy back is on its way before the reading.
+        "7 START_IN 0",
+        "7 COPY_IN 0",
+        "7 USE 1",
+        "8 USE 0",
+    ]
+
+
+def test_a_shared_storage_is_copied_once_and_read_by_all_its_groups() -> None:
+    of_shared = [line for line in issued(SHARED) if "0" in line.split()[2].split(",")]
+    assert [line.split()[1] for line in of_shared] == [
+        *("WRITE", "START_OUT", "COPY_OUT", "SAVE", "LET_GO"),
+        *("START_IN", "COPY_IN", "USE", "USE"),
+    ]
+
+
+def test_the_storages_of_a_group_move_in_one_batch() -> None:
+    plan = plan_of(one_pass(Model(num_layers=3, saves={0: ("x", "y")})))
+    assert "1 COPY_OUT 0,1" in issued(plan)
+    assert "7 COPY_IN 0,1" in issued(plan)
+
+
+def test_host_memory_is_lent_again_once_its_copy_back_was_started() -> None:
+    schedule = derive_schedule(IN_FLIGHT)
+    order = {(op.kind, storage): i for i, op in enumerate(schedule.operations) for storage in op[3]}
+    again = {s: buffer.lent_before for s, buffer in schedule.buffers.items() if buffer.lent_before}
+    assert again
+    for storage, lent_before in again.items():
+        for before in lent_before:
+            assert order[OpKind.COPY_IN, before] < order[OpKind.COPY_OUT, storage]
+
+
+def test_a_buffer_names_all_that_had_bytes_of_it_before() -> None:
+    ledger = HostLedger()
+    first, second, last = (ledger.borrow(64 << 10) for _ in range(3))
+    assert ledger.lent_bytes == 3 * (64 << 10)
+    ledger.give_back(first, 0)
+    ledger.give_back(second, 1)
+    assert ledger.borrow(96 << 10) == HostBuffer(0, 96 << 10, (0, 1))
+    assert last.lent_before == ()
+
+
+def test_a_host_buffer_that_is_lent_while_another_copy_reads_it_is_found() -> None:
+    # The pool's word for who had the bytes before is not trusted.
+    class ForgetfulLedger(HostLedger):
+        def borrow(self, nbytes: int) -> HostBuffer:
+            return super().borrow(nbytes)._replace(lent_before=())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operations, "HostLedger", ForgetfulLedger)
+        assert_refused(IN_FLIGHT, Rule.BUFFER_REUSED_AFTER_COPY, "3.0.core_attn:D2H")
+
+
+@pytest.mark.parametrize("shift", [0, MIN_BUFFER_BYTES // 2])
+def test_a_host_buffer_that_is_lent_twice_at_once_is_found(shift: int) -> None:
+    # Two storages in the same bytes: the second copy out waits for the first, on the same queue.
+    class OverlappingLedger(HostLedger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_lent = 0
+
+        def borrow(self, nbytes: int) -> HostBuffer:
+            self.num_lent += 1
+            start = shift * self.num_lent
+            return HostBuffer(start, start + MIN_BUFFER_BYTES, ())
+
+        def give_back(self, buffer: HostBuffer, storage: int) -> None:
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operations, "HostLedger", OverlappingLedger)
+        error = refusal(FOUR_LAYERS)
+        assert error.rule is Rule.COPY_IN_READS_WRITTEN
+        assert "overwritten" in str(error)
+
+
+# Facts.
+
+
+def test_the_facts_of_four_layers() -> None:
+    # Layers 0 to 2 leave one layer after their own and are back one before, so that there are
+    # never more than two. Each has five operations that move it, a write and a use.
+    facts = check_plan(FOUR_LAYERS)
+    assert facts == PlanFacts(
+        peak_device_bytes=2 * DEFAULT_NBYTES,
+        peak_host_bytes=3 * MIN_BUFFER_BYTES,
+        num_operations=12 + 3 * 7,
+    )
+
+
+def test_host_memory_is_counted_in_whole_buffers() -> None:
+    nbytes = {"x": 70_000, "y": 3 << 20}
+    plan = plan_of(one_pass(Model(num_layers=3, saves={0: ("x",), 1: ("y",)}, nbytes=nbytes)))
+    expected = size_class_bytes(70_000) + size_class_bytes(3 << 20)
+    assert check_plan(plan).peak_host_bytes == expected > sum(nbytes.values())
+
+
+def test_storages_that_stay_count_as_device_memory() -> None:
+    model = Model(num_layers=3, saves={0: ("x",)}, held_outside=("x",), nbytes={"x": 10**6})
+    assert check_plan(plan_of(one_pass(model))).peak_device_bytes == 10**6 + 2 * DEFAULT_NBYTES
+
+
+def test_with_nothing_moved_all_saved_storages_are_on_the_device() -> None:
+    plan = build_plan(one_pass(Model(num_layers=4)), PolicyOptions(activation_offload_fraction=0.0))
+    facts = check_plan(plan)
+    assert facts.peak_device_bytes == 4 * DEFAULT_NBYTES
+    assert facts.peak_host_bytes == 0
+
+
+def test_an_empty_plan_is_safe() -> None:
+    assert check_plan(plan_of(Trace((), (), ()))) == PlanFacts(0, 0, 0)
+
+
+def test_a_group_that_never_commits_does_not_disturb() -> None:
+    # An exception, or a mark that was not reached.
+    trace = one_pass(Model(num_layers=4))
+    steps = tuple(s for s in trace.steps if s.key != SECOND or s.kind is StepKind.FORWARD_START)
+    plan = plan_of(dataclasses.replace(trace, steps=steps))
+    assert not plan.group_by_key[SECOND].moves
+    assert check_plan(plan).peak_host_bytes > 0
+
+
+@pytest.mark.parametrize("place", [0, 63, 64, 99])
+def test_the_row_of_the_group_is_shown_however_long_the_plan(place: int) -> None:
+    plan = plan_of(one_pass(Model(num_layers=101)))
+    key = GroupKey(0, place)
+    broken = change_group(plan, key, free_step=0)
+    assert_refused(broken, Rule.AFTER_COMMIT, f"0.{place}.core_attn:FREE")
+
+
+def test_the_engine_follows_no_plan_that_was_not_proved() -> None:
+    engine = manager.PipelineOffloadManager(CpuBackend())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "build_plan", lambda *_: FOUR_LAYERS)
+        engine._make_plan()
+        assert engine.plan_facts == check_plan(FOUR_LAYERS)
+        broken = change_group(FOUR_LAYERS, FIRST, free_step=0)
+        patch.setattr(manager, "build_plan", lambda *_: broken)
+        with pytest.raises(PlanError):
+            engine._make_plan()
+
+
+# Cost.
+
+
+def best_of(function: Callable[[], object], times: int = 3) -> float:
+    durations = []
+    for _ in range(times):
+        start = time.process_time()
+        function()
+        durations.append(time.process_time() - start)
+    return min(durations)
+
+
+def test_the_cost_of_a_check_grows_linearly_with_the_plan() -> None:
+    modules = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
+
+    def plan(num_layers: int) -> Plan:
+        model = Model(num_layers=num_layers, modules=modules, encloses=True)
+        return plan_of(trace_of(one_f_one_b(4, 0, 8), model))
+
+    small, large = plan(4), plan(32)
+    assert small.actions
+    assert large.actions
+    # Eight times the plan; a check that looked at pairs would take 64 times as long.
+    assert best_of(lambda: check_plan(large)) < 24 * best_of(lambda: check_plan(small))

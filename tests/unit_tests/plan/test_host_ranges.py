@@ -1,0 +1,131 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Free host memory: no byte lent twice, none lost, and each with the copies to wait for."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.slipstream.plan.host_ranges import FreeRanges, Span
+
+any_order = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+class PerByte:
+    """The same memory byte by byte: who has each, and the event of its last copy."""
+
+    def __init__(self) -> None:
+        self.slabs: list[list[object]] = []
+        self.lent: list[list[bool]] = []
+
+    def add_slab(self, nbytes: int) -> None:
+        self.slabs.append([None] * nbytes)
+        self.lent.append([False] * nbytes)
+
+    def take(self, span: Span) -> set[object]:
+        assert not any(self.lent[span.slab][span.start : span.stop])
+        self.lent[span.slab][span.start : span.stop] = [True] * (span.stop - span.start)
+        return set(self.slabs[span.slab][span.start : span.stop]) - {None}
+
+    def put(self, span: Span, event: object) -> None:
+        nbytes = span.stop - span.start
+        self.lent[span.slab][span.start : span.stop] = [False] * nbytes
+        self.slabs[span.slab][span.start : span.stop] = [event] * nbytes
+
+    def free_ranges(self) -> list[tuple[int, int, int]]:
+        """The longest free runs, in order."""
+        found = []
+        for slab, lent in enumerate(self.lent):
+            start = None
+            for place, taken in enumerate([*lent, True]):
+                if not taken and start is None:
+                    start = place
+                elif taken and start is not None:
+                    found.append((slab, start, place))
+                    start = None
+        return found
+
+
+@any_order
+@given(
+    slabs=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(1, 30), max_size=60),
+    seed=st.integers(0, 1 << 20),
+)
+def test_any_order_of_taking_and_putting_back(
+    slabs: list[int], sizes: list[int], seed: int
+) -> None:
+    rng = random.Random(seed)
+    free, model = FreeRanges(), PerByte()
+    for number, nbytes in enumerate(slabs):
+        assert free.add_slab(nbytes) == number
+        model.add_slab(nbytes)
+    out: list[Span] = []
+    for event, nbytes in enumerate(sizes):
+        span = free.take(nbytes)
+        fitting = [stop - start for _, start, stop in model.free_ranges() if stop - start >= nbytes]
+        assert (span is None) == (not fitting)
+        if span is not None:
+            assert span.stop - span.start == nbytes
+            lengths = {(s, a): b - a for s, a, b in model.free_ranges()}
+            assert lengths[span.slab, span.start] == min(fitting)
+            # Exactly the copies of these bytes: none forgotten, no neighbour's.
+            assert set(span.events) == model.take(span)
+            assert len(set(span.events)) == len(span.events)
+            out.append(span)
+        while out and rng.random() < 0.5:
+            back = out.pop(rng.randrange(len(out)))
+            free.put(back.slab, back.start, back.stop, (event,))
+            model.put(back, event)
+        # Free memory side by side is one range.
+        assert free.ranges() == model.free_ranges()
+    for span in out:
+        free.put(span.slab, span.start, span.stop, ())
+    assert free.ranges() == [(slab, 0, nbytes) for slab, nbytes in enumerate(slabs)]
+
+
+def test_of_equal_ranges_the_one_that_is_free_for_longest_is_taken() -> None:
+    free = FreeRanges()
+    free.add_slab(60)
+    spans = [free.take(10) for _ in range(6)]
+    for place in (3, 1, 5):
+        span = spans[place]
+        assert span is not None
+        free.put(span.slab, span.start, span.stop, (place,))
+    taken = [free.take(10) for _ in range(3)]
+    assert [span.events for span in taken if span is not None] == [(3,), (1,), (5,)]
+
+
+def test_memory_that_was_cut_off_keeps_its_age() -> None:
+    free = FreeRanges()
+    free.add_slab(50)
+    first, _, second, _ = (free.take(nbytes) for nbytes in (15, 5, 10, 20))
+    assert first is not None
+    assert second is not None
+    free.put(first.slab, first.start, first.stop, ("older",))
+    free.take(5)
+    free.put(second.slab, second.start, second.stop, ("newer",))
+    span = free.take(10)
+    assert span is not None
+    assert span.events == ("older",)
+
+
+def test_a_range_never_goes_from_one_slab_into_another() -> None:
+    free = FreeRanges()
+    free.add_slab(10)
+    free.add_slab(10)
+    assert free.take(11) is None
+
+
+def test_memory_that_was_given_back_without_a_copy_has_nobody_to_wait_for() -> None:
+    free = FreeRanges()
+    free.add_slab(10)
+    span = free.take(10)
+    assert span is not None
+    free.put(span.slab, span.start, span.stop, ())
+    again = free.take(10)
+    assert again is not None
+    assert again.events == ()
