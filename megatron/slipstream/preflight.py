@@ -15,7 +15,7 @@ import logging
 import os
 import platform
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -54,7 +54,7 @@ class Facts:
     """The same switch as the environment has it now, which may be too late."""
 
     available_memory_bytes: Optional[int]
-    """Host memory that can still be pinned: the kernel's estimate of available memory."""
+    """Host memory that can still be pinned: see :func:`available_memory_bytes`."""
 
     affinity_tools: bool
     """Whether cuda-python and pynvml, with which megatron pins a process to its GPU's node, are
@@ -72,7 +72,7 @@ def collect() -> Facts:
         te_import_error=error,
         te_offload_v1=switch,
         te_offload_v1_environment=os.environ.get(TE_SWITCH),
-        available_memory_bytes=_available_memory_bytes(),
+        available_memory_bytes=available_memory_bytes(),
         affinity_tools=_installed("cuda") and _installed("pynvml"),
     )
 
@@ -244,11 +244,92 @@ def _version(distribution: str) -> Optional[str]:
         return None
 
 
-def _available_memory_bytes() -> Optional[int]:
+HOST_MEMORY_SHARE = 0.8
+"""What may be pinned of the available memory by default: data loaders and checkpoints need some."""
+
+
+def default_host_memory_limit_bytes(root: Path = Path("/")) -> Optional[int]:
+    """The share of this process in the node's available memory, in bytes; None if that is unknown.
+
+    Args:
+        root: Where /proc and /sys are found.
+    """
+    available = available_memory_bytes(root)
+    if available is None:
+        return None
+    num_processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return int(available * HOST_MEMORY_SHARE) // num_processes
+
+
+def available_memory_bytes(root: Path = Path("/")) -> Optional[int]:
+    """Host memory that this process could still have, in bytes; None where nothing tells.
+
+    The kernel's estimate for the machine, or what a control group (a container's limit) leaves if
+    that is less. File caches that a group can drop do not count as used, as in the kernel's own
+    estimate.
+
+    Args:
+        root: Where /proc and /sys are found.
+    """
+    found = [left for left in _left_in_control_groups(root) if left is not None]
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    return max(0, min(found)) if found else None
+
+
+class _MemoryController(NamedTuple):
+    """Files of one version of control groups: mount point, limit, use, and what can be dropped."""
+
+    mount: str
+    limit: str
+    used: str
+    droppable: str
+
+
+_CONTROLLERS = (
+    _MemoryController("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "),
+    _MemoryController(
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file ",
+    ),
+)
+
+
+def _left_in_control_groups(root: Path) -> Iterator[Optional[int]]:
+    """What each control group that the process is in leaves it; None for one without a limit."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        files = _CONTROLLERS[1 if controllers else 0]
+        mount = root / files.mount
+        # A limit of any group above holds too. Inside a container the path may be one that only
+        # the host knows; then the mount point is the container's own group.
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            yield _left_in_group(folder, files)
+            if folder == mount:
+                break
+
+
+def _left_in_group(folder: Path, files: _MemoryController) -> Optional[int]:
+    limit, used = _lines(folder / files.limit), _lines(folder / files.used)
+    if not limit or not used or limit[0] == "max":
+        return None
+    droppable = [
+        int(line.split()[1])
+        for line in _lines(folder / "memory.stat")
+        if line.startswith(files.droppable)
+    ]
+    return int(limit[0]) - int(used[0]) + sum(droppable)
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file; none if it cannot be read."""
     try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        return path.read_text(encoding="ascii").splitlines()
     except OSError:
-        pass
-    return None
+        return []
