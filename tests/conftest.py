@@ -51,6 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="keep the rows that tests measure here, one JSON line each, for benchmarks/results",
     )
+    parser.addoption(
+        "--soak-iterations",
+        type=int,
+        default=100,
+        help="length of the soak test on a GPU (%(default)s; 2000 is the full length)",
+    )
 
 
 @pytest.fixture

@@ -53,6 +53,22 @@ class OffloadConfig:
     """How many groups ahead of their use in backward the copies back start, counted in group
     uses. Larger values hide slower links and cost device memory; 0 copies at the moment of use."""
 
+    offload_host_memory_limit_bytes: Optional[int] = None
+    """The most host memory, in bytes, that this process pins for activations. Groups that do not
+    fit stay on the device, which the log and the report tell. Not set, it is 80% of the memory that
+    is available on the node (or in the container) when the engine is installed, divided by the
+    node's number of processes (LOCAL_WORLD_SIZE)."""
+
+    offload_numa: Literal["auto", "off"] = "auto"
+    """'auto' runs the process on the CPUs of its GPU's NUMA node and pins host memory there, unless
+    somebody has bound the process already; 'off' leaves both to the system. Only with a GPU."""
+
+    offload_verify: int = 0
+    """Check in the first so many iterations that every tensor comes back as it left, and fill
+    device memory that was given up with NaN meanwhile. Slow (the host waits in backward); a
+    difference ends the run naming module, layer, micro-batch and the ordering that failed. 0 checks
+    nothing."""
+
     offload_report_path: Optional[str] = None
     """Write the report as JSON to this file when training ends ('{rank}' in the name is replaced by
     the rank; otherwise '.rank<N>' is inserted for ranks above 0). Read it with 'slipstream
@@ -109,6 +125,28 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.offload_prefetch_depth >= 0,
         "offload_prefetch_depth={offload_prefetch_depth} is negative; set how many groups ahead "
         "(0 or more) a copy back starts",
+    ),
+    Rule(
+        "offload_host_memory_limit_bytes",
+        _always,
+        lambda c: (
+            c.offload_host_memory_limit_bytes is None or c.offload_host_memory_limit_bytes > 0
+        ),
+        "offload_host_memory_limit_bytes={offload_host_memory_limit_bytes} leaves no host memory "
+        "to move activations to; set a number of bytes above 0, or leave it out for 80% of the "
+        "node's available memory, shared by its processes",
+    ),
+    Rule(
+        "offload_numa",
+        _always,
+        lambda c: c.offload_numa in ("auto", "off"),
+        "offload_numa={offload_numa!r} is not a choice; set 'auto' or 'off'",
+    ),
+    Rule(
+        "offload_verify",
+        _always,
+        lambda c: c.offload_verify >= 0,
+        "offload_verify={offload_verify} is negative; set how many iterations (0 or more) to check",
     ),
 )
 """Requirements on :class:`OffloadConfig`."""

@@ -11,10 +11,11 @@ that an engine with a missing wait computes NaN instead of being right by luck.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
@@ -61,6 +62,10 @@ class Backend(ABC):
     """What the engine needs of a device. Streams and events are opaque to the engine."""
 
     name: str
+    host_slab_bytes = 1 << 20
+    """The least host memory to ask :meth:`allocate_host` for."""
+    poisons_dropped = False
+    """Whether device memory that the engine drops, and nobody else holds, is filled with NaN."""
 
     @abstractmethod
     def manages(self, tensor: torch.Tensor) -> bool:
@@ -100,14 +105,26 @@ class Backend(ABC):
 
     @abstractmethod
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised host memory that copies can run from and to asynchronously, uint8."""
+        """Uninitialised host memory that copies can run from and to asynchronously, uint8.
+
+        It begins on a page.
+
+        Raises:
+            RuntimeError: There is none to be had (or ``MemoryError``).
+        """
 
     @abstractmethod
     def free_host(self, buffer: torch.Tensor) -> None:
         """Return a buffer of :meth:`allocate_host`. No copy may be using it."""
 
+    @abstractmethod
+    def run_on(self, stream: Stream, work: Callable[[], object]) -> None:
+        """Put the operations that ``work`` calls into ``stream``."""
+
     def drop_device(self, storage: torch.UntypedStorage) -> None:
         """The engine gives up its last reference to ``storage``, which the caller then deletes."""
+        if self.poisons_dropped and _num_uses(storage) == 1:
+            _poison(storage)
 
     def drop_host_contents(self, buffer: torch.Tensor, stream: Stream) -> None:
         """Nobody needs the bytes in ``buffer`` after the work now in ``stream``."""
@@ -137,8 +154,13 @@ class CudaBackend(Backend):
     """An NVIDIA GPU through ``torch.cuda``."""
 
     name = "cuda"
+    # Pinning blocks the host, and other calls of the driver, so it is done seldom, and in pieces
+    # that hosts of GPUs can spare.
+    host_slab_bytes = 256 << 20
 
     def __init__(self) -> None:
+        self.place_host_memory: Optional[Callable[[int, int], None]] = None
+        """Called with address and length (bytes) of new host memory before anybody touches it."""
         self._registered: dict[int, weakref.finalize[Any, Any]] = {}
 
     def manages(self, tensor: torch.Tensor) -> bool:
@@ -164,6 +186,10 @@ class CudaBackend(Backend):
     def wait_on_host(self, stream: Stream) -> None:
         stream.synchronize()
 
+    def run_on(self, stream: Stream, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(stream):
+            work()
+
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
         with torch.cuda.stream(stream):
             for destination, source in copies:
@@ -177,10 +203,16 @@ class CudaBackend(Backend):
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         # Registered rather than asked of torch's pinned allocator, which rounds up to a power of
         # two and keeps what it has got (https://github.com/pytorch/pytorch/issues/95823).
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        buffer = _page_aligned(nbytes)
         address = buffer.data_ptr()
+        if self.place_host_memory is not None:
+            self.place_host_memory(address, nbytes)
         status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-        torch.cuda.check_error(status)
+        try:
+            torch.cuda.check_error(status)
+        except RuntimeError:
+            _forget_last_error()
+            raise
         # Should nobody return the buffer: its addresses go back to the system with it, and could
         # not be registered again as long as they are.
         forgotten = weakref.finalize(buffer, _unregister_forgotten, address)
@@ -220,6 +252,23 @@ _COMPLETED = object()
 """The event of work that is done by the time it is recorded."""
 
 
+def _forget_last_error() -> None:
+    """Let nobody else stumble over an error that has been raised and is being handled.
+
+    The runtime keeps a failed call's error until somebody takes it, which torch does after the
+    next kernel launch, whatever that launch did.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)
+
+
+def _page_aligned(nbytes: int) -> torch.Tensor:
+    """Host memory that begins on a page, as pinning and placing it on a node want it."""
+    memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8)
+    start = -memory.data_ptr() % mmap.PAGESIZE
+    return memory[start : start + nbytes]
+
+
 def _unregister_forgotten(address: int) -> None:
     torch.cuda.synchronize()  # a copy may still be using it
     torch.cuda.cudart().cudaHostUnregister(address)
@@ -255,6 +304,9 @@ class CpuBackend(Backend):
     def wait_on_host(self, stream: Stream) -> None:
         pass
 
+    def run_on(self, stream: Stream, work: Callable[[], object]) -> None:
+        work()
+
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
         for destination, source in copies:
             destination.copy_(source)
@@ -264,7 +316,7 @@ class CpuBackend(Backend):
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         with self.meter.excluded() if self.meter is not None else contextlib.nullcontext():
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return _page_aligned(nbytes)
 
     def free_host(self, buffer: torch.Tensor) -> None:
         pass
@@ -275,6 +327,11 @@ class CpuBackend(Backend):
     def reset_peak_memory(self) -> None:
         if self.meter is not None:
             self.meter.reset_peak()
+
+
+def _num_uses(storage: torch.UntypedStorage) -> int:
+    """References to the memory: one for all Python storage objects, one for each tensor."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def _poison(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -376,6 +433,9 @@ class LazyCpuBackend(CpuBackend):
             stream.run_until(stream.num_done + len(stream.pending))
             stream.host_waited = stream.num_done
 
+    def run_on(self, stream: _LazyStream, work: Callable[[], object]) -> None:
+        stream.pending.append(work)
+
     def run_copies(self, copies: Sequence[Copy], stream: _LazyStream) -> None:
         ordered = stream.compute_seen == self._compute.num_recorded
         stream.pending.extend(_LazyCopy(copy, ordered) for copy in copies)
@@ -396,7 +456,7 @@ class LazyCpuBackend(CpuBackend):
         if any(copy.destination.untyped_storage()._cdata == storage._cdata for copy in pending):
             raise RuntimeError("device memory dropped while a copy has yet to write it")
         # One use is the caller's storage object; every pending copy holds one view of it.
-        if torch._C._storage_Use_Count(storage._cdata) == 1 + len(pending):
+        if _num_uses(storage) == 1 + len(pending):
             _poison(storage)
 
     def drop_host_contents(self, buffer: torch.Tensor, stream: _LazyStream) -> None:

@@ -17,10 +17,14 @@ from megatron.slipstream.plan.trace import GroupKey
 class ChunkOffloadHandler:
     """The groups of one pass, in the order in which forward started and committed them."""
 
-    def __init__(self, index: int, vp_stage: int, min_offloaded_tensor_size: int) -> None:
+    def __init__(
+        self, index: int, vp_stage: int, min_offloaded_tensor_size: int, micro_batch: int = 0
+    ) -> None:
         self.index = index
         """Its place among the forward passes of the iteration."""
         self.vp_stage = vp_stage
+        self.micro_batch = micro_batch
+        """How many passes through the same model chunk came before it in the iteration."""
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         """Tensors of fewer elements stay on the device."""
         self.groups: list[OffloadTensorGroup] = []
@@ -28,7 +32,9 @@ class ChunkOffloadHandler:
 
     def open_group(self, name: str) -> OffloadTensorGroup:
         """A new group, next in order."""
-        group = OffloadTensorGroup(GroupKey(self.index, len(self.groups)), name)
+        layer = sum(group.name == name for group in self.groups)
+        key = GroupKey(self.index, len(self.groups))
+        group = OffloadTensorGroup(key, name, layer, self.micro_batch, self.vp_stage)
         self.groups.append(group)
         return group
 

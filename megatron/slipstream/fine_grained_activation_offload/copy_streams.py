@@ -11,7 +11,7 @@ id    signal                     waiter                       protects
 E1    compute, after a group's   d2h, before the group's      the group's tensors on the device:
       commit                     copies out                   they are read when computed
 E2    h2d or d2h, after the      d2h, before the next copy    the host buffer: it is overwritten
-      buffer's last copy         into the buffer              when read
+      last copies of its bytes   into any of its bytes        when read
 E3    d2h, after the copies      compute, before the device   the group's tensors on the device:
       out                        memory is let go             their memory is reused when read
 E4    compute, where a copy in   h2d, before the copies in    the copy's destination: memory that
@@ -36,7 +36,7 @@ started on another stream than the memory was let go on, that stream waits by E3
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Optional
 
 import torch
@@ -54,7 +54,7 @@ class Edge(enum.Enum):
     """The ids of the edge table in the module's docstring."""
 
     E1 = "a copy out waits for the computation of its source"
-    E2 = "a copy out waits for the last copy that used its host buffer"
+    E2 = "a copy out waits for the last copies that used the bytes of its host buffer"
     E3 = "device memory is let go after its copy out"
     E4 = "a copy in waits for the computation that used its destination"
     E5 = "backward waits for the copy in of what it reads"
@@ -93,13 +93,17 @@ class CopyStreams:
         """While a list, every wait of the compute stream is timed and appended."""
 
     def copy_out(
-        self, moves: Sequence[tuple[torch.Tensor, HostLease]], producers: Iterable[Stream]
+        self,
+        moves: Sequence[tuple[torch.Tensor, HostLease]],
+        producers: Iterable[Stream],
+        before: Callable[[], None] = lambda: None,
     ) -> Event:
         """Copy device bytes into host buffers on the d2h stream.
 
         Args:
             moves: Pairs of device bytes (uint8, 1-d) and the buffer they go to.
             producers: The streams that computed them.
+            before: Called once the d2h stream has been told to wait, ahead of the copies.
 
         Returns:
             The event after the copies. The device memory must outlive it (:meth:`let_go`).
@@ -107,14 +111,15 @@ class CopyStreams:
         for stream in producers:
             self._wait(Edge.E1, self.d2h, self._backend.record(stream))  # edge E1
         for _, lease in moves:
-            if lease.last_use is not None:
-                self._wait(Edge.E2, self.d2h, lease.last_use)  # edge E2
+            for last_use in lease.last_use:
+                self._wait(Edge.E2, self.d2h, last_use)  # edge E2
+        before()
         self._backend.run_copies(
             [Copy(lease.buffer[: source.numel()], source) for source, lease in moves], self.d2h
         )
         event = self._backend.record(self.d2h)
         for _, lease in moves:
-            lease.last_use = event
+            lease.last_use = (event,)
         return event
 
     def let_go(self, memory: InFlight, label: str = "") -> None:
@@ -130,12 +135,17 @@ class CopyStreams:
         """
         self._wait(Edge.E3, self._backend.current_stream(), event)  # edge E3
 
-    def copy_in(self, moves: Sequence[tuple[torch.Tensor, HostLease]]) -> Event:
+    def copy_in(
+        self,
+        moves: Sequence[tuple[torch.Tensor, HostLease]],
+        after: Callable[[], None] = lambda: None,
+    ) -> Event:
         """Copy host buffers into device memory of the current stream, on the h2d stream.
 
         Args:
             moves: Pairs of device bytes to write (uint8, 1-d) and the buffer to read. Nobody
                 reads the buffers after that.
+            after: Called when the copies are in the h2d stream.
 
         Returns:
             The event after the copies. The device memory must be kept until somebody has waited
@@ -150,11 +160,12 @@ class CopyStreams:
             ],
             self.h2d,
         )
+        after()
         for _, lease in moves:
             self._backend.drop_host_contents(lease.buffer, self.h2d)
         event = self._backend.record(self.h2d)
         for _, lease in moves:
-            lease.last_use = event
+            lease.last_use = (event,)
         return event
 
     def before_use(self, event: Event, label: str = "") -> None:

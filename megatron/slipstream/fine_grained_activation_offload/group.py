@@ -37,14 +37,28 @@ class HeldStorage(NamedTuple):
 class OffloadTensorGroup:
     """What one marked sub-module saved in one pass."""
 
-    def __init__(self, key: GroupKey, name: str) -> None:
+    def __init__(
+        self, key: GroupKey, name: str, layer: int = 0, micro_batch: int = 0, vp_stage: int = 0
+    ) -> None:
         self.key = key
         self.name = name
+        self.layer = layer
+        """How many groups of this name came before it in the pass."""
+        self.micro_batch = micro_batch
+        """How many passes through this model chunk came before it in the iteration."""
+        self.vp_stage = vp_stage
         self.state = GroupState.OPEN
         self.held: list[HeldStorage] = []
 
     def __str__(self) -> str:
         return f"{self.key}.{self.name}"
+
+    def describe(self) -> str:
+        """The group in a user's words, for errors."""
+        return (
+            f"{self.name} of layer {self.layer} (of this model chunk, {self.vp_stage}) in "
+            f"micro-batch {self.micro_batch}"
+        )
 
     def move_to(self, state: GroupState) -> None:
         """Change the state.

@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -30,9 +31,11 @@ from megatron.slipstream.fine_grained_activation_offload.recorder import Recorde
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
+from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.build import Action, ActionKind, Plan, build_plan
+from megatron.slipstream.plan.check import PlanFacts, check_plan
 from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.render import render_plan
+from megatron.slipstream.plan.render import format_bytes, render_plan
 from megatron.slipstream.plan.trace import GroupKey, Step, StepKind
 
 logger = logging.getLogger(__name__)
@@ -49,10 +52,19 @@ class PipelineOffloadManager:
         release_lag: See ``OffloadConfig.offload_release_lag``.
         prefetch_depth: See ``OffloadConfig.offload_prefetch_depth``.
         rank: Global rank, for the report.
+        num_verified_iterations: See ``OffloadConfig.offload_verify``.
+        host_memory_limit_bytes: See ``OffloadConfig.offload_host_memory_limit_bytes``; None for no
+            limit.
     """
 
     def __init__(
-        self, backend: Backend, release_lag: int = 1, prefetch_depth: int = 1, rank: int = 0
+        self,
+        backend: Backend,
+        release_lag: int = 1,
+        prefetch_depth: int = 1,
+        rank: int = 0,
+        num_verified_iterations: int = 0,
+        host_memory_limit_bytes: Optional[int] = None,
     ) -> None:
         self.do_offload = True
         """False while offloading is suspended: marks then do nothing."""
@@ -63,6 +75,13 @@ class PipelineOffloadManager:
         self._recorder = Recorder(backend)
         self.store = ActivationStore(backend, self._recorder)
         """The saved activations."""
+        self.store.host_pool.limit_bytes = host_memory_limit_bytes
+        self._planned_limit_bytes = host_memory_limit_bytes
+        """The host memory limit that the plans were made for."""
+        self._told_of_limit = False
+        self._num_verified_iterations = num_verified_iterations
+        if num_verified_iterations > 0:
+            self.store.verifier = Verifier(backend)
         self._release_lag = release_lag
         self._prefetch_depth = prefetch_depth
         self._options: Optional[PolicyOptions] = None
@@ -72,6 +91,8 @@ class PipelineOffloadManager:
         """The plan being followed; None where the iteration is not like any planned one."""
         self._last_plan: Optional[Plan] = None
         """The plan to begin the next iteration with."""
+        self.plan_facts: Optional[PlanFacts] = None
+        """What was proved of the newest plan."""
         self._passes: list[ChunkOffloadHandler] = []
         self._groups: dict[GroupKey, OffloadTensorGroup] = {}
         self._chunk: Optional[ChunkOffloadHandler] = None
@@ -156,8 +177,12 @@ class PipelineOffloadManager:
             self._options = options
             self._plans.clear()
             self._plan = self._last_plan = None
+        stage = vp_stage or 0
         self._chunk = ChunkOffloadHandler(
-            len(self._passes), vp_stage or 0, min_offloaded_tensor_size
+            len(self._passes),
+            stage,
+            min_offloaded_tensor_size,
+            micro_batch=sum(chunk.vp_stage == stage for chunk in self._passes),
         )
         self._passes.append(self._chunk)
 
@@ -365,19 +390,45 @@ class PipelineOffloadManager:
     # The life of an iteration.
 
     def _finish_iteration(self) -> None:
+        self._drop_plans_beyond_limit()
         plan = self._plan
         if plan is None or len(plan.trace.steps) != len(self._recorder.steps):
             # Departed, or ended before the plan did: what it was may be known all the same.
             plan = self._plans.get(tuple(self._recorder.steps)) or self._make_plan()
         self._last_plan = plan
         self._update_report()
+        self._stop_verifying()
         self._clear_iteration()
         # The allocator is asked at every mark only while there is something to learn from it.
         self._recorder.reads_memory = False
 
+    def _drop_plans_beyond_limit(self) -> None:
+        """The pool lowers its limit where the system refuses it memory: then plan for less."""
+        limit_bytes = self.store.host_pool.limit_bytes
+        if limit_bytes != self._planned_limit_bytes:
+            self._planned_limit_bytes = limit_bytes
+            self._plans.clear()
+            self._plan = None
+
+    def _stop_verifying(self) -> None:
+        verifier = self.store.verifier
+        if verifier is not None and self.report.num_iterations >= self._num_verified_iterations:
+            verifier.stop()
+            self.store.verifier = None
+            logger.info(
+                "offload_verify: %d storages came back unchanged in %d iterations; verifying ends",
+                verifier.num_verified,
+                self.report.num_iterations,
+            )
+
     def _make_plan(self) -> Plan:
         trace = self._recorder.finish(self._pp_rank)
-        plan = build_plan(trace, self._options or PolicyOptions())
+        options = replace(
+            self._options or PolicyOptions(), host_memory_limit_bytes=self._planned_limit_bytes
+        )
+        plan = build_plan(trace, options)
+        self._tell_of_limit(plan)
+        self.plan_facts = check_plan(plan)
         self._plans[trace.steps] = plan
         if len(self._plans) > MAX_PLANS:
             del self._plans[next(iter(self._plans))]
@@ -391,13 +442,37 @@ class PipelineOffloadManager:
         logger.log(logging.INFO if first else logging.DEBUG, "plan:\n%s", report.plan)
         return plan
 
+    def _tell_of_limit(self, plan: Plan) -> None:
+        limit_bytes = plan.options.host_memory_limit_bytes
+        if plan.num_kept_for_host_memory == 0 or limit_bytes is None or self._told_of_limit:
+            return
+        self._told_of_limit = True
+        # Memory that the system refused has been warned about.
+        logger.log(
+            logging.INFO if self.store.host_pool.was_refused else logging.WARNING,
+            "offload_host_memory_limit_bytes=%d (%s) is less than the %s of host memory that rank "
+            "%d needs to move all it should, so %d of %d groups stay on the device; raise the "
+            "limit, give the job more host memory, or choose fewer modules",
+            limit_bytes,
+            format_bytes(limit_bytes),
+            format_bytes(plan.needed_host_bytes),
+            self.report.rank,
+            plan.num_kept_for_host_memory,
+            len(plan.groups),
+        )
+
     def _update_report(self) -> None:
         report, pool = self.report, self.store.host_pool
         report.modules = self.store.modules
         report.num_iterations += 1
+        report.host_growth_bytes = pool.allocated_bytes - report.host_allocated_bytes
         report.host_allocated_bytes = pool.allocated_bytes
         report.host_high_water_bytes = pool.high_water_bytes
+        report.host_waste_bytes = pool.waste_bytes
+        report.host_memory_limit_bytes = pool.limit_bytes
         report.num_host_allocations = pool.num_allocations
+        if self._last_plan is not None:
+            report.num_kept_for_host_memory = self._last_plan.num_kept_for_host_memory
 
     def _clear_iteration(self) -> None:
         self.store.drain()

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from megatron.slipstream.plan.render import format_bytes
 
@@ -27,6 +27,8 @@ class ModuleCounters:
     """Of the bytes copied out, those whose device memory was really given up meanwhile."""
     num_late: int = 0
     """Copies in that started only when backward asked for them: each one stalls the device."""
+    num_kept_for_host_memory: int = 0
+    """Groups that were to move and stayed because the host memory did not suffice."""
     stall_ms: float = 0.0
     """Time the compute stream waited for copies (measured in one iteration; 0 without a GPU)."""
 
@@ -44,10 +46,27 @@ class RankReport:
     """Device peak with and without the plan as predicted from the recorded iteration; 0 where
     device memory could not be read."""
     host_allocated_bytes: int = 0
+    """Host memory that the pool holds."""
+    host_growth_bytes: int = 0
+    """What it grew by in the iteration: 0 in steady state."""
     host_high_water_bytes: int = 0
+    """The most that was lent at once, in any iteration."""
+    host_waste_bytes: int = 0
+    """Of what the pool holds at the high-water mark, what could serve nobody: see [Note: Waste of
+    host memory] in ``host_pool``."""
+    host_memory_limit_bytes: Optional[int] = None
+    """The most that the pool may hold; None for no limit."""
     num_host_allocations: int = 0
+    """Slabs that make up the pool."""
+    num_kept_for_host_memory: int = 0
+    """Groups that the plan keeps on the device because host memory is limited."""
     num_iterations: int = 0
     num_plans: int = 0
+
+    @property
+    def host_waste_fraction(self) -> float:
+        """Wasted host memory as a share of the most that was lent at once."""
+        return self.host_waste_bytes / max(1, self.host_high_water_bytes)
 
     @property
     def total(self) -> ModuleCounters:
@@ -83,13 +102,9 @@ class Report:
             rows += [_row(rank.rank, name, item) for name, item in sorted(rank.modules.items())]
             rows.append(_row(rank.rank, "total", rank.total))
         lines = ["Activation offload, per iteration", *_columns(rows)]
+        lines += [_host_memory(rank) for rank in self.ranks]
         for rank in self.ranks[:1]:
-            lines.append(
-                f"host memory {format_bytes(rank.host_allocated_bytes)}, at most "
-                f"{format_bytes(rank.host_high_water_bytes)} lent, "
-                f"{rank.num_host_allocations} buffers; iterations: {rank.num_iterations}, "
-                f"plans made: {rank.num_plans}"
-            )
+            lines.append(f"iterations: {rank.num_iterations}, plans made: {rank.num_plans}")
             if rank.plan:
                 lines += ["", f"Plan of rank {rank.rank}", rank.plan]
         return "\n".join(lines)
@@ -132,6 +147,29 @@ def _rank_from(data: Mapping[str, Any]) -> RankReport:
     fields = dict(data)
     modules = {name: ModuleCounters(**item) for name, item in fields.pop("modules").items()}
     return RankReport(modules=modules, **fields)
+
+
+def _host_memory(rank: RankReport) -> str:
+    grown = format_bytes(rank.host_growth_bytes) if rank.host_growth_bytes else "nothing"
+    text = (
+        f"host memory of rank {rank.rank}: {format_bytes(rank.host_allocated_bytes)} in "
+        f"{rank.num_host_allocations} slabs ({grown} new in the last iteration), at most "
+        f"{format_bytes(rank.host_high_water_bytes)} lent, waste "
+        f"{format_bytes(rank.host_waste_bytes)} ({rank.host_waste_fraction:.1%})"
+    )
+    if rank.host_memory_limit_bytes is not None:
+        text += f"; limit {format_bytes(rank.host_memory_limit_bytes)}"
+    kept = [
+        f"{number} {when}"
+        for number, when in (
+            (rank.num_kept_for_host_memory, "by plan"),
+            (rank.total.num_kept_for_host_memory, "when there was no room"),
+        )
+        if number
+    ]
+    if kept:
+        text += f", for which groups stay on the device: {' and '.join(kept)}"
+    return text
 
 
 def _row(rank: int, name: str, item: ModuleCounters) -> list[str]:

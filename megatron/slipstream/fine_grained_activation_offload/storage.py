@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Hashable
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,6 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream, byte_view
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease, HostPool
 from megatron.slipstream.plan.trace import GroupKey
+
+if TYPE_CHECKING:  # a group refers to its storages weakly, and each of them to its first group
+    from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 
 DEVICE_ALIGNMENT_BYTES = 512
 """A part of a storage starts at a multiple of this, which every device allocation does too: kernels
@@ -53,11 +56,11 @@ class SavedStorage:
 
     _serials = itertools.count()
 
-    def __init__(self, tensor: torch.Tensor, label: str, pool: HostPool) -> None:
+    def __init__(self, tensor: torch.Tensor, owner: OffloadTensorGroup, pool: HostPool) -> None:
         storage = tensor.untyped_storage()
         self.serial = next(self._serials)
-        self.label = label
-        """The module that saved it first: moves are reported on its account."""
+        self.owner = owner
+        """The group that saved it first: moves are reported on its account."""
         self.device = tensor.device
         self.storage_nbytes = storage.nbytes()
         self.start, self.stop = _extent(tensor)
@@ -99,7 +102,7 @@ class SavedStorage:
         """
         if (self.residence, residence) not in _ALLOWED:
             raise RuntimeError(
-                f"storage {self.label} of {self.nbytes} bytes cannot go from "
+                f"storage of {self.owner} of {self.nbytes} bytes cannot go from "
                 f"{self.residence.name} to {residence.name}"
             )
         self.residence = residence
@@ -156,7 +159,9 @@ class SavedStorage:
         """Hand over the host buffer."""
         lease, self.lease = self.lease, None
         if lease is None:
-            raise RuntimeError(f"storage {self.label} has no host buffer in {self.residence.name}")
+            raise RuntimeError(
+                f"storage of {self.owner} has no host buffer in {self.residence.name}"
+            )
         return lease
 
 
@@ -189,7 +194,7 @@ class SavedTensor:
         """The tensor over the returned memory, with its old shape, strides and alignment."""
         storage = self.storage
         if storage.returned is None:
-            raise RuntimeError(f"storage {storage.label} is in {storage.residence.name}")
+            raise RuntimeError(f"storage of {storage.owner} is in {storage.residence.name}")
         offset = self.offset
         if storage.returned.nbytes() != storage.storage_nbytes:
             offset -= storage.start // self.dtype.itemsize

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Optional
 
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, byte_view
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, InFlight
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease, HostPool
+from megatron.slipstream.fine_grained_activation_offload.host_pool import (
+    HostLease,
+    HostMemoryFull,
+    HostPool,
+)
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import (
@@ -25,6 +30,7 @@ from megatron.slipstream.fine_grained_activation_offload.storage import (
     SavedStorage,
     SavedTensor,
 )
+from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 
 
 class ActivationStore:
@@ -34,6 +40,8 @@ class ActivationStore:
         self.backend = backend
         self.copy_streams = CopyStreams(backend)
         self.host_pool = HostPool(backend)
+        self.verifier: Optional[Verifier] = None
+        """Compares what comes back with what left, while there is one."""
         self.modules: dict[str, ModuleCounters] = {}
         """This iteration's figures by module name."""
         self._recorder = recorder
@@ -61,7 +69,7 @@ class ActivationStore:
         if storage is None or not storage.serves(tensor):
             if tensor.numel() < min_numel:
                 return _keep(tensor)
-            storage = SavedStorage(tensor, group.name, self.host_pool)
+            storage = SavedStorage(tensor, group, self.host_pool)
             self._by_memory[tensor.untyped_storage()._cdata] = storage
         if group.hold(storage):
             self._recorder.add_save(group, storage)
@@ -90,8 +98,8 @@ class ActivationStore:
             storage.note_overwrites()
         if storage.overwritten:
             raise RuntimeError(
-                f"a tensor of shape {list(saved.shape)} that {storage.label} saved for backward "
-                "was changed by an in-place operation; change a copy of it instead"
+                f"a tensor of shape {list(saved.shape)} that {storage.owner.describe()} saved for "
+                "backward was changed by an in-place operation; change a copy of it instead"
             )
         if storage.residence is Residence.DEVICE:
             return storage.aliases[saved.index][0]
@@ -131,6 +139,8 @@ class ActivationStore:
     ) -> None:
         """Start copying out the group's storages that have not been copied yet.
 
+        If there is no host memory for all of them, none is: the group stays.
+
         Args:
             group: A committed group.
             may_move: Called with a storage's position in the group, and the storage.
@@ -144,16 +154,21 @@ class ActivationStore:
                 storages.append(storage)
         if not storages:
             return
+        leases = self._borrow(storages)
+        if leases is None:
+            self.counters(group.name).num_kept_for_host_memory += 1
+            return
         current = self.backend.current_stream()
         producers = {self.backend.stream_id(current): current}
-        for storage in storages:
+        for storage, lease in zip(storages, leases, strict=True):
             storage.streams.update({self.backend.stream_id(current): current})
             producers.update(storage.streams)
-            storage.lease = self.host_pool.borrow(storage.nbytes)
+            storage.lease = lease
             storage.copied_version = storage.aliases[0][1]
         event = self.copy_streams.copy_out(
-            [(s.source_bytes(), s.lease) for s in storages if s.lease is not None],
+            [(s.source_bytes(), lease) for s, lease in zip(storages, leases, strict=True)],
             producers.values(),
+            before=partial(self._verify_leaving, storages),
         )
         counters = self.counters(group.name)
         counters.num_groups_moved += 1
@@ -205,7 +220,7 @@ class ActivationStore:
         if returning:
             self._start_copies_in(returning)
         for storage in returning:
-            counters = self.counters(storage.label)
+            counters = self.counters(storage.owner.name)
             counters.freed_bytes += storage.nbytes
             counters.num_late += late
 
@@ -230,6 +245,18 @@ class ActivationStore:
         self.drain()
         self.host_pool.close()
 
+    def _borrow(self, storages: Sequence[SavedStorage]) -> Optional[list[HostLease]]:
+        """A host buffer for each storage, or None if there is not enough memory for all."""
+        leases: list[HostLease] = []
+        try:
+            for storage in storages:
+                leases.append(self.host_pool.borrow(storage.nbytes))
+        except HostMemoryFull:
+            for lease in leases:
+                self.host_pool.give_back(lease)
+            return None
+        return leases
+
     def _let_go(self, serial: int, label: str = "") -> None:
         memory = self._outgoing.pop(serial, None)
         if memory is not None:
@@ -248,14 +275,14 @@ class ActivationStore:
             storage.move_to(Residence.RETURNING)
             storage.ordered_streams = set()
             moves.append((byte_view(returned, 0, storage.nbytes), storage.take_lease()))
-        event = self.copy_streams.copy_in(moves)
+        event = self.copy_streams.copy_in(moves, after=partial(self._verify_returned, storages))
         for storage, (_, lease) in zip(storages, moves, strict=True):
             storage.in_event = event
             if storage.returned is not None:
                 memory = InFlight(storage.returned, event, (current,))
                 self._incoming[storage.serial] = memory
             self.host_pool.give_back(lease)
-            counters = self.counters(storage.label)
+            counters = self.counters(storage.owner.name)
             counters.h2d_bytes += storage.nbytes
             counters.h2d_copies += 1
 
@@ -273,11 +300,21 @@ class ActivationStore:
             return
         stream = self.backend.stream_id(self.backend.current_stream())
         if stream not in storage.ordered_streams:
-            self.copy_streams.before_use(storage.in_event, storage.label)
+            self.copy_streams.before_use(storage.in_event, storage.owner.name)
             storage.ordered_streams.add(stream)
         if storage.residence is Residence.RETURNING:
             storage.move_to(Residence.BACK)
             self._incoming.pop(storage.serial, None)
+            if self.verifier is not None:
+                self.verifier.reads(storage, self.copy_streams.finish)
+
+    def _verify_leaving(self, storages: Sequence[SavedStorage]) -> None:
+        if self.verifier is not None:
+            self.verifier.leaves(storages, self.copy_streams.d2h)
+
+    def _verify_returned(self, storages: Sequence[SavedStorage]) -> None:
+        if self.verifier is not None:
+            self.verifier.returns(storages, self.copy_streams.h2d)
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,12 @@ from typing import Any, Optional
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
+from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.fine_grained_activation_offload.backend import make_backend
+from megatron.slipstream.fine_grained_activation_offload.backend import CudaBackend, make_backend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
+from megatron.slipstream.integration import numa
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +68,18 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         if getattr(current, "config", None) == config:
             return current
         current.close()
+    backend = make_backend(config.offload_backend)
+    if isinstance(backend, CudaBackend) and config.offload_numa == "auto":
+        backend.place_host_memory = numa.bind_to_gpu(_local_gpu())
     manager = PipelineOffloadManager(
-        make_backend(config.offload_backend),
+        backend,
         config.offload_release_lag,
         config.offload_prefetch_depth,
         rank=_rank(),
+        num_verified_iterations=config.offload_verify,
+        host_memory_limit_bytes=(
+            config.offload_host_memory_limit_bytes or preflight.default_host_memory_limit_bytes()
+        ),
     )
     manager.config = config  # type: ignore[attr-defined]
     manager.region_context = _transformer_engine_region
@@ -136,6 +145,13 @@ def _rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0"))
+
+
+def _local_gpu() -> int:
+    """The GPU this process will use: install() may come before anybody has made it current."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # Launchers that show each process one GPU only number the processes all the same.
+    return local_rank if local_rank < torch.cuda.device_count() else torch.cuda.current_device()
 
 
 @contextlib.contextmanager

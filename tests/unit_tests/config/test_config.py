@@ -31,6 +31,9 @@ BREAKS_RULE: list[dict[str, Any]] = [
     {"offload_backend": "gpu"},
     {"offload_release_lag": -1},
     {"offload_prefetch_depth": -1},
+    {"offload_host_memory_limit_bytes": 0},
+    {"offload_numa": "on"},
+    {"offload_verify": -1},
 ]
 BREAKS_MODEL_RULE: list[dict[str, Any]] = [
     {"offload_modules": []},
@@ -116,6 +119,9 @@ def test_model_options_are_not_judged_while_offloading_is_off(changed: dict[str,
         {"offload_prefetch_depth": 0},
         {"offload_backend": "cpu-lazy"},
         {"offload_engine": "megatron"},
+        {"offload_host_memory_limit_bytes": 1},
+        {"offload_host_memory_limit_bytes": None},
+        {"offload_numa": "off"},
     ],
     ids=str,
 )

@@ -32,6 +32,7 @@ def make_rank(rank: int, modules: Sequence[str] = ("core_attn", "attn_proj")) ->
             h2d_copies=11,
             freed_bytes=1 * MIB,
             num_late=5,
+            num_kept_for_host_memory=1 + place,
             stall_ms=0.25,
         )
         for place, name in enumerate(modules)
@@ -43,8 +44,12 @@ def make_rank(rank: int, modules: Sequence[str] = ("core_attn", "attn_proj")) ->
         planned_peak_bytes=100,
         baseline_peak_bytes=200,
         host_allocated_bytes=7 * MIB,
+        host_growth_bytes=2 * MIB,
         host_high_water_bytes=5 * MIB,
+        host_waste_bytes=MIB // 4,
+        host_memory_limit_bytes=8 * MIB,
         num_host_allocations=9,
+        num_kept_for_host_memory=6,
         num_iterations=4,
         num_plans=2,
     )
@@ -206,9 +211,32 @@ def test_a_row_shows_its_figures_under_their_headings() -> None:
     assert ends(row[16:], cells) == ends(heading[16:], names)
 
 
-def test_the_first_rank_shows_its_host_memory_and_its_plan() -> None:
+def test_every_rank_shows_its_host_memory() -> None:
+    lines = Report([make_rank(0), make_rank(1, modules=["moe_act"])]).render().split("\n")
+    memory = (
+        "7.0 MiB in 9 slabs (2.0 MiB new in the last iteration), at most 5.0 MiB lent, waste "
+        "256.0 KiB (5.0%); limit 8.0 MiB, for which groups stay on the device: 6 by plan and "
+    )
+    assert f"host memory of rank 0: {memory}3 when there was no room" in lines
+    assert f"host memory of rank 1: {memory}1 when there was no room" in lines
+
+
+def test_host_memory_without_a_limit_in_steady_state() -> None:
+    rank = RankReport(host_allocated_bytes=7 * MIB, host_high_water_bytes=5 * MIB)
+    rank.num_host_allocations = 9
+    assert (
+        "host memory of rank 0: 7.0 MiB in 9 slabs (nothing new in the last iteration), at most "
+        "5.0 MiB lent, waste 0 B (0.0%)"
+    ) in Report([rank]).render().split("\n")
+
+
+def test_waste_is_a_share_of_what_was_lent_at_most() -> None:
+    assert make_rank(0).host_waste_fraction == 0.05
+    assert RankReport().host_waste_fraction == 0.0
+
+
+def test_the_first_rank_shows_its_plan() -> None:
     text = Report([make_rank(0), make_rank(1)]).render()
-    assert "host memory 7.0 MiB, at most 5.0 MiB lent, 9 buffers" in text
     assert "iterations: 4, plans made: 2" in text
     assert text.endswith("\n\nPlan of rank 0\nthe plan\nof 0")
     assert "of 1" not in text

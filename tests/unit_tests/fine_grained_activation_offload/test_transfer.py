@@ -162,7 +162,7 @@ def test_in_place_change_of_a_saved_tensor_is_refused(bench: HandDriven, when: s
     if when != "before commit":
         tensor.add_(1)
     bench.store.release(group)
-    with pytest.raises(RuntimeError, match=r"\[128\] that moe_act saved .* in-place"):
+    with pytest.raises(RuntimeError, match=r"\[128\] that moe_act of layer 0 .* in-place"):
         bench.store.read(saved)
 
 

@@ -1,0 +1,122 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Thousands of steps of an MoE whose shapes change from step to step, under random stalls.
+
+``--soak-iterations 2000`` is the full length; the default is short enough for every GPU run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_gpt import MOE_MODULES, ModelCase, build_chunks, initialize, make_config, run_step
+
+CASE = ModelCase(
+    "moe",
+    num_layers=3,
+    hidden_size=256,
+    num_attention_heads=4,
+    seq_length=512,
+    micro_batch_size=2,
+    vocab_size=1024,
+    bf16=True,
+)
+SEQ_LENGTHS = (64, 128, 192, 256, 320, 384, 448, 512)
+MAX_MICRO_BATCHES = 3
+LEARNING_RATE = 0.05
+STALL_PROBABILITY = 0.1
+MAX_STALL_CYCLES = 4_000_000
+"""About 2 ms on an H200."""
+
+
+class RandomStalls:
+    """Puts sleeps of random length into the copy streams, now and then, before copies."""
+
+    def __init__(self, store: Any, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.num_stalls = 0
+        for name, stream in (
+            ("copy_out", store.copy_streams.d2h),
+            ("copy_in", store.copy_streams.h2d),
+        ):
+            setattr(store.copy_streams, name, self._stalled(store.copy_streams, name, stream))
+
+    def _stalled(self, owner: Any, name: str, stream: Any) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        def stalled(*arguments: Any, **options: Any) -> Any:
+            if self._random.random() < STALL_PROBABILITY:
+                self.num_stalls += 1
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(self._random.randrange(MAX_STALL_CYCLES))
+            return original(*arguments, **options)
+
+        return stalled
+
+
+def _train_step(case: ModelCase, config: Any, chunks: Any, step: int, count: int) -> torch.Tensor:
+    """One step of plain gradient descent; the step's losses."""
+    for chunk in chunks:
+        chunk.zero_grad(set_to_none=True)
+    losses = run_step(case, config, chunks, step, count)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
+    return torch.stack(losses)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1200)
+def test_losses_stay_equal_and_memory_stays_flat(
+    request: pytest.FixtureRequest, record_row: Callable[..., None]
+) -> None:
+    from megatron.slipstream.config import OffloadConfig
+    from megatron.slipstream.integration import mcore
+
+    num_iterations = request.config.getoption("--soak-iterations")
+    initialize(CASE)
+    mcore.uninstall()
+    manager = mcore.install(OffloadConfig(offload_backend="cuda"))
+    off_config, on_config = make_config(CASE), make_config(CASE, MOE_MODULES)
+    off, on = build_chunks(CASE, off_config), build_chunks(CASE, on_config)
+    stalls = RandomStalls(manager.store, seed=1)
+    choice = random.Random(2)
+    moved_bytes = 0
+    marks: list[tuple[int, int, int]] = []
+    for step in range(num_iterations):
+        case = replace(CASE, seq_length=choice.choice(SEQ_LENGTHS))
+        count = choice.randint(1, MAX_MICRO_BATCHES)
+        expected = _train_step(case, off_config, off, step, count)
+        actual = _train_step(case, on_config, on, step, count)
+        assert torch.equal(expected, actual), f"step {step}: {expected} and {actual}"
+        moved_bytes += manager.report.d2h_bytes
+        if (step + 1) % (num_iterations // 10) == 0:
+            torch.cuda.synchronize()
+            pool = manager.store.host_pool
+            marks.append((torch.cuda.memory_allocated(), pool.allocated_bytes, step + 1))
+            record_row(
+                "soak",
+                step=step + 1,
+                loss=float(actual.mean()),
+                moved_bytes=moved_bytes,
+                num_stalls=stalls.num_stalls,
+                device_bytes=marks[-1][0],
+                host_bytes=marks[-1][1],
+                host_lent_bytes=pool.lent_bytes,
+                num_plans=manager.report.num_plans,
+            )
+    for left, right in zip(off[0].parameters(), on[0].parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert manager.store.host_pool.lent_bytes == 0
+    half = marks[len(marks) // 2 :]
+    assert max(device for device, _, _ in half) - min(device for device, _, _ in half) < 1 << 20
+    assert half[0][1] == half[-1][1], "host memory still grows"
+    assert stalls.num_stalls > num_iterations
+    mcore.uninstall()

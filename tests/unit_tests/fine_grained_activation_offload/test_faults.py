@@ -1,0 +1,214 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Whatever goes wrong in an iteration, the next one is right and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from toy_model import (
+    SCHEDULES,
+    Chunk,
+    all_equal,
+    make_chunks,
+    make_manager,
+    micro_batch,
+    run_schedule,
+)
+
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+
+SCHEDULE = SCHEDULES["1F1B first of two"]
+NUM_CYCLES = 200
+
+DEVICES = [
+    pytest.param("cpu", id="cpu"),
+    pytest.param("cpu-lazy", id="cpu-lazy"),
+    pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
+]
+
+
+class Rig:
+    """Two chunks, an engine, and what a right iteration gives."""
+
+    def __init__(self, backend: str) -> None:
+        self.device = "cuda" if backend == "cuda" else "cpu"
+        self.chunks = [chunk.to(self.device) for chunk in make_chunks(2)]
+        self.manager = make_manager(backend)
+        self.expected = run_schedule(self.chunks, SCHEDULE, None)
+
+    def is_right(self) -> bool:
+        return all_equal(self.expected, run_schedule(self.chunks, SCHEDULE, self.manager))
+
+
+def _raise_in_forward(rig: Rig, error: BaseException) -> None:
+    layer = rig.chunks[0].layers[1]
+    original = layer.first  # type: ignore[union-attr]
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    layer.first = failing  # type: ignore[union-attr,assignment]
+    try:
+        run_schedule(rig.chunks, SCHEDULE, rig.manager)
+    finally:
+        layer.first = original  # type: ignore[union-attr,assignment]
+
+
+def _raise_in_backward(rig: Rig, error: BaseException) -> None:
+    layer = rig.chunks[0].layers[1]
+    original = layer.second  # type: ignore[union-attr]
+
+    kind = type(error)
+
+    def failing(grad: torch.Tensor) -> torch.Tensor:
+        # A new one: the graph holds this function, and an exception that it held would hold the
+        # graph, through frames and autograd, where no garbage collector sees the circle.
+        raise kind
+
+    def hooked(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = original(x)  # type: ignore[operator]
+        out.register_hook(failing)
+        return out
+
+    layer.second = hooked  # type: ignore[union-attr,assignment]
+    try:
+        run_schedule(rig.chunks, SCHEDULE, rig.manager)
+    finally:
+        layer.second = original  # type: ignore[union-attr,assignment]
+
+
+def _out_of_memory(rig: Rig, error: BaseException) -> None:
+    """A real one on a GPU; elsewhere the exception alone."""
+    layer = rig.chunks[0].layers[1]
+    original = layer.first  # type: ignore[union-attr]
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        if rig.device == "cpu":
+            raise torch.OutOfMemoryError("as a GPU would")
+        return torch.empty(1 << 50, device=rig.device)
+
+    layer.first = failing  # type: ignore[union-attr,assignment]
+    try:
+        run_schedule(rig.chunks, SCHEDULE, rig.manager)
+    except torch.OutOfMemoryError:
+        raise error from None
+    finally:
+        layer.first = original  # type: ignore[union-attr,assignment]
+
+
+def _forward_without_backward(rig: Rig, error: BaseException) -> None:
+    rig.chunks[0](micro_batch(3).to(rig.device), rig.manager)
+    raise error
+
+
+def _no_grad_pass(rig: Rig, error: BaseException) -> None:
+    with torch.no_grad():
+        rig.chunks[0](micro_batch(3).to(rig.device), rig.manager)
+    rig.manager.reset()
+    raise error
+
+
+def _other_shapes(rig: Rig, error: BaseException) -> None:
+    run_schedule(rig.chunks, SCHEDULE, rig.manager, rows=3)
+    raise error
+
+
+def _other_micro_batches(rig: Rig, error: BaseException) -> None:
+    run_schedule(rig.chunks, SCHEDULES["accumulation"], rig.manager)
+    raise error
+
+
+def _second_model(rig: Rig, error: BaseException) -> None:
+    """Another model on the same engine, as an actor and its critic."""
+    other = [Chunk(2).to(rig.device)]
+    alone = run_schedule(other, SCHEDULES["accumulation"], None)
+    assert all_equal(alone, run_schedule(other, SCHEDULES["accumulation"], rig.manager))
+    raise error
+
+
+def _model_made_anew(rig: Rig, error: BaseException) -> None:
+    rig.chunks = [chunk.to(rig.device) for chunk in make_chunks(2)]
+    raise error
+
+
+FAULTS: dict[str, tuple[Callable[[Rig, BaseException], None], type[BaseException]]] = {
+    "exception in forward": (_raise_in_forward, ZeroDivisionError),
+    "exception in backward": (_raise_in_backward, ZeroDivisionError),
+    "KeyboardInterrupt in forward": (_raise_in_forward, KeyboardInterrupt),
+    "KeyboardInterrupt in backward": (_raise_in_backward, KeyboardInterrupt),
+    "out of device memory": (_out_of_memory, MemoryError),
+    "forward without backward": (_forward_without_backward, LookupError),
+    "no_grad pass": (_no_grad_pass, LookupError),
+    "other shapes": (_other_shapes, LookupError),
+    "other micro-batches": (_other_micro_batches, LookupError),
+    "a second model": (_second_model, LookupError),
+    "the model made anew": (_model_made_anew, LookupError),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("backend", DEVICES)
+@pytest.mark.parametrize("num_before", [0, 2], ids=["while recording", "while following a plan"])
+def test_the_next_iteration_is_right(backend: str, fault: str, num_before: int) -> None:
+    rig = Rig(backend)
+    for _ in range(num_before):
+        assert rig.is_right()
+    cause, error = FAULTS[fault]
+    with pytest.raises(error):
+        cause(rig, error())
+    for _ in range(3):
+        assert rig.is_right()
+    gc.collect()  # the exception held the frames, and they the graph
+    assert rig.manager.store.host_pool.lent_bytes == 0
+
+
+def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
+    """What a leak would let grow."""
+    gc.collect()
+    objects = gc.get_objects()
+    figures = {
+        "host bytes": manager.store.host_pool.allocated_bytes,
+        "lent bytes": manager.store.host_pool.lent_bytes,
+        "storages": sum(isinstance(item, SavedStorage) for item in objects),
+        "tensors": sum(type(item) is torch.Tensor for item in objects),
+        "in flight": len(manager.store._outgoing) + len(manager.store._incoming),
+        "groups": len(manager._groups),
+        "plans": len(manager._plans),
+    }
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        figures["device bytes"] = torch.cuda.memory_allocated()
+    return figures
+
+
+@pytest.mark.parametrize("backend", DEVICES)
+def test_nothing_is_left_behind_over_many_faults(backend: str) -> None:
+    rig = Rig(backend)
+    faults = list(FAULTS.values())
+    figures = {}
+    for cycle in range(NUM_CYCLES + 2 * len(faults)):
+        cause, error = faults[cycle % len(faults)]
+        with pytest.raises(error):
+            cause(rig, error())
+        assert rig.is_right()
+        if cycle == 2 * len(faults) - 1:
+            figures = _alive(rig.manager)
+    assert _alive(rig.manager) == figures
+
+
+@pytest.mark.parametrize("backend", DEVICES)
+def test_an_engine_that_is_dropped_goes_with_all_it_held(backend: str) -> None:
+    rig = Rig(backend)
+    assert rig.is_right()
+    rig.manager.close()
+    engine, pool = weakref.ref(rig.manager), weakref.ref(rig.manager.store.host_pool)
+    del rig
+    gc.collect()
+    assert engine() is None
+    assert pool() is None

@@ -1,0 +1,108 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Pinned memory of the GPU's backend: where it lies, and what is left behind when it is refused."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
+
+from megatron.slipstream.fine_grained_activation_offload import backend as backend_module
+from megatron.slipstream.fine_grained_activation_offload.backend import CudaBackend
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostMemoryFull, HostPool
+
+
+class FakeRuntime:
+    """Notes what is registered; refuses if told to."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, int]] = []
+        self.status = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.events.append(("register", address, nbytes))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.events.append(("unregister", address, 0))
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    fake = FakeRuntime()
+
+    def check_error(status: int) -> None:
+        if status:
+            raise RuntimeError(f"CUDA error {status}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    return fake
+
+
+def test_memory_begins_on_a_page_and_is_placed_before_it_is_pinned(runtime: FakeRuntime) -> None:
+    backend = CudaBackend()
+    backend.place_host_memory = lambda *span: runtime.events.append(("place", *span))
+    buffer = backend.allocate_host(10_000)
+    address = buffer.data_ptr()
+    assert address % mmap.PAGESIZE == 0
+    assert buffer.numel() == 10_000
+    assert runtime.events == [("place", address, 10_000), ("register", address, 10_000)]
+    backend.free_host(buffer)
+    assert runtime.events[-1] == ("unregister", address, 0)
+
+
+def test_a_refusal_is_raised_once_and_forgotten(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[Any] = []
+    monkeypatch.setattr(backend_module, "_forget_last_error", lambda: forgotten.append(None))
+    runtime.status = 2
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        CudaBackend().allocate_host(4096)
+    assert len(forgotten) == 1
+    assert [kind for kind, *_ in runtime.events] == ["register"], "nothing is there to return"
+
+
+@pytest.mark.gpu
+def test_a_refused_registration_does_not_fail_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = CudaBackend()
+    buffer = backend.allocate_host(1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend_module, "_page_aligned", lambda _: buffer)
+        pool = HostPool(backend)
+        with pytest.raises(HostMemoryFull):
+            pool.borrow(1 << 20)  # registered already
+    assert pool.was_refused
+    assert int(torch.ones(4, device="cuda").add_(1).sum()) == 8
+    backend.free_host(buffer)
+
+
+@pytest.mark.gpu
+def test_every_buffer_of_a_slab_is_pinned() -> None:
+    backend = CudaBackend()
+    pool = HostPool(backend)
+    leases = [pool.borrow(nbytes) for nbytes in (5000, 1 << 20, 3 << 20)]
+    assert pool.num_allocations == 1
+    assert all(lease.buffer.is_pinned() for lease in leases)
+    pool.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("limit_bytes", [60_000, 150_000, None])
+def test_gradients_on_a_gpu_are_right_with_little_host_memory(limit_bytes: int | None) -> None:
+    chunks = [chunk.to("cuda") for chunk in make_chunks(2)]
+    schedule = SCHEDULES["1F1B first of four"]
+    expected = run_schedule(chunks, schedule, None)
+    manager = make_manager("cuda", host_memory_limit_bytes=limit_bytes)  # type: ignore[arg-type]
+    for _ in range(4):
+        assert all_equal(expected, run_schedule(chunks, schedule, manager))
+    assert (manager.report.num_kept_for_host_memory > 0) == (limit_bytes is not None)
+    manager.close()
