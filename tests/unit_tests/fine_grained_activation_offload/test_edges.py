@@ -127,6 +127,25 @@ def test_no_other_module_makes_a_wait() -> None:
     assert found == []
 
 
+def test_a_copy_out_waits_for_every_copy_of_the_bytes_it_writes() -> None:
+    """A buffer may lie where several lay, each of which a copy in has yet to read (E2)."""
+    hand = HandDriven()
+    halves = [torch.full((4096,), value) for value in (1.0, 2.0)]
+    groups = [hand.group() for _ in halves]
+    saved = [hand.save(group, half.clone()) for group, half in zip(groups, halves, strict=True)]
+    for group in groups:
+        hand.send(group)
+    address = saved[0].storage.lease.buffer.data_ptr()
+    for group in groups:
+        hand.store.copy_in(group.storages())
+    long, longer_group = torch.full((8192,), 3.0), hand.group()
+    saved_long = hand.save(longer_group, long.clone())
+    hand.send(longer_group)
+    assert saved_long.storage.lease.buffer.data_ptr() == address, "it lies where both lay"
+    for item, expected in zip([*saved, saved_long], [*halves, long], strict=True):
+        assert torch.equal(hand.store.read(item), expected)
+
+
 def test_a_copy_in_on_another_stream_follows_the_copy_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -503,6 +503,21 @@ def test_a_buffer_given_back_after_closing_is_never_lent_again(
     assert slab <= again.buffer.data_ptr() < slab + SLAB
 
 
+def test_a_buffer_of_before_closing_is_not_taken_for_one_at_the_same_address(
+    backend: CountingBackend,
+) -> None:
+    memory = backend.allocate_host(SLAB)
+    backend.allocate_host = lambda nbytes: memory[:nbytes]  # type: ignore[method-assign]
+    backend.free_host = lambda buffer: None  # type: ignore[method-assign]
+    pool = HostPool(backend)
+    late = pool.borrow(8 * KIB)
+    pool.close()
+    again = pool.borrow(8 * KIB)
+    assert again.buffer.data_ptr() == late.buffer.data_ptr()
+    pool.give_back(late)
+    assert pool.lent_bytes == 8 * KIB
+
+
 def test_a_buffer_given_back_twice_is_free_once(pool: HostPool) -> None:
     lease = pool.borrow(8 * KIB)
     pool.give_back(lease)

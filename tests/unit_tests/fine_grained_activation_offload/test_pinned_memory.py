@@ -86,12 +86,22 @@ def test_a_refused_registration_does_not_fail_the_next_kernel(
 
 
 @pytest.mark.gpu
-def test_every_buffer_of_a_slab_is_pinned() -> None:
-    backend = CudaBackend()
-    pool = HostPool(backend)
-    leases = [pool.borrow(nbytes) for nbytes in (5000, 1 << 20, 3 << 20)]
+def test_copies_to_every_buffer_of_a_slab_do_not_hold_up_the_host() -> None:
+    """What pinning is for. (``Tensor.is_pinned`` looks at the storage's first byte, which lies
+    before the page that the slab begins on.)"""
+    pool = HostPool(CudaBackend())
+    leases = [pool.borrow(nbytes) for nbytes in (5000, 1 << 20, 64 << 20)]
     assert pool.num_allocations == 1
-    assert all(lease.buffer.is_pinned() for lease in leases)
+    stream = torch.cuda.Stream()
+    for lease in leases:
+        source = torch.ones(lease.buffer.numel(), dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(400_000_000)  # about 0.2 s on an H200
+            lease.buffer.copy_(source, non_blocking=True)
+        assert not stream.query(), "the host has waited for the copy"
+        stream.synchronize()
+        assert bool((lease.buffer == 1).all())
     pool.close()
 
 
