@@ -107,8 +107,9 @@ def test_hybrid() -> None:
 
 @pytest.mark.gpu
 def test_fp32() -> None:
-    case = ModelCase(**{**vars(DENSE), "bf16": False, "seq_length": 1024, "hidden_size": 1024})
-    case.overrides["attention_backend"] = _unfused()
+    sizes = {"seq_length": 1024, "hidden_size": 1024}
+    unfused = {"attention_backend": _unfused()}  # fused attention has no fp32
+    case = ModelCase(**{**vars(DENSE), **sizes, "bf16": False, "overrides": unfused})
     _check(case, DENSE_MODULES, (2, 2))
 
 

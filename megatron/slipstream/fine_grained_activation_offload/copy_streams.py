@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple, Optional
 
 import torch
@@ -84,13 +85,25 @@ class CopyStreams:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.d2h: Stream = backend.new_stream()
-        """Copies from the device to the host. Apart from ``h2d`` because the GPU has a copy
-        engine for each direction, and in 1F1B both are busy at once."""
-        self.h2d: Stream = backend.new_stream()
-        """Copies from the host to the device."""
         self.stalls: Optional[list[Stall]] = None
         """While a list, every wait of the compute stream is timed and appended."""
+
+    # Made when first used: a stream belongs to the device that is current then, and an engine may
+    # be installed before its process has chosen one.
+
+    @cached_property
+    def d2h(self) -> Stream:
+        """Copies from the device to the host.
+
+        Apart from ``h2d`` because the GPU has a copy engine for each direction, and in 1F1B both
+        are busy at once.
+        """
+        return self._backend.new_stream()
+
+    @cached_property
+    def h2d(self) -> Stream:
+        """Copies from the host to the device."""
+        return self._backend.new_stream()
 
     def copy_out(
         self,

@@ -16,6 +16,7 @@ from race_scenarios import without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload import copy_streams
+from megatron.slipstream.fine_grained_activation_offload.backend import LazyCpuBackend
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
 
 ROOM = Path(copy_streams.__file__).parent
@@ -160,3 +161,24 @@ def test_a_copy_in_on_another_stream_follows_the_copy_out(
     hand.store.copy_in(group.storages())
     assert len(followed) == 1
     assert saved
+
+
+def test_streams_belong_to_the_device_that_is_current_at_the_first_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine is installed before a rank has chosen its GPU; its streams must not be made yet."""
+    made: list[object] = []
+    new_stream = LazyCpuBackend.new_stream
+
+    def making(backend: LazyCpuBackend) -> object:
+        made.append(None)
+        return new_stream(backend)
+
+    monkeypatch.setattr(LazyCpuBackend, "new_stream", making)
+    hand = HandDriven()
+    assert made == []
+    group = hand.group()
+    _saved = hand.save(group, torch.ones(64))
+    hand.copy_out(group)
+    assert len(made) == 1
+    assert hand.store.copy_streams.d2h is hand.store.copy_streams.d2h
