@@ -73,7 +73,7 @@ def collect() -> Facts:
         te_offload_v1=switch,
         te_offload_v1_environment=os.environ.get(TE_SWITCH),
         available_memory_bytes=available_memory_bytes(),
-        affinity_tools=_installed("cuda") and _installed("pynvml"),
+        affinity_tools=is_installed("cuda") and is_installed("pynvml"),
     )
 
 
@@ -216,7 +216,7 @@ def require(findings: Iterable[Finding]) -> None:
 
 def _transformer_engine_switch() -> tuple[Optional[bool], Optional[str]]:
     """The switch as Transformer Engine read it, and why it does not import."""
-    if not _installed("transformer_engine"):
+    if not is_installed("transformer_engine"):
         return None, None
     try:
         module = importlib.import_module(_TE_SWITCH_HOME)
@@ -230,7 +230,8 @@ def _transformer_engine_switch() -> tuple[Optional[bool], Optional[str]]:
     return (None if switch is None else bool(switch)), None
 
 
-def _installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether ``module`` could be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # ValueError: a module in sys.modules without a spec

@@ -50,6 +50,9 @@ _CPU_DEFAULTS: tuple[tuple[str, ...], ...] = (
     ("--no-bias-dropout-fusion",),
 )
 
+_APEX_FUSED_WEIGHT_GRADIENT = "fused_weight_gradient_mlp_cuda"
+"""The extension module of Apex that megatron's gradient_accumulation_fusion calls."""
+
 _EXAMPLES = """\
 examples:
   Tokenise the text that comes with the repository, then train on it with offloading:
@@ -136,7 +139,8 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
     cpu_only.skip_helper_compilation()
     from megatron.training import arguments as megatron_arguments
 
-    with _process_arguments([*(_cpu_defaults(argv) if on_cpu else ()), *argv]):
+    defaults = _cpu_defaults(argv) if on_cpu else _gpu_defaults(argv)
+    with _process_arguments([*defaults, *argv]):
         args = megatron_arguments.parse_args(add_arguments)
     if not on_cpu and args.fine_grained_activation_offloading:
         cpu_only.tolerate_missing_affinity_tools()
@@ -319,6 +323,20 @@ def _cpu_defaults(argv: Sequence[str]) -> list[str]:
     if os.environ.get("RANK", "0") == "0":
         logger.info("no GPU found; running on the CPU with %s", " ".join(added))
     return added
+
+
+def _gpu_defaults(argv: Sequence[str]) -> list[str]:
+    """Flags that a GPU run needs for want of Apex and the user did not give; logs them.
+
+    Megatron takes Apex's fused weight gradient for granted and raises in the first forward of the
+    output layer without it, on that pipeline stage alone; the others then wait for ever.
+    """
+    flag = "--no-gradient-accumulation-fusion"
+    if flag in argv or preflight.is_installed(_APEX_FUSED_WEIGHT_GRADIENT):
+        return []
+    if os.environ.get("RANK", "0") == "0":
+        logger.info("Apex is not installed; running with %s", flag)
+    return [flag]
 
 
 def _nearest_flags(parser: argparse.ArgumentParser, message: str) -> str:

@@ -289,3 +289,24 @@ def test_training_runs_and_says_so(folder: Path) -> None:
     assert outcome.errors == []
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["record.json", "report.json"]
+
+
+@pytest.mark.parametrize(
+    "has_apex, given, added",
+    [
+        (False, [], ["--no-gradient-accumulation-fusion"]),
+        (False, ["--no-gradient-accumulation-fusion"], []),
+        (True, [], []),
+    ],
+    ids=["without Apex", "without Apex, given", "with Apex"],
+)
+def test_a_gpu_run_asks_apex_for_its_fused_weight_gradient_only_if_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, has_apex: bool, given: list[str], added: list[str]
+) -> None:
+    from megatron.slipstream.integration import arguments
+
+    def is_installed(module: str) -> bool:
+        return has_apex if module == "fused_weight_gradient_mlp_cuda" else True
+
+    monkeypatch.setattr(arguments.preflight, "is_installed", is_installed)
+    assert arguments._gpu_defaults(given) == added
