@@ -161,7 +161,7 @@ class ActivationStore:
         current = self.backend.current_stream()
         producers = {self.backend.stream_id(current): current}
         for storage, lease in zip(storages, leases, strict=True):
-            storage.streams.update({self.backend.stream_id(current): current})
+            storage.streams[self.backend.stream_id(current)] = current
             producers.update(storage.streams)
             storage.lease = lease
             storage.copied_version = storage.aliases[0][1]
@@ -265,22 +265,21 @@ class ActivationStore:
     def _start_copies_in(self, storages: Sequence[SavedStorage]) -> None:
         """HOST to RETURNING, in one batch."""
         current = self.backend.current_stream()
+        # All of it before any state changes: the device may be out of memory.
+        memory = [self.backend.allocate_device(s.nbytes, s.device) for s in storages]
         moves: list[tuple[torch.Tensor, HostLease]] = []
-        for storage in storages:
+        for storage, returned in zip(storages, memory, strict=True):
             if self.backend.stream_id(current) not in storage.ordered_streams:
                 # See [Note: A copy in follows its own copy out].
                 self.copy_streams.follow_copy_out(storage.out_event)
-            returned = self.backend.allocate_device(storage.nbytes, storage.device)
             storage.returned = returned
             storage.move_to(Residence.RETURNING)
             storage.ordered_streams = set()
             moves.append((byte_view(returned, 0, storage.nbytes), storage.take_lease()))
         event = self.copy_streams.copy_in(moves, after=partial(self._verify_returned, storages))
-        for storage, (_, lease) in zip(storages, moves, strict=True):
+        for storage, returned, (_, lease) in zip(storages, memory, moves, strict=True):
             storage.in_event = event
-            if storage.returned is not None:
-                memory = InFlight(storage.returned, event, (current,))
-                self._incoming[storage.serial] = memory
+            self._incoming[storage.serial] = InFlight(returned, event, (current,))
             self.host_pool.give_back(lease)
             counters = self.counters(storage.owner.name)
             counters.h2d_bytes += storage.nbytes

@@ -180,6 +180,31 @@ def test_needed_before_it_was_let_go_it_has_never_been_away(bench: HandDriven) -
     assert bench.store.host_pool.lent_bytes == 0
 
 
+def test_out_of_device_memory_while_returning_loses_nothing(
+    bench: HandDriven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user may catch it, free memory and go on; neither bytes nor host buffers may be gone."""
+    tensors = [torch.randn(128), torch.randn(128)]
+    group = bench.group()
+    saved = bench.save(group, *(tensor.clone() for tensor in tensors))
+    bench.send(group)
+    allocate = bench.backend.allocate_device
+    calls: list[int] = []
+
+    def failing(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        calls.append(nbytes)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return allocate(nbytes, device)
+
+    monkeypatch.setattr(bench.backend, "allocate_device", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.store.copy_in(group.storages())
+    for item, expected in zip(saved, tensors, strict=True):
+        assert torch.equal(bench.store.read(item), expected)
+    assert bench.store.host_pool.lent_bytes == 0
+
+
 def test_read_again_it_is_the_same_memory(bench: HandDriven) -> None:
     tensor = torch.randn(128)
     group = bench.group()
