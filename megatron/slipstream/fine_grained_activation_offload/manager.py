@@ -318,7 +318,7 @@ class PipelineOffloadManager:
             self._depart(index)
         if self._plan is not None:
             for action in self._plan.actions[index]:
-                self._perform(action)
+                self._perform(self._plan, action)
         else:
             self._improvise(kind, group)
         self._recorder.end_step()
@@ -337,7 +337,7 @@ class PipelineOffloadManager:
                 self._plan = plan
                 # What this plan would have done by now; whatever has been done is skipped.
                 for action in (action for due in plan.actions[:index] for action in due):
-                    self._perform(action)
+                    self._perform(plan, action)
                 return
         logger.info(
             "step %d, %s, is not in the plan: deciding group by group until the iteration ends, "
@@ -350,7 +350,7 @@ class PipelineOffloadManager:
             group for group in self._groups.values() if group.state is GroupState.COMMITTED
         )
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, plan: Plan, action: Action) -> None:
         group = self._groups.get(action.key)
         if group is None or group.state is GroupState.OPEN:
             return
@@ -359,15 +359,10 @@ class PipelineOffloadManager:
                 self.store.copy_in(group.storages())
             elif group.state is GroupState.COMMITTED:
                 if action.kind is ActionKind.D2H:
-                    kept = self._kept_storages(action.key)
+                    kept = plan.group_by_key[action.key].kept_storages
                     self.store.copy_out(group, lambda position, _: position not in kept)
                 else:
                     self.store.release(group)
-
-    def _kept_storages(self, key: GroupKey) -> frozenset[int]:
-        if self._plan is None:
-            return frozenset()
-        return frozenset(self._plan.group_by_key[key].kept_storages)
 
     def _improvise(self, kind: StepKind, group: OffloadTensorGroup) -> None:
         """Move everything: let go after ``release_lag`` commits, fetch ``prefetch_depth`` ahead."""

@@ -46,24 +46,26 @@ class Rig:
         return all_equal(self.expected, run_schedule(self.chunks, SCHEDULE, self.manager))
 
 
-def _raise_in_forward(rig: Rig, error: BaseException) -> None:
+def _run_with(rig: Rig, method: str, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """An iteration in which one method of the second layer is replaced."""
     layer = rig.chunks[0].layers[1]
-    original = layer.first  # type: ignore[union-attr]
-
-    def failing(x: torch.Tensor) -> torch.Tensor:
-        raise error
-
-    layer.first = failing  # type: ignore[union-attr,assignment]
+    original = getattr(layer, method)
+    setattr(layer, method, replacement)
     try:
         run_schedule(rig.chunks, SCHEDULE, rig.manager)
     finally:
-        layer.first = original  # type: ignore[union-attr,assignment]
+        setattr(layer, method, original)
+
+
+def _raise_in_forward(rig: Rig, error: BaseException) -> None:
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    _run_with(rig, "first", failing)
 
 
 def _raise_in_backward(rig: Rig, error: BaseException) -> None:
-    layer = rig.chunks[0].layers[1]
-    original = layer.second  # type: ignore[union-attr]
-
+    original = rig.chunks[0].layers[1].second
     kind = type(error)
 
     def failing(grad: torch.Tensor) -> torch.Tensor:
@@ -76,30 +78,21 @@ def _raise_in_backward(rig: Rig, error: BaseException) -> None:
         out.register_hook(failing)
         return out
 
-    layer.second = hooked  # type: ignore[union-attr,assignment]
-    try:
-        run_schedule(rig.chunks, SCHEDULE, rig.manager)
-    finally:
-        layer.second = original  # type: ignore[union-attr,assignment]
+    _run_with(rig, "second", hooked)
 
 
 def _out_of_memory(rig: Rig, error: BaseException) -> None:
     """A real one on a GPU; elsewhere the exception alone."""
-    layer = rig.chunks[0].layers[1]
-    original = layer.first  # type: ignore[union-attr]
 
     def failing(x: torch.Tensor) -> torch.Tensor:
         if rig.device == "cpu":
             raise torch.OutOfMemoryError("as a GPU would")
         return torch.empty(1 << 50, device=rig.device)
 
-    layer.first = failing  # type: ignore[union-attr,assignment]
     try:
-        run_schedule(rig.chunks, SCHEDULE, rig.manager)
+        _run_with(rig, "first", failing)
     except torch.OutOfMemoryError:
         raise error from None
-    finally:
-        layer.first = original  # type: ignore[union-attr,assignment]
 
 
 def _forward_without_backward(rig: Rig, error: BaseException) -> None:
