@@ -13,7 +13,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 
 class StepKind(enum.Enum):
@@ -89,6 +89,19 @@ class MemoryReading:
     """Bytes of managed storages that were on the host meanwhile."""
 
 
+class Bandwidth(NamedTuple):
+    """What copies between pinned host memory and the device reach, in 1e9 bytes per second."""
+
+    d2h_gb_per_s: float
+    """To the host, while nothing goes to the device."""
+    h2d_gb_per_s: float
+    """To the device, while nothing goes to the host."""
+    d2h_both_gb_per_s: float
+    """To the host, while copies go to the device too."""
+    h2d_both_gb_per_s: float
+    """To the device, while copies go to the host too."""
+
+
 @dataclass(frozen=True)
 class Trace:
     """One iteration of one rank."""
@@ -100,6 +113,11 @@ class Trace:
     """Pipeline-parallel rank, for ``delta_offload_bytes_across_pp_ranks``."""
     memory: tuple[MemoryReading, ...] = field(default=())
     """One reading per step, or empty if none were taken."""
+    step_ms: tuple[float, ...] = ()
+    """For each step, milliseconds that the compute stream takes from it to the next one (the last:
+    to the end of the iteration) beside waits for copies; empty if nothing was timed."""
+    bandwidth: Optional[Bandwidth] = None
+    """As measured; None if it was not."""
 
     @cached_property
     def group_by_key(self) -> dict[GroupKey, GroupTrace]:
