@@ -23,17 +23,19 @@ class HandDriven:
         self.recorder = Recorder(self.backend)
         self.store = ActivationStore(self.backend, self.recorder)
         self._num_groups = 0
+        self.groups: dict[GroupKey, OffloadTensorGroup] = {}
 
     def group(self, name: str = "group") -> OffloadTensorGroup:
         """A new group."""
         group = OffloadTensorGroup(GroupKey(0, self._num_groups), name)
         self._num_groups += 1
-        self.recorder.add_group(group, 0)
+        self.groups[group.key] = group
         return group
 
     def save(self, group: OffloadTensorGroup, *tensors: torch.Tensor, min_numel: int = 1) -> Any:
         """What autograd would keep of ``tensors``; alone if there is one."""
-        saved = [self.store.save(tensor, group, min_numel) for tensor in tensors]
+        group.min_numel = min_numel
+        saved = [self.store.save(group, tensor) for tensor in tensors]
         return saved[0] if len(saved) == 1 else saved
 
     def copy_out(self, group: OffloadTensorGroup) -> None:

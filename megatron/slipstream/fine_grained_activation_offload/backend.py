@@ -11,11 +11,14 @@ that an engine with a missing wait computes NaN instead of being right by luck.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
 import mmap
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
@@ -27,11 +30,43 @@ POISON_BYTE = 0xFF
 """A float whose bytes are all ones is NaN in every IEEE format, bf16 and both fp8 formats."""
 
 
-class Copy(NamedTuple):
-    """One copy of bytes; both tensors are one-dimensional uint8 of equal length."""
+class Bytes(NamedTuple):
+    """Bytes ``[start, start + nbytes)`` of a storage.
 
-    destination: torch.Tensor
-    source: torch.Tensor
+    Cheaper than a tensor: the engine makes several for every storage that moves.
+    """
+
+    storage: torch.UntypedStorage
+    start: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Bytes:
+        """The memory of a contiguous tensor."""
+        itemsize = tensor.element_size()
+        start = int(tensor.storage_offset()) * itemsize
+        return cls(tensor.untyped_storage(), start, tensor.numel() * itemsize)
+
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+        return self.storage.data_ptr() + self.start
+
+    def first(self, nbytes: int) -> Bytes:
+        """The first ``nbytes`` of them."""
+        return Bytes(self.storage, self.start, nbytes)
+
+    def view(self) -> torch.Tensor:
+        """A uint8 tensor ``[nbytes]`` that shares the memory."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return empty.set_(self.storage, self.start, (self.nbytes,), (1,))
+
+
+class Copy(NamedTuple):
+    """One copy of bytes; both sides are equally long."""
+
+    destination: Bytes
+    source: Bytes
 
 
 class MemoryMeter(Protocol):
@@ -50,12 +85,6 @@ class MemoryMeter(Protocol):
 
     def excluded(self) -> contextlib.AbstractContextManager[Any]:
         """Storages created inside are host memory and not counted."""
-
-
-def byte_view(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
-    """The bytes ``[start, stop)`` of a storage, uint8, sharing memory."""
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, start, (stop - start,), (1,))
 
 
 class Backend(ABC):
@@ -82,6 +111,10 @@ class Backend(ABC):
     @abstractmethod
     def stream_id(self, stream: Stream) -> Hashable:
         """Equal for two stream objects if and only if they are the same queue of work."""
+
+    def current_stream_id(self) -> Hashable:
+        """:meth:`stream_id` of :meth:`current_stream`, as cheaply as possible."""
+        return self.stream_id(self.current_stream())
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
@@ -126,7 +159,7 @@ class Backend(ABC):
         if self.poisons_dropped and _num_uses(storage) == 1:
             _poison(storage)
 
-    def drop_host_contents(self, buffer: torch.Tensor, stream: Stream) -> None:
+    def drop_host_contents(self, buffer: Bytes, stream: Stream) -> None:
         """Nobody needs the bytes in ``buffer`` after the work now in ``stream``."""
 
     def memory(self) -> Optional[tuple[int, int]]:
@@ -136,10 +169,11 @@ class Backend(ABC):
     def reset_peak_memory(self) -> None:
         """From here on, :meth:`memory`'s peak is that of the time since."""
 
-    @contextlib.contextmanager
-    def annotate(self, label: object) -> Iterator[None]:
-        """Name the enclosed host work ``str(label)`` in profiles."""
-        yield
+    def begin_range(self, label: str) -> None:
+        """Name the host work up to :meth:`end_range` in profiles. Ranges nest."""
+
+    def end_range(self) -> None:
+        """End the range that was begun last."""
 
     def timed_event(self, stream: Stream) -> Event:
         """An event that takes the time; None where time on a stream means nothing."""
@@ -151,7 +185,13 @@ class Backend(ABC):
 
 
 class CudaBackend(Backend):
-    """An NVIDIA GPU through ``torch.cuda``."""
+    """An NVIDIA GPU through ``torch.cuda``.
+
+    [Note: Events are used again]
+    Making an event takes the host several microseconds, so each stream has a ring of them. Whoever
+    still waits for an event when its turn comes again waits for a later point of the same stream,
+    which covers the earlier one, and which has been issued by then: no circle can come of it.
+    """
 
     name = "cuda"
     # Pinning blocks the host, and other calls of the driver, so it is done seldom, and in pieces
@@ -162,6 +202,19 @@ class CudaBackend(Backend):
         self.place_host_memory: Optional[Callable[[int, int], None]] = None
         """Called with address and length (bytes) of new host memory before anybody touches it."""
         self._registered: dict[int, weakref.finalize[Any, Any]] = {}
+        self._events: dict[Stream, Iterator[Event]] = {}
+        """By stream: [Note: Events are used again]."""
+        self._streams: dict[Hashable, Stream] = {}
+        """torch's objects for streams that were current once: making one takes the host longer than
+        to launch a kernel."""
+
+    @cached_property
+    def _memcpy(self) -> Callable[[int, int, int, int], int]:
+        """The driver's asynchronous copy: destination, source, bytes, stream; returns a status."""
+        memcpy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+        pointer = ctypes.c_void_p
+        memcpy.argtypes = (pointer, pointer, ctypes.c_size_t, pointer)
+        return memcpy
 
     def manages(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
@@ -170,18 +223,26 @@ class CudaBackend(Backend):
         return torch.cuda.Stream()
 
     def current_stream(self) -> Stream:
-        return torch.cuda.current_stream()
+        stream = self._streams.get(self.current_stream_id())
+        if stream is None:
+            stream = torch.cuda.current_stream()
+            self._streams[self.stream_id(stream)] = stream
+        return stream
 
     def stream_id(self, stream: Stream) -> Hashable:
         return (stream.device_index, stream.cuda_stream)
 
     def record(self, stream: Stream) -> Event:
-        event = torch.cuda.Event()
-        event.record(stream)
+        events = self._events.get(stream)
+        if events is None:
+            ring = [torch.cuda.Event() for _ in range(EVENTS_PER_STREAM)]
+            events = self._events[stream] = itertools.cycle(ring)
+        event = next(events)
+        _record_event(event, stream)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        stream.wait_event(event)
+        _wait_event(event, stream)
 
     def wait_on_host(self, stream: Stream) -> None:
         stream.synchronize()
@@ -190,10 +251,18 @@ class CudaBackend(Backend):
         with torch.cuda.stream(stream):
             work()
 
+    def current_stream_id(self) -> Hashable:
+        device = torch._C._cuda_getDevice()
+        return (device, torch._C._cuda_getCurrentRawStream(device))
+
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
-        with torch.cuda.stream(stream):
-            for destination, source in copies:
-                destination.copy_(source, non_blocking=True)
+        # Of the driver itself: torch's copy_ takes the host twice as long, for checks that are of
+        # no use here, and a model of experts waits for the host as it is.
+        handle = stream.cuda_stream
+        for destination, source in copies:
+            _check_driver(
+                self._memcpy(destination.address, source.address, source.nbytes, handle), "a copy"
+            )
 
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         # On the current (compute) stream on purpose: the caching allocator keeps a pool per
@@ -231,13 +300,11 @@ class CudaBackend(Backend):
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
-    @contextlib.contextmanager
-    def annotate(self, label: object) -> Iterator[None]:
-        torch.cuda.nvtx.range_push(str(label))
-        try:
-            yield
-        finally:
-            torch.cuda.nvtx.range_pop()
+    def begin_range(self, label: str) -> None:
+        torch.cuda.nvtx.range_push(label)
+
+    def end_range(self) -> None:
+        torch.cuda.nvtx.range_pop()
 
     def timed_event(self, stream: Stream) -> Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -246,6 +313,18 @@ class CudaBackend(Backend):
 
     def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
         return start.elapsed_time(stop) if start.query() and stop.query() else None
+
+
+EVENTS_PER_STREAM = 64
+
+# What torch.cuda.Event's methods call in the end.
+_record_event = torch._C._CudaEventBase.record
+_wait_event = torch._C._CudaEventBase.wait
+
+
+def _check_driver(status: int, what: str) -> None:
+    if status != 0:
+        raise RuntimeError(f"the CUDA driver refused {what} with error {status}")
 
 
 _COMPLETED = object()
@@ -309,7 +388,7 @@ class CpuBackend(Backend):
 
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
         for destination, source in copies:
-            destination.copy_(source)
+            destination.view().copy_(source.view())
 
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -335,7 +414,7 @@ def _num_uses(storage: torch.UntypedStorage) -> int:
 
 
 def _poison(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    byte_view(storage, 0, storage.nbytes()).fill_(POISON_BYTE)
+    Bytes(storage, 0, storage.nbytes()).view().fill_(POISON_BYTE)
     return storage
 
 
@@ -377,11 +456,12 @@ class _LazyCopy:
 
     def __call__(self) -> None:
         # A source that has been emptied meanwhile, as a recomputed output is, has no bytes.
-        is_there = self.copy.source.untyped_storage().nbytes() > 0
+        destination = self.copy.destination.view()
+        is_there = self.copy.source.storage.nbytes() > 0
         if self.ordered and is_there:
-            self.copy.destination.copy_(self.copy.source)
+            destination.copy_(self.copy.source.view())
         else:
-            self.copy.destination.fill_(POISON_BYTE)
+            destination.fill_(POISON_BYTE)
 
 
 class LazyCpuBackend(CpuBackend):
@@ -453,14 +533,14 @@ class LazyCpuBackend(CpuBackend):
 
     def drop_device(self, storage: torch.UntypedStorage) -> None:
         pending = self._pending_copies(storage)
-        if any(copy.destination.untyped_storage()._cdata == storage._cdata for copy in pending):
+        if any(copy.destination.storage._cdata == storage._cdata for copy in pending):
             raise RuntimeError("device memory dropped while a copy has yet to write it")
-        # One use is the caller's storage object; every pending copy holds one view of it.
-        if _num_uses(storage) == 1 + len(pending):
+        # The one use is the caller's storage object, which the pending copies hold as well.
+        if _num_uses(storage) == 1:
             _poison(storage)
 
-    def drop_host_contents(self, buffer: torch.Tensor, stream: _LazyStream) -> None:
-        stream.pending.append(lambda: buffer.fill_(POISON_BYTE))
+    def drop_host_contents(self, buffer: Bytes, stream: _LazyStream) -> None:
+        stream.pending.append(lambda: buffer.view().fill_(POISON_BYTE))
 
     def _pending_copies(self, storage: torch.UntypedStorage) -> list[Copy]:
         return [
@@ -468,7 +548,7 @@ class LazyCpuBackend(CpuBackend):
             for stream in self._streams
             for operation in stream.pending
             if isinstance(operation, _LazyCopy)
-            and any(side.untyped_storage()._cdata == storage._cdata for side in operation.copy)
+            and any(side.storage._cdata == storage._cdata for side in operation.copy)
         ]
 
 

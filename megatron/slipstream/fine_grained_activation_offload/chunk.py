@@ -28,13 +28,22 @@ class ChunkOffloadHandler:
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         """Tensors of fewer elements stay on the device."""
         self.groups: list[OffloadTensorGroup] = []
+        self._num_layers: dict[str, int] = {}
+        """How many groups of each name there are."""
         self._committed: list[OffloadTensorGroup] = []
 
     def open_group(self, name: str) -> OffloadTensorGroup:
         """A new group, next in order."""
-        layer = sum(group.name == name for group in self.groups)
-        key = GroupKey(self.index, len(self.groups))
-        group = OffloadTensorGroup(key, name, layer, self.micro_batch, self.vp_stage)
+        layer = self._num_layers.get(name, 0)
+        self._num_layers[name] = layer + 1
+        group = OffloadTensorGroup(
+            GroupKey(self.index, len(self.groups)),
+            name,
+            layer,
+            self.micro_batch,
+            self.vp_stage,
+            self.min_offloaded_tensor_size,
+        )
         self.groups.append(group)
         return group
 
@@ -59,10 +68,12 @@ class ChunkOffloadHandler:
     def is_abandoned(self) -> bool:
         """Whether it waits for a backward that cannot come: autograd has freed what it saved."""
         waiting = [g for g in self.groups if g.state in (GroupState.OPEN, GroupState.COMMITTED)]
-        held = [held for group in waiting for held in group.held]
+        held = [held for group in waiting for held in group.held.values()]
         return bool(held) and all(item.reference() is None for item in held)
 
     @property
     def awaits_backward(self) -> bool:
         """Whether something that forward saved is still kept for backward."""
-        return any(item.reference() is not None for group in self.groups for item in group.held)
+        return any(
+            item.reference() is not None for group in self.groups for item in group.held.values()
+        )

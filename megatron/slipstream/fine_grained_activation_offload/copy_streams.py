@@ -31,12 +31,18 @@ A copy in reads what its storage's copy out wrote, yet no edge joins the two str
 memory was let go in between, so the compute stream waits for the copy out (E3), and the copy in
 waits for the compute stream (E4). This needs both waits on one stream: where the copy in is
 started on another stream than the memory was let go on, that stream waits by E3 as well.
+
+[Note: A wait covers what came before]
+A stream runs in order. So who has waited for a signal has waited for every earlier one of the same
+stream, and a wait that an earlier wait covers is not made again: :meth:`CopyStreams._wait` keeps,
+for each pair of streams, the latest signal that was waited for.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple, Optional
 
@@ -44,6 +50,7 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import (
     Backend,
+    Bytes,
     Copy,
     Event,
     Stream,
@@ -63,11 +70,21 @@ class Edge(enum.Enum):
     E7 = "host memory is unpinned after all copies"
 
 
+class Signal(NamedTuple):
+    """A point in a stream that others can wait for."""
+
+    event: Event
+    stream: Hashable
+    """Id of the stream that it lies in."""
+    position: int
+    """Grows along the stream."""
+
+
 class InFlight(NamedTuple):
-    """Device memory that a copy is using, and the event that says when the copy is done."""
+    """Device memory that a copy is using, and the signal that says when the copy is done."""
 
     storage: torch.UntypedStorage
-    event: Event
+    signal: Signal
     streams: tuple[Stream, ...]
     """The streams that may be given the memory next, which have to wait."""
 
@@ -87,6 +104,9 @@ class CopyStreams:
         self._backend = backend
         self.stalls: Optional[list[Stall]] = None
         """While a list, every wait of the compute stream is timed and appended."""
+        self._positions = itertools.count(1)
+        self._waited: dict[tuple[Hashable, Hashable], int] = {}
+        """By waiter and signalling stream: [Note: A wait covers what came before]."""
 
     # Made when first used: a stream belongs to the device that is current then, and an engine may
     # be installed before its process has chosen one.
@@ -105,90 +125,100 @@ class CopyStreams:
         """Copies from the host to the device."""
         return self._backend.new_stream()
 
+    @cached_property
+    def _d2h_id(self) -> Hashable:
+        return self._backend.stream_id(self.d2h)
+
+    @cached_property
+    def _h2d_id(self) -> Hashable:
+        return self._backend.stream_id(self.h2d)
+
     def copy_out(
         self,
-        moves: Sequence[tuple[torch.Tensor, HostLease]],
+        moves: Sequence[tuple[Bytes, HostLease]],
         producers: Iterable[Stream],
-        before: Callable[[], None] = lambda: None,
-    ) -> Event:
+        before: Optional[Callable[[], None]] = None,
+    ) -> Signal:
         """Copy device bytes into host buffers on the d2h stream.
 
         Args:
-            moves: Pairs of device bytes (uint8, 1-d) and the buffer they go to.
+            moves: Pairs of device bytes and the buffer they go to.
             producers: The streams that computed them.
             before: Called once the d2h stream has been told to wait, ahead of the copies.
 
         Returns:
-            The event after the copies. The device memory must outlive it (:meth:`let_go`).
+            The signal after the copies. The device memory must outlive it (:meth:`let_go`).
         """
-        for stream in producers:
-            self._wait(Edge.E1, self.d2h, self._backend.record(stream))  # edge E1
+        stream, stream_id = self.d2h, self._d2h_id
+        for producer in producers:
+            signal = self._signal(producer, self._backend.stream_id(producer))
+            self._wait(Edge.E1, stream, stream_id, signal)  # edge E1
         for _, lease in moves:
             for last_use in lease.last_use:
-                self._wait(Edge.E2, self.d2h, last_use)  # edge E2
-        before()
+                self._wait(Edge.E2, stream, stream_id, last_use)  # edge E2
+        if before is not None:
+            before()
         self._backend.run_copies(
-            [Copy(lease.buffer[: source.numel()], source) for source, lease in moves], self.d2h
+            [Copy(lease.buffer.first(source.nbytes), source) for source, lease in moves], stream
         )
-        event = self._backend.record(self.d2h)
-        for _, lease in moves:
-            lease.last_use = (event,)
-        return event
+        return self._end(moves, stream, stream_id)
 
     def let_go(self, memory: InFlight, label: str = "") -> None:
         """Let go of device memory after its copy out. The caller deletes its last reference."""
         for stream in memory.streams:
-            self._wait(Edge.E3, stream, memory.event, label)  # edge E3
+            stream_id = self._backend.stream_id(stream)
+            self._wait(Edge.E3, stream, stream_id, memory.signal, label)  # edge E3
         self._backend.drop_device(memory.storage)
-
-    def follow_copy_out(self, event: Event) -> None:
-        """Order the current stream after a copy out that another stream waited for.
-
-        See [Note: A copy in follows its own copy out].
-        """
-        self._wait(Edge.E3, self._backend.current_stream(), event)  # edge E3
 
     def copy_in(
         self,
-        moves: Sequence[tuple[torch.Tensor, HostLease]],
-        after: Callable[[], None] = lambda: None,
-    ) -> Event:
+        moves: Sequence[tuple[Bytes, HostLease]],
+        copied_out: Iterable[Signal],
+        after: Optional[Callable[[], None]] = None,
+    ) -> Signal:
         """Copy host buffers into device memory of the current stream, on the h2d stream.
 
         Args:
-            moves: Pairs of device bytes to write (uint8, 1-d) and the buffer to read. Nobody
-                reads the buffers after that.
+            moves: Pairs of device bytes to write and the buffer to read. Nobody reads the buffers
+                after that.
+            copied_out: The signals after the copies out that wrote the buffers.
             after: Called when the copies are in the h2d stream.
 
         Returns:
-            The event after the copies. The device memory must be kept until somebody has waited
+            The signal after the copies. The device memory must be kept until somebody has waited
             for it (:meth:`before_use` or :meth:`abandon`).
         """
-        here = self._backend.record(self._backend.current_stream())
-        self._wait(Edge.E4, self.h2d, here)  # edge E4
+        current, current_id = self._backend.current_stream(), self._backend.current_stream_id()
+        for signal in copied_out:
+            # Waited for already, unless the memory was let go on another stream than this: see
+            # [Note: A copy in follows its own copy out].
+            self._wait(Edge.E3, current, current_id, signal)  # edge E3
+        stream, stream_id = self.h2d, self._h2d_id
+        here = self._signal(current, current_id)
+        self._wait(Edge.E4, stream, stream_id, here)  # edge E4
         self._backend.run_copies(
             [
-                Copy(destination, lease.buffer[: destination.numel()])
+                Copy(destination, lease.buffer.first(destination.nbytes))
                 for destination, lease in moves
             ],
-            self.h2d,
+            stream,
         )
-        after()
+        if after is not None:
+            after()
         for _, lease in moves:
-            self._backend.drop_host_contents(lease.buffer, self.h2d)
-        event = self._backend.record(self.h2d)
-        for _, lease in moves:
-            lease.last_use = (event,)
-        return event
+            self._backend.drop_host_contents(lease.buffer, stream)
+        return self._end(moves, stream, stream_id)
 
-    def before_use(self, event: Event, label: str = "") -> None:
+    def before_use(self, signal: Signal, label: str = "") -> None:
         """Make the current stream, which is about to read returned tensors, wait for them."""
-        self._wait(Edge.E5, self._backend.current_stream(), event, label)  # edge E5
+        stream_id = self._backend.current_stream_id()
+        self._wait(Edge.E5, None, stream_id, signal, label)  # edge E5
 
     def abandon(self, memory: InFlight) -> None:
         """Let go of returned device memory that nobody came for."""
         for stream in memory.streams:
-            self._wait(Edge.E6, stream, memory.event)  # edge E6
+            stream_id = self._backend.stream_id(stream)
+            self._wait(Edge.E6, stream, stream_id, memory.signal)  # edge E6
         self._backend.drop_device(memory.storage)
 
     def finish(self) -> None:
@@ -196,12 +226,38 @@ class CopyStreams:
         for stream in (self.d2h, self.h2d):
             self._wait_on_host(Edge.E7, stream)  # edge E7
 
-    def _wait(self, edge: Edge, stream: Stream, event: Event, label: str = "") -> None:
+    def _signal(self, stream: Stream, stream_id: Hashable) -> Signal:
+        return Signal(self._backend.record(stream), stream_id, next(self._positions))
+
+    def _end(
+        self, moves: Sequence[tuple[Bytes, HostLease]], stream: Stream, stream_id: Hashable
+    ) -> Signal:
+        """The signal after the copies that were put into a stream last."""
+        signal = self._signal(stream, stream_id)
+        for _, lease in moves:
+            lease.last_use = (signal,)
+        return signal
+
+    def _wait(
+        self,
+        edge: Edge,
+        stream: Optional[Stream],
+        stream_id: Hashable,
+        signal: Signal,
+        label: str = "",
+    ) -> None:
+        """Make a stream (the current one if None) wait, unless it has waited already."""
+        pair = (stream_id, signal.stream)
+        if self._waited.get(pair, 0) >= signal.position:
+            return
+        self._waited[pair] = signal.position
+        if stream is None:
+            stream = self._backend.current_stream()
         if self.stalls is None or edge not in (Edge.E3, Edge.E5):
-            self._backend.wait(stream, event)
+            self._backend.wait(stream, signal.event)
             return
         start = self._backend.timed_event(stream)
-        self._backend.wait(stream, event)
+        self._backend.wait(stream, signal.event)
         stop = self._backend.timed_event(stream)
         if start is not None:
             self.stalls.append(Stall(label, start, stop))

@@ -20,6 +20,8 @@ class GroupState(enum.Enum):
     COMMITTED = "it has saved everything: copies out may start, and memory be let go"
     IN_USE = "backward has reached it: nothing of it leaves any more"
 
+    __hash__ = object.__hash__
+
 
 _ALLOWED = {
     (GroupState.OPEN, GroupState.COMMITTED),
@@ -30,15 +32,27 @@ _ALLOWED = {
 class HeldStorage(NamedTuple):
     """A storage that a group saved. Autograd owns it: the reference is weak."""
 
-    serial: int
     reference: weakref.ref[SavedStorage]
+    owner: GroupKey
+    """The group that saved it first."""
 
 
 class OffloadTensorGroup:
     """What one marked sub-module saved in one pass."""
 
+    __slots__ = (
+        *("key", "name", "layer", "micro_batch", "vp_stage", "state", "min_numel"),
+        *("held", "nbytes", "__weakref__"),
+    )
+
     def __init__(
-        self, key: GroupKey, name: str, layer: int = 0, micro_batch: int = 0, vp_stage: int = 0
+        self,
+        key: GroupKey,
+        name: str,
+        layer: int = 0,
+        micro_batch: int = 0,
+        vp_stage: int = 0,
+        min_numel: int = 1,
     ) -> None:
         self.key = key
         self.name = name
@@ -48,7 +62,12 @@ class OffloadTensorGroup:
         """How many passes through this model chunk came before it in the iteration."""
         self.vp_stage = vp_stage
         self.state = GroupState.OPEN
-        self.held: list[HeldStorage] = []
+        self.min_numel = min_numel
+        """Tensors of fewer elements stay on the device."""
+        self.held: dict[int, HeldStorage] = {}
+        """By serial number, in order of their first save by this group."""
+        self.nbytes: dict[int, int] = {}
+        """Bytes that a copy of each would move, by serial number, as of the commit."""
 
     def __str__(self) -> str:
         return f"{self.key}.{self.name}"
@@ -70,16 +89,14 @@ class OffloadTensorGroup:
             raise RuntimeError(f"group {self} cannot go from {self.state.name} to {state.name}")
         self.state = state
 
-    def hold(self, storage: SavedStorage) -> bool:
-        """Note that this group saved a view of ``storage``; True if it is the first."""
-        if any(held.serial == storage.serial for held in self.held):
-            return False
-        self.held.append(HeldStorage(storage.serial, weakref.ref(storage)))
-        return True
+    def hold(self, storage: SavedStorage) -> None:
+        """Note that this group saved a view of ``storage``."""
+        if storage.serial not in self.held:
+            self.held[storage.serial] = HeldStorage(weakref.ref(storage), storage.owner.key)
 
     def storages_or_none(self) -> Iterator[Optional[SavedStorage]]:
         """The storages by position, None for those that autograd has freed."""
-        return (held.reference() for held in self.held)
+        return (held.reference() for held in self.held.values())
 
     def storages(self) -> Iterator[SavedStorage]:
         """The storages that are still alive."""

@@ -11,26 +11,27 @@ The pool never waits: the next borrower's copy does (edge E2 of ``copy_streams``
 
 [Note: Waste of host memory]
 What is pinned beyond what was asked for has three parts. *Slack*: a buffer is as long as its size
-class, less than a sixteenth longer than the request. *Unusable*: what was free, but in no range
-long enough, when a slab had to be added. *Spare*: what of the last slab has not been needed yet.
-Waste is the first two. While buffers are only borrowed, as in a forward pass, a slab cannot serve
-the next one only if what is left of it is shorter, which is a sixteenth of a slab that was made for
-such buffers; so waste stays below an eighth of what is lent. Where forward and backward alternate
-and sizes vary, free ranges of odd lengths lie between lent ones as well, and no pool that cannot
-move what it has lent can promise a bound for every order of requests. The tests show it for the
-pipeline schedules, with sizes that vary from buffer to buffer and from step to step: below an
-eighth from about thirty buffers on, on average a twentieth.
+class, less than a sixteenth longer than a request of 8 KiB or more. *Unusable*: what was free, but
+in no range long enough, when a slab had to be added. *Spare*: what of the last slab has not been
+needed yet. Waste is the first two. While buffers are only borrowed, as in a forward pass, a slab
+cannot serve the next one only if what is left of it is shorter, which is a sixteenth of a slab that
+was made for such buffers; so waste stays below an eighth of what is lent. Where forward and
+backward alternate and sizes vary, free ranges of odd lengths lie between lent ones as well, and no
+pool that cannot move what it has lent can promise a bound for every order of requests. The tests
+show it for the pipeline schedules, with sizes that vary from buffer to buffer and from step to
+step: below an eighth from about thirty buffers on, on average a twentieth.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Event
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
 from megatron.slipstream.plan.host_memory import size_class_bytes
 from megatron.slipstream.plan.host_ranges import FreeRanges
 from megatron.slipstream.plan.render import format_bytes
@@ -49,17 +50,17 @@ class HostMemoryFull(Exception):
 class HostLease:
     """A borrowed host buffer."""
 
-    buffer: torch.Tensor
-    """uint8, as long as the size class of the request, at a multiple of 512 bytes."""
-    last_use: tuple[Event, ...] = ()
-    """They complete when the last copies that read or write bytes of the buffer have; empty if
-    there were none."""
+    buffer: Bytes
+    """As long as the size class of the request, at a multiple of 512 bytes."""
+    last_use: tuple[Any, ...] = ()
+    """The signals after the last copies that read or write bytes of the buffer; empty if there
+    were none."""
 
 
 class _Lent(NamedTuple):
     """What the pool knows of a buffer that is out."""
 
-    buffer: torch.Tensor
+    lease: HostLease
     slab: int
     start: int
     nbytes: int
@@ -82,9 +83,13 @@ class HostPool:
         self.was_refused = False
         """Whether the system has refused memory."""
         self._slabs: list[torch.Tensor] = []
+        self._slab_bytes: list[Bytes] = []
         self._free = FreeRanges()
         self._lent: dict[int, _Lent] = {}
-        """Every buffer that is out, by address."""
+        """Every buffer that is out, by the identity of its lease."""
+        self._returned: deque[HostLease] = deque()
+        """Given back, and not yet free: see :meth:`give_back`."""
+        self._is_busy = False
         self.allocated_bytes = 0
         """Host memory that the pool holds, lent or not."""
         self.num_allocations = 0
@@ -110,39 +115,69 @@ class HostPool:
         Raises:
             HostMemoryFull: There is none, and the pool may not or cannot grow.
         """
+        self._take_back()
+        self._is_busy = True
+        try:
+            return self._lend(nbytes)
+        finally:
+            self._is_busy = False
+
+    def give_back(self, lease: HostLease) -> None:
+        """Return a buffer. Its ``last_use`` may still lie ahead.
+
+        Called in the middle of any other method, too: a storage gives its buffer back when it is
+        deleted, and one that an exception left in a cycle is deleted whenever Python collects
+        garbage. The buffer is then free a little later.
+        """
+        self._returned.append(lease)
+        self._take_back()
+
+    def close(self) -> None:
+        """Return all memory to the system. Every copy must have completed (edge E7)."""
+        self._lent.clear()
+        self._free = FreeRanges()
+        self._slab_bytes.clear()
+        while self._slabs:
+            self._backend.free_host(self._slabs.pop())
+        self.allocated_bytes = self.lent_bytes = self.high_water_bytes = 0
+        self._requested_bytes = self._high_water_requested_bytes = self._unusable_bytes = 0
+
+    def _lend(self, nbytes: int) -> HostLease:
         size = size_class_bytes(nbytes)
         span = self._free.take(size)
         if span is None:
             self._grow(size)
             span = self._free.take(size)
             assert span is not None
-        buffer = self._slabs[span.slab][span.start : span.stop]
-        self._lent[buffer.data_ptr()] = _Lent(buffer, span.slab, span.start, nbytes)
+        storage, offset, _ = self._slab_bytes[span.slab]
+        lease = HostLease(Bytes(storage, offset + span.start, size), span.events)
+        self._lent[id(lease)] = _Lent(lease, span.slab, span.start, nbytes)
         self.lent_bytes += size
         self._requested_bytes += nbytes
         if self.lent_bytes > self.high_water_bytes:
             self.high_water_bytes = self.lent_bytes
             self._high_water_requested_bytes = self._requested_bytes
-        return HostLease(buffer, span.events)
+        return lease
 
-    def give_back(self, lease: HostLease) -> None:
-        """Return a buffer. Its ``last_use`` may still lie ahead."""
-        lent = self._lent.get(lease.buffer.data_ptr())
-        if lent is None or lent.buffer is not lease.buffer:
+    def _take_back(self) -> None:
+        """Free what was given back, unless a method is at work on the free memory."""
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._returned:
+                self._free_buffer(self._returned.popleft())
+        finally:
+            self._is_busy = False
+
+    def _free_buffer(self, lease: HostLease) -> None:
+        lent = self._lent.pop(id(lease), None)
+        if lent is None:
             return  # Lent before the pool was closed, so it is no staging memory any more.
-        del self._lent[lease.buffer.data_ptr()]
-        size = lent.buffer.numel()
+        size = lease.buffer.nbytes
         self.lent_bytes -= size
         self._requested_bytes -= lent.nbytes
         self._free.put(lent.slab, lent.start, lent.start + size, lease.last_use)
-
-    def close(self) -> None:
-        """Return all memory to the system. Every copy must have completed (edge E7)."""
-        self._lent.clear()
-        self._free = FreeRanges()
-        while self._slabs:
-            self._backend.free_host(self._slabs.pop())
-        self.allocated_bytes = self.lent_bytes = self._requested_bytes = self._unusable_bytes = 0
 
     def _grow(self, size: int) -> None:
         """Add a slab with room for a buffer of ``size``."""
@@ -159,6 +194,7 @@ class HostPool:
             raise HostMemoryFull from error
         self._unusable_bytes = self.allocated_bytes - self.lent_bytes
         self._slabs.append(slab)
+        self._slab_bytes.append(Bytes.of(slab))
         self._free.add_slab(slab_bytes)
         self.allocated_bytes += slab_bytes
         self.num_allocations += 1

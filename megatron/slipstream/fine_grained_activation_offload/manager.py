@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Optional
 
 import torch
@@ -36,7 +37,7 @@ from megatron.slipstream.plan.build import Action, ActionKind, Plan, build_plan
 from megatron.slipstream.plan.check import PlanFacts, check_plan
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes, render_plan
-from megatron.slipstream.plan.trace import GroupKey, Step, StepKind
+from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +100,13 @@ class PipelineOffloadManager:
         """The pass that forward is in; None outside of training passes."""
         self._started: Optional[OffloadTensorGroup] = None
         """Started, but its region not yet entered."""
-        self._used: Optional[OffloadTensorGroup] = None
-        """The group that backward asked for last."""
-        self._regions: list[ExitStack] = []
+        self._regions: list[Optional[tuple[AbstractContextManager[Any], saved_tensors_hooks]]] = []
+        """What has been entered and not left; None for a region in which nothing is looked at."""
+        self._unwatched: dict[GroupKey, Trace] = {}
+        """Groups of this iteration whose saved tensors were not looked at, since the plan that was
+        followed at the time keeps them, with that plan's trace."""
+        self._num_steps = 0
+        """Steps of this iteration so far."""
         self._improvised: deque[OffloadTensorGroup] = deque()
         """Committed groups that have not let go, where no plan says when they do."""
         self._stalls: list[Stall] = []
@@ -197,7 +202,6 @@ class PipelineOffloadManager:
         group = self._chunk.open_group(name)
         self._groups[group.key] = group
         self._started = group
-        self._recorder.add_group(group, self._chunk.vp_stage)
         self.store.counters(name).num_groups += 1
         self._advance(StepKind.FORWARD_START, group)
 
@@ -208,21 +212,30 @@ class PipelineOffloadManager:
     def __enter__(self) -> PipelineOffloadManager:
         """Enter the region of the group that was started last: what it saves belongs to it."""
         group, self._started = self._started, None
-        region = ExitStack()
-        self._regions.append(region)
-        if group is not None:
-            min_numel = self._passes[group.key.chunk_pass].min_offloaded_tensor_size
-            region.enter_context(self.region_context())
-            region.enter_context(
-                saved_tensors_hooks(
-                    lambda tensor: self.store.save(tensor, group, min_numel), self.store.read
-                )
-            )
+        if group is None or self._stays(group):
+            self._regions.append(None)
+            return self
+        region = self.region_context()
+        hooks = saved_tensors_hooks(partial(self.store.save, group), self.store.read)
+        region.__enter__()
+        hooks.__enter__()
+        self._regions.append((region, hooks))
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Leave the region."""
-        self._regions.pop().close()
+        entered = self._regions.pop()
+        if entered is not None:
+            region, hooks = entered
+            hooks.__exit__()
+            region.__exit__(None, None, None)
+
+    def _stays(self, group: OffloadTensorGroup) -> bool:
+        """Whether the plan keeps the group, so that nobody needs to know what it saves."""
+        if self._plan is None or self._plan.group_by_key[group.key].moves:
+            return False
+        self._unwatched[group.key] = self._plan.trace
+        return True
 
     def mark_not_offload(self, tensor: Optional[torch.Tensor]) -> None:
         """Keep ``tensor`` on the device whatever saves it."""
@@ -258,7 +271,7 @@ class PipelineOffloadManager:
         """The schedule has issued a whole forward-backward pass, or a forward-only one."""
         self.flush_delayed_groups()
         self._chunk = None
-        if self._recorder.steps:
+        if self._num_steps > 0:
             self._finish_iteration()
 
     def finish_report(self) -> None:
@@ -285,7 +298,8 @@ class PipelineOffloadManager:
         """The group of that name has saved everything; None if none of that name is open."""
         group = self._chunk.commit_group(name) if self._chunk is not None else None
         if group is not None:
-            self.store.commit(group)
+            if group.key not in self._unwatched:
+                self.store.commit(group)
             self._advance(StepKind.FORWARD_COMMIT, group)
         return group
 
@@ -294,9 +308,6 @@ class PipelineOffloadManager:
         if group.state is GroupState.COMMITTED and self._is_current(group):
             group.move_to(GroupState.IN_USE)
             self._advance(StepKind.BACKWARD_USE, group)
-            if self._used is not None:
-                self.store.finish(self._used)
-            self._used = group
 
     def _is_current(self, group: OffloadTensorGroup) -> bool:
         """Whether the group is of this iteration: backward may outlive its iteration's end."""
@@ -311,16 +322,19 @@ class PipelineOffloadManager:
     # Following the plan.
 
     def _advance(self, kind: StepKind, group: OffloadTensorGroup) -> None:
-        index = self._recorder.add_step(kind, group)
+        index = self._num_steps
         if index == 0:
             self._begin_iteration()
-        if self._plan is not None and not _begins_like(self._plan, index, self._recorder.steps):
-            self._depart(index)
+        self._num_steps = index + 1
+        if self._plan is not None and not _is_step(self._plan, index, kind, group):
+            self._depart(index, Step(kind, group.key, group.name))
         if self._plan is not None:
             for action in self._plan.actions[index]:
                 self._perform(self._plan, action)
-        else:
-            self._improvise(kind, group)
+            return
+        if len(self._recorder.steps) == index:
+            self._recorder.add_step(Step(kind, group.key, group.name))
+        self._improvise(kind, group)
         self._recorder.end_step()
 
     def _begin_iteration(self) -> None:
@@ -329,9 +343,10 @@ class PipelineOffloadManager:
             self._measures_stalls = False
             self.store.copy_streams.stalls = self._stalls
 
-    def _depart(self, index: int) -> None:
+    def _depart(self, index: int, step: Step) -> None:
         """The iteration is not the planned one: follow another plan that begins alike, or none."""
-        done = tuple(self._recorder.steps)
+        assert self._plan is not None
+        done = (*self._plan.trace.steps[:index], step)
         for steps, plan in self._plans.items():
             if steps[: index + 1] == done:
                 self._plan = plan
@@ -343,9 +358,10 @@ class PipelineOffloadManager:
             "step %d, %s, is not in the plan: deciding group by group until the iteration ends, "
             "then planning anew",
             index,
-            done[-1],
+            step,
         )
         self._plan = None
+        self._recorder.steps.extend(done)
         self._improvised.extend(
             group for group in self._groups.values() if group.state is GroupState.COMMITTED
         )
@@ -354,7 +370,8 @@ class PipelineOffloadManager:
         group = self._groups.get(action.key)
         if group is None or group.state is GroupState.OPEN:
             return
-        with self.store.backend.annotate(action):
+        self.store.backend.begin_range(_label(action))
+        try:
             if action.kind is ActionKind.H2D:
                 self.store.copy_in(group.storages())
             elif group.state is GroupState.COMMITTED:
@@ -363,6 +380,8 @@ class PipelineOffloadManager:
                     self.store.copy_out(group, lambda position, _: position not in kept)
                 else:
                     self.store.release(group)
+        finally:
+            self.store.backend.end_range()
 
     def _improvise(self, kind: StepKind, group: OffloadTensorGroup) -> None:
         """Move everything: let go after ``release_lag`` commits, fetch ``prefetch_depth`` ahead."""
@@ -387,7 +406,10 @@ class PipelineOffloadManager:
     def _finish_iteration(self) -> None:
         self._drop_plans_beyond_limit()
         plan = self._plan
-        if plan is None or len(plan.trace.steps) != len(self._recorder.steps):
+        if plan is not None and len(plan.trace.steps) != self._num_steps:
+            self._recorder.steps.extend(plan.trace.steps[: self._num_steps])
+            plan = None
+        if plan is None:
             # Departed, or ended before the plan did: what it was may be known all the same.
             plan = self._plans.get(tuple(self._recorder.steps)) or self._make_plan()
         self._last_plan = plan
@@ -403,7 +425,9 @@ class PipelineOffloadManager:
         if limit_bytes != self._planned_limit_bytes:
             self._planned_limit_bytes = limit_bytes
             self._plans.clear()
-            self._plan = None
+            if self._plan is not None:
+                self._recorder.steps.extend(self._plan.trace.steps[: self._num_steps])
+                self._plan = None
 
     def _stop_verifying(self) -> None:
         verifier = self.store.verifier
@@ -417,7 +441,7 @@ class PipelineOffloadManager:
             )
 
     def _make_plan(self) -> Plan:
-        trace = self._recorder.finish(self._pp_rank)
+        trace = self._recorder.finish(self._pp_rank, self._groups, self._unwatched)
         options = replace(
             self._options or PolicyOptions(), host_memory_limit_bytes=self._planned_limit_bytes
         )
@@ -478,7 +502,9 @@ class PipelineOffloadManager:
         self._groups.clear()
         self._improvised.clear()
         self._delayed.clear()
-        self._chunk = self._plan = self._started = self._used = None
+        self._unwatched.clear()
+        self._num_steps = 0
+        self._chunk = self._plan = self._started = None
 
     def _restart_if_abandoned(self) -> None:
         """Start afresh if the iteration so far ended in an exception.
@@ -493,7 +519,15 @@ class PipelineOffloadManager:
             self._clear_iteration()
 
 
-def _begins_like(plan: Plan, index: int, steps: Sequence[Step]) -> bool:
-    """Whether the step at ``index`` is the plan's, given that those before it are."""
-    planned = plan.trace.steps
-    return index < len(planned) and planned[index] == steps[index]
+@cache
+def _label(action: Action) -> str:
+    return str(action)
+
+
+def _is_step(plan: Plan, index: int, kind: StepKind, group: OffloadTensorGroup) -> bool:
+    """Whether the plan's step at ``index`` is this one, given that those before it were."""
+    steps = plan.trace.steps
+    if index >= len(steps):
+        return False
+    step = steps[index]
+    return step.kind is kind and step.key == group.key and step.name == group.name

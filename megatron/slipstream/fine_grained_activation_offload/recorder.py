@@ -11,6 +11,8 @@ Later iterations leave it alone.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
@@ -21,7 +23,6 @@ from megatron.slipstream.plan.trace import (
     GroupTrace,
     MemoryReading,
     Step,
-    StepKind,
     StorageTrace,
     Trace,
 )
@@ -34,14 +35,28 @@ class StorageId(NamedTuple):
     group: int
     position: int
 
+    @classmethod
+    def of(cls, storage: SavedStorage) -> StorageId:
+        owner = storage.owner
+        return cls(owner.vp_stage, owner.key.group, storage.position)
 
+
+class _Away(NamedTuple):
+    """A storage's memory was given up at one step and taken again at a later one."""
+
+    storage: StorageId
+    nbytes: int
+    from_step: int
+    until_step: Optional[int] = None
+
+
+@dataclass
 class _StorageRecord:
-    def __init__(self, identity: StorageId) -> None:
-        self.identity = identity
-        self.nbytes = 0
-        self.holders: list[GroupKey] = []
-        self.absent_from: Optional[int] = None
-        self.absent_until: Optional[int] = None
+    identity: Optional[StorageId]
+    owner: GroupKey
+    nbytes: int = 0
+    held_outside: bool = False
+    holders: list[GroupKey] = field(default_factory=list)
 
 
 class Recorder:
@@ -59,18 +74,17 @@ class Recorder:
     def clear(self) -> None:
         """Forget the iteration (not what was learnt about storages)."""
         self.steps: list[Step] = []
-        self._groups: dict[GroupKey, tuple[str, int, list[int]]] = {}
-        self._storages: dict[int, _StorageRecord] = {}
+        self._away: dict[int, _Away] = {}
+        """By serial number; only while memory is read."""
         self._allocated: list[int] = []
         """After each mark, once what is due there has been done."""
         self._peaks: list[int] = []
         """Between each mark and the next."""
 
-    def add_step(self, kind: StepKind, group: OffloadTensorGroup) -> int:
-        """Note a mark. Returns its place in the iteration."""
+    def add_step(self, step: Step) -> None:
+        """Note a mark."""
         self._end_interval()
-        self.steps.append(Step(kind, group.key, group.name))
-        return len(self.steps) - 1
+        self.steps.append(step)
 
     def end_step(self) -> None:
         """Note the memory once what is due at the newest mark has been done."""
@@ -79,56 +93,77 @@ class Recorder:
             self._allocated.append(reading[0])
             self._backend.reset_peak_memory()
 
-    def add_group(self, group: OffloadTensorGroup, vp_stage: int) -> None:
-        """Note a new group."""
-        self._groups[group.key] = (group.name, vp_stage, [])
-
-    def add_save(self, group: OffloadTensorGroup, storage: SavedStorage) -> None:
-        """Note that ``group`` saved a view of ``storage``, the first of that group."""
-        _, vp_stage, serials = self._groups[group.key]
-        record = self._storages.get(storage.serial)
-        if record is None:
-            identity = StorageId(vp_stage, group.key.group, len(serials))
-            record = self._storages[storage.serial] = _StorageRecord(identity)
-        record.holders.append(group.key)
-        serials.append(storage.serial)
-
-    def set_nbytes(self, storage: SavedStorage) -> None:
-        """Note the final size of a storage, at the commit of a group that holds it."""
-        self._storages[storage.serial].nbytes = storage.nbytes
-
     def set_absent(self, storage: SavedStorage) -> None:
         """Note that the engine let go of the device memory at the newest mark."""
-        record = self._storages.get(storage.serial)
-        if record is not None:
-            record.absent_from = len(self.steps) - 1
+        if self.reads_memory:
+            identity = StorageId.of(storage)
+            self._away[storage.serial] = _Away(identity, storage.nbytes, len(self.steps) - 1)
 
     def set_returned(self, storage: SavedStorage, was_held_outside: bool) -> None:
         """Note that the bytes have device memory again since the newest mark."""
-        record = self._storages.get(storage.serial)
-        if record is None:
-            return  # Backward may outlive its iteration's end.
-        record.absent_until = len(self.steps) - 1
+        away = self._away.get(storage.serial)
+        if away is not None:
+            self._away[storage.serial] = away._replace(until_step=len(self.steps) - 1)
         if was_held_outside:
-            self.held_outside.add(record.identity)
+            self.held_outside.add(StorageId.of(storage))
 
     def is_held_outside(self, storage: SavedStorage) -> bool:
         """Whether this storage, or its like in an earlier pass, was held by others."""
-        record = self._storages.get(storage.serial)
-        return record is not None and record.identity in self.held_outside
+        return StorageId.of(storage) in self.held_outside
 
-    def finish(self, pp_rank: int) -> Trace:
-        """The iteration as a trace."""
-        index = {serial: place for place, serial in enumerate(self._storages)}
-        storages = tuple(
-            StorageTrace(record.nbytes, tuple(record.holders), record.identity in self.held_outside)
-            for record in self._storages.values()
+    def finish(
+        self,
+        pp_rank: int,
+        groups: Mapping[GroupKey, OffloadTensorGroup],
+        unwatched: Mapping[GroupKey, Trace],
+    ) -> Trace:
+        """The iteration as a trace.
+
+        Args:
+            pp_rank: Pipeline-parallel rank.
+            groups: All groups of the iteration, in the order in which they started.
+            unwatched: Those whose saved tensors were not looked at, since a plan that was followed
+                at the time keeps them, with that plan's trace, which tells what they save.
+        """
+        records: dict[Hashable, _StorageRecord] = {}
+        saved: dict[GroupKey, list[Hashable]] = {}
+        for group in groups.values():
+            if group.key in unwatched:
+                names = _add_as_in(unwatched[group.key], group.key, records, groups)
+            else:
+                names = self._add(group, records)
+            saved[group.key] = names
+            for name in names:
+                records[name].holders.append(group.key)
+        index = {name: place for place, name in enumerate(records)}
+        return Trace(
+            tuple(self.steps),
+            tuple(
+                GroupTrace(key, group.name, group.vp_stage, tuple(index[n] for n in saved[key]))
+                for key, group in groups.items()
+            ),
+            tuple(map(self._storage_trace, records.values())),
+            pp_rank,
+            self._memory(),
         )
-        groups = tuple(
-            GroupTrace(key, name, vp_stage, tuple(index[serial] for serial in serials))
-            for key, (name, vp_stage, serials) in self._groups.items()
-        )
-        return Trace(tuple(self.steps), groups, storages, pp_rank, self._memory())
+
+    def _add(
+        self, group: OffloadTensorGroup, records: dict[Hashable, _StorageRecord]
+    ) -> list[Hashable]:
+        for position, (serial, held) in enumerate(group.held.items()):
+            record = records.get(serial)
+            if record is None:
+                record = records[serial] = _StorageRecord(None, held.owner)
+            if held.owner == group.key:
+                record.identity = StorageId(group.vp_stage, group.key.group, position)
+            # A later holder may have saved more of it.
+            record.nbytes = max(record.nbytes, group.nbytes.get(serial, 0))
+        return list(group.held)
+
+    def _storage_trace(self, record: _StorageRecord) -> StorageTrace:
+        owner_first = sorted(record.holders, key=lambda key: key != record.owner)
+        held_outside = record.held_outside or record.identity in self.held_outside
+        return StorageTrace(record.nbytes, tuple(owner_first), held_outside)
 
     def _end_interval(self) -> None:
         if self.reads_memory and len(self._peaks) < len(self._allocated):
@@ -141,13 +176,38 @@ class Recorder:
         if len(self._peaks) != len(self.steps):
             return ()
         change = [0] * (len(self.steps) + 1)
-        for record in self._storages.values():
-            if record.absent_from is not None and record.identity not in self.held_outside:
-                change[record.absent_from] += record.nbytes
-                until = record.absent_until
-                change[len(self.steps) if until is None else until] -= record.nbytes
+        for away in self._away.values():
+            if away.storage not in self.held_outside:
+                change[away.from_step] += away.nbytes
+                until = away.until_step
+                change[len(self.steps) if until is None else until] -= away.nbytes
         absent, memory = 0, []
         for step, (allocated, peak) in enumerate(zip(self._allocated, self._peaks, strict=True)):
             absent += change[step]
             memory.append(MemoryReading(allocated, peak, absent))
         return tuple(memory)
+
+
+def _add_as_in(
+    trace: Trace,
+    key: GroupKey,
+    records: dict[Hashable, _StorageRecord],
+    groups: Mapping[GroupKey, OffloadTensorGroup],
+) -> list[Hashable]:
+    """Add what a group saved in another iteration, as far as no other group has been seen to."""
+    names: list[Hashable] = []
+    for index in trace.group_by_key[key].storages:
+        storage = trace.storages[index]
+        name: Hashable = (id(trace), index)
+        for holder in storage.holders:
+            watched = list(groups[holder].held) if holder in groups else []
+            position = trace.group_by_key[holder].storages.index(index)
+            if position < len(watched):
+                name = watched[position]
+        if name not in records:
+            records[name] = _StorageRecord(None, storage.holders[0])
+        record = records[name]
+        record.nbytes = max(record.nbytes, storage.nbytes)
+        record.held_outside |= storage.held_outside
+        names.append(name)
+    return names

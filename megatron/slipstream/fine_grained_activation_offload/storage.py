@@ -13,16 +13,17 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream, byte_view
+from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Stream
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease, HostPool
 from megatron.slipstream.plan.trace import GroupKey
 
 if TYPE_CHECKING:  # a group refers to its storages weakly, and each of them to its first group
+    from megatron.slipstream.fine_grained_activation_offload.copy_streams import Signal
     from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 
 DEVICE_ALIGNMENT_BYTES = 512
@@ -39,6 +40,8 @@ class Residence(enum.Enum):
     RETURNING = "in new device memory that a copy in is writing, kept by this object"
     BACK = "in device memory that backward may read, kept by this object"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and states change all the time.
+
 
 _ALLOWED = {
     (Residence.DEVICE, Residence.LEAVING),
@@ -51,24 +54,43 @@ _ALLOWED = {
 }
 
 
+class _View(NamedTuple):
+    """How a saved tensor lay in its storage."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _View:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
 class SavedStorage:
     """The bytes ``[start, stop)`` of one storage that autograd saved."""
+
+    __slots__ = (
+        *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "residence"),
+        *("aliases", "returned", "lease", "holders_to_release", "streams", "out_signal"),
+        *("in_signal", "overwritten", "copied_version", "_views", "_original", "_pool"),
+        "__weakref__",
+    )
 
     _serials = itertools.count()
 
     def __init__(self, tensor: torch.Tensor, owner: OffloadTensorGroup, pool: HostPool) -> None:
-        storage = tensor.untyped_storage()
         self.serial = next(self._serials)
         self.owner = owner
         """The group that saved it first: moves are reported on its account."""
+        self.position = len(owner.held)
+        """Its place among the storages of the owner."""
         self.device = tensor.device
-        self.storage_nbytes = storage.nbytes()
-        self.start, self.stop = _extent(tensor)
+        self.storage_nbytes = tensor.untyped_storage().nbytes()
+        self.start, self.stop = self.storage_nbytes, 0
         self.residence = Residence.DEVICE
         self.aliases: list[tuple[torch.Tensor, int]] = []
         """The saved tensors, detached, with their version; emptied when the memory is let go."""
-        self.original = StorageWeakRef(storage)
-        """Tells whether somebody else still holds the memory after we let go of it."""
         self.returned: Optional[torch.UntypedStorage] = None
         """The device memory backward reads: a copy, or the original where it stayed alive."""
         self.lease: Optional[HostLease] = None
@@ -76,13 +98,17 @@ class SavedStorage:
         """Groups that move and have not let go; the memory stays until there is none."""
         self.streams: dict[Hashable, Stream] = {}
         """Streams that computed or used the memory, by id."""
-        self.out_event: Optional[Event] = None
-        self.in_event: Optional[Event] = None
-        self.ordered_streams: set[Hashable] = set()
-        """Streams that are ordered after the copy out (LEAVING, HOST) or in (RETURNING, BACK)."""
+        self.out_signal: Optional[Signal] = None
+        """After the copy out; None if there was none."""
+        self.in_signal: Optional[Signal] = None
+        """After the copy in."""
         self.overwritten = False
         """A saved tensor was changed in place, which autograd refuses to read in backward."""
         self.copied_version = -1
+        self._views: list[_View] = []
+        """What the aliases were, once they are gone, and what was saved since."""
+        self._original: Optional[StorageWeakRef] = None
+        """Tells whether somebody else still holds the memory after we let go of it."""
         self._pool = pool
 
     def __del__(self) -> None:
@@ -115,18 +141,21 @@ class SavedStorage:
         """
         if tensor.untyped_storage().nbytes() != self.storage_nbytes:
             return False
-        if self.residence is Residence.DEVICE and self.out_event is None:
+        if self.residence is Residence.DEVICE and self.out_signal is None:
             return True
         start, stop = _extent(tensor)
         return self.start <= start and stop <= self.stop and tensor._version == self.copied_version
 
-    def add_alias(self, tensor: torch.Tensor) -> int:
-        """Keep another saved view while the bytes have not left. Returns its index."""
-        start, stop = _extent(tensor)
-        self.start, self.stop = min(self.start, start), max(self.stop, stop)
-        # detach() shares the version counter, so that later in-place changes show.
-        self.aliases.append((tensor.detach(), tensor._version))
-        return len(self.aliases) - 1
+    def save(self, tensor: torch.Tensor) -> SavedTensor:
+        """Keep another saved view."""
+        if self.residence is Residence.DEVICE or self.residence is Residence.LEAVING:
+            start, stop = _extent(tensor)
+            self.start, self.stop = min(self.start, start), max(self.stop, stop)
+            # detach() shares the version counter, so that later in-place changes show.
+            self.aliases.append((tensor.detach(), tensor._version))
+            return SavedTensor(self, len(self.aliases) - 1)
+        self._views.append(_View.of(tensor))
+        return SavedTensor(self, len(self._views) - 1)
 
     def settle_extent(self) -> None:
         """Fix which bytes move: the whole storage if at least half of it was saved."""
@@ -135,13 +164,15 @@ class SavedStorage:
         else:
             self.start -= self.start % DEVICE_ALIGNMENT_BYTES
 
-    def source_bytes(self) -> torch.Tensor:
-        """The bytes to copy out, uint8."""
-        return byte_view(self.aliases[0][0].untyped_storage(), self.start, self.stop)
+    def source_bytes(self) -> Bytes:
+        """The bytes to copy out."""
+        return Bytes(self.aliases[0][0].untyped_storage(), self.start, self.nbytes)
 
     def note_overwrites(self) -> None:
         """Remember whether a saved tensor was changed in place since it was saved."""
-        self.overwritten |= any(alias._version != version for alias, version in self.aliases)
+        for alias, version in self.aliases:
+            if alias._version != version:
+                self.overwritten = True
 
     @property
     def is_intact(self) -> bool:
@@ -149,11 +180,17 @@ class SavedStorage:
         original = self.aliases[0][0].untyped_storage()
         return not self.overwritten and original.nbytes() == self.storage_nbytes
 
+    def drop_aliases(self) -> None:
+        """Keep the device memory alive no longer."""
+        self._original = StorageWeakRef(self.aliases[0][0].untyped_storage())
+        self._views = [_View.of(alias) for alias, _ in self.aliases]
+        self.aliases.clear()
+
     def live_original(self) -> Optional[torch.UntypedStorage]:
         """The original storage if somebody else has kept it alive."""
-        if self.original.expired():
+        if self._original is None or self._original.expired():
             return None
-        return torch.UntypedStorage._new_with_weak_ptr(self.original.cdata)
+        return torch.UntypedStorage._new_with_weak_ptr(self._original.cdata)
 
     def take_lease(self) -> HostLease:
         """Hand over the host buffer."""
@@ -164,39 +201,37 @@ class SavedStorage:
             )
         return lease
 
+    def shape_of(self, index: int) -> torch.Size:
+        """The shape of a saved view."""
+        return self._views[index].shape if self._views else self.aliases[index][0].shape
+
+    def view_returned(self, index: int) -> torch.Tensor:
+        """A saved view over the returned memory, with its old shape, strides and alignment."""
+        if self.returned is None:
+            raise RuntimeError(f"storage of {self.owner} is in {self.residence.name}")
+        dtype, shape, stride, offset = self._views[index]
+        if self.returned.nbytes() != self.storage_nbytes:
+            offset -= self.start // dtype.itemsize
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        return empty.set_(self.returned, offset, shape, stride)
+
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and last byte + 1 of a strided tensor within its storage."""
-    itemsize = tensor.element_size()
+    itemsize = tensor.itemsize
     start = int(tensor.storage_offset()) * itemsize
-    if tensor.numel() == 0:
-        return start, start
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * itemsize
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in dims)
     return start, start + (last + 1) * itemsize
 
 
 class SavedTensor:
-    """What autograd keeps in place of a saved tensor: a view of a :class:`SavedStorage`."""
+    """What autograd keeps in place of a saved tensor: one view of a :class:`SavedStorage`."""
 
-    __slots__ = ("storage", "index", "dtype", "shape", "stride", "offset", "device", "__weakref__")
+    __slots__ = ("storage", "index", "__weakref__")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, index: int) -> None:
+    def __init__(self, storage: SavedStorage, index: int) -> None:
         self.storage = storage
         self.index = index
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.device = tensor.device
-
-    def view_returned(self) -> torch.Tensor:
-        """The tensor over the returned memory, with its old shape, strides and alignment."""
-        storage = self.storage
-        if storage.returned is None:
-            raise RuntimeError(f"storage of {storage.owner} is in {storage.residence.name}")
-        offset = self.offset
-        if storage.returned.nbytes() != storage.storage_nbytes:
-            offset -= storage.start // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=self.device)
-        return empty.set_(storage.returned, offset, self.shape, self.stride)

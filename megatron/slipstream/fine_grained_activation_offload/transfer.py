@@ -15,8 +15,12 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.backend import Backend, byte_view
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, InFlight
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
+    CopyStreams,
+    InFlight,
+    Signal,
+)
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.host_pool import (
     HostLease,
@@ -61,24 +65,26 @@ class ActivationStore:
 
     # Saved-tensor hooks.
 
-    def save(self, tensor: torch.Tensor, group: OffloadTensorGroup, min_numel: int) -> Any:
+    def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor`` in a region of ``group``. Returns what it keeps instead."""
         if not self._is_movable(tensor):
             return _keep(tensor)
-        storage = self._by_memory.get(tensor.untyped_storage()._cdata)
+        memory = tensor.untyped_storage()._cdata
+        storage = self._by_memory.get(memory)
         if storage is None or not storage.serves(tensor):
-            if tensor.numel() < min_numel:
+            # A parameter's transpose, say, is a plain tensor.
+            base = tensor._base
+            if tensor.numel() < group.min_numel or isinstance(base, torch.nn.Parameter):
                 return _keep(tensor)
             storage = SavedStorage(tensor, group, self.host_pool)
-            self._by_memory[tensor.untyped_storage()._cdata] = storage
-        if group.hold(storage):
-            self._recorder.add_save(group, storage)
-        stream = self.backend.current_stream()
-        storage.streams[self.backend.stream_id(stream)] = stream
-        if storage.residence in (Residence.DEVICE, Residence.LEAVING):
+            self._by_memory[memory] = storage
+        group.hold(storage)
+        stream_id = self.backend.current_stream_id()
+        if stream_id not in storage.streams:
+            storage.streams[stream_id] = self.backend.current_stream()
+        if storage.residence is Residence.DEVICE or storage.residence is Residence.LEAVING:
             storage.holders_to_release.add(group.key)
-            return SavedTensor(tensor, storage, storage.add_alias(tensor))
-        return SavedTensor(tensor, storage, index=-1)
+        return storage.save(tensor)
 
     def read(self, saved: Any) -> torch.Tensor:
         """Autograd reads a saved tensor, on the stream of the operation that reads it.
@@ -86,40 +92,42 @@ class ActivationStore:
         Raises:
             RuntimeError: The tensor was changed in place after it was saved.
         """
-        if not isinstance(saved, SavedTensor):
+        if type(saved) is not SavedTensor:
             return saved
-        storage = saved.storage
+        storage, index = saved.storage, saved.index
         if storage.residence is Residence.LEAVING:
             # Needed before it was let go: it has never been away. The copy out may still be
-            # reading; its device memory stays in _outgoing until somebody waits for that.
+            # reading, so what comes after this waits for it, before autograd lets go of the memory.
             storage.move_to(Residence.DEVICE)
             self.host_pool.give_back(storage.take_lease())
+            self._let_go(storage.serial, storage.owner.name)
         if storage.residence is Residence.DEVICE:
             storage.note_overwrites()
         if storage.overwritten:
             raise RuntimeError(
-                f"a tensor of shape {list(saved.shape)} that {storage.owner.describe()} saved for "
-                "backward was changed by an in-place operation; change a copy of it instead"
+                f"a tensor of shape {list(storage.shape_of(index))} that "
+                f"{storage.owner.describe()} saved for backward was changed by an in-place "
+                "operation; change a copy of it instead"
             )
         if storage.residence is Residence.DEVICE:
-            return storage.aliases[saved.index][0]
+            return storage.aliases[index][0]
         if storage.residence is Residence.HOST:
             self.copy_in([storage], late=True)
         if storage.lease is not None:
             self._settle_original(storage)
-        self._await_return(storage)
-        return saved.view_returned()
+        if storage.in_signal is not None:
+            self._await_return(storage, storage.in_signal)
+        return storage.view_returned(index)
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
-        base = tensor._base if tensor._is_view() else tensor
         return (
-            # Subclasses (quantised tensors, distributed tensors) hold memory that is not theirs.
+            # Subclasses (parameters, quantised and distributed tensors) hold memory that is not
+            # theirs.
             type(tensor) is torch.Tensor
-            and not isinstance(base, torch.nn.Parameter)
+            and self.backend.manages(tensor)
             and tensor.layout is torch.strided
             and tensor.numel() > 0
             and not (tensor.is_conj() or tensor.is_neg())
-            and self.backend.manages(tensor)
             # Set by megatron-core on parameters and by Transformer Engine on weights.
             and not getattr(tensor, "_do_not_offload", False)
             and not getattr(tensor, "_TE_do_not_offload", False)
@@ -130,9 +138,9 @@ class ActivationStore:
     def commit(self, group: OffloadTensorGroup) -> None:
         """The group has saved everything: fix which bytes of its storages would move."""
         for storage in group.storages():
-            if storage.residence is Residence.DEVICE and storage.out_event is None:
+            if storage.residence is Residence.DEVICE and storage.out_signal is None:
                 storage.settle_extent()
-            self._recorder.set_nbytes(storage)
+            group.nbytes[storage.serial] = storage.nbytes
 
     def copy_out(
         self, group: OffloadTensorGroup, may_move: Callable[[int, SavedStorage], bool]
@@ -147,7 +155,7 @@ class ActivationStore:
         """
         storages = []
         for position, storage in enumerate(group.storages_or_none()):
-            if storage is None or storage.out_event is not None:
+            if storage is None or storage.out_signal is not None:
                 continue
             storage.note_overwrites()
             if storage.is_intact and may_move(position, storage):
@@ -158,44 +166,42 @@ class ActivationStore:
         if leases is None:
             self.counters(group.name).num_kept_for_host_memory += 1
             return
-        current = self.backend.current_stream()
-        producers = {self.backend.stream_id(current): current}
+        current_id, current = self.backend.current_stream_id(), self.backend.current_stream()
+        producers = {current_id: current}
+        moves = []
         for storage, lease in zip(storages, leases, strict=True):
-            storage.streams[self.backend.stream_id(current)] = current
-            producers.update(storage.streams)
+            storage.streams[current_id] = current
+            if len(storage.streams) > 1:
+                producers.update(storage.streams)
             storage.lease = lease
             storage.copied_version = storage.aliases[0][1]
-        event = self.copy_streams.copy_out(
-            [(s.source_bytes(), lease) for s, lease in zip(storages, leases, strict=True)],
-            producers.values(),
-            before=partial(self._verify_leaving, storages),
-        )
+            moves.append((storage.source_bytes(), lease))
+        verify = None if self.verifier is None else partial(self._verify_leaving, storages)
+        signal = self.copy_streams.copy_out(moves, producers.values(), before=verify)
         counters = self.counters(group.name)
         counters.num_groups_moved += 1
-        for storage in storages:
+        counters.d2h_copies += len(moves)
+        for storage, (source, _) in zip(storages, moves, strict=True):
             storage.move_to(Residence.LEAVING)
-            storage.out_event = event
-            original = storage.aliases[0][0].untyped_storage()
+            storage.out_signal = signal
             streams = tuple(storage.streams.values())
-            self._outgoing[storage.serial] = InFlight(original, event, streams)
-            counters.d2h_bytes += storage.nbytes
-            counters.d2h_copies += 1
+            self._outgoing[storage.serial] = InFlight(source.storage, signal, streams)
+            counters.d2h_bytes += source.nbytes
 
     def release(self, group: OffloadTensorGroup) -> None:
         """The group lets go of its storages; the last holder's letting go frees the memory."""
-        for held in group.held:
+        for serial, held in group.held.items():
             storage = held.reference()
             if storage is None:
-                self._let_go(held.serial, group.name)
+                self._let_go(serial, group.name)
                 continue
             storage.holders_to_release.discard(group.key)
             if storage.residence is Residence.LEAVING and not storage.holders_to_release:
                 storage.note_overwrites()
                 storage.move_to(Residence.HOST)
-                storage.ordered_streams = set(storage.streams)
-                storage.aliases.clear()
+                storage.drop_aliases()
                 self._recorder.set_absent(storage)
-                self._let_go(held.serial, group.name)
+                self._let_go(serial, group.name)
 
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:
         """Start copying back those of ``storages`` that are on the host.
@@ -223,13 +229,6 @@ class ActivationStore:
             counters = self.counters(storage.owner.name)
             counters.freed_bytes += storage.nbytes
             counters.num_late += late
-
-    def finish(self, group: OffloadTensorGroup) -> None:
-        """Backward has gone on to another group: drop what this one's copies out still use."""
-        for held in group.held:
-            storage = held.reference()
-            if storage is None or storage.residence is not Residence.LEAVING:
-                self._let_go(held.serial, group.name)
 
     def drain(self) -> None:
         """Drop all memory that copies use. Afterwards none is in flight on account of a group."""
@@ -264,25 +263,26 @@ class ActivationStore:
 
     def _start_copies_in(self, storages: Sequence[SavedStorage]) -> None:
         """HOST to RETURNING, in one batch."""
-        current = self.backend.current_stream()
         # All of it before any state changes: the device may be out of memory.
         memory = [self.backend.allocate_device(s.nbytes, s.device) for s in storages]
-        moves: list[tuple[torch.Tensor, HostLease]] = []
+        moves: list[tuple[Bytes, HostLease]] = []
         for storage, returned in zip(storages, memory, strict=True):
-            if self.backend.stream_id(current) not in storage.ordered_streams:
-                # See [Note: A copy in follows its own copy out].
-                self.copy_streams.follow_copy_out(storage.out_event)
             storage.returned = returned
             storage.move_to(Residence.RETURNING)
-            storage.ordered_streams = set()
-            moves.append((byte_view(returned, 0, storage.nbytes), storage.take_lease()))
-        event = self.copy_streams.copy_in(moves, after=partial(self._verify_returned, storages))
-        for storage, returned, (_, lease) in zip(storages, memory, moves, strict=True):
-            storage.in_event = event
-            self._incoming[storage.serial] = InFlight(returned, event, (current,))
+            moves.append((Bytes(returned, 0, storage.nbytes), storage.take_lease()))
+        verify = None if self.verifier is None else partial(self._verify_returned, storages)
+        signal = self.copy_streams.copy_in(
+            moves, [s.out_signal for s in storages if s.out_signal is not None], after=verify
+        )
+        streams = (self.backend.current_stream(),)
+        for storage, (returned, _, nbytes), lease in (
+            (storage, *move) for storage, move in zip(storages, moves, strict=True)
+        ):
+            storage.in_signal = signal
+            self._incoming[storage.serial] = InFlight(returned, signal, streams)
             self.host_pool.give_back(lease)
             counters = self.counters(storage.owner.name)
-            counters.h2d_bytes += storage.nbytes
+            counters.h2d_bytes += nbytes
             counters.h2d_copies += 1
 
     def _settle_original(self, storage: SavedStorage) -> None:
@@ -294,13 +294,8 @@ class ActivationStore:
         storage.move_to(Residence.HOST)
         self._start_copies_in([storage])
 
-    def _await_return(self, storage: SavedStorage) -> None:
-        if storage.in_event is None:
-            return
-        stream = self.backend.stream_id(self.backend.current_stream())
-        if stream not in storage.ordered_streams:
-            self.copy_streams.before_use(storage.in_event, storage.owner.name)
-            storage.ordered_streams.add(stream)
+    def _await_return(self, storage: SavedStorage, signal: Signal) -> None:
+        self.copy_streams.before_use(signal, storage.owner.name)
         if storage.residence is Residence.RETURNING:
             storage.move_to(Residence.BACK)
             self._incoming.pop(storage.serial, None)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Stream, byte_view
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes, Stream
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 
 NUM_SEGMENTS = 64
@@ -76,7 +76,7 @@ class Verifier:
     def leaves(self, storages: Sequence[SavedStorage], d2h: Stream) -> None:
         """Copies out of ``storages`` follow on ``d2h``; called between their waits and them."""
         for storage in storages:
-            source = storage.source_bytes()
+            source = storage.source_bytes().view()
             sums = self._sums[storage.serial] = {Sight.COMPUTED: checksum(source)}
             self._sum_on(d2h, source, sums, Sight.LEAVING)
 
@@ -85,7 +85,7 @@ class Verifier:
         for storage in storages:
             sums = self._sums.get(storage.serial)
             if sums is not None and storage.returned is not None:
-                data = byte_view(storage.returned, 0, storage.nbytes)
+                data = Bytes(storage.returned, 0, storage.nbytes).view()
                 self._sum_on(h2d, data, sums, Sight.RETURNED)
 
     def reads(self, storage: SavedStorage, finish: Callable[[], None]) -> None:
@@ -101,7 +101,7 @@ class Verifier:
         sums = self._sums.pop(storage.serial, None)
         if sums is None or storage.returned is None:
             return
-        data = byte_view(storage.returned, 0, storage.nbytes)
+        data = Bytes(storage.returned, 0, storage.nbytes).view()
         sums[Sight.READ] = checksum(data)
         finish()
         seen = [sums[sight].tolist() for sight in Sight]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import torch
@@ -82,7 +82,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         ),
     )
     manager.config = config  # type: ignore[attr-defined]
-    manager.region_context = _transformer_engine_region
+    manager.region_context = _region_context()
     seam.OFFLOAD_MGR = manager
     logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)
     return manager
@@ -154,28 +154,32 @@ def _local_gpu() -> int:
     return local_rank if local_rank < torch.cuda.device_count() else torch.cuda.current_device()
 
 
-@contextlib.contextmanager
-def _transformer_engine_region() -> Iterator[None]:
-    """Tell Transformer Engine that what its modules save in here may move.
+class _TransformerEngineRegion:
+    """Tells Transformer Engine that what its modules save inside may move.
 
     Its modules then keep weights (and their ``main_grad``) by reference instead of saving them,
-    and allocate the experts' inputs one by one instead of as one block.
+    and allocate the experts' inputs one by one instead of as one block. Regions nest.
     """
-    module = _transformer_engine_offload()
-    if module is None:
-        yield
-        return
-    before = module.CPUOffloadEnabled
-    module.CPUOffloadEnabled = True
-    try:
-        yield
-    finally:
-        module.CPUOffloadEnabled = before
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._module.CPUOffloadEnabled)
+        self._module.CPUOffloadEnabled = True
+
+    def __exit__(self, *_: object) -> None:
+        self._module.CPUOffloadEnabled = self._before.pop()
 
 
-def _transformer_engine_offload() -> Any:
+def _region_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What makes the context of a group's operations."""
     try:
         from megatron.core.extensions.transformer_engine import cpu_offload
     except ImportError:
-        return None
-    return cpu_offload if hasattr(cpu_offload, "CPUOffloadEnabled") else None
+        return contextlib.nullcontext
+    if not hasattr(cpu_offload, "CPUOffloadEnabled"):
+        return contextlib.nullcontext
+    region = _TransformerEngineRegion(cpu_offload)
+    return lambda: region

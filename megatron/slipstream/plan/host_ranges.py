@@ -17,7 +17,6 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 
@@ -38,19 +37,16 @@ class Span(NamedTuple):
     events: tuple[Hashable, ...]
 
 
-@dataclass(eq=False)
-class _FreeRange:
+class _FreeRange(NamedTuple):
+    nbytes: int
+    serial: int
+    """Grows with the time of the last putting back. No two free ranges have the same, so that they
+    sort by length, then age."""
     slab: int
     start: int
     stop: int
     uses: tuple[Use, ...]
     """In order; bytes between them have never been used."""
-    serial: int
-    """Grows with the time of the last putting back."""
-
-    @property
-    def sort_key(self) -> tuple[int, int]:
-        return (self.stop - self.start, self.serial)
 
 
 class FreeRanges:
@@ -61,8 +57,8 @@ class FreeRanges:
     """
 
     def __init__(self) -> None:
-        self._by_size: list[tuple[tuple[int, int], _FreeRange]] = []
-        """All free ranges by length, then age. Keys are unique, so ranges are never compared."""
+        self._by_size: list[_FreeRange] = []
+        """All free ranges, sorted."""
         self._by_start: dict[tuple[int, int], _FreeRange] = {}
         self._by_stop: dict[tuple[int, int], _FreeRange] = {}
         self._serials = itertools.count()
@@ -72,23 +68,25 @@ class FreeRanges:
         """A new slab, all of it free and never used. Returns its number: 0, 1, 2, ..."""
         slab = self._num_slabs
         self._num_slabs += 1
-        self._insert(_FreeRange(slab, 0, nbytes, (), next(self._serials)))
+        self._insert(_FreeRange(nbytes, next(self._serials), slab, 0, nbytes, ()))
         return slab
 
     def take(self, nbytes: int) -> Optional[Span]:
         """Take ``nbytes`` bytes; None if no free range is long enough."""
-        place = bisect.bisect_left(self._by_size, ((nbytes, -1),))
+        place = bisect.bisect_left(self._by_size, (nbytes,))
         if place == len(self._by_size):
             return None
-        free = self._by_size[place][1]
-        self._remove(free)
-        cut = free.start + nbytes
-        taken = [use for use in free.uses if use.start < cut]
-        if cut < free.stop:
-            left = tuple(_clip(use, cut) for use in free.uses if use.stop > cut)
-            # Its age is that of its bytes, which are as they were.
-            self._insert(_FreeRange(free.slab, cut, free.stop, left, free.serial))
-        return Span(free.slab, free.start, cut, _distinct(taken))
+        free = self._by_size.pop(place)
+        _, serial, slab, start, stop, uses = free
+        del self._by_start[slab, start]
+        del self._by_stop[slab, stop]
+        cut = start + nbytes
+        if cut == stop:
+            return Span(slab, start, stop, _distinct(uses))
+        # The age of what is left is that of its bytes, which are as they were.
+        left = tuple(_clip(use, cut) for use in uses if use.stop > cut)
+        self._insert(_FreeRange(stop - cut, serial, slab, cut, stop, left))
+        return Span(slab, start, cut, _distinct(use for use in uses if use.start < cut))
 
     def put(self, slab: int, start: int, stop: int, events: tuple[Hashable, ...]) -> None:
         """Put bytes back that were taken; ``events`` end the last copies of them."""
@@ -101,19 +99,19 @@ class FreeRanges:
         if after is not None:
             self._remove(after)
             stop, uses = after.stop, uses + after.uses
-        self._insert(_FreeRange(slab, start, stop, uses, next(self._serials)))
+        self._insert(_FreeRange(stop - start, next(self._serials), slab, start, stop, uses))
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """All free ranges as (slab, start, stop), in order."""
-        return sorted((free.slab, free.start, free.stop) for _, free in self._by_size)
+        return sorted((free.slab, free.start, free.stop) for free in self._by_size)
 
     def _insert(self, free: _FreeRange) -> None:
-        bisect.insort(self._by_size, (free.sort_key, free))
+        bisect.insort(self._by_size, free)
         self._by_start[free.slab, free.start] = free
         self._by_stop[free.slab, free.stop] = free
 
     def _remove(self, free: _FreeRange) -> None:
-        del self._by_size[bisect.bisect_left(self._by_size, (free.sort_key,))]
+        del self._by_size[bisect.bisect_left(self._by_size, free)]
         del self._by_start[free.slab, free.start]
         del self._by_stop[free.slab, free.stop]
 
@@ -123,4 +121,4 @@ def _clip(use: Use, start: int) -> Use:
 
 
 def _distinct(uses: Iterable[Use]) -> tuple[Hashable, ...]:
-    return tuple(dict.fromkeys(event for use in uses for event in use.events))
+    return tuple({event: None for use in uses for event in use.events})

@@ -26,6 +26,8 @@ class StepKind(enum.Enum):
     BACKWARD_USE = "BU"
     """Backward reaches the group: its tensors are needed on the device from here on."""
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and steps are looked up a lot.
+
 
 class GroupKey(NamedTuple):
     """Names one group of one iteration."""

@@ -12,13 +12,13 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import (
     POISON_BYTE,
+    Bytes,
     Copy,
     CpuBackend,
     CudaBackend,
     Event,
     LazyCpuBackend,
     Stream,
-    byte_view,
     make_backend,
 )
 
@@ -42,7 +42,7 @@ def ordered_copy(
     Returns the event after it.
     """
     backend.wait(stream, backend.record(backend.current_stream()))
-    backend.run_copies([Copy(destination, source)], stream)
+    backend.run_copies([Copy(Bytes.of(destination), Bytes.of(source))], stream)
     return backend.record(stream)
 
 
@@ -66,7 +66,7 @@ def test_poison_is_nan_in_both_fp8_formats(dtype: torch.dtype) -> None:
 
 def test_a_byte_view_shares_the_bytes_it_names() -> None:
     floats = torch.arange(4, dtype=torch.float32)
-    view = byte_view(floats.untyped_storage(), 4, 12)
+    view = Bytes(floats.untyped_storage(), 4, 8).view()
     assert (view.dtype, view.shape) == (torch.uint8, (8,))
     view.zero_()
     assert floats.tolist() == [0.0, 0.0, 0.0, 3.0]
@@ -78,14 +78,17 @@ def test_a_byte_view_shares_the_bytes_it_names() -> None:
 def test_cpu_copies_at_once() -> None:
     backend = CpuBackend()
     destination = filled(0)
-    backend.run_copies([Copy(destination, filled(7))], backend.new_stream())
+    backend.run_copies([Copy(Bytes.of(destination), Bytes.of(filled(7)))], backend.new_stream())
     assert destination.equal(filled(7))
 
 
 def test_cpu_copies_in_the_order_given() -> None:
     backend = CpuBackend()
     first, second = filled(0), filled(0)
-    backend.run_copies([Copy(first, filled(7)), Copy(second, first)], backend.new_stream())
+    backend.run_copies(
+        [Copy(Bytes.of(first), Bytes.of(filled(7))), Copy(Bytes.of(second), Bytes.of(first))],
+        backend.new_stream(),
+    )
     assert second.equal(filled(7))
 
 
@@ -148,7 +151,7 @@ def test_host_buffers_are_kept_out_of_the_meter(backend_type: type[CpuBackend]) 
 
 def test_new_memory_is_poisoned(lazy: LazyCpuBackend) -> None:
     assert lazy.allocate_host(NBYTES).equal(poison())
-    assert byte_view(lazy.allocate_device(NBYTES, CPU), 0, NBYTES).equal(poison())
+    assert Bytes(lazy.allocate_device(NBYTES, CPU), 0, NBYTES).view().equal(poison())
 
 
 def test_a_copy_does_not_run_until_somebody_waits(lazy: LazyCpuBackend) -> None:
@@ -236,7 +239,7 @@ def test_a_copy_that_missed_the_newest_computation_writes_poison(
     for _ in range(num_seen):
         lazy.wait(stream, lazy.record(lazy.current_stream()))
     lazy.record(lazy.current_stream())
-    lazy.run_copies([Copy(destination, filled(7))], stream)
+    lazy.run_copies([Copy(Bytes.of(destination), Bytes.of(filled(7)))], stream)
     lazy.wait_on_host(stream)
     assert destination.equal(poison())
 
@@ -245,7 +248,7 @@ def test_the_wait_of_another_copy_stream_does_not_count(lazy: LazyCpuBackend) ->
     destination = filled(0)
     waiting, other = lazy.new_stream(), lazy.new_stream()
     lazy.wait(waiting, lazy.record(lazy.current_stream()))
-    lazy.run_copies([Copy(destination, filled(7))], other)
+    lazy.run_copies([Copy(Bytes.of(destination), Bytes.of(filled(7)))], other)
     lazy.wait_on_host(other)
     assert destination.equal(poison())
 
@@ -253,7 +256,7 @@ def test_the_wait_of_another_copy_stream_does_not_count(lazy: LazyCpuBackend) ->
 def test_a_wait_after_the_copy_comes_too_late(lazy: LazyCpuBackend) -> None:
     stream, destination = lazy.new_stream(), filled(0)
     event = lazy.record(lazy.current_stream())
-    lazy.run_copies([Copy(destination, filled(7))], stream)
+    lazy.run_copies([Copy(Bytes.of(destination), Bytes.of(filled(7)))], stream)
     lazy.wait(stream, event)
     lazy.wait_on_host(stream)
     assert destination.equal(poison())
@@ -272,9 +275,9 @@ def test_a_source_that_was_emptied_meanwhile_copies_poison(lazy: LazyCpuBackend)
 
 def test_dropped_device_memory_is_poisoned_at_once(lazy: LazyCpuBackend) -> None:
     storage = lazy.allocate_device(NBYTES, CPU)
-    byte_view(storage, 0, NBYTES).fill_(7)
+    Bytes(storage, 0, NBYTES).view().fill_(7)
     lazy.drop_device(storage)
-    assert byte_view(storage, 0, NBYTES).equal(poison())
+    assert Bytes(storage, 0, NBYTES).view().equal(poison())
 
 
 def test_dropped_device_memory_is_left_alone_while_somebody_else_holds_it(
@@ -288,8 +291,8 @@ def test_dropped_device_memory_is_left_alone_while_somebody_else_holds_it(
 def test_memory_dropped_before_its_copy_out_has_run_copies_poison(lazy: LazyCpuBackend) -> None:
     # The engine forgot to wait before it let go (edge E3).
     storage, host = lazy.allocate_device(NBYTES, CPU), lazy.allocate_host(NBYTES)
-    byte_view(storage, 0, NBYTES).fill_(7)
-    event = ordered_copy(lazy, lazy.new_stream(), host, byte_view(storage, 0, NBYTES))
+    Bytes(storage, 0, NBYTES).view().fill_(7)
+    event = ordered_copy(lazy, lazy.new_stream(), host, Bytes(storage, 0, NBYTES).view())
     lazy.drop_device(storage)
     lazy.wait(lazy.current_stream(), event)
     assert host.equal(poison())
@@ -297,8 +300,8 @@ def test_memory_dropped_before_its_copy_out_has_run_copies_poison(lazy: LazyCpuB
 
 def test_memory_dropped_after_its_copy_out_has_been_copied(lazy: LazyCpuBackend) -> None:
     storage, host = lazy.allocate_device(NBYTES, CPU), lazy.allocate_host(NBYTES)
-    byte_view(storage, 0, NBYTES).fill_(7)
-    event = ordered_copy(lazy, lazy.new_stream(), host, byte_view(storage, 0, NBYTES))
+    Bytes(storage, 0, NBYTES).view().fill_(7)
+    event = ordered_copy(lazy, lazy.new_stream(), host, Bytes(storage, 0, NBYTES).view())
     lazy.wait(lazy.current_stream(), event)
     lazy.drop_device(storage)
     assert host.equal(filled(7))
@@ -306,7 +309,7 @@ def test_memory_dropped_after_its_copy_out_has_been_copied(lazy: LazyCpuBackend)
 
 def test_dropping_memory_that_a_copy_has_yet_to_write_is_refused(lazy: LazyCpuBackend) -> None:
     storage = lazy.allocate_device(NBYTES, CPU)
-    event = ordered_copy(lazy, lazy.new_stream(), byte_view(storage, 0, NBYTES), filled(7))
+    event = ordered_copy(lazy, lazy.new_stream(), Bytes(storage, 0, NBYTES).view(), filled(7))
     with pytest.raises(RuntimeError, match="dropped while a copy has yet to write it"):
         lazy.drop_device(storage)
     lazy.wait(lazy.current_stream(), event)
@@ -318,7 +321,7 @@ def test_host_contents_that_nobody_needs_are_poisoned_in_stream_order(
 ) -> None:
     stream, host, device = lazy.new_stream(), filled(7), filled(0)
     ordered_copy(lazy, stream, device, host)
-    lazy.drop_host_contents(host, stream)
+    lazy.drop_host_contents(Bytes.of(host), stream)
     assert host.equal(filled(7))
     lazy.wait_on_host(stream)
     assert device.equal(filled(7))

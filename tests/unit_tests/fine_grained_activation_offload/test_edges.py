@@ -136,31 +136,32 @@ def test_a_copy_out_waits_for_every_copy_of_the_bytes_it_writes() -> None:
     saved = [hand.save(group, half.clone()) for group, half in zip(groups, halves, strict=True)]
     for group in groups:
         hand.send(group)
-    address = saved[0].storage.lease.buffer.data_ptr()
+    address = saved[0].storage.lease.buffer.address
     for group in groups:
         hand.store.copy_in(group.storages())
     long, longer_group = torch.full((8192,), 3.0), hand.group()
     saved_long = hand.save(longer_group, long.clone())
     hand.send(longer_group)
-    assert saved_long.storage.lease.buffer.data_ptr() == address, "it lies where both lay"
+    assert saved_long.storage.lease.buffer.address == address, "it lies where both lay"
     for item, expected in zip([*saved, saved_long], [*halves, long], strict=True):
         assert torch.equal(hand.store.read(item), expected)
 
 
+@pytest.mark.parametrize("stream, waits", [("the same", False), ("another", True)])
 def test_a_copy_in_on_another_stream_follows_the_copy_out(
-    monkeypatch: pytest.MonkeyPatch,
+    stream: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """[Note: A copy in follows its own copy out]: the second stream waits by E3 as well."""
     hand = HandDriven()
     group = hand.group()
     saved = hand.save(group, torch.ones(4096))
     hand.send(group)
-    followed = []
-    monkeypatch.setattr(hand.store.copy_streams, "follow_copy_out", followed.append)
-    monkeypatch.setattr(hand.store.backend, "stream_id", lambda stream: "another")
+    if stream == "another":
+        monkeypatch.setattr(hand.backend, "current_stream_id", lambda: stream)
+    waited_for = []
+    monkeypatch.setattr(hand.backend, "wait", lambda stream, event: waited_for.append(event))
     hand.store.copy_in(group.storages())
-    assert len(followed) == 1
-    assert saved
+    assert (saved.storage.out_signal.event in waited_for) is waits
 
 
 def test_streams_belong_to_the_device_that_is_current_at_the_first_copy(

@@ -110,7 +110,7 @@ def test_what_somebody_else_holds_is_not_copied_back_and_is_learnt(bench: HandDr
     bench.store.copy_in(group.storages())
     assert bench.store.read(saved).data_ptr() == tensor.data_ptr()
     assert bench.store.modules["group"].h2d_copies == 0
-    assert bench.recorder.finish(0).storages[0].held_outside
+    assert bench.recorder.finish(0, bench.groups, {}).storages[0].held_outside
 
 
 def test_memory_refilled_by_recomputation_is_read_as_refilled(
@@ -175,7 +175,6 @@ def test_needed_before_it_was_let_go_it_has_never_been_away(bench: HandDriven) -
     bench.store.copy_out(group, lambda *_: True)
     assert bench.store.read(saved).data_ptr() == address
     bench.store.release(group)
-    bench.store.finish(group)
     assert saved.storage.residence is Residence.DEVICE
     assert bench.store.host_pool.lent_bytes == 0
 
@@ -282,7 +281,7 @@ def test_any_order_of_moves_returns_what_was_saved(data: st.DataObject) -> None:
             saved.append((bench.save(group, view), view.clone()))
         bench.store.commit(group)
     del bases, view, group
-    moves = st.sampled_from(["out", "release", "in", "finish"])
+    moves = st.sampled_from(["out", "release", "in"])
     for _ in range(data.draw(st.integers(0, 25), label="moves")):
         group = data.draw(st.sampled_from(groups), label="group")
         match data.draw(moves, label="move"):
@@ -292,8 +291,6 @@ def test_any_order_of_moves_returns_what_was_saved(data: st.DataObject) -> None:
                 bench.store.release(group)
             case "in":
                 bench.store.copy_in(group.storages())
-            case "finish":
-                bench.store.finish(group)
         if saved and data.draw(st.booleans(), label="read"):
             item, expected = data.draw(st.sampled_from(saved), label="which")
             assert torch.equal(bench.store.read(item), expected)

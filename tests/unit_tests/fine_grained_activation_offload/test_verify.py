@@ -53,7 +53,7 @@ def test_the_message_names_module_layer_micro_batch_and_cure() -> None:
 
     def remembering(nbytes: int) -> object:
         lease = borrow(nbytes)
-        buffers.append(lease.buffer)
+        buffers.append(lease.buffer.view())
         return lease
 
     manager.store.host_pool.borrow = remembering  # type: ignore[method-assign,assignment]
