@@ -73,7 +73,8 @@ def collect() -> Facts:
         te_offload_v1=switch,
         te_offload_v1_environment=os.environ.get(TE_SWITCH),
         available_memory_bytes=available_memory_bytes(),
-        affinity_tools=is_installed("cuda") and is_installed("pynvml"),
+        # Other packages share the folder 'cuda' with cuda-python.
+        affinity_tools=is_installed("cuda.bindings") and is_installed("pynvml"),
     )
 
 
@@ -100,13 +101,12 @@ def check_process(facts: Facts, offloading: bool) -> list[Finding]:
 
 
 def _switch_message(facts: Facts) -> str:
-    late = facts.te_offload_v1_environment == "1"
-    when = "was set after Transformer Engine was imported" if late else "is not set"
+    value = facts.te_offload_v1_environment
+    late = "it was set after Transformer Engine was imported: " if value == "1" else ""
     return (
-        f"{TE_SWITCH}={facts.te_offload_v1_environment} is not supported with "
-        f"fine_grained_activation_offloading because it {when} and Transformer Engine, which reads "
-        "it once at import, would offload weights as well; set "
-        f"{TE_SWITCH}=1 in the environment before Python starts"
+        f"{TE_SWITCH}={value} is not supported with fine_grained_activation_offloading because "
+        f"{late}Transformer Engine, which reads it once at import, would offload weights as well; "
+        f"set {TE_SWITCH}=1 in the environment before Python starts"
     )
 
 
@@ -118,7 +118,6 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _ITEM_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 """Numpy's names for the dtype codes of an index."""
-
 
 _MAX_BYTES_TO_SCAN = 64 * 2**20
 
@@ -147,19 +146,26 @@ def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding
         ]
     problem = _index_problem(index, tokens)
     if problem is not None:
-        message = f"data_path={prefix} is corrupt: {problem}; make it again with "
-        return [Finding("error", message + "tools/preprocess_text.py")]
-    largest = _largest_token(index, tokens) if vocab_size is not None else -1
-    if vocab_size is not None and largest >= vocab_size:
         return [
             Finding(
                 "error",
-                f"vocab_size={vocab_size} is not supported with data_path={prefix} because the "
-                f"data contains token {largest}; set tokenizer_json to the file written with the "
-                f"data, or vocab_size to at least {largest + 1}",
+                f"data_path={prefix} is corrupt: {problem}; make it again with "
+                "tools/preprocess_text.py",
             )
         ]
-    return []
+    if vocab_size is None:
+        return []
+    largest = _largest_token(index, tokens)
+    if largest < vocab_size:
+        return []
+    return [
+        Finding(
+            "error",
+            f"vocab_size={vocab_size} is not supported with data_path={prefix} because the data "
+            f"contains token {largest}; set tokenizer_json to the file written with the data, or "
+            f"vocab_size to at least {largest + 1}",
+        )
+    ]
 
 
 def _largest_token(index: Path, tokens: Path) -> int:
@@ -220,20 +226,28 @@ def _transformer_engine_switch() -> tuple[Optional[bool], Optional[str]]:
         return None, None
     try:
         module = importlib.import_module(_TE_SWITCH_HOME)
-    except ModuleNotFoundError:
-        return None, None
+    except ModuleNotFoundError as error:
+        if error.name == _TE_SWITCH_HOME:
+            return None, None
+        return None, _describe(error)
     # A half-installed Transformer Engine fails in many ways (missing shared objects, undefined
     # symbols, assertions); each is a fact to report here.
     except Exception as error:
-        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return None, _describe(error)
     switch = getattr(module, TE_SWITCH, None)
     return (None if switch is None else bool(switch)), None
 
 
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition('\n')[0]}"
+
+
 def is_installed(module: str) -> bool:
-    """Whether ``module`` could be imported, without importing it."""
+    """Whether there is a ``module``, without importing it (only the packages that it lies in)."""
     try:
         return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
     except (ImportError, ValueError):  # ValueError: a module in sys.modules without a spec
         return True
 
@@ -331,6 +345,7 @@ def _left_in_group(folder: Path, files: _MemoryController) -> Optional[int]:
 def _lines(path: Path) -> list[str]:
     """The lines of a file; none if it cannot be read."""
     try:
-        return path.read_text(encoding="ascii").splitlines()
+        # Names of control groups may be in any language.
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []

@@ -92,6 +92,11 @@ def test_other_limits_do_not_matter(tmp_path: Path, files: dict[str, object]) ->
     assert available_memory_bytes(write(tmp_path, MACHINE | files)) == 100 * GIB
 
 
+def test_a_group_may_have_a_name_in_any_language(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/jobs/größte"} | group_v2("jobs/größte", 2 * GIB, 1 * GIB)
+    assert available_memory_bytes(write(tmp_path, MACHINE | files)) == 1 * GIB
+
+
 def test_a_group_beyond_its_limit_has_none_left(tmp_path: Path) -> None:
     files = IN_V2 | group_v2("jobs/one", 1 * GIB, 2 * GIB)
     assert available_memory_bytes(write(tmp_path, MACHINE | files)) == 0

@@ -202,19 +202,19 @@ class _HostMemory:
         What is left of those beside the buffer is forgotten: once this write is proved to come
         after them, so is each later one, since all writes are on the d2h queue.
         """
-        ranges, (start, stop) = self._ranges, buffer[:2]
-        first = bisect.bisect_right(ranges, start, key=lambda item: item[1])
-        last = bisect.bisect_left(ranges, stop, key=lambda item: item[0])
-        old = [item[2] for item in ranges[first:last]]
-        ranges[first:last] = [(start, stop, contents)]
+        place = self._overlap(buffer)
+        old = [item[2] for item in self._ranges[place]]
+        self._ranges[place] = [(buffer.start, buffer.stop, contents)]
         return old
 
-    def find(self, buffer: HostBuffer) -> _Contents | None:
-        """What lies in the bytes of a buffer; None if they were not written at once."""
-        place = bisect.bisect_left(self._ranges, buffer.start, key=lambda item: item[0])
-        if place < len(self._ranges) and self._ranges[place][:2] == buffer[:2]:
-            return self._ranges[place][2]
-        return None
+    def read(self, buffer: HostBuffer) -> list[_Contents]:
+        """What lies in a buffer: one thing, if it is still as it was written."""
+        return [item[2] for item in self._ranges[self._overlap(buffer)]]
+
+    def _overlap(self, buffer: HostBuffer) -> slice:
+        first = bisect.bisect_right(self._ranges, buffer.start, key=lambda item: item[1])
+        last = bisect.bisect_left(self._ranges, buffer.stop, key=lambda item: item[0])
+        return slice(first, last)
 
 
 class _Proof:
@@ -268,10 +268,11 @@ class _Proof:
         queue = operation.kind.queue
         at = _At(queue, clock[queue] + 1)
         before = self._write(access, storage, at) if access.writes else self._read(access, storage)
+        held = [contents.storage for contents in before]
+        if not access.writes and held != [storage]:
+            detail = f"storage {storage} was overwritten: its memory holds storages {held}"
+            raise self._error(operation, access, detail)
         for contents in before:
-            if not access.writes and contents.storage != storage:
-                detail = f"storage {storage} was overwritten by storage {contents.storage}"
-                raise self._error(operation, access, detail)
             # What is read has to be written, what is written has to be read by all.
             for use in contents.uses if access.writes else contents.uses[:1]:
                 if clock[use.queue] < use.position:
@@ -285,10 +286,9 @@ class _Proof:
 
     def _read(self, access: _Access, storage: int) -> list[_Contents]:
         """What is to be read. It has been written, or the plan could not be followed."""
-        if access.memory is not _Memory.BUFFER:
-            return [self._device[access.memory, storage]]
-        contents = self._host.find(self._buffers[storage])
-        return [contents or _Contents(-1, _At(Queue.D2H, 0))]
+        if access.memory is _Memory.BUFFER:
+            return self._host.read(self._buffers[storage])
+        return [self._device[access.memory, storage]]
 
     def _write(self, access: _Access, storage: int, at: _At) -> list[_Contents]:
         """Note a write. Returns what it overwrites."""
@@ -301,4 +301,5 @@ class _Proof:
 
     def _error(self, operation: Operation, access: _Access, detail: str) -> PlanError:
         # Accesses without a rule are ordered by the compute queue, so they are never the ones.
-        return PlanError(access.rule or Rule.NO_CYCLE, operation.cause, self._plan, detail)
+        assert access.rule is not None
+        return PlanError(access.rule, operation.cause, self._plan, detail)

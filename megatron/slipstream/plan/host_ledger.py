@@ -38,8 +38,7 @@ class HostLedger:
     def borrow(self, nbytes: int) -> HostBuffer:
         """Lend a buffer of at least ``nbytes`` bytes."""
         span = self._free.take(size_class_bytes(nbytes))
-        if span is None:
-            raise ValueError(f"{nbytes} bytes do not fit into any memory")
+        assert span is not None
         self.lent_bytes += span.stop - span.start
         before = tuple(event for event in span.events if isinstance(event, int))
         return HostBuffer(span.start, span.stop, before)

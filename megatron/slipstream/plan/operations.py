@@ -295,6 +295,11 @@ class _Walk:
             self._operations.append(Operation(OpKind.SAVE, index, step, tuple(saved)))
 
     def _perform(self, index: int, action: Action) -> None:
+        use_step = self._plan.group_by_key[action.key].use_step
+        if action.kind is not ActionKind.H2D and index >= use_step:
+            # The engine would pass over it.
+            detail = f"it is due at step {index}, the group is used at {use_step}"
+            raise self._error(Rule.LEAVES_BEFORE_USE, action, detail)
         if action.kind is ActionKind.D2H:
             self._copy_out(index, action)
         elif action.kind is ActionKind.FREE:

@@ -12,7 +12,7 @@ from megatron.slipstream.plan.trace import GroupKey, Step
 
 
 class Rule(enum.Enum):
-    """The rules. Those of the second half name the edge of ``copy_streams`` that ensures them."""
+    """The rules. Those of the second part name the edge of ``copy_streams`` that ensures them."""
 
     KNOWN_GROUP = "every group of the trace, and no other, has a plan"
     KNOWN_STEP = "an action is due at a step of the trace"
@@ -23,12 +23,13 @@ class Rule(enum.Enum):
     ALL_LET_GO = "a storage that moves is let go by every group that holds it"
     D2H_BEFORE_FREE = "memory is let go after the copy out of it was started"
     FREE_BEFORE_H2D = "a copy back starts after the memory was let go"
+    LEAVES_BEFORE_USE = "nothing of a group leaves once backward has reached it"
     BACK_BEFORE_USE = "a group is used after its copy back was started"
     ONCE = "a storage moves at most once each way"
     WITHIN_HOST_MEMORY = "no more host memory is lent at once than the options allow"
     AS_STATED = "storages and bytes move as the plan states"
-
     NO_CYCLE = "a queue waits only for what was issued before, so that no queues wait in a circle"
+
     COPY_OUT_READS_WRITTEN = "a copy out reads what compute has written (E1)"
     BUFFER_REUSED_AFTER_COPY = "a host buffer is written after the last copies of its bytes (E2)"
     REUSED_AFTER_COPY_OUT = "device memory is used again after its copy out (E3)"
@@ -45,7 +46,8 @@ class PlanError(ValueError):
 
     Args:
         rule: The rule that is broken.
-        action: The first action found to break it (a step, where that is a mark).
+        action: The first action found to break it (a step, where that is a mark; in words, where
+            the plan has none).
         plan: The plan.
         detail: What was found, in words.
     """

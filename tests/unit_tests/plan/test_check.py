@@ -170,6 +170,15 @@ def test_a_shared_storage_does_not_come_back_before_its_last_group_let_go() -> N
     assert_refused(plan, Rule.FREE_BEFORE_H2D, "0.1.core_attn:H2D")
 
 
+@pytest.mark.parametrize("commit_step, action", [(1, "FREE"), (11, "D2H")])
+def test_nothing_of_a_group_leaves_once_backward_has_reached_it(
+    commit_step: int, action: str
+) -> None:
+    # At its own use the engine would start no copy out, nor let go.
+    plan = change_group(FOUR_LAYERS, FIRST, commit_step=commit_step, free_step=11, h2d_step=11)
+    assert_refused(plan, Rule.LEAVES_BEFORE_USE, f"0.0.core_attn:{action}")
+
+
 def test_a_group_is_not_used_before_it_is_back() -> None:
     plan = change_group(FOUR_LAYERS, SECOND, h2d_step=11)
     assert_refused(plan, Rule.BACK_BEFORE_USE, "0.1.core_attn:H2D")

@@ -1,0 +1,110 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Facts of the process are those that megatron-core will meet."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from megatron.slipstream import preflight
+from megatron.slipstream.preflight import Facts, check_process, is_installed
+
+
+def make_package(root: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+# What is installed.
+
+
+def test_a_module_is_installed_if_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_package(tmp_path, {"slip_whole/__init__.py": "", "slip_whole/part.py": "1 / 0"})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert is_installed("slip_whole")
+    assert is_installed("slip_whole.part"), "it is not imported"
+    assert not is_installed("slip_whole.other")
+    assert not is_installed("slip_none")
+    assert not is_installed("slip_none.part")
+
+
+def test_a_folder_that_packages_share_does_not_stand_for_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_package(tmp_path, {"slip_shared/other/__init__.py": ""})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert is_installed("slip_shared")
+    assert not is_installed("slip_shared.bindings")
+
+
+def test_a_module_that_somebody_has_put_in_place_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "slip_placed", types.ModuleType("slip_placed"))
+    assert is_installed("slip_placed")
+
+
+# Transformer Engine.
+
+
+@pytest.fixture
+def failing_import(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """The error to raise where Transformer Engine is imported."""
+    errors: list[Exception] = []
+
+    def fail(_: str) -> types.ModuleType:
+        raise errors[0]
+
+    monkeypatch.setattr(preflight, "is_installed", lambda _: True)
+    monkeypatch.setattr(preflight.importlib, "import_module", fail)
+    return errors
+
+
+def test_a_transformer_engine_without_the_switch_is_all_right(
+    failing_import: list[Exception],
+) -> None:
+    name = "transformer_engine.pytorch.cpu_offload"
+    failing_import.append(ModuleNotFoundError(f"No module named {name!r}", name=name))
+    assert preflight._transformer_engine_switch() == (None, None)
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (
+            ModuleNotFoundError("No module named 'einops'", name="einops"),
+            "ModuleNotFoundError: No module named 'einops'",
+        ),
+        (
+            ModuleNotFoundError("No module named 'transformer_engine.pytorch'"),
+            "ModuleNotFoundError: No module named 'transformer_engine.pytorch'",
+        ),
+        (OSError("libcudart.so.13\nmore"), "OSError: libcudart.so.13"),
+        (AssertionError(), "AssertionError: "),
+    ],
+)
+def test_whatever_keeps_transformer_engine_from_importing_is_told(
+    failing_import: list[Exception], error: Exception, message: str
+) -> None:
+    # megatron-core imports it as soon as there is one, so it would stop at the same error.
+    failing_import.append(error)
+    assert preflight._transformer_engine_switch() == (None, message)
+
+
+@pytest.mark.parametrize(
+    "environment, is_late", [("1", True), ("0", False), (None, False)], ids=str
+)
+def test_a_switch_is_called_late_only_if_it_is_set(environment: str | None, is_late: bool) -> None:
+    facts = Facts("3.12", None, None, "2.20", None, False, environment, None, True)
+    (finding,) = check_process(facts, offloading=True)
+    assert finding.message.startswith(f"NVTE_CPU_OFFLOAD_V1={environment} is not supported")
+    assert ("after Transformer Engine was imported" in finding.message) == is_late
+    assert "set NVTE_CPU_OFFLOAD_V1=1" in finding.message
