@@ -1,0 +1,304 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What is measured: models, and for each the sets of modules that move. Needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Optional
+
+DENSE_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+MOE_MODULES = (*DENSE_MODULES, "expert_fc1", "moe_act")
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model and the way it is trained, by megatron-core's names."""
+
+    kind: str = "dense"
+    """dense, moe, mixed (every second layer dense), mla, or hybrid (a ``HybridModel``)."""
+    num_layers: int = 4
+    hidden_size: int = 64
+    num_attention_heads: int = 4
+    seq_length: int = 32
+    micro_batch_size: int = 2
+    vocab_size: int = 128
+    bf16: bool = False
+    pp: int = 1
+    vpp: Optional[int] = None
+    tp: int = 1
+    ep: int = 1
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A set of modules that move."""
+
+    modules: tuple[str, ...]
+    tunings: Mapping[str, Mapping[str, Any]] = NOTHING
+    """Settings of Slipstream that are measured beside its defaults: a name, and options of
+    ``OffloadConfig``. The tuning ``x`` is the engine ``slipstream:x`` in commands and results."""
+
+    @property
+    def name(self) -> str:
+        """As in commands and results."""
+        return "+".join(self.modules)
+
+
+def short_name(variant: str) -> str:
+    """A variant's name for people: 'all' for all modules that a kind of model can have."""
+    names = frozenset(variant.split("+"))
+    if names in (frozenset(DENSE_MODULES), frozenset(MOE_MODULES)):
+        return "all"
+    return variant.replace("+", " ")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what is measured of it."""
+
+    name: str
+    about: str
+    model: ModelCase
+    variants: tuple[Variant, ...]
+    num_micro_batches: int = 2
+    offload: Mapping[str, Any] = NOTHING
+    """Offloading options of megatron-core beside the modules, the same for both engines."""
+    needs_gpu: bool = True
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes, and with GPUs the number of them."""
+        return self.model.pp * self.model.tp
+
+
+AUTO = {"auto": {"offload_max_overhead_percent": 1.0}}
+"""Slipstream chooses what moves, among the variant's modules."""
+
+
+def _variants(all_modules: Sequence[str], *sets: str) -> tuple[Variant, ...]:
+    """``sets`` in the order given, then all modules, those last with the planner's choice too."""
+    chosen = [Variant(tuple(names.split())) for names in sets]
+    return (*chosen, Variant(tuple(all_modules), AUTO))
+
+
+# The vocabulary of the GPU cases is that of Llama 2; a larger one only adds memory and time that no
+# engine touches.
+_DENSE = ModelCase(
+    num_layers=8,
+    hidden_size=4096,
+    num_attention_heads=32,
+    seq_length=8192,
+    micro_batch_size=1,
+    vocab_size=32000,
+    bf16=True,
+    overrides={"ffn_hidden_size": 14336, "num_query_groups": 8, "apply_rope_fusion": True},
+)
+_MOE = ModelCase(
+    kind="moe",
+    num_layers=8,
+    hidden_size=2048,
+    num_attention_heads=16,
+    seq_length=4096,
+    micro_batch_size=2,
+    vocab_size=32000,
+    bf16=True,
+    overrides={
+        "num_query_groups": 4,
+        "num_moe_experts": 16,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 2048,
+        "moe_permute_fusion": True,
+        "apply_rope_fusion": True,
+    },
+)
+_MLA_MOE = ModelCase(
+    kind="mla",
+    num_layers=8,
+    hidden_size=2048,
+    num_attention_heads=16,
+    seq_length=4096,
+    micro_batch_size=2,
+    vocab_size=32000,
+    bf16=True,
+    overrides={
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_head_dim": 128,
+        "qk_pos_emb_head_dim": 64,
+        "v_head_dim": 128,
+        "ffn_hidden_size": 10944,
+        "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1, 1],
+        "num_moe_experts": 32,
+        "moe_router_topk": 6,
+        "moe_ffn_hidden_size": 1408,
+        "moe_shared_expert_intermediate_size": 2816,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_permute_fusion": True,
+    },
+)
+_PIPELINE = replace(_DENSE, num_layers=16, seq_length=4096, pp=2)
+_PIPELINE_VARIANTS = _variants(DENSE_MODULES, "core_attn", "core_attn attn_proj")
+# Tensors of 4 MiB, which take longer to launch than to compute.
+_SMALL = replace(
+    _DENSE,
+    num_layers=16,
+    hidden_size=1024,
+    num_attention_heads=16,
+    seq_length=1024,
+    micro_batch_size=2,
+    overrides={"ffn_hidden_size": 4096, "num_query_groups": 4, "apply_rope_fusion": True},
+)
+_SMOKE = ModelCase(num_layers=3)
+
+# Where Transformer Engine has fused a norm into the linear after it (attn_norm, and mlp_norm of a
+# dense layer), the module alone has nothing to move and is measured only as one of all.
+CASES: tuple[Case, ...] = (
+    Case(
+        "dense",
+        "8 layers, hidden 4096, 32 heads, 8 KV groups, ffn 14336, sequence 8192, micro-batch 1",
+        _DENSE,
+        _variants(
+            DENSE_MODULES,
+            "qkv_linear",
+            "core_attn",
+            "core_attn attn_proj",
+            "qkv_linear core_attn attn_proj",
+        ),
+    ),
+    Case(
+        "moe",
+        "8 layers, hidden 2048, 16 heads, 4 KV groups, 16 experts of width 2048, top 4, sequence "
+        "4096, micro-batch 2",
+        _MOE,
+        _variants(
+            MOE_MODULES,
+            "qkv_linear",
+            "core_attn",
+            "mlp_norm",
+            "expert_fc1",
+            "moe_act",
+            "core_attn attn_proj",
+            "core_attn expert_fc1",
+            "expert_fc1 moe_act",
+            "core_attn attn_proj expert_fc1 moe_act",
+        ),
+    ),
+    Case(
+        "long",
+        "the dense case with sequence 32768",
+        replace(_DENSE, seq_length=32768),
+        _variants(DENSE_MODULES, "core_attn", "core_attn attn_proj"),
+    ),
+    Case(
+        "mla_moe",
+        "8 layers like DeepSeek-V2's: hidden 2048, 16 heads, MLA (q_lora 768, kv_lora 512), 32 "
+        "experts of width 1408, top 6, a shared expert, the first layer dense, sequence 4096, "
+        "micro-batch 2",
+        _MLA_MOE,
+        _variants(MOE_MODULES, "core_attn", "core_attn attn_proj", "expert_fc1", "moe_act"),
+    ),
+    Case(
+        "pp2",
+        "16 dense layers of hidden 4096 on two pipeline stages, sequence 4096, 8 micro-batches",
+        _PIPELINE,
+        _PIPELINE_VARIANTS,
+        num_micro_batches=8,
+    ),
+    Case(
+        "pp2_vpp2",
+        "the same with two model chunks a stage, interleaved",
+        replace(_PIPELINE, vpp=2),
+        _PIPELINE_VARIANTS,
+        num_micro_batches=8,
+    ),
+    Case(
+        "small",
+        "16 dense layers of hidden 1024, sequence 1024, micro-batch 2: too small to gain from "
+        "offloading",
+        _SMALL,
+        _variants(DENSE_MODULES, "core_attn attn_proj"),
+        num_micro_batches=4,
+    ),
+    Case(
+        "smoke",
+        "three tiny layers, for trying the suite without a GPU; its times mean nothing",
+        _SMOKE,
+        (
+            Variant(("core_attn", "attn_proj")),
+            Variant(DENSE_MODULES, {"lag2": {"offload_release_lag": 2}}),
+        ),
+        offload={"min_offloaded_tensor_size": 1},
+        needs_gpu=False,
+    ),
+    Case(
+        "smoke_pp2",
+        "the same on two pipeline stages, each a process",
+        replace(_SMOKE, num_layers=6, pp=2),
+        (Variant(("core_attn", "attn_proj")),),
+        num_micro_batches=4,
+        offload={"min_offloaded_tensor_size": 1},
+        needs_gpu=False,
+    ),
+)
+
+
+def find_case(name: str) -> Case:
+    """The case called ``name``.
+
+    Raises:
+        ValueError: There is none; names the nearest.
+    """
+    cases = {case.name: case for case in CASES}
+    if name in cases:
+        return cases[name]
+    near = difflib.get_close_matches(name, cases, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"--case {name} is not a case; {hint}Cases: {', '.join(cases)}")
+
+
+def select_variants(case: Case, chosen: Sequence[str]) -> tuple[Variant, ...]:
+    """The case's variants for these sets of modules, in the order given; all of them for none.
+
+    Args:
+        case: The case.
+        chosen: Sets such as 'core_attn+attn_proj'; a comma does as well as a plus. 'all' is the
+            case's last variant. Sets that the case does not list are made.
+
+    Raises:
+        ValueError: A name is not a module.
+    """
+    # Here and not above, so that importing this file needs megatron.slipstream for nothing else.
+    from megatron.slipstream.config import check_module_names
+
+    if not chosen:
+        return case.variants
+    known = {frozenset(variant.modules): variant for variant in case.variants}
+    variants = []
+    for text in chosen:
+        names = tuple(filter(None, text.replace(",", "+").split("+")))
+        if names == ("all",):
+            variants.append(case.variants[-1])
+            continue
+        check_module_names(names)
+        variants.append(known.get(frozenset(names), Variant(names)))
+    return tuple(variants)
+
+
+def engine_labels(variant: Variant, chosen: Sequence[str]) -> tuple[str, ...]:
+    """The engines to measure for a variant: 'off' first, then those that ``chosen`` names.
+
+    'slipstream' chooses its tunings too; 'slipstream:auto' that one only.
+    """
+    labels = ("megatron", "slipstream", *(f"slipstream:{name}" for name in variant.tunings))
+    picked = [label for label in labels if {label, label.partition(":")[0]} & set(chosen)]
+    return ("off", *picked)

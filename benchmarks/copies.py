@@ -1,0 +1,120 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Copies between host and device: what the link reaches, and what an engine makes of it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from benchmarks.measure import wait_for_all
+from benchmarks.models import use_gpu
+from megatron.slipstream.plan.trace import Bandwidth
+
+BULK_BYTES = 1 << 20
+"""From this size on a copy counts as one of activations; smaller ones are the model's own, such as
+a dispatcher's token counts."""
+
+BUFFER_BYTES = 256 << 20
+NUM_COPIES = 20
+
+
+@dataclass(frozen=True)
+class Direction:
+    """An iteration's copies one way."""
+
+    bulk_bytes: int
+    bulk_ms: float
+    """The sum of their durations."""
+    num_small: int
+    small_bytes: int
+
+    @property
+    def gb_per_s(self) -> Optional[float]:
+        """While bulk copies run; None if there are none."""
+        return self.bulk_bytes / self.bulk_ms / 1e6 if self.bulk_ms else None
+
+
+@dataclass(frozen=True)
+class Copies:
+    """An iteration's copies."""
+
+    d2h: Direction
+    h2d: Direction
+
+
+def profile_copies(run: Callable[[int], Any], iteration: int) -> Optional[Copies]:
+    """Every copy of one iteration, as the profiler saw it; None where it sees no copies."""
+    if not use_gpu():
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run(iteration)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return copies_of(events)
+
+
+def copies_of(events: Iterable[Mapping[str, Any]]) -> Optional[Copies]:
+    """The copies among the events of a profiler's trace (Chrome's format, durations in us)."""
+    found = [event for event in events if event.get("cat") == "gpu_memcpy"]
+    if not found:
+        return None
+    return Copies(_direction(found, "DtoH"), _direction(found, "HtoD"))
+
+
+def _direction(events: Iterable[Mapping[str, Any]], name: str) -> Direction:
+    copies = [
+        (int(event["args"]["bytes"]), float(event["dur"]))
+        for event in events
+        if name in event["name"]
+    ]
+    bulk = [copy for copy in copies if copy[0] >= BULK_BYTES]
+    small = [copy for copy in copies if copy[0] < BULK_BYTES]
+    return Direction(
+        sum(nbytes for nbytes, _ in bulk),
+        sum(us for _, us in bulk) / 1e3,
+        len(small),
+        sum(nbytes for nbytes, _ in small),
+    )
+
+
+def measure_bandwidth() -> Optional[Bandwidth]:
+    """What copies of pinned memory reach; None without a GPU. Ranks measure at the same time."""
+    if not use_gpu():
+        return None
+    wait_for_all()
+    host = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    out, back = (host[0], device[0]), (device[1], host[1])
+    _rates([out, back])  # the first copies touch the memory
+    (d2h,), (h2d,) = _rates([out]), _rates([back])
+    d2h_both, h2d_both = _rates([out, back])
+    return Bandwidth(d2h, h2d, d2h_both, h2d_both)
+
+
+def _rates(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """1e9 bytes per second of copies into each pair's first from its second, all at once."""
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in pairs]
+    spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in pairs]
+    for stream, (start, _) in zip(streams, spans, strict=True):
+        start.record(stream)
+    for _ in range(NUM_COPIES):
+        for stream, (destination, source) in zip(streams, pairs, strict=True):
+            with torch.cuda.stream(stream):
+                destination.copy_(source, non_blocking=True)
+    for stream, (_, stop) in zip(streams, spans, strict=True):
+        stop.record(stream)
+    torch.cuda.synchronize()
+    return [NUM_COPIES * BUFFER_BYTES / start.elapsed_time(stop) / 1e6 for start, stop in spans]

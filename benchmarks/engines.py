@@ -1,0 +1,180 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The engines side by side in one process: on the same weights, gradients and data.
+
+Layers read the offloading options when they are built, so there are two models: one built without
+them ('off') and one with them. The second holds the first one's parameters. Both engines serve the
+second; whichever is to run is put behind megatron-core's seam for the time of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+
+from benchmarks.cases import Case, Variant
+from benchmarks.models import build_chunks, make_config, micro_batches, run_schedule, use_gpu
+
+Chunks = Sequence[torch.nn.Module]
+
+NUM_DATA = 4
+"""Iterations with data of their own; routing, and so what experts save, differs between them."""
+
+
+class BaseModel:
+    """The model without offloading, and the data for everybody; lives as long as its case."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.chunks: Chunks = build_chunks(case.model, make_config(case.model))
+        self._data = [
+            list(micro_batches(case.model, step, case.num_micro_batches))
+            for step in range(NUM_DATA)
+        ]
+
+    def run(self, chunks: Chunks, iteration: int) -> list[torch.Tensor]:
+        """One iteration, forward and backward; gradients add up. Returns its losses."""
+        return run_schedule(self.case.model, chunks, self._data[iteration % NUM_DATA])
+
+
+class Engine:
+    """One way of running the variant's iterations. ``manager`` is None for 'off'."""
+
+    def __init__(self, label: str, base: BaseModel, chunks: Chunks, manager: Any = None) -> None:
+        self.label = label
+        self.manager = manager
+        self._base = base
+        self._chunks = chunks
+
+    def run(self, iteration: int) -> list[torch.Tensor]:
+        """One iteration with this engine behind the seam. Returns its losses."""
+        with behind_the_seam(self.manager):
+            return self._base.run(self._chunks, iteration)
+
+    def run_with(self, manager: Any, iteration: int) -> list[torch.Tensor]:
+        """The same with another manager in this one's place."""
+        with behind_the_seam(manager):
+            return self._base.run(self._chunks, iteration)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is Slipstream, in any tuning."""
+        return self.label.startswith("slipstream")
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        if self.is_ours:
+            self.manager.close()
+        self.manager = None
+
+
+def seam() -> Any:
+    """The class whose attribute ``OFFLOAD_MGR`` is the engine behind megatron-core's options."""
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload
+
+    return fine_grained_activation_offload.PipelineOffloadManager
+
+
+@contextlib.contextmanager
+def behind_the_seam(manager: Any) -> Iterator[None]:
+    """Put ``manager`` behind megatron-core's offloading options inside."""
+    holder = seam()
+    before, holder.OFFLOAD_MGR = holder.OFFLOAD_MGR, manager
+    try:
+        yield
+    finally:
+        holder.OFFLOAD_MGR = before
+
+
+def build_offloading_chunks(base: BaseModel, variant: Variant) -> Chunks:
+    """The model once more, with the variant's modules marked and with the parameters of ``base``.
+
+    Raises:
+        ValueError: megatron-core refuses the modules.
+    """
+    case = base.case
+    # Its own initial values are thrown away at once.
+    model = dataclasses.replace(
+        case.model, overrides=case.model.overrides | {"perform_initialization": False}
+    )
+    # Both engines get megatron-core's default size limit unless the case has another one.
+    offload = {"min_offloaded_tensor_size": 1024 * 1024, **case.offload}
+    chunks = build_chunks(model, make_config(model, variant.modules, **offload))
+    for chunk, twin in zip(base.chunks, chunks, strict=True):
+        share_parameters(chunk, twin)
+    _return_unused_memory()
+    return chunks
+
+
+def share_parameters(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Make the parameters of ``source`` (and so their gradients) those of ``target``.
+
+    Raises:
+        ValueError: The two are not built alike.
+    """
+    modules = dict(target.named_modules())
+    for path, module in source.named_modules():
+        twin = modules[path]
+        for name, parameter in module._parameters.items():
+            own = twin._parameters[name]
+            if (parameter is None) != (own is None) or (
+                parameter is not None and own is not None and parameter.shape != own.shape
+            ):
+                raise ValueError(f"{path}.{name} differs between the two models")
+            # Not by assignment: modules of Transformer Engine act on that.
+            twin._parameters[name] = parameter
+
+
+def make_engine(
+    base: BaseModel, label: str, chunks: Optional[Chunks], options: Mapping[str, Any]
+) -> Engine:
+    """The engine called ``label``; ``options`` are Slipstream's (``OffloadConfig``).
+
+    Raises:
+        ValueError: An option is not one, or not supported.
+        RuntimeError: The engine cannot run here.
+    """
+    if label == "off":
+        return Engine(label, base, base.chunks)
+    assert chunks is not None
+    if label == "megatron":
+        if not use_gpu():
+            raise RuntimeError(
+                "megatron-core's own engine moves CUDA tensors only, and torch sees no GPU"
+            )
+        return Engine(label, base, chunks, seam()())
+    return Engine(label, base, chunks, _make_slipstream(options))
+
+
+def _make_slipstream(options: Mapping[str, Any]) -> Any:
+    from megatron.slipstream.config import OffloadConfig
+    from megatron.slipstream.integration import mcore
+
+    names = [field.name for field in dataclasses.fields(OffloadConfig)]
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"OffloadConfig has no option {name!r}{hint}")
+    # An engine that install() finds at the seam would be replaced, and closed.
+    with behind_the_seam(None):
+        return mcore.install(OffloadConfig(**options))
+
+
+def release_host_memory() -> None:
+    """Let the next engines begin without pinned memory that the last ones have left in a cache."""
+    _return_unused_memory()
+    if use_gpu() and hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
+
+
+def _return_unused_memory() -> None:
+    gc.collect()
+    if use_gpu():
+        torch.cuda.empty_cache()

@@ -1,0 +1,166 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Step times and device memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+
+from benchmarks.models import use_gpu
+
+Run = Callable[[int], list[torch.Tensor]]
+"""Runs the iteration of a number and returns its losses."""
+
+NUM_MEMORY_WARMUPS = 2
+NUM_MEMORY_ITERATIONS = 3
+
+
+def maximum_of_ranks(value: float) -> float:
+    """The largest ``value`` of any rank, on each. A collective."""
+    if torch.distributed.get_world_size() == 1:
+        return value
+    held = torch.tensor([value], dtype=torch.float64, device="cuda" if use_gpu() else "cpu")
+    torch.distributed.all_reduce(held, op=torch.distributed.ReduceOp.MAX)
+    return float(held)
+
+
+def wait_for_all() -> None:
+    """Until every rank is here and its device has nothing left to do."""
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.barrier()
+    if use_gpu():
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measured iteration."""
+
+    ms: float
+    """From the first operation to the last on the compute stream of the slowest rank."""
+    num_device_allocs: int
+    """Calls of cudaMalloc on this rank."""
+    losses: tuple[float, ...]
+
+
+def timed_step(run: Run, iteration: int) -> Step:
+    """Run one iteration with nothing before it in any queue, and time it. A collective."""
+    wait_for_all()
+    allocs = _num_device_allocs()
+    if use_gpu():
+        start = torch.cuda.Event(enable_timing=True)
+        stop = torch.cuda.Event(enable_timing=True)
+        start.record()
+        losses = run(iteration)
+        stop.record()
+        torch.cuda.synchronize()
+        ms = start.elapsed_time(stop)
+    else:
+        begin_s = time.perf_counter()
+        losses = run(iteration)
+        ms = 1e3 * (time.perf_counter() - begin_s)
+    return Step(
+        maximum_of_ranks(ms), _num_device_allocs() - allocs, tuple(float(loss) for loss in losses)
+    )
+
+
+def _num_device_allocs() -> int:
+    return int(torch.cuda.memory_stats().get("num_device_alloc", 0)) if use_gpu() else 0
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Keep Python's garbage collector out of what is timed; call ``gc.collect()`` in between.
+
+    Such calls are cheap, as they do not look again at what is alive now.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """Device memory of one engine's iterations, in bytes."""
+
+    resident_bytes: int
+    """Allocated between iterations: weights, gradients, data."""
+    peak_bytes: int
+    reserved_bytes: Optional[int] = None
+    """The most that the caching allocator held, with what lies unused in its cache."""
+    num_device_allocs: Optional[int] = None
+    """Calls of cudaMalloc in three iterations of the steady state."""
+    num_alloc_retries: Optional[int] = None
+    """How often the cache had to be emptied for a request, in the same iterations."""
+
+    @property
+    def act_bytes(self) -> int:
+        """What an iteration needs beside what stays."""
+        return self.peak_bytes - self.resident_bytes
+
+
+def measure_memory(run: Run, manager: Any = None) -> MemoryFigures:
+    """Run a few iterations of one engine alone, beginning with an empty cache. A collective.
+
+    Args:
+        run: Its iterations.
+        manager: Ours, whose host buffers are not device memory where the CPU stands for the device;
+            None for others.
+    """
+    return _measure_cuda_memory(run) if use_gpu() else _measure_cpu_memory(run, manager)
+
+
+def _measure_cuda_memory(run: Run) -> MemoryFigures:
+    gc.collect()
+    wait_for_all()
+    torch.cuda.empty_cache()
+    for iteration in range(NUM_MEMORY_WARMUPS):
+        run(iteration)
+        wait_for_all()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    for iteration in range(NUM_MEMORY_ITERATIONS):
+        run(iteration)
+        wait_for_all()
+    after = torch.cuda.memory_stats()
+
+    def grown(name: str) -> Optional[int]:
+        return int(after[name] - before[name]) if name in after else None
+
+    return MemoryFigures(
+        resident_bytes=int(before["allocated_bytes.all.current"]),
+        peak_bytes=int(after["allocated_bytes.all.peak"]),
+        reserved_bytes=int(after["reserved_bytes.all.peak"]),
+        num_device_allocs=grown("num_device_alloc"),
+        num_alloc_retries=grown("num_alloc_retries"),
+    )
+
+
+def _measure_cpu_memory(run: Run, manager: Any) -> MemoryFigures:
+    from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+
+    meter = DeviceMemoryMeter()
+    if manager is not None:
+        manager.store.backend.meter = meter
+    try:
+        with meter:
+            run(0)
+            meter.reset_peak()
+            resident = meter.allocated_bytes
+            run(1)
+            return MemoryFigures(resident, meter.peak_bytes)
+    finally:
+        if manager is not None:
+            manager.store.backend.meter = None

@@ -1,0 +1,240 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Models of megatron-core under its own schedules, on CPU or GPU: for benchmarks and for tests.
+
+On a GPU they are made of Transformer Engine's modules, on a CPU of megatron-core's local ones under
+Slipstream's CPU shims.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+import torch
+
+from benchmarks.cases import ModelCase
+
+
+def use_gpu() -> bool:
+    """Whether the models run on a GPU with Transformer Engine."""
+    return torch.cuda.is_available()
+
+
+def initialize(case: ModelCase, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
+    """Process groups and random generators for ``case``; the CPU shims where there is no GPU."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    if not use_gpu():
+        from megatron.slipstream.integration.cpu_only import install_cpu_shims
+
+        install_cpu_shims()
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(rank)
+    if not torch.distributed.is_initialized():
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        torch.distributed.init_process_group(
+            "nccl" if use_gpu() else "gloo",
+            init_method=f"tcp://127.0.0.1:{port}" if port else None,
+            store=None if port else torch.distributed.HashStore(),
+            rank=rank,
+            world_size=world_size,
+        )
+    parallel_state.destroy_model_parallel()
+    destroy_moe_metrics_tracker()  # sized for the layers of the model before
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=1,
+    )
+    model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+
+
+def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload: Any) -> Any:
+    """The ``TransformerConfig`` of a case, offloading ``offload_modules``."""
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    options: dict[str, Any] = {
+        "num_layers": case.num_layers,
+        "hidden_size": case.hidden_size,
+        "num_attention_heads": case.num_attention_heads,
+        "ffn_hidden_size": 3 * case.hidden_size,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "use_cpu_initialization": not use_gpu(),
+        "bias_activation_fusion": use_gpu(),
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bf16": case.bf16,
+        "params_dtype": torch.bfloat16 if case.bf16 else torch.float32,
+        "pipeline_dtype": torch.bfloat16 if case.bf16 else torch.float32,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": 1,
+        # Two sends between the same pair of ranks in one batch are not told apart.
+        "overlap_p2p_comm": case.vpp is not None,
+        "batch_p2p_comm": case.vpp is None,
+        "deallocate_pipeline_outputs": True,
+    }
+    if use_gpu():
+        from megatron.core.transformer.enums import AttnBackend
+
+        for name in ("FLASH", "FUSED", "UNFUSED"):
+            os.environ.pop(f"NVTE_{name}_ATTN", None)  # left by a model with another backend
+
+        options["attention_backend"] = AttnBackend.fused
+    if case.kind in ("moe", "mixed", "hybrid"):
+        options |= {
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": case.hidden_size,
+            "moe_grouped_gemm": True,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_aux_loss_coeff": 0.01,
+            "moe_router_load_balancing_type": "aux_loss",
+        }
+    if case.kind == "mixed":
+        options["moe_layer_freq"] = [layer % 2 for layer in range(case.num_layers)]
+    if case.kind == "mla":
+        options |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": case.hidden_size // 2,
+            "kv_lora_rank": case.hidden_size // 4,
+            "qk_head_dim": 16,
+            "qk_pos_emb_head_dim": 8,
+            "v_head_dim": 16,
+            "rope_type": "rope",
+        }
+    else:
+        options["num_query_groups"] = case.num_attention_heads // 2
+    if offload_modules:
+        options |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": list(offload_modules),
+            "min_offloaded_tensor_size": 1,
+            **offload,
+        }
+    config_class: Any = MLATransformerConfig if case.kind == "mla" else TransformerConfig
+    return config_class(**(options | case.overrides))
+
+
+def build_chunks(case: ModelCase, config: Any) -> list[torch.nn.Module]:
+    """This rank's model chunks; the same weights for the same case whatever is offloaded."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    chunks: list[torch.nn.Module] = []
+    for stage in range(case.vpp or 1):
+        vp_stage = stage if case.vpp else None
+        model = _build_model(case, config, vp_stage)
+        if case.bf16:
+            model = model.bfloat16()
+        model.model_type = 1  # type: ignore[assignment]
+        chunks.append(model.cuda() if use_gpu() else model)
+    return chunks
+
+
+def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch.nn.Module:
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.hybrid import hybrid_layer_specs
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    common: dict[str, Any] = {
+        "config": config,
+        "vocab_size": case.vocab_size,
+        "max_sequence_length": case.seq_length,
+        "pre_process": ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "post_process": ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "share_embeddings_and_output_weights": False,
+        "position_embedding_type": "rope",
+        "vp_stage": vp_stage,
+    }
+    if case.kind == "hybrid":
+        spec = hybrid_layer_specs.hybrid_stack_spec
+        if not use_gpu():
+            from megatron.slipstream.integration.cpu_modules import local_hybrid_stack_spec
+
+            spec = local_hybrid_stack_spec(config)
+        # Attention, MLP, attention, MoE, ...
+        pattern = ("*-*E" * case.num_layers)[: case.num_layers]
+        return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **common)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_gpu(), vp_stage=vp_stage)
+    return GPTModel(transformer_layer_spec=spec, **common)
+
+
+def micro_batches(case: ModelCase, step: int, count: int) -> Iterator[dict[str, torch.Tensor]]:
+    """``count`` micro-batches of ``step``: int64 ``[b, s]`` tokens, labels and positions."""
+    generator = torch.Generator().manual_seed(1000 * step + 17)
+    device = "cuda" if use_gpu() else "cpu"
+    shape = (case.micro_batch_size, case.seq_length)
+    for _ in range(count):
+        tokens = torch.randint(case.vocab_size, shape, generator=generator)
+        yield {
+            "tokens": tokens.to(device),
+            "labels": tokens.roll(-1, dims=1).to(device),
+            "position_ids": torch.arange(case.seq_length).expand(shape).to(device),
+        }
+
+
+@functools.cache
+def _causal_mask(seq_length: int) -> torch.Tensor:
+    mask = torch.ones(1, 1, seq_length, seq_length, dtype=torch.bool).triu(1)
+    return mask
+
+
+def run_schedule(
+    case: ModelCase,
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[dict[str, torch.Tensor]],
+    forward_only: bool = False,
+) -> list[torch.Tensor]:
+    """One call of megatron-core's schedule on these micro-batches.
+
+    Returns:
+        Their losses on the last pipeline stage, nothing on the others.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
+        batch = next(data)
+        mask = None if use_gpu() else _causal_mask(case.seq_length)
+        output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+
+        def loss(losses: torch.Tensor) -> Any:
+            total = losses.float().mean()
+            return total, {"loss": total.detach().clone()}
+
+        return output, loss
+
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in chunks] if case.vpp else iter(batches),
+        model=list(chunks) if case.vpp else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=case.seq_length,
+        micro_batch_size=case.micro_batch_size,
+        forward_only=forward_only,
+    )
+    return [result["loss"] for result in results]

@@ -1,0 +1,69 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The rows of a results file, as JSON lines.
+
+Kinds of row, all with ``run``, the time at which the run was started:
+
+- ``machine``: where and with what it ran, and what its copies reach.
+- ``iteration``: one measured iteration of one engine, ``ms`` (of the slowest rank).
+- ``summary``: the figures of one engine, variant and rank; or ``error``, why there are none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+class RowWriter:
+    """Appends rows to a file that several processes write."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._path = path
+        self._run = run
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append a row. One write call, so rows of several processes do not mix."""
+        line = json.dumps(_finite({"kind": kind, "run": self._run, **fields})) + "\n"
+        with self._path.open("a") as stream:
+            stream.write(line)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinities: what has no finite value is null."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file.
+
+    Raises:
+        ValueError: A line is not a row; names it.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            row["kind"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: not a row of results: {error}") from error
+        rows.append(row)
+    return rows
+
+
+def finished(rows: Iterable[Row], run: str, case: str) -> set[tuple[str, str]]:
+    """Variant and engine of every summary, good or not, that ``run`` has of ``case``."""
+    return {
+        (row["variant"], row["engine"])
+        for row in rows
+        if row["kind"] == "summary" and row["run"] == run and row["case"] == case
+    }

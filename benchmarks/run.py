@@ -1,0 +1,313 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Measures what offloading costs and saves: ``python -m benchmarks.run --help``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Optional
+
+from benchmarks.cases import CASES, Case, engine_labels, find_case, select_variants
+from benchmarks.rows import RowWriter, finished, read_rows
+from benchmarks.worker import EXIT_ENGINE_FAILED, Job, work
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINES = ("off", "megatron", "slipstream")
+GRACE_S = 5
+"""What the other ranks of a failed one get to fail by themselves."""
+
+DESCRIPTION = """\
+Measure what activation offloading costs and saves: with the engine off, with the one built into
+megatron-core ('megatron') and with ours ('slipstream'), which run in turn, iteration by iteration,
+in one process on the same weights and data. Each case is a process of its own, or a group of them.
+"""
+
+EPILOG = """\
+examples:
+  python -m benchmarks.run --list                    what there is to measure
+  python -m benchmarks.run --case smoke              try it, without a GPU, in half a minute
+  python -m benchmarks.run --case moe                one case, all its sets of modules
+  python -m benchmarks.run --case moe --modules core_attn+attn_proj --modules all
+  python -m benchmarks.run --case dense --engine-option offload_release_lag=2 --name lag2
+  python -m benchmarks.table benchmarks/results/engines.jsonl     table and plots from rows again
+
+what is written, to DIR/NAME.*:
+  .jsonl            a row per measured iteration, a summary row per engine and set of modules, and
+                    a row about the machine; what fails leaves a row with its error
+  .md               the table
+  _overhead.png     by how much each engine lengthens a step, with the physical bound
+  _tradeoff.png     that against the memory it saves
+
+how long it takes: an engine is done when the standard error of its median step is below 0.2% of it,
+but not before --min-iterations, nor after --max-iterations or --seconds-per-variant. To that add a
+few seconds a variant for building, warm-up, memory and profiles.
+"""
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """Run the command. Returns 0, or 2 for an error of the user's."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(arguments)
+    try:
+        cases = [find_case(name) for name in options.case]
+        if options.list:
+            sys.stdout.write(_list_cases(cases or list(CASES)))
+            return 0
+        command = " ".join(["python -m benchmarks.run", *arguments])
+        if options.worker:
+            _work(options, cases[0])
+        return _run(options, cases, command)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--list", action="store_true", help="list the cases and their sets of modules, and end")
+    add("--case", action="append", default=[], metavar="NAME", help="measure this case; repeatable")
+    add(
+        "--modules",
+        action="append",
+        default=[],
+        metavar="A+B",
+        help="measure this set of offload_modules instead of the case's own sets ('all': its last "
+        "one); repeatable",
+    )
+    add(
+        "--engines",
+        default="megatron,slipstream",
+        metavar="E,F",
+        help="engines beside 'off', which is always measured: megatron, slipstream, or one tuning "
+        "of it such as slipstream:auto (default: %(default)s)",
+    )
+    add(
+        "--engine-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of OffloadConfig for every Slipstream engine; repeatable",
+    )
+    add("--min-iterations", type=int, default=10, metavar="N", help="default: %(default)s")
+    add("--max-iterations", type=int, default=100, metavar="N", help="default: %(default)s")
+    add(
+        "--seconds-per-variant",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="time for the alternating iterations of a set of modules (default: %(default)s)",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=ROOT / "benchmarks" / "results",
+        metavar="DIR",
+        help="where results go (default: benchmarks/results)",
+    )
+    add("--name", default="engines", help="name of the files (default: %(default)s)")
+    add("--append", action="store_true", help="add to the rows that are there already")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    add("--run-id", default="", help=argparse.SUPPRESS)
+    add("--command", default="", help=argparse.SUPPRESS)
+    return parser
+
+
+def _engines(options: argparse.Namespace) -> tuple[str, ...]:
+    names = tuple(filter(None, options.engines.split(",")))
+    for name in names:
+        if name.partition(":")[0] not in ENGINES:
+            raise ValueError(f"--engines {name} is not an engine; Engines: {', '.join(ENGINES)}")
+    return names
+
+
+def _engine_options(texts: Sequence[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` with a Python literal as value; what is none is a string."""
+    options = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--engine-option {text} is not NAME=VALUE")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            options[name] = value
+    return options
+
+
+def _list_cases(cases: Sequence[Case]) -> str:
+    lines = []
+    for case in cases:
+        needs = f"{case.num_ranks} GPU(s)" if case.needs_gpu else f"{case.num_ranks} process(es)"
+        lines.append(f"{case.name} ({needs}): {case.about}")
+        for variant in case.variants:
+            engines = ", ".join(engine_labels(variant, ENGINES))
+            lines.append(f"    {'+'.join(variant.modules)}  [{engines}]")
+    return "\n".join(lines) + "\n"
+
+
+def _job(options: argparse.Namespace, case: Case, run: str, command: str) -> Job:
+    if options.min_iterations < 2 or options.max_iterations < options.min_iterations:
+        raise ValueError(
+            f"--min-iterations {options.min_iterations} --max-iterations {options.max_iterations} "
+            "leave nothing to take a median of; set at least 2, and the most no less than the least"
+        )
+    return Job(
+        case,
+        select_variants(case, options.modules),
+        _engines(options),
+        _engine_options(options.engine_option),
+        options.min_iterations,
+        options.max_iterations,
+        options.seconds_per_variant,
+        options.output / f"{options.name}.jsonl",
+        run,
+        command,
+    )
+
+
+def _work(options: argparse.Namespace, case: Case) -> NoReturn:
+    """Be one rank. Ends the process."""
+    status = 1
+    try:
+        status = work(_job(options, case, options.run_id, options.command))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's shutdown, in which threads of NCCL may wait for ranks that are gone.
+    os._exit(status)
+
+
+def _run(options: argparse.Namespace, cases: Sequence[Case], command: str) -> int:
+    from benchmarks.table import write_results
+
+    if not cases:
+        raise ValueError("nothing to measure; name a --case (--list shows them)")
+    run = time.strftime("%Y-%m-%dT%H:%M:%S")
+    jobs = [_job(options, case, run, command) for case in cases]
+    _check_devices(cases)
+    rows = jobs[0].rows
+    if rows.exists() and not options.append:
+        raise ValueError(f"{rows} exists; give another --name, or --append to add to it")
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    rows.touch()
+    for job in jobs:
+        sys.stderr.write(f"{job.case.name}: {job.case.about}\n")
+        _run_case(job, options)
+    for path in write_results(rows):
+        sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def _check_devices(cases: Sequence[Case]) -> None:
+    import torch
+
+    num_gpus = torch.cuda.device_count()  # does not take hold of any
+    for case in cases:
+        num_needed = case.num_ranks if case.needs_gpu or num_gpus else 0
+        if num_needed > num_gpus:
+            raise ValueError(
+                f"--case {case.name} needs {num_needed} GPU(s), torch sees {num_gpus}; without a "
+                f"GPU there are: {', '.join(case.name for case in CASES if not case.needs_gpu)}"
+            )
+
+
+def _run_case(job: Job, options: argparse.Namespace) -> None:
+    """Measure a case; start it again without what failed for as long as that leads on."""
+    while True:
+        before = finished(read_rows(job.rows), job.run, job.case.name)
+        status = _run_ranks(job, options)
+        if status == 0:
+            return
+        done = finished(read_rows(job.rows), job.run, job.case.name)
+        if status != EXIT_ENGINE_FAILED or done == before:
+            RowWriter(job.rows, job.run).write(
+                "summary",
+                case=job.case.name,
+                variant="-",
+                engine="-",
+                rank=0,
+                num_ranks=job.case.num_ranks,
+                error=f"the process ended with status {status}; see its messages",
+            )
+            return
+
+
+def _run_ranks(job: Job, options: argparse.Namespace) -> int:
+    """Start the ranks of a case and wait for them. Returns 0, or a failed one's exit status."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [_start_rank(job, options, rank, port) for rank in range(job.case.num_ranks)]
+    try:
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            failed = [code for code in codes if code]
+            if failed:
+                _wait(ranks, GRACE_S)
+                # That of an engine tells most; other ranks fail of losing their neighbour.
+                codes = [rank.poll() for rank in ranks]
+                return EXIT_ENGINE_FAILED if EXIT_ENGINE_FAILED in codes else failed[0]
+            if all(code == 0 for code in codes):
+                return 0
+            time.sleep(0.2)
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.terminate()
+        _wait(ranks, GRACE_S)
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.wait()
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline_s = time.monotonic() + seconds
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+
+
+def _start_rank(
+    job: Job, options: argparse.Namespace, rank: int, port: int
+) -> subprocess.Popen[bytes]:
+    arguments = ["--worker", "--case", job.case.name, "--run-id", job.run]
+    arguments += [f"--command={job.command}", f"--engines={options.engines}"]
+    arguments += [f"--modules={modules}" for modules in options.modules]
+    arguments += [f"--engine-option={option}" for option in options.engine_option]
+    for name in ("min_iterations", "max_iterations", "seconds_per_variant", "output", "name"):
+        arguments.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
+    environment = {
+        # Transformer Engine reads it when it is imported; without it, it keeps its saved tensors.
+        "NVTE_CPU_OFFLOAD_V1": "1",
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.case.num_ranks),
+        "LOCAL_WORLD_SIZE": str(job.case.num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    command = [sys.executable, "-m", "benchmarks.run", *arguments]
+    # This package is found from anywhere; the output path stays relative to here.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(command, env={**environment, "PYTHONPATH": path})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The command: what it measures without a GPU, and what it says of what it cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import run
+from benchmarks.cases import CASES, engine_labels, find_case, select_variants
+from benchmarks.rows import Row, RowWriter, read_rows
+from benchmarks.worker import EXIT_ENGINE_FAILED
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def summaries(rows: list[Row]) -> dict[tuple[str, int], Row]:
+    found = [row for row in rows if row["kind"] == "summary"]
+    return {(row["engine"], row["rank"]): row for row in found}
+
+
+def test_smoke_writes_rows_table_and_plots(tmp_path: Path) -> None:
+    result = benchmark(
+        *"--case smoke --modules all --name smoke --max-iterations 10".split(),
+        *f"--output {tmp_path}".split(),
+    )
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "smoke.jsonl",
+        "smoke.md",
+        "smoke_overhead.png",
+        "smoke_tradeoff.png",
+    }
+    rows = read_rows(tmp_path / "smoke.jsonl")
+    (machine,) = [row for row in rows if row["kind"] == "machine"]
+    assert machine["device"] == "CPU"
+    assert machine["command"].startswith("python -m benchmarks.run --case smoke")
+    iterations = [row for row in rows if row["kind"] == "iteration"]
+    assert len(iterations) == 3 * 10
+    found = summaries(rows)
+    assert "no GPU" in found["megatron", 0]["error"]
+    ours = found["slipstream", 0]
+    assert ours["error"] is None
+    assert ours["notes"] == []
+    assert ours["loss_difference"] == 0
+    assert ours["saved_bytes"] > 0
+    assert ours["moved_bytes"] > 0
+    assert ours["host_us_per_group"] > 0
+    assert {"pack", "unpack", "on_group_commit_forward"} <= ours["host_us_per_call"].keys()
+    assert found["slipstream:lag2", 0]["options"] == {"offload_release_lag": 2}
+    assert found["off", 0]["overhead_percent"] == 0
+    # Without a terminal, a line for each variant.
+    assert "smoke all: 10 iterations, off" in result.stderr
+
+
+def test_ranks_of_a_pipeline_are_started_and_one_bad_option_does_not_end_the_run(
+    tmp_path: Path,
+) -> None:
+    result = benchmark(
+        *"--case smoke_pp2 --engines slipstream --engine-option offload_release_lags=2".split(),
+        *f"--max-iterations 10 --output {tmp_path}".split(),
+    )
+    assert result.returncode == 0, result.stderr
+    found = summaries(read_rows(tmp_path / "engines.jsonl"))
+    assert "did you mean offload_release_lag?" in found["slipstream", 0]["error"]
+    assert found["off", 0]["step_ms"] == found["off", 1]["step_ms"]
+
+
+def failing_job(path: Path, statuses: list[int], failing: list[str]) -> tuple[run.Job, Callable]:
+    """A job, and ranks that end with ``statuses``, the first ones after an engine's failure."""
+    path.touch()
+    job = run.Job(find_case("smoke"), (), (), {}, 10, 20, 1.0, path, "run", "command")
+
+    def run_ranks(job: run.Job, _: object) -> int:
+        if failing:
+            common = {"case": "smoke", "variant": "core_attn", "rank": 0, "num_ranks": 1}
+            engine = failing.pop(0)
+            RowWriter(path, "run").write("summary", **common, engine=engine, error="it fails")
+        return statuses.pop(0)
+
+    return job, run_ranks
+
+
+def test_a_case_is_started_again_without_the_engine_that_ended_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses = [EXIT_ENGINE_FAILED, EXIT_ENGINE_FAILED, 0]
+    job, ranks = failing_job(tmp_path / "rows.jsonl", statuses, ["megatron", "slipstream"])
+    monkeypatch.setattr(run, "_run_ranks", ranks)
+    run._run_case(job, None)
+    assert statuses == []
+    assert [row["engine"] for row in read_rows(job.rows)] == ["megatron", "slipstream"]
+
+
+@pytest.mark.parametrize("status", [EXIT_ENGINE_FAILED, -9])
+def test_a_case_that_dies_without_saying_why_is_not_started_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    statuses = [status, 0]
+    job, ranks = failing_job(tmp_path / "rows.jsonl", statuses, [])
+    monkeypatch.setattr(run, "_run_ranks", ranks)
+    run._run_case(job, None)
+    assert statuses == [0]
+    (row,) = read_rows(job.rows)
+    assert f"status {status}" in row["error"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--case smok", "did you mean 'smoke'?"),
+        ("", "nothing to measure"),
+        ("--case smoke --modules core_atn", "did you mean 'core_attn'?"),
+        ("--case smoke --engines megatorn", "--engines megatorn is not an engine"),
+        ("--case smoke --engine-option lag", "is not NAME=VALUE"),
+        ("--case smoke --min-iterations 50 --max-iterations 20", "nothing to take a median of"),
+    ],
+)
+def test_errors_of_the_users_name_the_cure(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run.main([*arguments.split(), "--output", str(tmp_path / "new")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_results_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "engines.jsonl").write_text("")
+    assert run.main(["--case", "smoke", "--output", str(tmp_path)]) == 2
+    assert "--append" in capsys.readouterr().err
+
+
+def test_list_shows_every_case_with_its_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--list"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{case.name} (" in text for case in CASES)
+    assert "[off, megatron, slipstream, slipstream:auto]" in text
+
+
+def test_every_case_can_be_selected_and_its_modules_exist() -> None:
+    for case in CASES:
+        assert find_case(case.name) is case
+        names = ["+".join(variant.modules) for variant in case.variants]
+        assert select_variants(case, names) == case.variants
+        for variant in case.variants:
+            assert "attn_proj" not in variant.modules or "core_attn" in variant.modules
+
+
+def test_modules_beyond_the_cases_own_are_measured_too() -> None:
+    (variant,) = select_variants(find_case("dense"), ["core_attn,qkv_linear"])
+    assert variant.modules == ("core_attn", "qkv_linear")
+
+
+def test_engines_are_chosen_by_name_or_by_tuning() -> None:
+    variant = find_case("dense").variants[-1]
+    assert engine_labels(variant, ["slipstream:auto"]) == ("off", "slipstream:auto")
+    assert engine_labels(variant, ["slipstream"]) == ("off", "slipstream", "slipstream:auto")
+    assert engine_labels(variant, ["off"]) == ("off",)
