@@ -1,14 +1,16 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The ``slipstream`` command shows a report, and says what is wrong and how to mend it."""
+"""The ``slipstream`` command shows reports and plans, and says how to mend what is wrong."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from make_trace import Model, one_f_one_b, trace_of
 
 from megatron.slipstream.cli import main
 from megatron.slipstream.fine_grained_activation_offload.report import (
@@ -16,6 +18,16 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
     RankReport,
     Report,
 )
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.files import load_plan, load_trace, save_trace
+from megatron.slipstream.plan.frontier import sweep
+from megatron.slipstream.plan.operations import device_bytes
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.render import render_plan
+from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.trace import Bandwidth, MemoryReading
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def save_report(path: Path, *ranks: int) -> Path:
@@ -93,6 +105,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "report" in shown
     assert "show what a training run moved" in shown
+    assert "plan a recorded iteration" in shown
 
 
 def test_help_of_report_tells_how_a_run_writes_the_file(
@@ -122,22 +135,178 @@ def test_a_wrong_call_shows_the_usage(
     assert message in shown
 
 
-def test_help_answers_without_importing_torch() -> None:
-    # torch takes seconds to import.
+# --- plan -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    model = Model(4, ("core_attn", "moe_act"), nbytes={f"own {i}": 1 << 20 for i in range(8)})
+    trace = trace_of(one_f_one_b(2, 0, 3), model)
+    num_steps = len(trace.steps)
+    trace = replace(
+        trace,
+        step_ms=(1.0,) * num_steps,
+        bandwidth=Bandwidth(50.0, 50.0, 40.0, 40.0),
+        memory=tuple(MemoryReading(b, b, 0) for b in device_bytes(trace, ())),
+    )
+    save_trace(trace, tmp_path / "trace.json")
+    return tmp_path / "trace.json"
+
+
+def test_plan_shows_the_grid_and_what_it_would_cost(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show("plan", trace_file) == 0
+    shown = capsys.readouterr()
+    plan = build_plan(load_trace(trace_file), PolicyOptions())
+    assert render_plan(plan) in shown.out
+    assert simulate(plan).render() in shown.out
+    assert "Proved safe" in shown.out
+    assert shown.err == ""
+
+
+def test_plan_takes_a_fraction_and_writes_the_plan(trace_file: Path) -> None:
+    output = trace_file.with_name("plan.json")
+    assert show("plan", trace_file, "--fraction", "0.5", "--output", output) == 0
+    options = PolicyOptions(activation_offload_fraction=0.5)
+    assert load_plan(output) == build_plan(load_trace(trace_file), options)
+
+
+@pytest.mark.skipif(
+    not hasattr(PolicyOptions(), "target_memory_bytes"), reason="this planner has no targets"
+)
+def test_plan_takes_targets_in_gib_and_percent(trace_file: Path) -> None:
+    output = trace_file.with_name("plan.json")
+    assert show("plan", trace_file, "--target-memory", 0.5, "--output", output) == 0
+    assert load_plan(output).options.target_memory_bytes == 1 << 29
+    assert show("plan", trace_file, "--max-overhead", 1.5, "--output", output) == 0
+    assert load_plan(output).options.max_overhead_percent == 1.5
+
+
+@pytest.mark.skipif(
+    not hasattr(PolicyOptions(), "target_memory_bytes"), reason="this planner has no targets"
+)
+def test_plan_says_if_a_target_is_missed(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show("plan", trace_file, "--target-memory", 1e-9) == 0
+    assert "No plan reaches 1 B: this one misses it by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--timeline", "--frontier"])
+@pytest.mark.parametrize("suffix, start", [(".json", b"{"), (".png", b"\x89PNG")])
+def test_plan_writes_pictures(trace_file: Path, option: str, suffix: str, start: bytes) -> None:
+    if suffix == ".png":
+        pytest.importorskip("matplotlib")
+    path = trace_file.with_name("picture" + suffix)
+    assert show("plan", trace_file, option, path) == 0
+    assert path.read_bytes().startswith(start)
+
+
+def test_plan_shows_the_frontier_as_a_table(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = trace_file.with_name("frontier.json")
+    assert show("plan", trace_file, "--frontier", path) == 0
+    frontier = sweep(load_trace(trace_file), PolicyOptions())
+    assert frontier.render() in capsys.readouterr().out
+    assert path.read_bytes() == frontier.to_json()
+
+
+def test_plan_of_a_trace_without_times_is_shown_all_the_same(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_trace(replace(load_trace(trace_file), step_ms=(), bandwidth=None), trace_file)
+    assert show("plan", trace_file) == 0
+    assert "has no times, so the step time is not predicted" in capsys.readouterr().out
+    assert show("plan", trace_file, "--timeline", trace_file.with_name("t.json")) == 2
+    assert "step_ms has 0 entries" in capsys.readouterr().err
+    assert not trace_file.with_name("t.json").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--fraction", "1.5"], "--fraction=1.5 is no share"),
+        (["--target-memory", "0"], "--target-memory=0.0 must be above 0 GiB"),
+        (["--target-memory", "nan"], "--target-memory=nan must be above 0 GiB"),
+        (["--max-overhead", "-1"], "--max-overhead=-1.0 must be 0 percent or more"),
+        (["--timeline", "t.gif"], "--timeline=t.gif is not supported; name a .png or a .json"),
+        (["--frontier", "f"], "--frontier=f is not supported; name a .png or a .json"),
+    ],
+)
+def test_plan_refuses_what_makes_no_sense(
+    trace_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert show("plan", trace_file, *arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"error: {message}")
+    assert shown.out == ""
+
+
+def test_plan_names_a_missing_and_a_corrupt_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    assert show("plan", path) == 2
+    assert capsys.readouterr().err == f"error: {path} does not exist; give the trace of a run\n"
+    path.write_text("{")
+    assert show("plan", path) == 2
+    assert capsys.readouterr().err.startswith(f"error: {path} is not a whole slipstream-trace")
+
+
+def test_help_of_plan_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert "slipstream plan trace.json --target-memory 60 --output plan.json" in shown
+    assert "--frontier frontier.png" in shown
+
+
+def run_without_torch(*arguments: object) -> None:
     code = (
         "import sys\n"
         "from megatron.slipstream.cli import main\n"
         "try:\n"
-        "    main(['--help'])\n"
+        "    status = main(sys.argv[1:])\n"
         "finally:\n"
         "    assert 'torch' not in sys.modules\n"
+        "sys.exit(status)\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_help_answers_without_importing_torch() -> None:
+    # torch takes seconds to import.
+    run_without_torch("--help")
+
+
+def test_a_plan_is_made_and_drawn_without_importing_torch(trace_file: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = trace_file.with_name
+    files = ["--output", out("p.json"), "--timeline", out("t.png"), "--frontier", out("f.png")]
+    run_without_torch("plan", trace_file, *files)
+
+
+def test_the_example_of_the_planning_page_works(tmp_path: Path) -> None:
+    trace = ROOT / "examples" / "traces" / "dense_8b_pp4_rank0.json"
+    assert str(trace.relative_to(ROOT)) in (ROOT / "docs/user-guide/planning.md").read_text()
+    assert show("plan", trace, "--output", tmp_path / "plan.json") == 0
+    load_plan(tmp_path / "plan.json")
+
+
+def test_the_example_is_what_its_generator_writes(tmp_path: Path) -> None:
+    script = ROOT / "tools" / "generate_example_trace.py"
+    path = tmp_path / "trace.json"
+    subprocess.run([sys.executable, script, path], check=True, timeout=60, cwd=tmp_path)
+    committed = ROOT / "examples" / "traces" / "dense_8b_pp4_rank0.json"
+    assert load_trace(path) == load_trace(committed)

@@ -25,6 +25,7 @@ from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.operations import derive_schedule, device_bytes
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.trace import Bandwidth
 
 NUM_CHUNKS = 10
 CASES_PER_CHUNK = 1_000
@@ -144,13 +145,20 @@ def assert_safe(plan: Plan) -> None:
 
 def assert_ends(plan: Plan, rng: random.Random) -> None:
     """It runs to its end at any speeds, in a time within the bounds of what it has to do."""
-    step_ms = [rng.choice([0.0, 0.1, 1.0, 10.0]) for _ in plan.trace.steps]
+    step_ms = tuple(rng.choice([0.0, 0.1, 1.0, 10.0]) for _ in plan.trace.steps)
     d2h, h2d = (rng.choice([0.1, 1.0, 25.0, 400.0, math.inf]) for _ in range(2))
-    simulation = simulate(plan, step_ms, d2h, h2d)
-    d2h_ms, h2d_ms = (plan.moved_nbytes / (rate * 1e6) for rate in (d2h, h2d))
+    share = rng.choice([0.5, 0.8, 1.0])  # Of each direction's rate, while both are busy.
+    bandwidth = Bandwidth(d2h, h2d, share * d2h, share * h2d)
+    trace = replace(plan.trace, step_ms=step_ms, bandwidth=bandwidth)
+    simulation = simulate(replace(plan, trace=trace))
     near = {"rel": 1e-9, "abs": 1e-9}
-    assert simulation.d2h_busy_ms == pytest.approx(d2h_ms, **near)
-    assert simulation.h2d_busy_ms == pytest.approx(h2d_ms, **near)
+    for rate, busy_ms in ((d2h, simulation.d2h_busy_ms), (h2d, simulation.h2d_busy_ms)):
+        alone_ms = plan.moved_nbytes / (rate * 1e6)
+        assert busy_ms >= alone_ms - 1e-9 * alone_ms - 1e-9
+        assert busy_ms <= alone_ms / share + 1e-9 * alone_ms + 1e-9
+        if share == 1.0:
+            assert busy_ms == pytest.approx(alone_ms, **near)
+    d2h_ms, h2d_ms = simulation.d2h_busy_ms, simulation.h2d_busy_ms
     # The queues are never idle all at once, and each needs its own time.
     slack = 1e-6 * simulation.total_ms + 1e-9
     assert simulation.total_ms >= max(sum(step_ms), d2h_ms, h2d_ms) - slack

@@ -1,0 +1,249 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Traces and plans as files: recorded on a GPU, planned and looked at anywhere.
+
+A file is JSON: ``{"schema": ..., "version": ..., "trace" or "plan": ...}`` with the fields of the
+dataclasses by name, in their units; a :class:`NamedTuple` is a list. A file is data and never code,
+and nothing in it is believed: what is read has the types and the references of a trace, and a plan
+is proved again.
+
+[Note: Versions of files]
+The version is that of the meaning. A new field with a default that means what was meant before does
+not change it; whatever else changes, raises it by one. Unknown fields are errors, so that an older
+Slipstream refuses a newer file instead of reading half of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.check import check_plan
+from megatron.slipstream.plan.rules import PlanError
+from megatron.slipstream.plan.trace import Step, StepKind, Trace
+
+TRACE_SCHEMA = "slipstream-trace"
+PLAN_SCHEMA = "slipstream-plan"
+VERSION = 1
+"""See [Note: Versions of files]."""
+
+
+@checked_dataclass
+class _Header:
+    schema: str
+    version: int
+
+
+@checked_dataclass
+class _TraceFile:
+    schema: str
+    version: int
+    trace: Trace
+
+
+@checked_dataclass
+class _PlanFile:
+    schema: str
+    version: int
+    plan: Plan
+
+
+def save_trace(trace: Trace, path: str | Path) -> None:
+    """Write a trace, whole or not at all.
+
+    Raises:
+        ValueError: :func:`load_trace` would refuse it.
+        OSError: It cannot be written.
+    """
+    _refuse(path, _trace_problems(trace), f"a {TRACE_SCHEMA} that can be written")
+    content = _TraceFile(TRACE_SCHEMA, VERSION, trace)
+    write_whole(path, _adapter(_TraceFile).dump_json(content) + b"\n")
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan and the trace it was made from, whole or not at all.
+
+    Raises:
+        ValueError: Something that the plan names does not exist.
+        OSError: It cannot be written.
+    """
+    _refuse(path, _plan_problems(plan), f"a {PLAN_SCHEMA} that can be written")
+    content = _PlanFile(PLAN_SCHEMA, VERSION, plan)
+    write_whole(path, _adapter(_PlanFile).dump_json(content) + b"\n")
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Read what :func:`save_trace` wrote.
+
+    Raises:
+        ValueError: It is no whole trace of this version. The message names the file and the place.
+        OSError: It cannot be read.
+    """
+    trace = _read(path, _TraceFile, TRACE_SCHEMA).trace
+    _refuse(path, _trace_problems(trace), f"a whole {TRACE_SCHEMA}")
+    return trace
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read what :func:`save_plan` wrote, and prove it safe by ``check_plan``.
+
+    Raises:
+        ValueError: It is no whole plan of this version, or not a safe one. The message names the
+            file and the place, or the broken rule.
+        OSError: It cannot be read.
+    """
+    plan = _read(path, _PlanFile, PLAN_SCHEMA).plan
+    _refuse(path, _plan_problems(plan), f"a whole {PLAN_SCHEMA}")
+    try:
+        check_plan(plan)
+    except PlanError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return plan
+
+
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Write a file so that nobody ever sees a part of it; its folder is made if need be.
+
+    Raises:
+        OSError: It cannot be written; whatever was there before is unchanged.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Two processes that write the same file must not write the same temporary one.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    # To make one takes tens of milliseconds, so not on import.
+    return TypeAdapter(kind)
+
+
+def _read(path: str | Path, kind: type, schema: str) -> Any:
+    """The content of a file whose header says ``schema``, with its types checked."""
+    data = Path(path).read_bytes()
+    cure = f"give a file that slipstream wrote as a {schema}"
+    try:
+        header = _adapter(_Header).validate_json(data, strict=True, extra="ignore")
+    except ValidationError as error:
+        raise ValueError(f"{path} is not a whole {schema}: {_describe(error)}; {cure}") from error
+    if header.schema != schema:
+        raise ValueError(f"{path} holds a {header.schema!r}, not a {schema}; {cure}")
+    if header.version != VERSION:
+        raise ValueError(
+            f"{path} has version {header.version} of {schema}, this Slipstream reads version "
+            f"{VERSION}; write it again with this Slipstream, or read it with the one that wrote it"
+        )
+    try:
+        return _adapter(kind).validate_json(data, strict=True, extra="forbid")
+    except ValidationError as error:
+        raise ValueError(f"{path} is not a whole {schema}: {_describe(error)}; {cure}") from error
+
+
+def _describe(error: ValidationError) -> str:
+    """The first thing that is wrong, and where."""
+    first, *others = error.errors(include_url=False, include_context=False)
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    text = first["msg"][:1].lower() + first["msg"][1:]
+    if first["type"] == "unexpected_keyword_argument":
+        text = "unknown field"
+    if place:
+        text = f"{place.lstrip('.')}: {text}"
+    return f"{text} (and {len(others)} more)" if others else text
+
+
+# What types do not say.
+
+
+def _refuse(path: str | Path, problems: Iterator[str], wanted: str) -> None:
+    for problem in problems:
+        raise ValueError(f"{path} is not {wanted}: {problem}")
+
+
+def _plan_problems(plan: Plan) -> Iterator[str]:
+    """What must hold before ``check_plan`` can say the rest, and draw it."""
+    yield from _trace_problems(plan.trace)
+    num_steps = len(plan.trace.steps)
+    for place, storage in enumerate(plan.storages):
+        for name in ("d2h_step", "free_step", "h2d_step", "use_step"):
+            step = getattr(storage, name)
+            if not 0 <= step < num_steps:
+                yield f"plan.storages[{place}].{name} is {step}, the trace has {num_steps} steps"
+
+
+def _trace_problems(trace: Trace) -> Iterator[str]:
+    yield from _step_problems(trace)
+    yield from _storage_problems(trace)
+    num_steps = len(trace.steps)
+    for name in ("memory", "step_ms"):
+        if len(getattr(trace, name)) not in (0, num_steps):
+            yield f"{name} has {len(getattr(trace, name))} entries for {num_steps} steps"
+    for place, ms in enumerate(trace.step_ms):
+        if not 0 <= ms < math.inf:
+            yield f"step_ms[{place}] is {ms}, which is no duration"
+    for name, gb_per_s in trace.bandwidth._asdict().items() if trace.bandwidth else ():
+        if not 0 < gb_per_s < math.inf:  # JSON has no infinity.
+            yield f"bandwidth.{name} is {gb_per_s}, not above 0 and finite"
+
+
+_ORDER = (StepKind.FORWARD_START, StepKind.FORWARD_COMMIT, StepKind.BACKWARD_USE)
+
+
+def _step_problems(trace: Trace) -> Iterator[str]:
+    """Each group is there once, and its marks in their order."""
+    if len(trace.group_by_key) != len(trace.groups):
+        keys = [group.key for group in trace.groups]
+        yield f"two groups have the key {next(key for key in keys if keys.count(key) > 1)}"
+    for place, step in enumerate(trace.steps):
+        group = trace.group_by_key.get(step.key)
+        if group is None:
+            yield f"steps[{place}], {step}: there is no group {step.key}"
+        elif group.name != step.name:
+            yield f"steps[{place}], {step}: group {step.key} has the name {group.name!r}"
+        elif trace.step_index[step.kind, step.key] != place:
+            yield f"steps[{place}], {step}: the same mark comes twice"
+    for group in trace.groups:
+        places = [trace.step_index.get((kind, group.key)) for kind in _ORDER]
+        if places[1] is None:
+            commit = Step(StepKind.FORWARD_COMMIT, group.key, group.name)
+            yield f"group {group.key} has no mark {commit}"
+        found = [place for place in places if place is not None]
+        if found != sorted(found):
+            yield f"the marks of group {group.key} are not in order: steps {found}"
+
+
+def _storage_problems(trace: Trace) -> Iterator[str]:
+    """Groups and storages name each other."""
+    num_storages = len(trace.storages)
+    for group in trace.groups:
+        if len(set(group.storages)) != len(group.storages):
+            yield f"group {group.key} names a storage twice"
+        for index in group.storages:
+            if not 0 <= index < num_storages:
+                yield f"group {group.key} names storage {index} of {num_storages}"
+            elif group.key not in trace.storages[index].holders:
+                yield f"group {group.key} names storage {index}, which is not held by it"
+    for index, storage in enumerate(trace.storages):
+        if storage.nbytes < 0:
+            yield f"storages[{index}].nbytes is {storage.nbytes}"
+        if not storage.holders:
+            yield f"storages[{index}] has no holder"
+        for key in storage.holders:
+            holder = trace.group_by_key.get(key)
+            if holder is None:
+                yield f"storages[{index}] is held by group {key}, which does not exist"
+            elif index not in holder.storages:
+                yield f"storages[{index}] is held by group {key}, which does not name it"

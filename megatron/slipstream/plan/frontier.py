@@ -1,0 +1,174 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Memory against time: the plans that one trace allows, and which of them nothing else beats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, Optional
+
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.trace import Trace
+
+MAX_OVERHEADS_PERCENT = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+SCHEMA = "slipstream-frontier"
+VERSION = 1
+
+Sweep = Literal["activation_offload_fraction", "target_memory_bytes", "max_overhead_percent"]
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """One plan, by the option that made it and what it would reach."""
+
+    option: Sweep
+    value: float
+    """Of that option; all others are those of the sweep."""
+    peak_bytes: int
+    """Device peak: of all that the allocator held, or of the saved storages alone; see
+    :attr:`Frontier.is_measured`."""
+    total_ms: float
+    overhead_percent: float
+    moved_nbytes: int
+    """Bytes that leave the device in one iteration."""
+    peak_host_bytes: int
+    is_pareto: bool = False
+    """No other plan is lower in one of peak and time and not higher in the other."""
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The plans of a sweep, those of one option side by side, by its value."""
+
+    points: tuple[FrontierPoint, ...]
+    compute_ms: float
+    is_measured: bool
+    """Whether the trace has memory readings, so that peaks are those of the whole device memory."""
+
+    @property
+    def nothing_moves(self) -> FrontierPoint:
+        """The end with the highest peak."""
+        return self.points[0]
+
+    @property
+    def everything_moves(self) -> FrontierPoint:
+        """The end where all moves that may."""
+        by_fraction = [p for p in self.points if p.option == "activation_offload_fraction"]
+        return by_fraction[-1]
+
+    @property
+    def pareto(self) -> tuple[FrontierPoint, ...]:
+        """The plans that nothing else beats, from the lowest peak to the shortest time."""
+        chosen = [point for point in self.points if point.is_pareto]
+        return tuple(sorted(chosen, key=lambda point: point.peak_bytes))
+
+    def to_json(self) -> bytes:
+        """All points as JSON; sizes in bytes, times in milliseconds."""
+        return json.dumps({"schema": SCHEMA, "version": VERSION, **asdict(self)}, indent=1).encode()
+
+    def render(self) -> str:
+        """The plans that nothing else beats as a table."""
+        head = ["device peak", "step time", "overhead", "moved", "host memory", "option"]
+        rows = [head, *(_row(point) for point in self.pareto)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        lines.append(
+            f"{len(self.pareto)} of {len(self.points)} plans; for each of the others one of these "
+            "takes neither more memory nor more time"
+        )
+        return "\n".join(lines)
+
+
+def sweep(
+    trace: Trace,
+    options: PolicyOptions,
+    num_points: int = 24,
+    progress: Optional[Callable[[int, int], None]] = None,
+) -> Frontier:
+    """Plan and simulate an iteration with more and more of it moving.
+
+    Args:
+        trace: An iteration with times and bandwidth.
+        options: What all plans share. The options that are swept are replaced.
+        num_points: Plans per option whose values are evenly spread, 2 or more.
+        progress: Called before each plan with how many are done, of how many, and at the end.
+
+    Raises:
+        ValueError: The trace has no times or no bandwidth.
+    """
+    no_targets: dict[str, Any] = dict.fromkeys(_targets())
+    base = replace(options, **no_targets)
+    fractions = [place / (num_points - 1) for place in range(num_points)]
+    variants: list[tuple[Sweep, float]] = [("activation_offload_fraction", f) for f in fractions]
+    overheads = MAX_OVERHEADS_PERCENT if "max_overhead_percent" in _targets() else ()
+    num_targets = num_points if "target_memory_bytes" in _targets() else 0
+    num_plans = len(variants) + len(overheads) + num_targets
+    report = progress or (lambda done, total: None)
+    points: list[FrontierPoint] = []
+
+    def run(more: Sequence[tuple[Sweep, float]]) -> None:
+        for option, value in more:
+            report(len(points), num_plans)
+            points.append(_point(trace, base, option, value))
+
+    run(variants)
+    peaks = [point.peak_bytes for point in points]
+    low, high = min(peaks), max(peaks)
+    targets = [low + (high - low) * place // max(1, num_targets) for place in range(num_targets)]
+    run([("target_memory_bytes", target) for target in targets])
+    run([("max_overhead_percent", percent) for percent in overheads])
+    report(num_plans, num_plans)
+    return Frontier(mark_pareto(points), sum(trace.step_ms), bool(trace.memory))
+
+
+def mark_pareto(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+    """Mark the points that no other one beats; of equal ones, the first."""
+    order = sorted(range(len(points)), key=lambda i: (points[i].peak_bytes, points[i].total_ms, i))
+    best_ms = float("inf")
+    chosen = set()
+    for index in order:
+        if points[index].total_ms < best_ms:
+            best_ms = points[index].total_ms
+            chosen.add(index)
+    return tuple(replace(p, is_pareto=index in chosen) for index, p in enumerate(points))
+
+
+def _targets() -> set[str]:
+    """Those of the options by which a plan is made to fit a target that this planner has."""
+    names = {field.name for field in fields(PolicyOptions)}
+    return names & {"target_memory_bytes", "max_overhead_percent"}
+
+
+def _point(trace: Trace, base: PolicyOptions, option: Sweep, value: float) -> FrontierPoint:
+    changed: dict[str, Any] = {option: value}
+    plan = build_plan(trace, replace(base, **changed))
+    simulation = simulate(plan)
+    peaks = simulation.peak_bytes
+    return FrontierPoint(
+        option=option,
+        value=value,
+        peak_bytes=simulation.peak_device_bytes if peaks is None else peaks[1],
+        total_ms=simulation.total_ms,
+        overhead_percent=simulation.overhead_percent,
+        moved_nbytes=plan.moved_nbytes,
+        peak_host_bytes=simulation.peak_host_bytes,
+    )
+
+
+def _row(point: FrontierPoint) -> list[str]:
+    value = f"{point.value:.3g}"
+    if point.option == "target_memory_bytes":
+        value = format_bytes(point.value)
+    return [
+        format_bytes(point.peak_bytes),
+        f"{point.total_ms:.1f} ms",
+        f"{point.overhead_percent:.1f}%",
+        format_bytes(point.moved_nbytes),
+        format_bytes(point.peak_host_bytes),
+        f"{point.option}={value}",
+    ]

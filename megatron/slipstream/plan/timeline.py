@@ -1,0 +1,105 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A simulated iteration over time: what each queue runs, where compute stalls, what memory holds.
+
+As a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing; ``pictures`` draws the same.
+The names are the action strings of logs, NVTX ranges and errors, so that what was predicted and
+what was profiled can be searched for the same text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.operations import Queue, device_bytes
+from megatron.slipstream.plan.simulate import Simulation
+
+QUEUE_NAMES = {Queue.COMPUTE: "compute", Queue.D2H: "D2H", Queue.H2D: "H2D"}
+_PROCESS_ID = 0
+_US_PER_MS = 1000.0
+
+
+class DeviceMemory(NamedTuple):
+    """Device memory for each step of a trace, until the next step, in bytes."""
+
+    is_measured: bool
+    """Whether it is all that the allocator held at most meanwhile. If the trace has no memory
+    readings, it is the saved storages alone."""
+    without_plan: tuple[int, ...]
+    with_plan: tuple[int, ...]
+
+
+def device_memory(plan: Plan) -> DeviceMemory:
+    """What the device holds at each step, without and with a plan."""
+    trace = plan.trace
+    if trace.memory:
+        without = tuple(reading.peak_bytes + reading.absent_bytes for reading in trace.memory)
+    else:
+        without = device_bytes(trace, ())
+    pairs = zip(without, plan.absent_bytes, strict=True)
+    return DeviceMemory(bool(trace.memory), without, tuple(b - absent for b, absent in pairs))
+
+
+def perfetto_json(plan: Plan, simulation: Simulation) -> bytes:
+    """A simulated iteration in the Trace Event Format: a track for each queue, counters below.
+
+    Times are microseconds, as the format wants them. Each copy has its bytes as an argument, and
+    what it reached in GB/s; stalls are slices of the compute track.
+
+    Args:
+        plan: The plan.
+        simulation: ``simulate(plan)``.
+    """
+    events = [*_metadata(), *_slices(simulation), *_stalls(simulation)]
+    events += _counters(plan, simulation)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
+
+
+def _metadata() -> Iterator[dict[str, Any]]:
+    process = {"ph": "M", "pid": _PROCESS_ID}
+    yield {**process, "name": "process_name", "args": {"name": "Slipstream plan, simulated"}}
+    for queue, name in QUEUE_NAMES.items():
+        thread = {**process, "tid": int(queue)}
+        yield {**thread, "name": "thread_name", "args": {"name": name}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": int(queue)}}
+
+
+def _slice(queue: Queue, start_ms: float, ms: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": _PROCESS_ID,
+        "tid": int(queue),
+        "ts": start_ms * _US_PER_MS,
+        "dur": ms * _US_PER_MS,
+    }
+
+
+def _slices(simulation: Simulation) -> Iterator[dict[str, Any]]:
+    for span in simulation.spans:
+        ms = span.end_ms - span.start_ms
+        args: dict[str, Any] = {"module": span.cause.name}
+        if span.queue is not Queue.COMPUTE:
+            args["bytes"] = span.nbytes
+            if ms > 0:
+                args["gb_per_s"] = round(span.nbytes / ms / 1e6, 3)
+        event = _slice(span.queue, span.start_ms, ms)
+        yield {**event, "name": span.action, "cat": span.cause.name, "args": args}
+
+
+def _stalls(simulation: Simulation) -> Iterator[dict[str, Any]]:
+    for stall in simulation.stalls:
+        event = _slice(Queue.COMPUTE, stall.start_ms, stall.ms)
+        # "terrible" is a colour of the format: red.
+        yield {**event, "name": f"stall at {stall.cause}", "cat": "stall", "cname": "terrible"}
+
+
+def _counters(plan: Plan, simulation: Simulation) -> Iterator[dict[str, Any]]:
+    """A counter has a value from each of its events to the next."""
+    on_device = device_memory(plan).with_plan
+    for entry, nbytes in zip(simulation.memory, on_device, strict=True):
+        event = {"ph": "C", "pid": _PROCESS_ID, "ts": entry.ms * _US_PER_MS}
+        yield {**event, "name": "device bytes", "args": {"bytes": nbytes}}
+        yield {**event, "name": "host bytes", "args": {"bytes": entry.host_bytes}}

@@ -1,0 +1,124 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The plans of a sweep, and which of them no other one beats."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from make_trace import Model, one_f_one_b, trace_of
+
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.frontier import Frontier, FrontierPoint, mark_pareto, sweep
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Trace
+
+MB = 10**6
+OPTIONS = PolicyOptions()
+HAS_TARGETS = hasattr(OPTIONS, "target_memory_bytes") and hasattr(OPTIONS, "max_overhead_percent")
+
+
+def late_trace() -> Trace:
+    """A trace whose copies take longer than its computation."""
+    model = Model(6, ("core_attn", "moe_act"), nbytes={f"own {i}": MB for i in range(12)})
+    trace = trace_of(one_f_one_b(2, 0, 3), model)
+    num_steps = len(trace.steps)
+    return dataclasses.replace(
+        trace, step_ms=(1.0,) * num_steps, bandwidth=Bandwidth(0.4, 0.4, 0.3, 0.3)
+    )
+
+
+TRACE = late_trace()
+FRONTIER = sweep(TRACE, OPTIONS, num_points=6)
+
+
+def point(peak_bytes: int, total_ms: float) -> FrontierPoint:
+    return FrontierPoint("activation_offload_fraction", 0.5, peak_bytes, total_ms, 0.0, 0, 0)
+
+
+def test_the_ends_are_nothing_and_everything() -> None:
+    nothing, everything = FRONTIER.nothing_moves, FRONTIER.everything_moves
+    assert (nothing.moved_nbytes, nothing.overhead_percent) == (0, 0.0)
+    plan = build_plan(TRACE, OPTIONS)
+    assert everything.moved_nbytes == plan.moved_nbytes > 0
+    assert everything.total_ms == simulate(plan).total_ms >= FRONTIER.compute_ms
+    assert everything.peak_bytes < nothing.peak_bytes
+
+
+def test_peaks_are_of_the_whole_device_if_it_was_measured() -> None:
+    memory = (MemoryReading(50 * MB, 60 * MB, 0),) * len(TRACE.steps)
+    frontier = sweep(dataclasses.replace(TRACE, memory=memory), OPTIONS, num_points=2)
+    assert frontier.is_measured
+    assert not FRONTIER.is_measured
+    assert frontier.nothing_moves.peak_bytes == 60 * MB
+
+
+@pytest.mark.skipif(not HAS_TARGETS, reason="this planner has no targets")
+def test_targets_and_limits_are_swept_too() -> None:
+    options = {point.option for point in FRONTIER.points}
+    assert options >= {"target_memory_bytes", "max_overhead_percent"}
+
+
+def test_the_other_options_are_kept() -> None:
+    delta = dataclasses.replace(OPTIONS, delta_offload_bytes_across_pp_ranks=4 * MB)
+    trace = dataclasses.replace(TRACE, pp_rank=1)
+    frontier = sweep(trace, delta, num_points=2)
+    assert frontier.everything_moves.moved_nbytes == build_plan(trace, delta).moved_nbytes
+    assert frontier.everything_moves.moved_nbytes < FRONTIER.everything_moves.moved_nbytes
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(pairs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_a_marked_point_is_beaten_by_none_and_the_others_by_a_marked_one(
+    pairs: list[tuple[int, int]],
+) -> None:
+    points = mark_pareto([point(peak, float(ms)) for peak, ms in pairs])
+    assert [(p.peak_bytes, p.total_ms) for p in points] == pairs
+    marked = {(p.peak_bytes, p.total_ms) for p in points if p.is_pareto}
+    assert len(marked) == sum(p.is_pareto for p in points)
+    for a in marked:
+        assert not any(b[0] <= a[0] and b[1] <= a[1] and b != a for b in pairs)
+    for b in pairs:
+        assert any(a[0] <= b[0] and a[1] <= b[1] for a in marked)
+
+
+def test_the_line_goes_from_little_memory_to_little_time() -> None:
+    line = FRONTIER.pareto
+    assert FRONTIER.nothing_moves.total_ms == line[-1].total_ms
+    assert [p.peak_bytes for p in line] == sorted(p.peak_bytes for p in line)
+    assert [p.total_ms for p in line] == sorted((p.total_ms for p in line), reverse=True)
+
+
+def test_json_holds_every_point() -> None:
+    data = json.loads(FRONTIER.to_json())
+    assert (data["schema"], data["version"]) == ("slipstream-frontier", 1)
+    assert [FrontierPoint(**item) for item in data["points"]] == list(FRONTIER.points)
+
+
+def test_the_table_has_a_row_for_each_point_of_the_line() -> None:
+    head, *rows, summary = FRONTIER.render().split("\n")
+    assert head.split()[:2] == ["device", "peak"]
+    assert len(rows) == len(FRONTIER.pareto)
+    assert summary.startswith(f"{len(rows)} of {len(FRONTIER.points)} plans")
+
+
+def test_progress_goes_from_none_to_all() -> None:
+    seen: list[tuple[int, int]] = []
+    frontier = sweep(TRACE, OPTIONS, 3, lambda done, total: seen.append((done, total)))
+    num_plans = len(frontier.points)
+    assert seen == [(done, num_plans) for done in range(num_plans + 1)]
+
+
+def test_a_trace_without_times_has_no_frontier() -> None:
+    with pytest.raises(ValueError, match="step_ms has 0 entries"):
+        sweep(dataclasses.replace(TRACE, step_ms=()), OPTIONS)
+
+
+def test_a_frontier_is_compared_by_its_points() -> None:
+    assert sweep(TRACE, OPTIONS, num_points=6) == FRONTIER
+    assert isinstance(FRONTIER, Frontier)
