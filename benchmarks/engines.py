@@ -84,12 +84,19 @@ def seam() -> Any:
 @contextlib.contextmanager
 def behind_the_seam(manager: Any) -> Iterator[None]:
     """Put ``manager`` behind megatron-core's offloading options inside."""
+    from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+    from megatron.slipstream.integration import small_copies
+
     holder = seam()
     before, holder.OFFLOAD_MGR = holder.OFFLOAD_MGR, manager
+    # Only our engine brings its own way of copying token counts.
+    if use_gpu() and isinstance(manager, PipelineOffloadManager):
+        small_copies.install()
     try:
         yield
     finally:
         holder.OFFLOAD_MGR = before
+        small_copies.uninstall()
 
 
 def build_offloading_chunks(base: BaseModel, variant: Variant) -> Chunks:
@@ -164,7 +171,7 @@ def _make_slipstream(options: Mapping[str, Any]) -> Any:
             raise ValueError(f"OffloadConfig has no option {name!r}{hint}")
     # An engine that install() finds at the seam would be replaced, and closed.
     with behind_the_seam(None):
-        return mcore.install(OffloadConfig(**options))
+        return mcore.install(OffloadConfig(**options))  # behind_the_seam() says when it is on
 
 
 def release_host_memory() -> None:

@@ -131,6 +131,11 @@ class PipelineOffloadManager:
         return self.store.copy_streams.h2d
 
     @property
+    def plan(self) -> Optional[Plan]:
+        """The plan that is followed, or that the next iteration will begin with; None if none."""
+        return self._plan or self._last_plan
+
+    @property
     def cuda_graph_stream(self) -> Stream:
         """The stream that captured layers are replayed on."""
         if self._cuda_graph_stream is None:

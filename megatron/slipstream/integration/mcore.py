@@ -23,7 +23,7 @@ from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import CudaBackend, make_backend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import numa
+from megatron.slipstream.integration import numa, small_copies
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     manager.config = config  # type: ignore[attr-defined]
     manager.region_context = _region_context()
     seam.OFFLOAD_MGR = manager
+    if isinstance(backend, CudaBackend):
+        small_copies.install()
     logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)
     return manager
 
@@ -92,6 +94,7 @@ def uninstall() -> None:
     """Give megatron-core its own engine back and return the host memory."""
     seam = mcore_offload.PipelineOffloadManager
     current = seam.OFFLOAD_MGR
+    small_copies.uninstall()
     if isinstance(current, PipelineOffloadManager):
         seam.OFFLOAD_MGR = None
         current.close()

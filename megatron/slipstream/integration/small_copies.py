@@ -1,0 +1,122 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Keeps the token dispatcher's small copies out of the queue behind the engine's large ones.
+
+megatron-core's dispatcher copies token counts to the host, some hundred bytes, and the host waits
+for them in every expert layer. All copies to the host, of whatever stream, priority or size, are
+served by one copy engine of the GPU in the order of their issue. So while activations leave, the
+host waits for milliseconds, and with it everything that it would have launched meanwhile. A kernel
+that writes the counts into pinned memory needs no copy engine: 40 microseconds instead of the 4400
+that 256 MiB ahead of it take (docs/design/overhead.md has the measurements).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+import torch
+from megatron.core.transformer.moe import token_dispatcher
+
+logger = logging.getLogger(__name__)
+
+NAME = "maybe_move_tensor_to_cpu"
+"""Of the function in megatron-core's dispatcher module that makes those copies."""
+
+SLOT_NUMEL = 256
+"""Elements of 8 bytes that one copy may have; more go by the copy engine as before."""
+
+_DTYPES = (torch.int64, torch.int32)
+
+_Kind = tuple[torch.dtype, int, int]
+"""Data type, device and stream, to whose kernels a slot belongs."""
+
+
+class _Slot(NamedTuple):
+    """Some pinned memory, as the host and as the device see it."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+
+
+class SmallCopies:
+    """Takes the place of megatron-core's function of the same purpose while the engine is on."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
+        self._free: defaultdict[_Kind, deque[_Slot]] = defaultdict(deque)
+        self._lent: dict[int, tuple[weakref.ref[torch.Tensor], _Kind, _Slot]] = {}
+        """By the identity of the weak reference, which tells when the slot is free again."""
+
+    def __call__(self, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """A copy of a GPU tensor in host memory, valid once the current stream has come here.
+
+        Args:
+            tensor: Anything; what is no small integer tensor on a GPU is left to megatron-core.
+            as_numpy: Return a numpy array.
+            record_stream: Keep the tensor's memory until the current stream has come here.
+        """
+        if not (
+            torch.is_tensor(tensor)
+            and tensor.is_cuda
+            and tensor.dtype in _DTYPES
+            and 0 < tensor.numel() <= SLOT_NUMEL
+            and not torch.cuda.is_current_stream_capturing()
+        ):
+            return self._original(tensor, as_numpy=as_numpy, record_stream=record_stream)
+        device = tensor.device.index
+        kind = (tensor.dtype, device, torch._C._cuda_getCurrentRawStream(device))
+        free = self._free[kind]
+        slot = free.popleft() if free else _new_slot(tensor.dtype)
+        numel = tensor.numel()
+        # An addition, since a copy between two tensors would go to a copy engine after all.
+        torch.add(tensor.reshape(-1), 0, out=slot.device[:numel])
+        result = slot.host[:numel].view(tensor.shape)
+        lent = weakref.ref(result, self._return)
+        self._lent[id(lent)] = (lent, kind, slot)
+        if record_stream:
+            tensor.record_stream(torch.cuda.current_stream())
+        return result.numpy() if as_numpy else result
+
+    def _return(self, reference: weakref.ref[torch.Tensor]) -> None:
+        # Nobody wants the value any more, though the kernel that writes it may not have run; but
+        # the next one to write the slot comes later in the same stream.
+        _, kind, slot = self._lent.pop(id(reference))
+        self._free[kind].append(slot)
+
+
+class _DeviceView:
+    """Pinned memory in the form from which torch makes a tensor of the GPU."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(host.shape),
+            "typestr": f"<i{host.element_size()}",
+            "data": (host.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _new_slot(dtype: torch.dtype) -> _Slot:
+    host = torch.empty(SLOT_NUMEL, dtype=dtype, pin_memory=True)
+    return _Slot(host, torch.as_tensor(_DeviceView(host), device="cuda"))
+
+
+def install() -> None:
+    """Put :class:`SmallCopies` into megatron-core's dispatcher; nothing if it is there."""
+    original = getattr(token_dispatcher, NAME, None)
+    if original is None:
+        # megatron-core 0.16 and others without the function synchronise in their own ways.
+        logger.info("this megatron-core has no %s: small copies stay as they are", NAME)
+    elif not isinstance(original, SmallCopies):
+        setattr(token_dispatcher, NAME, SmallCopies(original))
+
+
+def uninstall() -> None:
+    """Give megatron-core its own function back."""
+    current: Optional[Any] = getattr(token_dispatcher, NAME, None)
+    if isinstance(current, SmallCopies):
+        setattr(token_dispatcher, NAME, current._original)
