@@ -5,17 +5,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from megatron.slipstream.plan.trace import (
+    Bandwidth,
     GroupKey,
     GroupTrace,
+    MemoryReading,
     Step,
     StepKind,
     StorageTrace,
     Trace,
 )
+from megatron.slipstream.plan.workload import saved_bytes
 
 DEFAULT_NBYTES = 1000
 """Size of a storage that a test gives no other; not a power of two, so that sums tell."""
@@ -171,3 +174,18 @@ def one_pass(model: Model, pp_rank: int = 0) -> Trace:
 def keys(chunk_pass: int, groups: Iterable[int]) -> set[GroupKey]:
     """The keys of some groups of one pass."""
     return {GroupKey(chunk_pass, group) for group in groups}
+
+
+def timed(
+    trace: Trace, step_ms: float | Sequence[float], gb_per_s: float, both_gb_per_s: float = 0.0
+) -> Trace:
+    """The trace with times (one for all steps, or one each) and the same bandwidth both ways."""
+    each = step_ms if isinstance(step_ms, Sequence) else [step_ms] * len(trace.steps)
+    both = both_gb_per_s or gb_per_s
+    return replace(trace, step_ms=tuple(each), bandwidth=Bandwidth(gb_per_s, gb_per_s, both, both))
+
+
+def with_saved_bytes_as_memory(trace: Trace, other_bytes: int = 0) -> Trace:
+    """The trace with memory readings of what its groups save, and of as much beside it always."""
+    levels = [nbytes + other_bytes for nbytes in saved_bytes(trace)]
+    return replace(trace, memory=tuple(MemoryReading(level, level, 0) for level in levels))

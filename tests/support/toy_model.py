@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import make_backend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
+from megatron.slipstream.plan.policy import PolicyOptions
 
 WIDTH = 48
 
@@ -62,9 +63,13 @@ class Chunk(torch.nn.Module):
         return x
 
 
-def make_manager(backend: str, **options: int) -> PipelineOffloadManager:
-    """An engine on the backend of that name."""
-    return PipelineOffloadManager(make_backend(backend), **options)
+def make_manager(
+    backend: str, rank: int = 0, num_verified_iterations: int = 0, **options: Any
+) -> PipelineOffloadManager:
+    """An engine on the backend of that name; ``options`` are those of ``PolicyOptions``."""
+    return PipelineOffloadManager(
+        make_backend(backend), PolicyOptions(**options), rank, num_verified_iterations
+    )
 
 
 def make_chunks(num_chunks: int = 1, num_layers: int = 3) -> list[Chunk]:

@@ -20,6 +20,7 @@ from megatron.slipstream.fine_grained_activation_offload.storage import SavedTen
 from megatron.slipstream.plan.build import ActionKind
 from megatron.slipstream.plan.host_memory import BUFFER_ALIGNMENT_BYTES, size_class_bytes
 from megatron.slipstream.plan.operations import EDGES, OpKind, Queue
+from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import GroupKey, Trace
 
 
@@ -219,7 +220,7 @@ class WatchedManager(PipelineOffloadManager):
 
     def __init__(self, **options: int) -> None:
         self.watched = WatchedBackend()
-        super().__init__(self.watched, **options)
+        super().__init__(self.watched, PolicyOptions(**options))
         self.committed: list[OffloadTensorGroup] = []
         """This iteration's groups, in order."""
         self._save, self._read = self.store.save, self.store.read

@@ -136,6 +136,10 @@ class Backend(ABC):
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """Uninitialised device memory that the current stream may use at once."""
 
+    def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
+        """Device memory for measurements; None where there is none to spare, or nothing to time."""
+        return None
+
     @abstractmethod
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         """Uninitialised host memory that copies can run from and to asynchronously, uint8.
@@ -268,6 +272,12 @@ class CudaBackend(Backend):
         # On the current (compute) stream on purpose: the caching allocator keeps a pool per
         # stream, and memory of a copy stream's pool could not serve the computation again.
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+    def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
+        try:
+            return self.allocate_device(nbytes, torch.device("cuda"))
+        except torch.OutOfMemoryError:
+            return None
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         # Registered rather than asked of torch's pinned allocator, which rounds up to a power of

@@ -56,6 +56,8 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
     Stream,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease
+from megatron.slipstream.plan.simulate import BYTES_PER_MS_AT_1_GB_PER_S
+from megatron.slipstream.plan.trace import Bandwidth
 
 
 class Edge(enum.Enum):
@@ -68,6 +70,10 @@ class Edge(enum.Enum):
     E5 = "backward waits for the copy in of what it reads"
     E6 = "unused device memory is let go after its copy in"
     E7 = "host memory is unpinned after all copies"
+
+
+NUM_RATES = 3
+"""How often a rate is measured; what else goes over the link can only lower it."""
 
 
 class Signal(NamedTuple):
@@ -221,10 +227,61 @@ class CopyStreams:
             self._wait(Edge.E6, stream, stream_id, memory.signal)  # edge E6
         self._backend.drop_device(memory.storage)
 
+    def forget_waits(self) -> None:
+        """Make every wait again from here on: a stream may be another one under the same id."""
+        self._waited.clear()
+
     def finish(self) -> None:
         """Block the host until both streams are idle."""
         for stream in (self.d2h, self.h2d):
             self._wait_on_host(Edge.E7, stream)  # edge E7
+
+    def measure_bandwidth(self, device: Bytes, host: Bytes) -> Optional[Bandwidth]:
+        """What copies reach, each way alone and both at once; None where time means nothing.
+
+        Blocks the host for about ten copies.
+
+        Args:
+            device: Device memory that nobody uses.
+            host: Host memory of that length that nobody uses.
+        """
+        # Others may have had either memory until just now.
+        here = self._signal(self._backend.current_stream(), self._backend.current_stream_id())
+        self._wait(Edge.E1, self.d2h, self._d2h_id, here)  # edge E1
+        self._wait(Edge.E4, self.h2d, self._h2d_id, here)  # edge E4
+        self.finish()
+        half = device.nbytes // 2
+        sides = [Bytes(part.storage, part.start + half, half) for part in (device, host)]
+        out = (Copy(host.first(half), device.first(half)), self.d2h)
+        back = (Copy(*sides), self.h2d)
+        self._rate([out, back])  # The first copies of a process take longer.
+        alone = [self._rate([out]), self._rate([back])]
+        both = self._rate([out, back])
+        if not both or not all(alone):
+            return None
+        return Bandwidth(alone[0][0], alone[1][0], both[0], both[1])
+
+    def _rate(self, copies: Sequence[tuple[Copy, Stream]]) -> list[float]:
+        """The best of a few rates in 1e9 bytes per second of copies that run at once."""
+        rates: list[list[float]] = []
+        for _ in range(NUM_RATES):
+            starts = [self._backend.timed_event(stream) for _, stream in copies]
+            for copy, stream in copies:
+                self._backend.run_copies([copy], stream)
+            stops = [self._backend.timed_event(stream) for _, stream in copies]
+            for _, stream in copies:
+                self._wait_on_host(Edge.E7, stream)  # edge E7
+            if starts[0] is None:
+                return []
+            times = [self._backend.elapsed_ms(a, b) for a, b in zip(starts, stops, strict=True)]
+            rates.append(
+                [
+                    copy.source.nbytes / ms / BYTES_PER_MS_AT_1_GB_PER_S
+                    for (copy, _), ms in zip(copies, times, strict=True)
+                    if ms
+                ]
+            )
+        return [max(of_one) for of_one in zip(*rates, strict=True)]
 
     def _signal(self, stream: Stream, stream_id: Hashable) -> Signal:
         return Signal(self._backend.record(stream), stream_id, next(self._positions))

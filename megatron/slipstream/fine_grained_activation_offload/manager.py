@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Optional
 
@@ -22,7 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import Stall
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
@@ -30,6 +29,13 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.step_clock import (
+    NUM_TIMED,
+    NUM_WARMUPS,
+    StepClock,
+    Times,
+    typical_step_ms,
+)
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
@@ -37,7 +43,8 @@ from megatron.slipstream.plan.build import Action, ActionKind, Plan, build_plan
 from megatron.slipstream.plan.check import PlanFacts, check_plan
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes, render_plan
-from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
+from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.trace import Bandwidth, GroupKey, Step, StepKind, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +52,36 @@ MAX_PLANS = 32
 """Plans kept, one per sequence of marks (that is, per number of micro-batches)."""
 
 
+@dataclass
+class _Followed:
+    """What came of iterations that followed one plan to its end."""
+
+    num_iterations: int = 0
+    times: list[Times] = field(default_factory=list)
+
+    @property
+    def is_to_be_timed(self) -> bool:
+        """Whether the next one is to be timed."""
+        return NUM_WARMUPS <= self.num_iterations < NUM_WARMUPS + NUM_TIMED
+
+
 class PipelineOffloadManager:
     """The engine. Its public attributes are the contract that megatron-core's layers rely on.
 
     Args:
         backend: The device.
-        release_lag: See ``OffloadConfig.offload_release_lag``.
-        prefetch_depth: See ``OffloadConfig.offload_prefetch_depth``.
+        options: How groups are chosen and timed. What the model's configuration has options of its
+            own for (fraction and delta) is taken from there.
         rank: Global rank, for the report.
         num_verified_iterations: See ``OffloadConfig.offload_verify``.
-        host_memory_limit_bytes: See ``OffloadConfig.offload_host_memory_limit_bytes``; None for no
-            limit.
     """
 
     def __init__(
         self,
         backend: Backend,
-        release_lag: int = 1,
-        prefetch_depth: int = 1,
+        options: Optional[PolicyOptions] = None,
         rank: int = 0,
         num_verified_iterations: int = 0,
-        host_memory_limit_bytes: Optional[int] = None,
     ) -> None:
         self.do_offload = True
         """False while offloading is suspended: marks then do nothing."""
@@ -76,16 +92,13 @@ class PipelineOffloadManager:
         self._recorder = Recorder(backend)
         self.store = ActivationStore(backend, self._recorder)
         """The saved activations."""
-        self.store.host_pool.limit_bytes = host_memory_limit_bytes
-        self._planned_limit_bytes = host_memory_limit_bytes
-        """The host memory limit that the plans were made for."""
+        self._options = options or PolicyOptions()
+        """What the plans were made for."""
+        self.store.host_pool.limit_bytes = self._options.host_memory_limit_bytes
         self._told_of_limit = False
         self._num_verified_iterations = num_verified_iterations
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
-        self._release_lag = release_lag
-        self._prefetch_depth = prefetch_depth
-        self._options: Optional[PolicyOptions] = None
         self._pp_rank = 0
         self._plans: dict[tuple[Step, ...], Plan] = {}
         self._plan: Optional[Plan] = None
@@ -109,10 +122,15 @@ class PipelineOffloadManager:
         """Steps of this iteration so far."""
         self._improvised: deque[OffloadTensorGroup] = deque()
         """Committed groups that have not let go, where no plan says when they do."""
-        self._stalls: list[Stall] = []
-        self._stall_ms: dict[str, float] = {}
-        """By module, measured in the first iteration that followed a plan from its start."""
-        self._measures_stalls = True
+        self._clock: Optional[StepClock] = None
+        """Times this iteration, which follows its plan; None where it is not timed."""
+        self._read_later: list[tuple[Plan, StepClock]] = []
+        """Whole iterations that the device had not ended when the host had."""
+        self._followed: dict[tuple[Step, ...], _Followed] = {}
+        """What came of the plans, by their steps."""
+        self._times: Optional[Times] = None
+        """Of the iteration that was timed last."""
+        self._bandwidth: Optional[Bandwidth] = None
         self._cuda_graph_stream: Optional[Stream] = None
         self._cuda_graph_event: Optional[Event] = None
         self._in_replay = False
@@ -177,11 +195,10 @@ class PipelineOffloadManager:
             return
         self._restart_if_abandoned()
         self._pp_rank = pp_rank
-        options = PolicyOptions(
-            activation_offload_fraction,
-            delta_offload_bytes_across_pp_ranks,
-            self._release_lag,
-            self._prefetch_depth,
+        options = replace(
+            self._options,
+            activation_offload_fraction=activation_offload_fraction,
+            delta_offload_bytes_across_pp_ranks=delta_offload_bytes_across_pp_ranks,
         )
         if options != self._options:
             self._options = options
@@ -280,17 +297,13 @@ class PipelineOffloadManager:
             self._finish_iteration()
 
     def finish_report(self) -> None:
-        """Add the stalls that were measured, as far as the device has come."""
-        pending = []
-        for stall in self._stalls:
-            elapsed = self.store.backend.elapsed_ms(stall.start, stall.stop)
-            if elapsed is None:
-                pending.append(stall)
-            else:
-                self._stall_ms[stall.label] = self._stall_ms.get(stall.label, 0.0) + elapsed
-        self._stalls = pending
+        """Add what was timed, as far as the device has come."""
+        self._read_clocks()
+        times = self._times
         for name, counters in self.report.modules.items():
-            counters.stall_ms = self._stall_ms.get(name, 0.0)
+            counters.stall_ms = times.stall_ms_by_module.get(name, 0.0) if times else 0.0
+        if times is not None:
+            self.report.measured_ms = times.total_ms
 
     def close(self) -> None:
         """Return the host memory. Nothing that was saved can be read afterwards."""
@@ -334,6 +347,8 @@ class PipelineOffloadManager:
         if self._plan is not None and not _is_step(self._plan, index, kind, group):
             self._depart(index, Step(kind, group.key, group.name))
         if self._plan is not None:
+            if self._clock is not None:
+                self._clock.note_step()
             for action in self._plan.actions[index]:
                 self._perform(self._plan, action)
             return
@@ -344,13 +359,16 @@ class PipelineOffloadManager:
 
     def _begin_iteration(self) -> None:
         self._plan = self._last_plan
-        if self._plan is not None and self._measures_stalls:
-            self._measures_stalls = False
-            self.store.copy_streams.stalls = self._stalls
+        if self._plan is not None:
+            followed = self._followed.setdefault(self._plan.trace.steps, _Followed())
+            if followed.is_to_be_timed:
+                self._clock = StepClock(self.store.backend)
+                self.store.copy_streams.stalls = self._clock.stalls
 
     def _depart(self, index: int, step: Step) -> None:
         """The iteration is not the planned one: follow another plan that begins alike, or none."""
         assert self._plan is not None
+        self._stop_clock()
         done = (*self._plan.trace.steps[:index], step)
         for steps, plan in self._plans.items():
             if steps[: index + 1] == done:
@@ -393,14 +411,14 @@ class PipelineOffloadManager:
         if kind is StepKind.FORWARD_COMMIT:
             self.store.copy_out(group, self._may_improvise)
             self._improvised.append(group)
-            while len(self._improvised) > self._release_lag:
+            while len(self._improvised) > self._options.release_lag:
                 released = self._improvised.popleft()
                 if released.state is GroupState.COMMITTED:
                     self.store.release(released)
         elif kind is StepKind.BACKWARD_USE:
             chunk = self._passes[group.key.chunk_pass]
             self.store.copy_in(group.storages(), late=True)
-            for ahead in chunk.used_before(group, self._prefetch_depth):
+            for ahead in chunk.used_before(group, self._options.prefetch_depth):
                 self.store.copy_in(ahead.storages())
 
     def _may_improvise(self, _: int, storage: SavedStorage) -> bool:
@@ -411,6 +429,11 @@ class PipelineOffloadManager:
     def _finish_iteration(self) -> None:
         self._drop_plans_beyond_limit()
         plan = self._plan
+        if plan is not None and len(plan.trace.steps) == self._num_steps:
+            self._followed.setdefault(plan.trace.steps, _Followed()).num_iterations += 1
+            if self._clock is not None:
+                self._clock.note_step()
+                self._read_later.append((plan, self._clock))
         if plan is not None and len(plan.trace.steps) != self._num_steps:
             self._recorder.steps.extend(plan.trace.steps[: self._num_steps])
             plan = None
@@ -418,17 +441,47 @@ class PipelineOffloadManager:
             # Departed, or ended before the plan did: what it was may be known all the same.
             plan = self._plans.get(tuple(self._recorder.steps)) or self._make_plan()
         self._last_plan = plan
+        self._read_clocks()
         self._update_report()
         self._stop_verifying()
         self._clear_iteration()
         # The allocator is asked at every mark only while there is something to learn from it.
         self._recorder.reads_memory = False
 
+    def _stop_clock(self) -> None:
+        self._clock = self.store.copy_streams.stalls = None
+
+    def _read_clocks(self) -> None:
+        """Take the times of iterations that the device has ended, and plan anew from enough."""
+        later, self._read_later = self._read_later, []
+        for plan, clock in later:
+            times = clock.read()
+            if times is None:
+                self._read_later.append((plan, clock))
+            elif self._plans.get(plan.trace.steps) is plan:
+                self._take_times(plan, times)
+
+    def _take_times(self, plan: Plan, times: Times) -> None:
+        self._times = times
+        followed = self._followed[plan.trace.steps]
+        followed.times.append(times)
+        if plan.trace.step_ms or len(followed.times) < NUM_TIMED:
+            return
+        if self._bandwidth is None:
+            self._bandwidth = self.store.measure_bandwidth()
+        if self._bandwidth is None:
+            return
+        step_ms = typical_step_ms(followed.times)
+        trace = replace(plan.trace, step_ms=step_ms, bandwidth=self._bandwidth)
+        planned = self._plan_trace(trace)
+        if self._last_plan is plan:
+            self._last_plan = planned
+
     def _drop_plans_beyond_limit(self) -> None:
         """The pool lowers its limit where the system refuses it memory: then plan for less."""
         limit_bytes = self.store.host_pool.limit_bytes
-        if limit_bytes != self._planned_limit_bytes:
-            self._planned_limit_bytes = limit_bytes
+        if limit_bytes != self._options.host_memory_limit_bytes:
+            self._options = replace(self._options, host_memory_limit_bytes=limit_bytes)
             self._plans.clear()
             if self._plan is not None:
                 self._recorder.steps.extend(self._plan.trace.steps[: self._num_steps])
@@ -446,22 +499,26 @@ class PipelineOffloadManager:
             )
 
     def _make_plan(self) -> Plan:
-        trace = self._recorder.finish(self._pp_rank, self._groups, self._unwatched)
-        options = replace(
-            self._options or PolicyOptions(), host_memory_limit_bytes=self._planned_limit_bytes
-        )
-        plan = build_plan(trace, options)
+        return self._plan_trace(self._recorder.finish(self._pp_rank, self._groups, self._unwatched))
+
+    def _plan_trace(self, trace: Trace) -> Plan:
+        plan = build_plan(trace, self._options)
         self._tell_of_limit(plan)
         self.plan_facts = check_plan(plan)
         self._plans[trace.steps] = plan
+        self._followed[trace.steps] = _Followed()
         if len(self._plans) > MAX_PLANS:
-            del self._plans[next(iter(self._plans))]
+            oldest = next(iter(self._plans))
+            del self._plans[oldest]
+            self._followed.pop(oldest, None)
         report = self.report
         report.num_plans += 1
         report.plan = render_plan(plan)
         peaks = plan.peak_bytes()
         if peaks is not None:
             report.baseline_peak_bytes, report.planned_peak_bytes = peaks
+        if trace.step_ms and trace.bandwidth is not None:
+            report.planned_ms = simulate(plan).total_ms
         first = report.rank == 0 and report.num_plans == 1
         logger.log(logging.INFO if first else logging.DEBUG, "plan:\n%s", report.plan)
         return plan
@@ -500,7 +557,8 @@ class PipelineOffloadManager:
 
     def _clear_iteration(self) -> None:
         self.store.drain()
-        self.store.copy_streams.stalls = None
+        self.store.copy_streams.forget_waits()
+        self._stop_clock()
         self.store.modules = {}
         self._recorder.clear()
         self._passes.clear()

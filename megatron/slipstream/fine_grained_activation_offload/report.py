@@ -45,6 +45,11 @@ class RankReport:
     baseline_peak_bytes: int = 0
     """Device peak with and without the plan as predicted from the recorded iteration; 0 where
     device memory could not be read."""
+    planned_ms: float = 0.0
+    """What an iteration takes with the plan from its first mark to its end, as predicted; 0 where
+    nothing was timed."""
+    measured_ms: float = 0.0
+    """What the last iteration that was timed took."""
     host_allocated_bytes: int = 0
     """Host memory that the pool holds."""
     host_growth_bytes: int = 0

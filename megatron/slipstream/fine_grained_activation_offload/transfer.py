@@ -35,6 +35,10 @@ from megatron.slipstream.fine_grained_activation_offload.storage import (
     SavedTensor,
 )
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
+from megatron.slipstream.plan.trace import Bandwidth
+
+BANDWIDTH_NBYTES = 64 << 20
+"""What is copied, half of it each way, to measure the link: a millisecond's worth."""
 
 
 class ActivationStore:
@@ -237,6 +241,20 @@ class ActivationStore:
         while self._incoming:
             _, memory = self._incoming.popitem()
             self.copy_streams.abandon(memory)
+
+    def measure_bandwidth(self) -> Optional[Bandwidth]:
+        """What copies reach; None where that cannot be measured. Blocks the host for a while."""
+        device = self.backend.allocate_scratch(BANDWIDTH_NBYTES)
+        if device is None:
+            return None
+        try:
+            lease = self.host_pool.borrow(BANDWIDTH_NBYTES)
+        except HostMemoryFull:
+            return None
+        memory = Bytes(device, 0, BANDWIDTH_NBYTES)
+        bandwidth = self.copy_streams.measure_bandwidth(memory, lease.buffer.first(memory.nbytes))
+        self.host_pool.give_back(lease)
+        return bandwidth
 
     def close(self) -> None:
         """Return the host memory. Nothing that was saved can be read afterwards."""

@@ -24,6 +24,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import CudaBack
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration import numa, small_copies
+from megatron.slipstream.plan.policy import PolicyOptions
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +72,14 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     backend = make_backend(config.offload_backend)
     if isinstance(backend, CudaBackend) and config.offload_numa == "auto":
         backend.place_host_memory = numa.bind_to_gpu(_local_gpu())
-    manager = PipelineOffloadManager(
-        backend,
-        config.offload_release_lag,
-        config.offload_prefetch_depth,
-        rank=_rank(),
-        num_verified_iterations=config.offload_verify,
+    options = PolicyOptions(
+        release_lag=config.offload_release_lag,
+        prefetch_depth=config.offload_prefetch_depth,
         host_memory_limit_bytes=(
             config.offload_host_memory_limit_bytes or preflight.default_host_memory_limit_bytes()
         ),
     )
+    manager = PipelineOffloadManager(backend, options, _rank(), config.offload_verify)
     manager.config = config  # type: ignore[attr-defined]
     manager.region_context = _region_context()
     seam.OFFLOAD_MGR = manager

@@ -47,7 +47,7 @@ class SyncFreeMoELayer(MoELayer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        manager = getattr(self.token_dispatcher, "_comm_manager", None)
+        manager: Any = getattr(self.token_dispatcher, "_comm_manager", None)
         if hasattr(manager, "_indices_to_multihot"):
             manager._indices_to_multihot = lambda indices, probs: indices_to_multihot(
                 indices, probs, manager.num_local_experts

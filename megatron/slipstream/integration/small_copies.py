@@ -48,7 +48,7 @@ class SmallCopies:
     def __init__(self, original: Callable[..., Any]) -> None:
         self._original = original
         self._free: defaultdict[_Kind, deque[_Slot]] = defaultdict(deque)
-        self._lent: dict[int, tuple[weakref.ref[torch.Tensor], _Kind, _Slot]] = {}
+        self._lent: dict[int, tuple[weakref.ref[Any], _Kind, _Slot]] = {}
         """By the identity of the weak reference, which tells when the slot is free again."""
 
     def __call__(self, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -74,14 +74,16 @@ class SmallCopies:
         numel = tensor.numel()
         # An addition, since a copy between two tensors would go to a copy engine after all.
         torch.add(tensor.reshape(-1), 0, out=slot.device[:numel])
-        result = slot.host[:numel].view(tensor.shape)
+        result: Any = slot.host[:numel].view(tensor.shape)
+        if as_numpy:
+            result = result.numpy()
         lent = weakref.ref(result, self._return)
         self._lent[id(lent)] = (lent, kind, slot)
         if record_stream:
             tensor.record_stream(torch.cuda.current_stream())
-        return result.numpy() if as_numpy else result
+        return result
 
-    def _return(self, reference: weakref.ref[torch.Tensor]) -> None:
+    def _return(self, reference: weakref.ref[Any]) -> None:
         # Nobody wants the value any more, though the kernel that writes it may not have run; but
         # the next one to write the slot comes later in the same stream.
         _, kind, slot = self._lent.pop(id(reference))

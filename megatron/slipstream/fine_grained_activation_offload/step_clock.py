@@ -1,0 +1,72 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Timing iterations on the compute stream: what the planner needs to know beside the trace."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Event
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import Stall
+
+NUM_WARMUPS = 2
+"""Iterations of a plan that are not timed: the first ones allocate."""
+
+NUM_TIMED = 3
+"""Iterations of a plan that are timed. Of each step the median counts."""
+
+
+class Times(NamedTuple):
+    """One iteration, in milliseconds of the compute stream."""
+
+    step_ms: tuple[float, ...]
+    """From each step to the next, the last to the end, beside waits for copies."""
+    stall_ms: tuple[float, ...]
+    """Of those steps, the time in such waits."""
+    stall_ms_by_module: dict[str, float]
+
+    @property
+    def total_ms(self) -> float:
+        """From the first step to the end."""
+        return sum(self.step_ms) + sum(self.stall_ms)
+
+
+class StepClock:
+    """Times the steps of one iteration. The device is read when it has come that far."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.stalls: list[Stall] = []
+        """Waits of the compute stream for copies, appended as they are made."""
+        self._marks: list[tuple[Event, int]] = []
+        """For each step its event, and how many stalls came before."""
+
+    def note_step(self) -> None:
+        """The host has come to a step; also called once at the end."""
+        event = self._backend.timed_event(self._backend.current_stream())
+        self._marks.append((event, len(self.stalls)))
+
+    def read(self) -> Optional[Times]:
+        """The times; None if the device has not come to the end, or takes no times."""
+        elapsed_ms = self._backend.elapsed_ms
+        if not self._marks or self._marks[0][0] is None:
+            return None
+        if elapsed_ms(self._marks[0][0], self._marks[-1][0]) is None:
+            return None
+        waited_ms = [elapsed_ms(stall.start, stall.stop) or 0.0 for stall in self.stalls]
+        by_module: dict[str, float] = {}
+        for stall, ms in zip(self.stalls, waited_ms, strict=True):
+            by_module[stall.label] = by_module.get(stall.label, 0.0) + ms
+        step_ms, stall_ms = [], []
+        for (start, first), (stop, last) in zip(self._marks, self._marks[1:], strict=False):
+            stalled = sum(waited_ms[first:last])
+            step_ms.append(max(0.0, (elapsed_ms(start, stop) or 0.0) - stalled))
+            stall_ms.append(stalled)
+        return Times(tuple(step_ms), tuple(stall_ms), by_module)
+
+
+def typical_step_ms(runs: Sequence[Times]) -> tuple[float, ...]:
+    """For each step the median of several iterations."""
+    return tuple(map(statistics.median, zip(*(run.step_ms for run in runs), strict=True)))

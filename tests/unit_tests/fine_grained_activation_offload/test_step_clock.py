@@ -1,0 +1,128 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Iterations are timed once they are warm, stalls are told apart, and the plan is made anew."""
+
+from __future__ import annotations
+
+import time
+from typing import Optional
+
+import pytest
+import torch
+from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
+
+from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend, Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import Stall
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.step_clock import (
+    NUM_TIMED,
+    NUM_WARMUPS,
+    StepClock,
+)
+
+
+class TimedBackend(CpuBackend):
+    """Time on its streams is that of the wall; events complete when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_come = True
+
+    def timed_event(self, stream: Stream) -> Event:
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
+        return 1e3 * (stop - start) if self.has_come else None
+
+    def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
+        return self.allocate_device(nbytes, torch.device("cpu"))
+
+
+class ScriptedBackend(CpuBackend):
+    """Each event is at the next of the given times."""
+
+    def __init__(self, times_ms: list[float]) -> None:
+        super().__init__()
+        self._times_ms = iter(times_ms)
+
+    def timed_event(self, stream: Stream) -> Event:
+        return next(self._times_ms)
+
+    def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
+        return float(stop - start)
+
+
+def test_waits_for_copies_are_no_part_of_a_steps_own_time() -> None:
+    backend = ScriptedBackend([0, 10, 30, 60])
+    clock = StepClock(backend)
+    clock.note_step()
+    clock.stalls.append(Stall("core_attn", 2, 5))
+    clock.note_step()
+    clock.stalls += [Stall("moe_act", 11, 12), Stall("core_attn", 20, 27)]
+    clock.note_step()
+    clock.note_step()
+    times = clock.read()
+    assert times is not None
+    assert times.step_ms == (7, 12, 30)
+    assert times.stall_ms == (3, 8, 0)
+    assert times.stall_ms_by_module == {"core_attn": 10, "moe_act": 1}
+    assert times.total_ms == 60
+
+
+def test_where_streams_have_no_time_nothing_is_read() -> None:
+    clock = StepClock(CpuBackend())
+    clock.note_step()
+    clock.note_step()
+    assert clock.read() is None
+
+
+@pytest.mark.parametrize("schedule", ["accumulation", "1F1B first of two"])
+def test_the_plan_is_made_anew_from_times_and_still_right(schedule: str) -> None:
+    chunks = make_chunks(1)
+    expected = run_schedule(chunks, SCHEDULES[schedule], None)
+    manager = PipelineOffloadManager(TimedBackend())
+    recorded = 1
+    for iteration in range(recorded + NUM_WARMUPS + NUM_TIMED + 3):
+        assert all_equal(expected, run_schedule(chunks, SCHEDULES[schedule], manager))
+        assert manager.plan is not None
+        is_timed = iteration + 1 >= recorded + NUM_WARMUPS + NUM_TIMED
+        assert (len(manager.plan.trace.step_ms) > 0) is is_timed
+    assert manager.plan.trace.bandwidth is not None
+    assert all(rate > 0 for rate in manager.plan.trace.bandwidth)
+    assert manager.report.num_plans == 2
+    assert manager.report.planned_ms > 0
+    assert manager.report.total.d2h_copies > 0
+
+
+def test_what_the_device_has_not_ended_is_read_later() -> None:
+    chunks = make_chunks(1)
+    backend = TimedBackend()
+    manager = PipelineOffloadManager(backend)
+    backend.has_come = False
+    for _ in range(12):
+        run_schedule(chunks, SCHEDULES["accumulation"], manager)
+    assert manager.plan is not None
+    assert manager.plan.trace.step_ms == ()
+    backend.has_come = True
+    run_schedule(chunks, SCHEDULES["accumulation"], manager)
+    assert len(manager.plan.trace.step_ms) == len(manager.plan.trace.steps)
+
+
+def test_an_iteration_that_departs_is_not_taken_for_its_plans_time() -> None:
+    chunks = make_chunks(1)
+    manager = PipelineOffloadManager(TimedBackend())
+    for _ in range(6):
+        run_schedule(chunks, SCHEDULES["accumulation"], manager)
+        run_schedule(chunks, SCHEDULES["1F1B first of two"], manager)
+    for plan in manager._plans.values():
+        assert len(plan.trace.step_ms) in (0, len(plan.trace.steps))
+
+
+def test_the_report_tells_stalls_by_module() -> None:
+    chunks = make_chunks(1)
+    manager = PipelineOffloadManager(TimedBackend())
+    for _ in range(NUM_WARMUPS + 3):
+        run_schedule(chunks, SCHEDULES["accumulation"], manager)
+    manager.finish_report()
+    assert manager.report.measured_ms > 0
+    assert any(counters.stall_ms > 0 for counters in manager.report.modules.values())
