@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, Optional
 
@@ -84,15 +84,6 @@ class Signal(NamedTuple):
     """Id of the stream that it lies in."""
     position: int
     """Grows along the stream."""
-
-
-class InFlight(NamedTuple):
-    """Device memory that a copy is using, and the signal that says when the copy is done."""
-
-    storage: torch.UntypedStorage
-    signal: Signal
-    streams: tuple[Stream, ...]
-    """The streams that may be given the memory next, which have to wait."""
 
 
 class Stall(NamedTuple):
@@ -169,12 +160,31 @@ class CopyStreams:
         )
         return self._end(moves, stream, stream_id)
 
-    def let_go(self, memory: InFlight, label: str = "") -> None:
-        """Let go of device memory after its copy out. The caller deletes its last reference."""
-        for stream in memory.streams:
-            stream_id = self._backend.stream_id(stream)
-            self._wait(Edge.E3, stream, stream_id, memory.signal, label)  # edge E3
-        self._backend.drop_device(memory.storage)
+    def let_go(
+        self,
+        memory: torch.UntypedStorage,
+        copied_out: Optional[Signal],
+        streams: Mapping[Hashable, Stream],
+        label: str = "",
+    ) -> None:
+        """Let go of device memory after its copy out. The caller deletes its last reference.
+
+        Args:
+            memory: What the copy read.
+            copied_out: The signal after the copy.
+            streams: By id, those that may be given the memory next, which have to wait.
+            label: On whose account.
+        """
+        if copied_out is not None:
+            for stream_id, stream in streams.items():
+                self._wait(Edge.E3, stream, stream_id, copied_out, label)  # edge E3
+        self._backend.drop_device(memory)
+
+    def follow_copy_out(self, copied_out: Optional[Signal], label: str = "") -> None:
+        """Order the current stream, which has the memory alone from here on, after its copy out."""
+        if copied_out is not None:
+            stream_id = self._backend.current_stream_id()
+            self._wait(Edge.E3, None, stream_id, copied_out, label)  # edge E3
 
     def copy_in(
         self,
@@ -220,12 +230,23 @@ class CopyStreams:
         stream_id = self._backend.current_stream_id()
         self._wait(Edge.E5, None, stream_id, signal, label)  # edge E5
 
-    def abandon(self, memory: InFlight) -> None:
-        """Let go of returned device memory that nobody came for."""
-        for stream in memory.streams:
-            stream_id = self._backend.stream_id(stream)
-            self._wait(Edge.E6, stream, stream_id, memory.signal)  # edge E6
-        self._backend.drop_device(memory.storage)
+    def abandon(
+        self,
+        memory: Optional[torch.UntypedStorage],
+        copied_in: Optional[Signal],
+        stream: Optional[Stream],
+    ) -> None:
+        """Let go of returned device memory that nobody came for.
+
+        Args:
+            memory: What the copy writes; the caller deletes its last reference.
+            copied_in: The signal after the copy.
+            stream: The stream that the memory was allocated for, which may be given it next.
+        """
+        if memory is None or copied_in is None:
+            return
+        self._wait(Edge.E6, stream, self._backend.stream_id(stream), copied_in)  # edge E6
+        self._backend.drop_device(memory)
 
     def forget_waits(self) -> None:
         """Make every wait again from here on: a stream may be another one under the same id."""

@@ -90,9 +90,8 @@ class OffloadTensorGroup:
         self.state = state
 
     def hold(self, storage: SavedStorage) -> None:
-        """Note that this group saved a view of ``storage``."""
-        if storage.serial not in self.held:
-            self.held[storage.serial] = HeldStorage(weakref.ref(storage), storage.owner.key)
+        """Note that this group saved a view of ``storage``, its first."""
+        self.held[storage.serial] = HeldStorage(weakref.ref(storage), storage.owner.key)
 
     def storages_or_none(self) -> Iterator[Optional[SavedStorage]]:
         """The storages by position, None for those that autograd has freed."""

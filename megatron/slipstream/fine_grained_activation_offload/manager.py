@@ -556,7 +556,6 @@ class PipelineOffloadManager:
             report.num_kept_for_host_memory = self._last_plan.num_kept_for_host_memory
 
     def _clear_iteration(self) -> None:
-        self.store.drain()
         self.store.copy_streams.forget_waits()
         self._stop_clock()
         self.store.modules = {}

@@ -23,7 +23,10 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLe
 from megatron.slipstream.plan.trace import GroupKey
 
 if TYPE_CHECKING:  # a group refers to its storages weakly, and each of them to its first group
-    from megatron.slipstream.fine_grained_activation_offload.copy_streams import Signal
+    from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
+        CopyStreams,
+        Signal,
+    )
     from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 
 DEVICE_ALIGNMENT_BYTES = 512
@@ -73,13 +76,19 @@ class SavedStorage:
     __slots__ = (
         *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "residence"),
         *("aliases", "returned", "lease", "holders_to_release", "streams", "out_signal"),
-        *("in_signal", "overwritten", "copied_version", "_views", "_original", "_pool"),
-        "__weakref__",
+        *("in_signal", "returned_on", "overwritten", "copied_version"),
+        *("_views", "_original", "_pool", "_copies", "__weakref__"),
     )
 
     _serials = itertools.count()
 
-    def __init__(self, tensor: torch.Tensor, owner: OffloadTensorGroup, pool: HostPool) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        owner: OffloadTensorGroup,
+        pool: HostPool,
+        copies: CopyStreams,
+    ) -> None:
         self.serial = next(self._serials)
         self.owner = owner
         """The group that saved it first: moves are reported on its account."""
@@ -102,6 +111,8 @@ class SavedStorage:
         """After the copy out; None if there was none."""
         self.in_signal: Optional[Signal] = None
         """After the copy in."""
+        self.returned_on: Optional[Stream] = None
+        """The stream that the returned memory was allocated for."""
         self.overwritten = False
         """A saved tensor was changed in place, which autograd refuses to read in backward."""
         self.copied_version = -1
@@ -110,8 +121,15 @@ class SavedStorage:
         self._original: Optional[StorageWeakRef] = None
         """Tells whether somebody else still holds the memory after we let go of it."""
         self._pool = pool
+        self._copies = copies
 
     def __del__(self) -> None:
+        # Autograd wants it no more, though a copy may still be using the device memory.
+        if self.residence is Residence.LEAVING:
+            self.let_go()
+        elif self.residence is Residence.RETURNING:
+            returned, self.returned = self.returned, None
+            self._copies.abandon(returned, self.in_signal, self.returned_on)
         if self.lease is not None:
             self._pool.give_back(self.lease)
 
@@ -146,9 +164,10 @@ class SavedStorage:
         start, stop = _extent(tensor)
         return self.start <= start and stop <= self.stop and tensor._version == self.copied_version
 
-    def save(self, tensor: torch.Tensor) -> SavedTensor:
-        """Keep another saved view."""
+    def save(self, tensor: torch.Tensor, holder: GroupKey) -> SavedTensor:
+        """Keep another saved view, on account of the group of that key."""
         if self.residence is Residence.DEVICE or self.residence is Residence.LEAVING:
+            self.holders_to_release.add(holder)
             start, stop = _extent(tensor)
             self.start, self.stop = min(self.start, start), max(self.stop, stop)
             # detach() shares the version counter, so that later in-place changes show.
@@ -180,11 +199,18 @@ class SavedStorage:
         original = self.aliases[0][0].untyped_storage()
         return not self.overwritten and original.nbytes() == self.storage_nbytes
 
-    def drop_aliases(self) -> None:
-        """Keep the device memory alive no longer."""
-        self._original = StorageWeakRef(self.aliases[0][0].untyped_storage())
+    def let_go(self, label: str = "") -> None:
+        """LEAVING to HOST: keep the device memory alive no longer.
+
+        Args:
+            label: On whose account the compute stream waits for the copy out.
+        """
+        original = self.aliases[0][0].untyped_storage()
+        self._original = StorageWeakRef(original)
         self._views = [_View.of(alias) for alias, _ in self.aliases]
         self.aliases.clear()
+        self.move_to(Residence.HOST)
+        self._copies.let_go(original, self.out_signal, self.streams, label)
 
     def live_original(self) -> Optional[torch.UntypedStorage]:
         """The original storage if somebody else has kept it alive."""

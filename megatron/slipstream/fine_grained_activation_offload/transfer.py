@@ -16,11 +16,7 @@ from typing import Any, Optional
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
-    CopyStreams,
-    InFlight,
-    Signal,
-)
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.host_pool import (
     HostLease,
@@ -58,10 +54,6 @@ class ActivationStore:
         )
         """The live storages by the address of torch's storage object, which the storage's own
         weak reference keeps from being used again."""
-        self._outgoing: dict[int, InFlight] = {}
-        """Device memory that copies out read, by the storage's serial number."""
-        self._incoming: dict[int, InFlight] = {}
-        """Device memory that copies in write and nobody has waited for yet."""
 
     def counters(self, name: str) -> ModuleCounters:
         """This iteration's figures of one module."""
@@ -71,24 +63,26 @@ class ActivationStore:
 
     def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor`` in a region of ``group``. Returns what it keeps instead."""
+        if type(tensor) is not torch.Tensor:
+            # Subclasses (parameters, quantised and distributed tensors) hold memory that is not
+            # theirs.
+            return tensor
         if not self._is_movable(tensor):
             return _keep(tensor)
         memory = tensor.untyped_storage()._cdata
         storage = self._by_memory.get(memory)
         if storage is None or not storage.serves(tensor):
             # A parameter's transpose, say, is a plain tensor.
-            base = tensor._base
-            if tensor.numel() < group.min_numel or isinstance(base, torch.nn.Parameter):
+            if tensor.numel() < group.min_numel or isinstance(tensor._base, torch.nn.Parameter):
                 return _keep(tensor)
-            storage = SavedStorage(tensor, group, self.host_pool)
+            storage = SavedStorage(tensor, group, self.host_pool, self.copy_streams)
             self._by_memory[memory] = storage
-        group.hold(storage)
+        if storage.serial not in group.held:
+            group.hold(storage)
         stream_id = self.backend.current_stream_id()
         if stream_id not in storage.streams:
             storage.streams[stream_id] = self.backend.current_stream()
-        if storage.residence is Residence.DEVICE or storage.residence is Residence.LEAVING:
-            storage.holders_to_release.add(group.key)
-        return storage.save(tensor)
+        return storage.save(tensor, group.key)
 
     def read(self, saved: Any) -> torch.Tensor:
         """Autograd reads a saved tensor, on the stream of the operation that reads it.
@@ -102,9 +96,9 @@ class ActivationStore:
         if storage.residence is Residence.LEAVING:
             # Needed before it was let go: it has never been away. The copy out may still be
             # reading, so what comes after this waits for it, before autograd lets go of the memory.
+            self.copy_streams.follow_copy_out(storage.out_signal, storage.owner.name)
             storage.move_to(Residence.DEVICE)
             self.host_pool.give_back(storage.take_lease())
-            self._let_go(storage.serial, storage.owner.name)
         if storage.residence is Residence.DEVICE:
             storage.note_overwrites()
         if storage.overwritten:
@@ -120,15 +114,16 @@ class ActivationStore:
         if storage.lease is not None:
             self._settle_original(storage)
         if storage.in_signal is not None:
-            self._await_return(storage, storage.in_signal)
+            self.copy_streams.before_use(storage.in_signal, storage.owner.name)
+            if storage.residence is Residence.RETURNING:
+                storage.move_to(Residence.BACK)
+                if self.verifier is not None:
+                    self.verifier.reads(storage, self.copy_streams.finish)
         return storage.view_returned(index)
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
         return (
-            # Subclasses (parameters, quantised and distributed tensors) hold memory that is not
-            # theirs.
-            type(tensor) is torch.Tensor
-            and self.backend.manages(tensor)
+            self.backend.manages(tensor)
             and tensor.layout is torch.strided
             and tensor.numel() > 0
             and not (tensor.is_conj() or tensor.is_neg())
@@ -185,27 +180,20 @@ class ActivationStore:
         counters = self.counters(group.name)
         counters.num_groups_moved += 1
         counters.d2h_copies += len(moves)
-        for storage, (source, _) in zip(storages, moves, strict=True):
-            storage.move_to(Residence.LEAVING)
+        for storage in storages:
             storage.out_signal = signal
-            streams = tuple(storage.streams.values())
-            self._outgoing[storage.serial] = InFlight(source.storage, signal, streams)
-            counters.d2h_bytes += source.nbytes
+            storage.move_to(Residence.LEAVING)
+            counters.d2h_bytes += storage.nbytes
 
     def release(self, group: OffloadTensorGroup) -> None:
         """The group lets go of its storages; the last holder's letting go frees the memory."""
-        for serial, held in group.held.items():
-            storage = held.reference()
-            if storage is None:
-                self._let_go(serial, group.name)
-                continue
+        for storage in group.storages():
             storage.holders_to_release.discard(group.key)
             if storage.residence is Residence.LEAVING and not storage.holders_to_release:
                 storage.note_overwrites()
-                storage.move_to(Residence.HOST)
-                storage.drop_aliases()
-                self._recorder.set_absent(storage)
-                self._let_go(serial, group.name)
+                storage.let_go(group.name)
+                if self._recorder.reads_memory:
+                    self._recorder.set_absent(storage)
 
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:
         """Start copying back those of ``storages`` that are on the host.
@@ -214,11 +202,13 @@ class ActivationStore:
             storages: Any storages.
             late: Backward is already asking for them.
         """
-        on_host = [storage for storage in storages if storage.residence is Residence.HOST]
         returning = []
-        for storage in on_host:
+        for storage in storages:
+            if storage.residence is not Residence.HOST:
+                continue
             original = storage.live_original()
-            self._recorder.set_returned(storage, original is not None)
+            if original is not None or self._recorder.reads_memory:
+                self._recorder.set_returned(storage, original is not None)
             if original is None:
                 returning.append(storage)
                 continue
@@ -233,14 +223,6 @@ class ActivationStore:
             counters = self.counters(storage.owner.name)
             counters.freed_bytes += storage.nbytes
             counters.num_late += late
-
-    def drain(self) -> None:
-        """Drop all memory that copies use. Afterwards none is in flight on account of a group."""
-        for serial in list(self._outgoing):
-            self._let_go(serial)
-        while self._incoming:
-            _, memory = self._incoming.popitem()
-            self.copy_streams.abandon(memory)
 
     def measure_bandwidth(self) -> Optional[Bandwidth]:
         """What copies reach; None where that cannot be measured. Blocks the host for a while."""
@@ -259,7 +241,6 @@ class ActivationStore:
     def close(self) -> None:
         """Return the host memory. Nothing that was saved can be read afterwards."""
         self.copy_streams.finish()
-        self.drain()
         self.host_pool.close()
 
     def _borrow(self, storages: Sequence[SavedStorage]) -> Optional[list[HostLease]]:
@@ -274,33 +255,29 @@ class ActivationStore:
             return None
         return leases
 
-    def _let_go(self, serial: int, label: str = "") -> None:
-        memory = self._outgoing.pop(serial, None)
-        if memory is not None:
-            self.copy_streams.let_go(memory, label)
-
     def _start_copies_in(self, storages: Sequence[SavedStorage]) -> None:
         """HOST to RETURNING, in one batch."""
         # All of it before any state changes: the device may be out of memory.
         memory = [self.backend.allocate_device(s.nbytes, s.device) for s in storages]
-        moves: list[tuple[Bytes, HostLease]] = []
-        for storage, returned in zip(storages, memory, strict=True):
-            storage.returned = returned
+        moves = [
+            (Bytes(returned, 0, storage.nbytes), storage.take_lease())
+            for storage, returned in zip(storages, memory, strict=True)
+        ]
+        verify = None
+        if self.verifier is not None:
+            for storage, returned in zip(storages, memory, strict=True):
+                storage.returned = returned
+            verify = partial(self._verify_returned, storages)
+        copied_out = [s.out_signal for s in storages if s.out_signal is not None]
+        signal = self.copy_streams.copy_in(moves, copied_out, after=verify)
+        stream = self.backend.current_stream()
+        for storage, (destination, lease) in zip(storages, moves, strict=True):
+            storage.returned, storage.in_signal = destination.storage, signal
+            storage.returned_on = stream
             storage.move_to(Residence.RETURNING)
-            moves.append((Bytes(returned, 0, storage.nbytes), storage.take_lease()))
-        verify = None if self.verifier is None else partial(self._verify_returned, storages)
-        signal = self.copy_streams.copy_in(
-            moves, [s.out_signal for s in storages if s.out_signal is not None], after=verify
-        )
-        streams = (self.backend.current_stream(),)
-        for storage, (returned, _, nbytes), lease in (
-            (storage, *move) for storage, move in zip(storages, moves, strict=True)
-        ):
-            storage.in_signal = signal
-            self._incoming[storage.serial] = InFlight(returned, signal, streams)
             self.host_pool.give_back(lease)
             counters = self.counters(storage.owner.name)
-            counters.h2d_bytes += nbytes
+            counters.h2d_bytes += destination.nbytes
             counters.h2d_copies += 1
 
     def _settle_original(self, storage: SavedStorage) -> None:
@@ -311,14 +288,6 @@ class ActivationStore:
         storage.returned = None
         storage.move_to(Residence.HOST)
         self._start_copies_in([storage])
-
-    def _await_return(self, storage: SavedStorage, signal: Signal) -> None:
-        self.copy_streams.before_use(signal, storage.owner.name)
-        if storage.residence is Residence.RETURNING:
-            storage.move_to(Residence.BACK)
-            self._incoming.pop(storage.serial, None)
-            if self.verifier is not None:
-                self.verifier.reads(storage, self.copy_streams.finish)
 
     def _verify_leaving(self, storages: Sequence[SavedStorage]) -> None:
         if self.verifier is not None:

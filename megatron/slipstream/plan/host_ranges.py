@@ -83,10 +83,14 @@ class FreeRanges:
         cut = start + nbytes
         if cut == stop:
             return Span(slab, start, stop, _distinct(uses))
+        first = 0  # of the uses that reach beyond the cut
+        while first < len(uses) and uses[first].stop <= cut:
+            first += 1
+        taken = first < len(uses) and uses[first].start < cut
         # The age of what is left is that of its bytes, which are as they were.
-        left = tuple(_clip(use, cut) for use in uses if use.stop > cut)
+        left = (uses[first]._replace(start=cut), *uses[first + 1 :]) if taken else uses[first:]
         self._insert(_FreeRange(stop - cut, serial, slab, cut, stop, left))
-        return Span(slab, start, cut, _distinct(use for use in uses if use.start < cut))
+        return Span(slab, start, cut, _distinct(uses[: first + taken]))
 
     def put(self, slab: int, start: int, stop: int, events: tuple[Hashable, ...]) -> None:
         """Put bytes back that were taken; ``events`` end the last copies of them."""
@@ -116,9 +120,9 @@ class FreeRanges:
         del self._by_stop[free.slab, free.stop]
 
 
-def _clip(use: Use, start: int) -> Use:
-    return use if use.start >= start else use._replace(start=start)
-
-
 def _distinct(uses: Iterable[Use]) -> tuple[Hashable, ...]:
-    return tuple({event: None for use in uses for event in use.events})
+    events: dict[Hashable, None] = {}
+    for use in uses:
+        for event in use.events:
+            events[event] = None
+    return tuple(events)

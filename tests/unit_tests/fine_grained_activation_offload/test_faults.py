@@ -170,7 +170,6 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
         "lent bytes": manager.store.host_pool.lent_bytes,
         "storages": sum(isinstance(item, SavedStorage) for item in objects),
         "tensors": sum(type(item) is torch.Tensor for item in objects),
-        "in flight": len(manager.store._outgoing) + len(manager.store._incoming),
         "groups": len(manager._groups),
         "plans": len(manager._plans),
     }
