@@ -40,7 +40,7 @@ from megatron.slipstream.plan.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.trace import Bandwidth
 
-NUM_WARMUPS = 5
+NUM_WARMUPS = 12
 """Iterations of each engine before any is measured: ours records the first ones and plans, the
 other one fills its pool, and the allocator comes to rest."""
 
@@ -381,6 +381,10 @@ def report_fields(manager: Any) -> dict[str, Any]:
         "planned_saved_bytes": (
             manager.report.baseline_peak_bytes - manager.report.planned_peak_bytes
         ),
+        # From the first mark to the end, by the plan and in an iteration that followed it.
+        "planned_ms": manager.report.planned_ms,
+        "followed_ms": manager.report.measured_ms,
+        "plan_notes": list(manager.plan.notes) if manager.plan is not None else [],
     }
 
 

@@ -47,11 +47,26 @@ class OffloadConfig:
     offload_release_lag: int = 1
     """How many later group commits a group's device memory outlives its own commit. The copy to
     the host overlaps with their computation. Larger values hide slower links and cost device
-    memory; 0 waits for each copy at once."""
+    memory; 0 waits for each copy at once. Once an iteration has been timed, memory goes when that
+    costs no time; this then says only which device peak has to be kept."""
 
     offload_prefetch_depth: int = 1
     """How many groups ahead of their use in backward the copies back start, counted in group
-    uses. Larger values hide slower links and cost device memory; 0 copies at the moment of use."""
+    uses. Larger values hide slower links and cost device memory; 0 copies at the moment of use.
+    Once an iteration has been timed, copies start when they have to; this then says only which
+    device peak has to be kept."""
+
+    offload_target_memory_gib: Optional[float] = None
+    """Move only what it takes to keep each rank's device peak, as the allocator counts it, at or
+    below so many GiB, in the least predicted time. If that cannot be, the plan has the lowest peak
+    and says by how much it misses. Not set, everything moves that may. It takes effect once an
+    iteration has been timed."""
+
+    offload_max_overhead_percent: Optional[float] = None
+    """Move only what lowers the device peak while compute waits for copies, as predicted, at most
+    so many percent of the time it takes by itself; 0 moves what hides completely. If nothing can,
+    nothing moves, and the plan says why. Not set, everything moves that may. It takes effect once
+    an iteration has been timed. Not together with `--offload-target-memory-gib`."""
 
     offload_host_memory_limit_bytes: Optional[int] = None
     """The most host memory, in bytes, that this process pins for activations. Groups that do not
@@ -125,6 +140,29 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.offload_prefetch_depth >= 0,
         "offload_prefetch_depth={offload_prefetch_depth} is negative; set how many groups ahead "
         "(0 or more) a copy back starts",
+    ),
+    Rule(
+        "offload_target_memory_gib",
+        _always,
+        lambda c: c.offload_target_memory_gib is None or c.offload_target_memory_gib > 0,
+        "offload_target_memory_gib={offload_target_memory_gib} is no device peak; set the GiB "
+        "(above 0) that each rank may use at most, or leave it out to move everything that may",
+    ),
+    Rule(
+        "offload_max_overhead_percent",
+        _always,
+        lambda c: c.offload_max_overhead_percent is None or c.offload_max_overhead_percent >= 0,
+        "offload_max_overhead_percent={offload_max_overhead_percent} is negative; set by how many "
+        "percent (0 or more) copies may slow an iteration down, or leave it out to move everything "
+        "that may",
+    ),
+    Rule(
+        "offload_max_overhead_percent",
+        lambda c: c.offload_target_memory_gib is not None,
+        lambda c: c.offload_max_overhead_percent is None,
+        "offload_max_overhead_percent={offload_max_overhead_percent} is not supported with "
+        "offload_target_memory_gib={offload_target_memory_gib} because each alone decides how much "
+        "moves; set one of them",
     ),
     Rule(
         "offload_host_memory_limit_bytes",

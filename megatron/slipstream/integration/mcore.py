@@ -78,6 +78,12 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         host_memory_limit_bytes=(
             config.offload_host_memory_limit_bytes or preflight.default_host_memory_limit_bytes()
         ),
+        target_memory_bytes=(
+            None
+            if config.offload_target_memory_gib is None
+            else int(config.offload_target_memory_gib * 2**30)
+        ),
+        max_overhead_percent=config.offload_max_overhead_percent,
     )
     manager = PipelineOffloadManager(backend, options, _rank(), config.offload_verify)
     manager.config = config  # type: ignore[attr-defined]

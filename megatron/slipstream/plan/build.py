@@ -9,9 +9,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from megatron.slipstream.plan.host_memory import size_class_bytes
+from megatron.slipstream.plan.limits import Bound
 from megatron.slipstream.plan.policy import (
     HELD_BY_KEPT,
     HELD_OUTSIDE,
@@ -20,10 +21,12 @@ from megatron.slipstream.plan.policy import (
     HostLoan,
     PolicyOptions,
     keep_within_host_memory,
-    lent_bytes,
+    most_lent_bytes,
     select_groups,
 )
+from megatron.slipstream.plan.selection import may_hide, select
 from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, Trace
+from megatron.slipstream.plan.workload import Workload, is_timed
 
 
 class ActionKind(enum.Enum):
@@ -35,6 +38,8 @@ class ActionKind(enum.Enum):
     """Let go of the device memory; the last group to let go of a storage frees it."""
     H2D = "H2D"
     """Start copying its storages back to the device."""
+
+    __hash__ = object.__hash__  # Enum's own is a Python function, and actions are looked up a lot.
 
 
 class Action(NamedTuple):
@@ -91,6 +96,10 @@ class Plan:
     """Only those that move."""
     needed_host_bytes: int = 0
     """The most host memory that would be lent at once without a limit, in whole buffers."""
+    notes: tuple[str, ...] = ()
+    """What the user should know: an option that could not be followed, and why."""
+    bound: Optional[Bound] = None
+    """How good any plan could be, if one was sought for a target."""
 
     @cached_property
     def group_by_key(self) -> dict[GroupKey, GroupPlan]:
@@ -136,7 +145,7 @@ class Plan:
     @property
     def peak_host_bytes(self) -> int:
         """The most host memory that is lent at once, in whole buffers."""
-        return max(lent_bytes(len(self.trace.steps), _loans(self.storages)), default=0)
+        return most_lent_bytes(len(self.trace.steps), _loans(self.storages))
 
     @property
     def num_kept_for_host_memory(self) -> int:
@@ -168,31 +177,48 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
     A storage moves if every group that holds it moves and nothing else holds it. It leaves at the
     commit of the first of them, its device memory goes when the last of them lets go, and it is
     back before the first of them is used.
+
+    With ``step_ms`` and ``bandwidth`` in the trace, groups leave and return at the times that cost
+    least, and a target may decide which do; without, at numbers of marks that the options give.
     """
     moving, reasons = select_groups(trace, options)
-    timing = _time_groups(trace, options)
-    for key in sorted(moving):
-        free_step, h2d_step = timing[key]
-        if free_step < 0 or free_step >= h2d_step:
-            reasons[key] = NO_TIME
-    moving = moving - reasons.keys()
-    storages = _storage_plans(trace, moving, timing)
-    needed = max(lent_bytes(len(trace.steps), _loans(storages)), default=0)
+    selection = select(trace, options, moving, reasons)
+    storages = _storage_plans(trace, selection.moving, selection.steps)
+    needed = most_lent_bytes(len(trace.steps), _loans(storages))
     limit = options.host_memory_limit_bytes
     if limit is not None and needed > limit:
         # Last, since what every other policy keeps needs no host memory.
-        reasons.update(keep_within_host_memory(trace, sorted(moving), _loans(storages), limit))
-        moving = moving - reasons.keys()
-        storages = _storage_plans(trace, moving, timing)
+        candidates = moving | may_hide(trace, options, reasons)
+        loans = _loans(storages)
+        if is_timed(trace):
+            loans = _longest_loans(trace, candidates)
+        reasons |= keep_within_host_memory(trace, sorted(candidates), loans, limit)
+        selection = select(trace, options, moving - reasons.keys(), reasons)
+        storages = _storage_plans(trace, selection.moving, selection.steps)
     planned = frozenset(storage.index for storage in storages)
-    kept_storages = _kept_storages(trace, moving)
+    kept_storages = _kept_storages(trace, selection.moving)
     groups = []
     for group in trace.groups:
-        if group.key in moving:
-            groups.append(_group_plan(trace, group, planned, kept_storages, timing[group.key]))
+        if group.key in selection.moving:
+            timing = selection.steps[group.key]
+            groups.append(_group_plan(trace, group, planned, kept_storages, timing))
         else:
-            groups.append(GroupPlan(group.key, group.name, False, reasons[group.key]))
-    return Plan(trace, options, tuple(groups), storages, needed)
+            groups.append(GroupPlan(group.key, group.name, False, selection.kept[group.key]))
+    return Plan(trace, options, tuple(groups), storages, needed, selection.notes, selection.bound)
+
+
+def _longest_loans(trace: Trace, moving: frozenset[GroupKey]) -> list[HostLoan]:
+    """Host memory for as long as each storage could have it.
+
+    In a timed trace, when the rest moves changes with what is kept. So no timing may need more.
+    """
+    workload, loans = Workload(trace), []
+    for index in workload.moving_storages(moving):
+        window = workload.windows[index]
+        if window is not None:
+            nbytes = size_class_bytes(window.nbytes)
+            loans.append(HostLoan(index, nbytes, window.begin, window.stop))
+    return loans
 
 
 def _group_plan(
@@ -233,25 +259,6 @@ def _loans(storages: Sequence[StoragePlan]) -> list[HostLoan]:
         HostLoan(item.index, size_class_bytes(item.nbytes), item.d2h_step, item.h2d_step)
         for item in storages
     ]
-
-
-def _time_groups(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[int, int]]:
-    """For each group the steps at which it frees and at which its copy back starts (-1: never)."""
-    commits = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.FORWARD_COMMIT]
-    uses = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.BACKWARD_USE]
-    free_step = {
-        trace.steps[step].key: commits[rank + options.release_lag]
-        for rank, step in enumerate(commits)
-        if rank + options.release_lag < len(commits)
-    }
-    h2d_step = {
-        trace.steps[step].key: uses[max(0, rank - options.prefetch_depth)]
-        for rank, step in enumerate(uses)
-    }
-    return {
-        group.key: (free_step.get(group.key, -1), h2d_step.get(group.key, -1))
-        for group in trace.groups
-    }
 
 
 def _kept_storages(trace: Trace, moving: frozenset[GroupKey]) -> dict[int, str]:

@@ -10,6 +10,7 @@ between them only the edges order anything.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -18,6 +19,7 @@ from megatron.slipstream.plan.build import Action, ActionKind, GroupPlan, Plan, 
 from megatron.slipstream.plan.host_ledger import HostBuffer, HostLedger
 from megatron.slipstream.plan.rules import PlanError, Rule
 from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
+from megatron.slipstream.plan.workload import saved_bytes
 
 
 class Queue(enum.IntEnum):
@@ -143,30 +145,13 @@ def derive_schedule(plan: Plan) -> Schedule:
 def device_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ...]:
     """For each step, the bytes of saved storages on the device until the next step.
 
-    A storage is counted from the step before the first commit of its holders, in whose interval
-    forward computes it at the latest, to the last use of a holder.
+    Those that move are not there from their FREE on, until their copy back starts.
     """
     change = [0] * (len(trace.steps) + 1)
-    for storage in trace.storages:
-        commits = [
-            trace.step_index[StepKind.FORWARD_COMMIT, key]
-            for key in storage.holders
-            if (StepKind.FORWARD_COMMIT, key) in trace.step_index
-        ]
-        if not commits:
-            continue
-        uses = [trace.step_index.get((StepKind.BACKWARD_USE, key)) for key in storage.holders]
-        last = max((use for use in uses if use is not None), default=len(trace.steps) - 1)
-        change[max(0, min(commits) - 1)] += storage.nbytes
-        change[max(last, max(commits) - 1) + 1] -= storage.nbytes
     for away in storages:
         change[away.free_step] -= away.nbytes
         change[away.h2d_step] += away.nbytes
-    total, totals = 0, []
-    for step in range(len(trace.steps)):
-        total += change[step]
-        totals.append(total)
-    return tuple(totals)
+    return tuple(map(int.__add__, saved_bytes(trace), itertools.accumulate(change[:-1])))
 
 
 def _planned_actions(group: GroupPlan) -> Iterator[tuple[Action, int]]:

@@ -31,6 +31,19 @@ class PolicyOptions:
     """How many group uses ahead of its own a group's copy back starts."""
     host_memory_limit_bytes: Optional[int] = None
     """The most host memory that may be lent at once; None for no limit."""
+    target_memory_bytes: Optional[int] = None
+    """Move what a device peak of at most this takes, in the least time; None for all that may."""
+    max_overhead_percent: Optional[float] = None
+    """Move what lowers the device peak while compute waits for copies at most this part of its own
+    time; None for all that may. Not together with ``target_memory_bytes``."""
+
+    def __post_init__(self) -> None:
+        if self.target_memory_bytes is not None and self.max_overhead_percent is not None:
+            raise ValueError(
+                f"target_memory_bytes={self.target_memory_bytes} is not supported with "
+                f"max_overhead_percent={self.max_overhead_percent} because each alone decides how "
+                "much moves; set one of them"
+            )
 
 
 Kept = dict[GroupKey, str]
@@ -44,6 +57,9 @@ HELD_OUTSIDE = "an operation outside the chosen modules holds it too"
 HELD_BY_KEPT = "a group that stays holds it too"
 HOST_MEMORY = "offload_host_memory_limit_bytes keeps it"
 NO_TIME = "backward needs it before it could have left"
+CANNOT_HIDE = "offload_max_overhead_percent keeps it: its copies cannot hide behind computation"
+NOT_NEEDED_FOR_PEAK = "offload_max_overhead_percent keeps it: moving it would not lower the peak"
+NOT_NEEDED_FOR_TARGET = "offload_target_memory_gib keeps it: the peak fits without moving it"
 
 
 def keep_where_backward_follows(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
@@ -133,6 +149,15 @@ class HostLoan(NamedTuple):
 def lent_bytes(num_steps: int, loans: Sequence[HostLoan]) -> list[int]:
     """For each step, the host bytes that are lent until the next step."""
     return list(itertools.accumulate(_changes(num_steps, loans)))
+
+
+def most_lent_bytes(num_steps: int, loans: Sequence[HostLoan]) -> int:
+    """The most host bytes lent at once: at each step copies out come before copies back."""
+    outs = [0] * num_steps
+    for loan in loans:
+        outs[loan.d2h_step] += loan.nbytes
+    before = [0, *lent_bytes(num_steps, loans)]
+    return max((lent + more for lent, more in zip(before, outs, strict=False)), default=0)
 
 
 def _changes(num_steps: int, loans: Sequence[HostLoan]) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.slipstream.plan.build import GroupPlan, Plan
+from megatron.slipstream.plan.limits import Bound
 from megatron.slipstream.plan.trace import GroupKey, StepKind
 
 HERE = "  <-- here"
@@ -52,7 +53,18 @@ def render_plan(
         lines.append(f"... and {len(hidden)} more groups, {num_moving} of which move")
     lines.append(LEGEND)
     lines.append(_summary(plan))
-    return "\n".join(lines)
+    if plan.bound is not None:
+        lines.append(_bound(plan.bound))
+    return "\n".join([*lines, *plan.notes])
+
+
+def _bound(bound: Bound) -> str:
+    """How far the plan may be from the best one."""
+    if bound.quantity == "peak_bytes":
+        reached, lower = format_bytes(bound.reached), format_bytes(bound.lower)
+        return f"predicted peak {reached}; no plan within the overhead can be below {lower}"
+    reached, lower = f"{bound.reached:.3f} ms", f"{bound.lower:.3f} ms"
+    return f"predicted wait for copies {reached}; no plan with that peak can wait less than {lower}"
 
 
 def _summary(plan: Plan) -> str:

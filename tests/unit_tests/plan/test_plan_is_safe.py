@@ -18,14 +18,22 @@ from typing import NamedTuple
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from make_trace import Model, Schedule, interleaved, one_f_one_b, trace_of
+from make_trace import (
+    Model,
+    Schedule,
+    interleaved,
+    one_f_one_b,
+    timed,
+    trace_of,
+    with_saved_bytes_as_memory,
+)
 
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.operations import derive_schedule, device_bytes
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.simulate import simulate
-from megatron.slipstream.plan.trace import Bandwidth
+from megatron.slipstream.plan.trace import Bandwidth, Trace
 
 NUM_CHUNKS = 10
 CASES_PER_CHUNK = 1_000
@@ -126,11 +134,29 @@ def model_of(case: Case, rng: random.Random) -> Model:
 def plan_of(case: Case, rng: random.Random) -> Plan:
     trace = trace_of(schedule_of(case), model_of(case, rng), case.pp_rank)
     options = PolicyOptions(case.fraction, case.delta_bytes, case.release_lag, case.prefetch_depth)
+    if rng.random() < 0.4:
+        trace, options = with_times(trace, options, rng)
     plan = build_plan(trace, options)
     if rng.random() < 0.2:
         limit = int(rng.uniform(0.3, 1.0) * plan.needed_host_bytes)
         plan = build_plan(trace, replace(options, host_memory_limit_bytes=limit))
     return plan
+
+
+def with_times(
+    trace: Trace, options: PolicyOptions, rng: random.Random
+) -> tuple[Trace, PolicyOptions]:
+    """For a planner that goes by time: times and memory readings, and a target or none."""
+    step_ms = [rng.choice([0.0, 0.1, 1.0, 10.0]) for _ in trace.steps]
+    trace = timed(trace, step_ms, rng.choice([0.1, 1.0, 25.0, 400.0]))
+    trace = with_saved_bytes_as_memory(trace, rng.randint(0, 1 << 30))
+    kind = rng.choice(["all", "all", "target", "overhead"])
+    if kind == "target":
+        peak = max((reading.peak_bytes for reading in trace.memory), default=0)
+        return trace, replace(options, target_memory_bytes=int(rng.random() * peak))
+    if kind == "overhead":
+        return trace, replace(options, max_overhead_percent=rng.choice([0.0, 1.0, 20.0]))
+    return trace, options
 
 
 def assert_safe(plan: Plan) -> None:
@@ -183,6 +209,8 @@ def count_features(plan: Plan, seen: Counter[str]) -> None:
     seen["lends a buffer again"] += any(earlier)
     seen["lends parts of several again"] += any(len(storages) > 1 for storages in earlier)
     seen["keeps for host memory"] += plan.num_kept_for_host_memory > 0
+    seen["is timed"] += bool(plan.trace.step_ms)
+    seen["has a target"] += bool(plan.trace.step_ms) and plan.bound is not None
     seen["is large"] += len(plan.groups) > SMALL
 
 
@@ -216,8 +244,10 @@ def test_every_plan_is_safe_and_ends(chunk: int) -> None:
         ("shares among passes", 1),
         ("keeps some of a group", 50),
         ("lends a buffer again", 50),
-        ("lends parts of several again", 20),
+        ("lends parts of several again", 10),
         ("keeps for host memory", 20),
+        ("is timed", 250),
+        ("has a target", 80),
         ("is large", 4),
     ):
         assert seen[feature] >= least, feature

@@ -1,0 +1,176 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What no plan can do better, whatever it moves and when: how far from the best a plan may be.
+
+What is away between two steps was copied out between its commit and there, and is copied back
+between there and its use. So of the bytes that are away, those that committed at step ``c`` or
+later are no more than the link carries from ``c`` on, and those that are used at step ``u`` or
+earlier no more than it carries until ``u``. Only waiting makes these times longer. So each step
+says how long compute waits at least between some ``c`` and itself, and between itself and some
+``u``; what is said of times that do not overlap adds up. That holds for every plan. It leaves out
+that marks are few, that copies for other steps are in the way, and that directions share the link.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from megatron.slipstream.plan.trace import GroupKey
+from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S, Floats, Window, Workload
+
+MAX_STEPS = 400
+"""Each step gives a bound; of a longer iteration these many are looked at, evenly spread and those
+with most memory."""
+NUM_HALVINGS = 24
+"""Of the range in which the lowest peak is bounded."""
+ROUNDING = 1e-9
+MAX_RATE = 1e18
+"""Bytes per millisecond that stand for an infinite bandwidth, which cannot be reckoned with."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How good a plan could be at best, and how good it is, both as predicted."""
+
+    quantity: Literal["peak_bytes", "stall_ms"]
+    """What was minimised: the device peak, or the time that compute waits for copies."""
+    lower: float
+    """No plan that keeps to the same limit does better, if its copies run in the order of commits
+    and of uses, as all do that are made here."""
+    reached: float
+    """This plan's."""
+    is_exact: bool = False
+    """Whether the bound is that of an exact model of the iteration, not of single steps."""
+
+    @property
+    def gap(self) -> float:
+        """By how much the plan may miss the best, in bytes or milliseconds."""
+        return max(0.0, self.reached - self.lower)
+
+
+class Limits:
+    """The bounds for all plans that move nothing but some of ``movable``."""
+
+    def __init__(self, workload: Workload, movable: Collection[GroupKey]) -> None:
+        self._workload = workload
+        bandwidth = workload.bandwidth
+        # Whichever is the higher, so that the bound holds whether the other direction is busy.
+        d2h = max(bandwidth.d2h_gb_per_s, bandwidth.d2h_both_gb_per_s)
+        h2d = max(bandwidth.h2d_gb_per_s, bandwidth.h2d_both_gb_per_s)
+        self.out_rate = min(d2h * BYTES_PER_MS_AT_1_GB_PER_S, MAX_RATE)
+        self.in_rate = min(h2d * BYTES_PER_MS_AT_1_GB_PER_S, MAX_RATE)
+        found = (workload.windows[item] for item in workload.moving_storages(movable))
+        windows: list[Window] = [window for window in found if window is not None]
+        self.first = np.array([window.first for window in windows], int)
+        self.stop = np.array([window.stop for window in windows], int)
+        begin = np.array([window.begin for window in windows], int)
+        nbytes = np.array([window.nbytes for window in windows], float)
+        self.by_begin, self.by_stop = np.argsort(begin), np.argsort(-self.stop)
+        self.begin, self.nbytes = begin, nbytes
+        self.start_ms = np.array(workload.start_ms)
+        self._most_absent = workload.most_absent_bytes(movable)
+
+    def lowest_peak_bytes(self, stall_ms: float = math.inf) -> float:
+        """No plan that waits for copies no longer than this has a lower device peak."""
+        present = self._workload.present_bytes
+        lowest = float((present - self._most_absent).max(initial=0.0))
+        if math.isinf(stall_ms):
+            return lowest
+        reachable = float(present.max(initial=0.0))
+        for _ in range(NUM_HALVINGS):
+            middle = (lowest + reachable) / 2
+            if self.least_stall_ms(middle) <= stall_ms:
+                reachable = middle
+            else:
+                lowest = middle
+        return lowest
+
+    def least_stall_ms(self, peak_bytes: float) -> float:
+        """No plan with this device peak or a lower one waits for copies less than this.
+
+        Infinite if no plan has such a peak.
+        """
+        present = self._workload.present_bytes
+        if (present - self._most_absent).max(initial=0.0) > peak_bytes:
+            return math.inf
+        stalls: list[_Stall] = []
+        for at in self._steps:
+            if present[at.step] > peak_bytes:
+                stalls += at.least_stalls(float(present[at.step]) - peak_bytes)
+        return _most_without_overlap(stalls) * (1 - ROUNDING)
+
+    @cached_property
+    def _steps(self) -> list[_Step]:
+        num_steps = len(self._workload.trace.steps)
+        chosen: Collection[int] = range(num_steps)
+        if num_steps > MAX_STEPS:
+            even = np.linspace(0, num_steps - 1, MAX_STEPS * 3 // 4).astype(int)
+            highest = np.argsort(-self._workload.present_bytes, kind="stable")[: MAX_STEPS // 4]
+            chosen = sorted({*even.tolist(), *highest.tolist()})
+        return [_Step(self, step) for step in chosen]
+
+
+class _Stall(NamedTuple):
+    """Compute waits at least ``ms`` after step ``first`` and at ``last`` at the latest."""
+
+    last: int
+    first: int
+    ms: float
+
+
+class _Step:
+    """What can be away from one step to the next."""
+
+    def __init__(self, limits: Limits, step: int) -> None:
+        self.step = step
+        away = (limits.first <= step) & (limits.stop > step)
+        start_ms = limits.start_ms
+        out = limits.by_begin[away[limits.by_begin]]
+        back = limits.by_stop[away[limits.by_stop]]
+        # For each commit, what may be away beside those that committed from there on; the time that
+        # these have; and where it begins. For each use likewise, and where it ends.
+        self._out_others = _before(limits.nbytes[out])
+        self._out_ms = start_ms[step] - start_ms[limits.begin[out]]
+        self._commits = limits.begin[out]
+        self._out_rate = limits.out_rate
+        self._in_others = _before(limits.nbytes[back])
+        self._in_ms = start_ms[limits.stop[back]] - start_ms[step + 1]
+        self._uses = limits.stop[back]
+        self._in_rate = limits.in_rate
+
+    def least_stalls(self, absent_bytes: float) -> list[_Stall]:
+        """How long compute has to wait at least, before and after, for so much to be away."""
+        found = []
+        if len(self._commits):
+            late_ms = (absent_bytes - self._out_others) / self._out_rate - self._out_ms
+            most = int(np.argmax(late_ms))
+            if late_ms[most] > 0:
+                found.append(_Stall(self.step, int(self._commits[most]), float(late_ms[most])))
+            late_ms = (absent_bytes - self._in_others) / self._in_rate - self._in_ms
+            most = int(np.argmax(late_ms))
+            if late_ms[most] > 0:
+                found.append(_Stall(int(self._uses[most]), self.step + 1, float(late_ms[most])))
+        return found
+
+
+def _most_without_overlap(stalls: Collection[_Stall]) -> float:
+    """The largest sum of stalls whose times do not overlap."""
+    lasts: list[int] = []
+    totals = [0.0]
+    for stall in sorted(stalls):
+        before = totals[bisect.bisect_left(lasts, stall.first)]
+        lasts.append(stall.last)
+        totals.append(max(totals[-1], before + stall.ms))
+    return totals[-1]
+
+
+def _before(nbytes: Floats) -> Floats:
+    """For each entry, the sum of those before it."""
+    return np.cumsum(nbytes) - nbytes

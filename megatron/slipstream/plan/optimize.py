@@ -1,0 +1,340 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Which groups of a timed trace move, and when: all that may, or those that a limit asks for.
+
+Whatever is considered is timed by ``timing``, so that candidates of any origin compare. The search
+has one idea: to move a group frees its bytes at all steps at which it is away, and costs two
+copies. So for a given peak first those groups stay that are away for the shortest time, as long as
+at every step enough others are away. "Enough" is what the peak asks for plus a reserve for what is
+under way at any time; how large that has to be depends on the link, and is tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+
+from megatron.slipstream.plan.exact import find_exactly
+from megatron.slipstream.plan.limits import Bound, Limits
+from megatron.slipstream.plan.timing import Steps, Timing, arrange, replay
+from megatron.slipstream.plan.trace import GroupKey
+from megatron.slipstream.plan.workload import Job, Workload
+
+MAX_ACCURATE_GROUPS = 400
+"""Of larger iterations, only the sets that the search ends with are timed in every detail."""
+NUM_PEAKS = 8
+"""Halvings of the range in which the lowest peak is sought."""
+RESERVES = (0.0, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
+"""Which part of what could stay moves nevertheless, in sets that are tried; beside the first, one
+more group is."""
+NUM_RESERVES = 4
+"""How many of them are tried for each peak in a large iteration."""
+NUM_FINALISTS = 3
+"""How many of the sets that seem fastest in a large iteration are timed in every detail."""
+MAX_STEPS_OF_CHANGES = 60_000
+"""Steps of all the iterations that are timed to find a better set than the search has."""
+NEAR = 1e-3
+"""What is so much from the bound is not improved on."""
+MIN_STALL_MS = 1e-6
+"""Less is a matter of rounding."""
+NUM_ROUNDS = 3
+"""How often groups that do not fit in are taken out, and how often each is tried for a change."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The groups that move, and when."""
+
+    moving: frozenset[GroupKey]
+    timing: Timing
+
+    @property
+    def stall_ms(self) -> float:
+        """Rounded, so that it does not decide what is a matter of rounding."""
+        return round(self.timing.stall_ms, 6)
+
+
+def choose_as_given(
+    workload: Workload,
+    given: frozenset[GroupKey],
+    optional: frozenset[GroupKey],
+    reference: Steps,
+) -> Choice:
+    """Move all groups that are given: never a higher peak than by counting, nor more time.
+
+    Args:
+        workload: The timed trace.
+        given: The groups that move whatever that costs.
+        optional: Groups right before their own backward. They move if that costs no time and does
+            not raise the peak.
+        reference: When the given groups would move if that was decided by counting.
+    """
+    counted = replay(workload, given, reference)
+    by_count = Choice(given, replace(counted, steps={key: reference[key] for key in given}))
+    limit_bytes = by_count.timing.peak_bytes
+    by_time = Choice(given, arrange(workload, given, limit_bytes))
+    best = min(by_time, by_count, key=lambda item: (item.stall_ms, item.timing.peak_bytes))
+    wanted = given | optional
+    for _ in range(NUM_ROUNDS if optional else 0):
+        timing = arrange(workload, wanted, best.timing.peak_bytes)
+        choice = Choice(wanted, timing)
+        late = optional & timing.stalled.keys() & wanted
+        if choice.stall_ms <= best.stall_ms and timing.peak_bytes <= best.timing.peak_bytes:
+            return choice
+        if not late:
+            break
+        wanted -= late
+    return best
+
+
+def choose_for_memory(
+    workload: Workload, movable: frozenset[GroupKey], target_bytes: float
+) -> tuple[Choice, Bound]:
+    """The least time with a device peak of at most ``target_bytes``.
+
+    If no plan has so low a peak, the least time with the lowest peak.
+    """
+    search = _Search(workload, movable)
+    peak = max(target_bytes, search.limits.lowest_peak_bytes())
+    lower = search.limits.least_stall_ms(peak)
+    best = search.fastest(peak, lower)
+    is_exact = False
+    if best.timing.stall_ms > lower * (1 + NEAR) + MIN_STALL_MS:
+        exact = find_exactly(workload, movable, peak, limit_bytes=peak)
+        if exact is not None:
+            is_exact, lower = exact.is_proved, max(lower, exact.bound)
+            best = min(best, search.timed(exact.moving, peak), key=_by_stall(peak))
+    lower = min(lower, best.timing.stall_ms)
+    return best, Bound("stall_ms", lower, best.timing.stall_ms, is_exact)
+
+
+def choose_for_time(
+    workload: Workload, movable: frozenset[GroupKey], budget_ms: float
+) -> tuple[Choice, Bound]:
+    """The lowest device peak for which compute waits for copies no longer than ``budget_ms``.
+
+    Of plans with the same peak, the one that moves least.
+    """
+    search = _Search(workload, movable)
+    lower = search.limits.lowest_peak_bytes(budget_ms)
+    best = search.lowest(lower, budget_ms)
+    is_exact = False
+    if best.timing.peak_bytes > lower * (1 + NEAR):
+        exact = find_exactly(workload, movable, lower, budget_ms=budget_ms)
+        if exact is not None:
+            is_exact, lower = exact.is_proved, max(lower, exact.bound)
+            best = search.lowest_of(exact.moving, lower, budget_ms, best)
+    reached = best.timing.peak_bytes
+    return best, Bound("peak_bytes", min(lower, reached), reached, is_exact)
+
+
+def _by_stall(peak_bytes: float) -> Callable[[Choice], tuple[float, float, int]]:
+    """By what is above the peak, then by time, then by how much moves."""
+
+    def key(choice: Choice) -> tuple[float, float, int]:
+        excess = max(0.0, choice.timing.peak_bytes - peak_bytes)
+        return excess, choice.stall_ms, len(choice.moving)
+
+    return key
+
+
+class _Search:
+    """Sets of groups for a peak, or for a time."""
+
+    def __init__(self, workload: Workload, movable: frozenset[GroupKey]) -> None:
+        self.limits = Limits(workload, movable)
+        self._workload = workload
+        self._movable = movable
+        self._is_rough = len(movable) > MAX_ACCURATE_GROUPS
+        self._most_absent = workload.most_absent_bytes(movable)
+        self._jobs = _by_time_away(workload, movable)
+        self._good_reserve = 0
+        """Which of the reserves reached the last goal."""
+        self._unit_bytes = max((job.out_bytes for job in self._jobs), default=0)
+        self._timings: dict[tuple[frozenset[GroupKey], float, bool], Timing] = {}
+        nothing = frozenset[GroupKey]()
+        self.nothing = Choice(nothing, arrange(workload, nothing))
+
+    def fastest(self, peak_bytes: float, lower_ms: float) -> Choice:
+        """The least time for a peak that can be reached, which cannot be less than ``lower_ms``."""
+        key = _by_stall(peak_bytes)
+        goal_ms = lower_ms * (1 + NEAR) + MIN_STALL_MS
+        found = sorted(self._candidates(peak_bytes, goal_ms), key=key)
+        if self._is_rough:
+            sets = [choice.moving for choice in found[:NUM_FINALISTS]]
+            return min((self._choice(item, peak_bytes, accurate=True) for item in sets), key=key)
+        best = found[0]
+        return min(best, self._improved(best, peak_bytes, goal_ms), key=key)
+
+    def lowest(self, lower_bytes: float, budget_ms: float) -> Choice:
+        """The lowest peak for a time."""
+        found = [self.nothing]
+        low, high = lower_bytes, self.nothing.timing.peak_bytes
+        # Most links are fast enough for nearly the lowest peak.
+        middle = min(low + 2 * self._unit_bytes, (low + high) / 2)
+        for _ in range(NUM_PEAKS):
+            choice = self._within(middle, budget_ms)
+            if choice is None:
+                low = middle
+            else:
+                found.append(choice)
+                high = min(middle, choice.timing.peak_bytes)
+            if high - low <= NEAR * high:
+                break
+            middle = (low + high) / 2
+        for choice in reversed(found):
+            accurate = self._choice(choice.moving, choice.timing.peak_bytes, accurate=True)
+            if accurate.timing.stall_ms <= budget_ms:
+                if not self._is_rough:
+                    accurate = self._lowered(accurate, lower_bytes, budget_ms)
+                return self._leanest(accurate, budget_ms)
+        return self.nothing
+
+    def lowest_of(
+        self, moving: frozenset[GroupKey], lower_bytes: float, budget_ms: float, best: Choice
+    ) -> Choice:
+        """The lowest peak of one set for a time, if it is lower than the best."""
+        low, high = lower_bytes, best.timing.peak_bytes
+        for _ in range(2 * NUM_PEAKS):
+            if high - low <= 1e-4 * high:
+                break
+            middle = (low + high) / 2
+            choice = self._choice(moving, middle)
+            peak = choice.timing.peak_bytes
+            if choice.timing.stall_ms <= budget_ms and peak < best.timing.peak_bytes:
+                best, high = choice, min(middle, peak)
+            else:
+                low = middle
+        return best
+
+    def timed(self, moving: frozenset[GroupKey], peak_bytes: float) -> Choice:
+        """A set from elsewhere."""
+        return self._choice(moving, peak_bytes, accurate=True)
+
+    def _within(self, peak_bytes: float, budget_ms: float) -> Choice | None:
+        most = NUM_RESERVES if self._is_rough else len(RESERVES)
+        for choice in itertools.islice(self._candidates(peak_bytes, budget_ms), most):
+            is_low = choice.timing.peak_bytes <= peak_bytes * (1 + 1e-12)
+            if is_low and choice.timing.stall_ms <= budget_ms:
+                return choice
+        return None
+
+    def _candidates(self, peak_bytes: float, goal_ms: float) -> Iterator[Choice]:
+        """Sets for a peak, what reached an earlier goal first, until one reaches this goal."""
+        seen = set()
+        order = sorted(range(len(RESERVES)), key=lambda place: abs(place - self._good_reserve))
+        for place in order:
+            moving = self._needed_for(peak_bytes, RESERVES[place])
+            if moving in seen:
+                continue
+            seen.add(moving)
+            choice = self._choice(moving, peak_bytes)
+            yield choice
+            if choice.timing.stall_ms <= goal_ms and choice.timing.peak_bytes <= peak_bytes:
+                self._good_reserve = place
+                return
+
+    def _needed_for(self, peak_bytes: float, reserve: float) -> frozenset[GroupKey]:
+        """Of the groups that are away for the shortest time, as many as possible stay.
+
+        Args:
+            peak_bytes: The peak.
+            reserve: Which part of what could stay at each step moves nevertheless.
+        """
+        needed = self._workload.present_bytes - peak_bytes
+        spare = (1.0 - reserve) * (self._most_absent - needed)
+        if reserve:
+            spare -= self._unit_bytes
+        spare[needed <= 0] = math.inf
+        staying = set()
+        for job in self._jobs:
+            window = spare[job.commit : job.use]
+            if window.min() >= job.out_bytes:
+                staying.add(job.key)
+                window -= job.out_bytes
+        return self._movable - staying
+
+    def _improved(self, best: Choice, peak_bytes: float, goal_ms: float) -> Choice:
+        """Try other sets for as long as one of them is better and none is good enough."""
+        key = _by_stall(peak_bytes)
+        for change in self._changes():
+            if best.timing.stall_ms <= goal_ms:
+                break
+            best = min(best, self._choice(self._changed(best, change), peak_bytes), key=key)
+        return best
+
+    def _lowered(self, best: Choice, lower_bytes: float, budget_ms: float) -> Choice:
+        """Try other sets for as long as that lowers the peak."""
+        for change in self._changes():
+            peak_bytes = best.timing.peak_bytes
+            if peak_bytes <= lower_bytes * (1 + NEAR):
+                break
+            other = self._choice(self._changed(best, change), peak_bytes * (1 - NEAR))
+            is_lower = other.timing.peak_bytes < peak_bytes
+            if is_lower and other.timing.stall_ms <= budget_ms:
+                best = self.lowest_of(other.moving, lower_bytes, budget_ms, other)
+        return best
+
+    def _changes(self) -> Iterator[frozenset[GroupKey]]:
+        """All sets, if they are few; else one group after the other, to be taken in or out."""
+        keys = [job.key for job in self._jobs]
+        most = MAX_STEPS_OF_CHANGES // len(self._workload.trace.steps)
+        if self._tries_all:
+            sizes = range(len(keys) + 1)
+            subsets = (itertools.combinations(keys, size) for size in sizes)
+            return map(frozenset, itertools.chain.from_iterable(subsets))
+        return itertools.islice(map(frozenset, ((key,) for key in keys * NUM_ROUNDS)), most)
+
+    def _changed(self, best: Choice, change: frozenset[GroupKey]) -> frozenset[GroupKey]:
+        return change if self._tries_all else best.moving ^ change
+
+    @property
+    def _tries_all(self) -> bool:
+        return 2 ** len(self._jobs) * len(self._workload.trace.steps) <= MAX_STEPS_OF_CHANGES
+
+    def _leanest(self, choice: Choice, budget_ms: float) -> Choice:
+        """The same peak with fewer groups moving, if that is possible."""
+        peak_bytes = choice.timing.peak_bytes
+        for reserve in RESERVES[:2]:
+            moving = self._needed_for(peak_bytes, reserve)
+            if len(moving) < len(choice.moving):
+                lean = self._choice(moving, peak_bytes, accurate=True)
+                if lean.timing.peak_bytes <= peak_bytes and lean.timing.stall_ms <= budget_ms:
+                    return lean
+        return choice
+
+    def _choice(
+        self, moving: frozenset[GroupKey], limit_bytes: float, accurate: bool = False
+    ) -> Choice:
+        roughly = self._is_rough and not accurate
+        found = moving, limit_bytes, roughly
+        if found not in self._timings:
+            self._timings[found] = arrange(self._workload, moving, limit_bytes, roughly)
+        return Choice(moving, self._timings[found])
+
+
+def _by_time_away(workload: Workload, movable: Collection[GroupKey]) -> list[Job]:
+    """The jobs, those that are away for the shortest time first.
+
+    A group counts as being away for as long as its like in the other micro-batches: while a
+    pipeline fills, times are shorter, but to keep all of the first micro-batches would leave the
+    link idle at first and ask too much of it later.
+    """
+    start_ms, groups = workload.start_ms, workload.trace.group_by_key
+    jobs = workload.jobs(movable)
+    away_ms: dict[tuple[int, int], list[float]] = {}
+    for job in jobs:
+        like = groups[job.key].vp_stage, job.key.group
+        away_ms.setdefault(like, []).append(start_ms[job.use] - start_ms[job.commit])
+    typical_ms = {like: statistics.median(times) for like, times in away_ms.items()}
+    return sorted(
+        jobs, key=lambda job: (typical_ms[groups[job.key].vp_stage, job.key.group], -job.commit)
+    )
+
+
+def fitting_groups(workload: Workload, groups: Collection[GroupKey]) -> frozenset[GroupKey]:
+    """Those of some groups that have something that can move."""
+    return frozenset(job.key for job in workload.jobs(groups))

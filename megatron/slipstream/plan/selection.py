@@ -1,0 +1,207 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""From what the policies let move to what moves, and when: by counting marks, or by time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron.slipstream.plan.limits import Bound
+from megatron.slipstream.plan.optimize import (
+    Choice,
+    choose_as_given,
+    choose_for_memory,
+    choose_for_time,
+    fitting_groups,
+)
+from megatron.slipstream.plan.policy import (
+    BACKWARD_FOLLOWS,
+    CANNOT_HIDE,
+    NO_TIME,
+    NOT_NEEDED_FOR_PEAK,
+    NOT_NEEDED_FOR_TARGET,
+    Kept,
+    PolicyOptions,
+)
+from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
+from megatron.slipstream.plan.workload import Workload, is_timed
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What moves and when, and why the rest does not."""
+
+    moving: frozenset[GroupKey]
+    kept: Kept
+    """The reason for each group that stays."""
+    steps: Mapping[GroupKey, tuple[int, int]]
+    """For each moving group, the steps of its FREE and of its H2D."""
+    notes: tuple[str, ...] = ()
+    bound: Bound | None = None
+
+
+def may_hide(trace: Trace, options: PolicyOptions, kept: Kept) -> frozenset[GroupKey]:
+    """Groups that stay only because their backward follows, where times may show otherwise.
+
+    Not with a fraction: which groups stay is then the user's choice.
+    """
+    if not is_timed(trace) or options.activation_offload_fraction < 1.0:
+        return frozenset()
+    return frozenset(key for key, reason in kept.items() if reason == BACKWARD_FOLLOWS)
+
+
+def select(
+    trace: Trace, options: PolicyOptions, moving: frozenset[GroupKey], kept: Kept
+) -> Selection:
+    """Decide what moves of what the policies let move, and when.
+
+    Args:
+        trace: The iteration.
+        options: Lag and depth count where nothing is timed, and are the measure of the peak
+            elsewhere. A target or an allowed overhead needs times.
+        moving: What the policies let move.
+        kept: Their reason for every other group.
+    """
+    by_count = _select_by_count(trace, options, moving, kept)
+    why_not = _why_not_followed(trace, options)
+    if why_not:
+        options = replace(options, target_memory_bytes=None, max_overhead_percent=None)
+    if not is_timed(trace):
+        return replace(by_count, notes=why_not)
+    workload = Workload(trace)
+    optional = may_hide(trace, options, kept)
+    if options.target_memory_bytes is not None:
+        return _select_for_memory(workload, moving | optional, kept, options.target_memory_bytes)
+    if options.max_overhead_percent is not None:
+        return _select_for_time(workload, moving | optional, kept, options.max_overhead_percent)
+    optional |= moving - by_count.moving
+    optional = fitting_groups(workload, by_count.moving | optional) - by_count.moving
+    choice = choose_as_given(workload, by_count.moving, optional, by_count.steps)
+    return replace(_selection(workload, choice, by_count.kept), notes=why_not)
+
+
+def _select_by_count(
+    trace: Trace, options: PolicyOptions, moving: frozenset[GroupKey], kept: Kept
+) -> Selection:
+    steps = _count_steps(trace, options)
+    late = {key: NO_TIME for key in moving if not 0 <= steps[key][0] < steps[key][1]}
+    return Selection(moving - late.keys(), {**kept, **late}, steps)
+
+
+def _count_steps(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[int, int]]:
+    """For each group the steps at which it frees and at which its copy back starts (-1: never)."""
+    commits = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.FORWARD_COMMIT]
+    uses = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.BACKWARD_USE]
+    free_step = {
+        trace.steps[step].key: commits[rank + options.release_lag]
+        for rank, step in enumerate(commits)
+        if rank + options.release_lag < len(commits)
+    }
+    h2d_step = {
+        trace.steps[step].key: uses[max(0, rank - options.prefetch_depth)]
+        for rank, step in enumerate(uses)
+    }
+    return {
+        group.key: (free_step.get(group.key, -1), h2d_step.get(group.key, -1))
+        for group in trace.groups
+    }
+
+
+def _why_not_followed(trace: Trace, options: PolicyOptions) -> tuple[str, ...]:
+    """Why an option cannot be followed in this trace, if it cannot."""
+    lacks = "" if is_timed(trace) else "times of computation and copies"
+    if options.target_memory_bytes is not None:
+        if not lacks and not trace.memory:
+            lacks = "readings of device memory"
+        name = _target(options.target_memory_bytes)
+    elif options.max_overhead_percent is not None:
+        name = _overhead(options.max_overhead_percent)
+    else:
+        return ()
+    return (f"{name} is not followed: there are no {lacks}; all that may moves",) if lacks else ()
+
+
+def _select_for_memory(
+    workload: Workload, movable: frozenset[GroupKey], kept: Kept, target_bytes: int
+) -> Selection:
+    fitting = fitting_groups(workload, movable)
+    choice, bound = choose_for_memory(workload, fitting, target_bytes)
+    notes: tuple[str, ...] = ()
+    excess = choice.timing.peak_bytes - target_bytes
+    if excess > 0:
+        notes = (
+            f"{_target(target_bytes)} cannot be met: the lowest peak that the groups "
+            f"that may move allow is {_gib(choice.timing.peak_bytes)}, {_gib(excess)} more; let "
+            "more modules move, or raise the target",
+        )
+    reasons = {**kept, **dict.fromkeys(fitting - choice.moving, NOT_NEEDED_FOR_TARGET)}
+    return replace(
+        _selection(workload, choice, reasons, movable - fitting), notes=notes, bound=bound
+    )
+
+
+def _select_for_time(
+    workload: Workload, movable: frozenset[GroupKey], kept: Kept, max_percent: float
+) -> Selection:
+    fitting = fitting_groups(workload, movable)
+    budget_ms = max_percent / 100 * workload.compute_ms
+    choice, bound = choose_for_time(workload, fitting, budget_ms)
+    reasons = {**kept, **_why_kept(workload, fitting - choice.moving, choice)}
+    notes: tuple[str, ...] = ()
+    if fitting and not choice.moving:
+        notes = (
+            f"{_overhead(max_percent)}: nothing moves, since whatever lowers the peak "
+            f"makes compute wait for more than {budget_ms:.3g} ms of its {workload.compute_ms:.4g}",
+        )
+    return replace(
+        _selection(workload, choice, reasons, movable - fitting), notes=notes, bound=bound
+    )
+
+
+def _why_kept(workload: Workload, keys: frozenset[GroupKey], choice: Choice) -> Kept:
+    """Whether the groups are away at a step that has the peak, so that moving them would count."""
+    absent = choice.timing.absent_bytes
+    present = workload.present_bytes - absent
+    peaks = present >= choice.timing.peak_bytes
+    kept = dict.fromkeys(keys, NOT_NEEDED_FOR_PEAK)
+    for job in workload.jobs(keys | choice.moving):
+        if job.key in kept and peaks[job.commit : job.use].any():
+            kept[job.key] = CANNOT_HIDE
+    return kept
+
+
+def _selection(
+    workload: Workload,
+    choice: Choice,
+    kept: Kept,
+    without_jobs: frozenset[GroupKey] = frozenset(),
+) -> Selection:
+    """A choice as a selection.
+
+    Groups that have nothing to move for lack of others move too, in name: which of their storages
+    stays, and why, is then said storage by storage.
+    """
+    index = workload.trace.step_index
+    moving = choice.moving | without_jobs
+    steps = dict(choice.timing.steps)
+    late = {}
+    for key in moving - steps.keys():
+        if (StepKind.FORWARD_COMMIT, key) in index:
+            steps[key] = index[StepKind.FORWARD_COMMIT, key], index[StepKind.BACKWARD_USE, key]
+        else:
+            late[key] = NO_TIME
+    reasons = {key: reason for key, reason in kept.items() if key not in moving}
+    return Selection(moving - late.keys(), {**reasons, **late}, steps)
+
+
+def _target(target_bytes: int) -> str:
+    return f"offload_target_memory_gib={target_bytes / 2**30:.4g}"
+
+
+def _overhead(max_percent: float) -> str:
+    return f"offload_max_overhead_percent={max_percent:g}"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -1,0 +1,413 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""When a given set of groups lets its memory go and brings it back, in time instead of in counts.
+
+One walk over the steps, with a clock and the two copy queues. At each step, in the order in which
+the engine acts: copies out start, memory goes, copies back start, backward uses. Left alone, memory
+goes at the first step at which its copy out has surely ended, and a copy back starts at the last
+step from which it surely arrives in time, so that nothing is ever waited for. A limit on the peak
+overrules that, one step at a time: memory goes while its copy out still runs, or a copy back is put
+off, and compute waits for the copy. Frees come in the order of commits, copies back in the order of
+uses.
+
+[Note: Margins of time]
+A plan is made from one iteration's times and followed in others. A FREE that comes a little too
+early stalls compute by that little, and so does a copy back that starts a little too late. One that
+comes too late only keeps memory for a step more. So both keep a distance of 5% of the copy's own
+time, which is more than bandwidths were seen to vary from copy to copy, and of at least 0.05 ms,
+some ten times what an event costs. Delays do not add up: while compute waits for a copy, the copies
+behind that one go on.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.slipstream.plan.copy_queues import CopyQueues
+from megatron.slipstream.plan.host_ledger import HostBuffer, HostLedger
+from megatron.slipstream.plan.trace import GroupKey
+from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S, Floats, Job, Workload
+
+MARGIN_OF_COPY = 0.05
+MIN_MARGIN_MS = 0.05
+"""See [Note: Margins of time]."""
+
+Steps = Mapping[GroupKey, tuple[int, int]]
+"""For each group, the steps of its FREE and of its H2D."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When each of some groups moves, and what that costs."""
+
+    steps: dict[GroupKey, tuple[int, int]]
+    """The steps of FREE and H2D of each group that has something to move."""
+    stall_ms: float
+    """How long compute waits for copies in the whole iteration."""
+    stalled: dict[GroupKey, float]
+    """The same by the group that it waits for; only where it is more than rounding."""
+    peak_bytes: float
+    """The device peak."""
+    absent_bytes: Floats
+    """For each step, the bytes that are away until the next one."""
+
+
+def margin_ms(copy_ms: float) -> float:
+    """See [Note: Margins of time]."""
+    return max(MIN_MARGIN_MS, MARGIN_OF_COPY * copy_ms)
+
+
+def replay(workload: Workload, moving: Collection[GroupKey], steps: Steps) -> Timing:
+    """Time steps that were decided elsewhere.
+
+    Args:
+        workload: The timed trace.
+        moving: The groups that move.
+        steps: For each of them. A storage that would have to come back before the last of its
+            holders lets go stays.
+    """
+    staying = []
+    for item in workload.moving_storages(moving):
+        holders = workload.trace.storages[item].holders
+        if max(steps[key][0] for key in holders) >= min(steps[key][1] for key in holders):
+            staying.append(item)
+    walk = _Walk(workload, workload.jobs(moving, staying))
+    jobs = walk.jobs
+    frees = _by_step((steps[job.key][0], number) for number, job in enumerate(jobs))
+    by_use = sorted(range(len(jobs)), key=lambda number: jobs[number].use)
+    returns = _by_step((steps[jobs[number].key][1], number) for number in by_use)
+    for step in walk.steps:
+        walk.reach(step)
+        for number in frees.get(step, ()):
+            walk.free(number)
+        for number in returns.get(step, ()):
+            walk.bring_back(number)
+        walk.use()
+    return walk.timing()
+
+
+def arrange(
+    workload: Workload,
+    moving: Collection[GroupKey],
+    limit_bytes: float = math.inf,
+    roughly: bool = False,
+) -> Timing:
+    """Decide when these groups move: without stalls, except for what the limit costs.
+
+    Args:
+        workload: The timed trace.
+        moving: The groups that move.
+        limit_bytes: The device peak is no higher than this if moving them can reach that at all,
+            and else as low as it can.
+        roughly: Leave out that a copy out may have to wait for host memory (edge E2), which seldom
+            matters and is most of the work: for those who compare many sets.
+    """
+    return _Arrangement(workload, moving, limit_bytes, roughly).run()
+
+
+def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for step, number in pairs:
+        found.setdefault(step, []).append(number)
+    return found
+
+
+class _Walk:
+    """The state of an iteration up to the present step: what each action does to it."""
+
+    def __init__(self, workload: Workload, jobs: list[Job], lends_host_memory: bool = True) -> None:
+        self.jobs = jobs
+        self.queues = CopyQueues(workload.bandwidth)
+        self.absent_bytes = 0.0
+        self.free_step = [-1] * len(jobs)
+        self.h2d_step = [-1] * len(jobs)
+        self.now_ms = 0.0
+        self.step = -1
+        self._workload = workload
+        self._trace = workload.trace
+        self._commit_at = {job.commit: number for number, job in enumerate(jobs)}
+        self._use_at = {job.use: number for number, job in enumerate(jobs)}
+        self._holders = {
+            item: len(self._trace.storages[item].holders) for job in jobs for item in job.storages
+        }
+        """How many of a storage's holders have not let go of it."""
+        self._copied_by = {item: num for num, job in enumerate(jobs) for item in job.out_storages}
+        """The job that copies a storage out."""
+        self._freed_at: dict[int, int] = {}
+        """The step at which a storage's memory went."""
+        self._returned_by: dict[int, int] = {}
+        """The job that brought a storage back."""
+        self._ledger = HostLedger() if lends_host_memory else None
+        self._buffers: dict[int, HostBuffer] = {}
+        self._stalled: dict[GroupKey, float] = {}
+        self._stall_ms = 0.0
+        self._absent = np.zeros(len(self._trace.steps))
+
+    @property
+    def steps(self) -> range:
+        return range(len(self._trace.steps))
+
+    def reach(self, step: int) -> None:
+        """Compute comes to a step; if that is a commit, its copy out starts."""
+        if self.step >= 0:
+            self._absent[self.step] = self.absent_bytes
+            self.now_ms += self._trace.step_ms[self.step]
+        self.step = step
+        self.queues.run_to(self.now_ms)
+        number = self._commit_at.get(step, -1)
+        if number >= 0 and self.jobs[number].out_storages:
+            self.queues.add_out(number, self.jobs[number].out_bytes, self._borrow(number))
+
+    def _borrow(self, number: int) -> Sequence[int]:
+        """The copies back that have to end before a copy out gets its host memory (edge E2)."""
+        if self._ledger is None:
+            return ()
+        after: dict[int, None] = {}
+        for item in self.jobs[number].out_storages:
+            buffer = self._ledger.borrow(self._trace.storages[item].nbytes)
+            after.update((self._returned_by[old], None) for old in buffer.lent_before)
+            self._buffers[item] = buffer
+        return tuple(after)
+
+    def free(self, number: int) -> None:
+        """A group lets go. Compute waits for the copies out of what is let go by all (E3)."""
+        job = self.jobs[number]
+        self.free_step[number] = self.step
+        gone = []
+        for item in job.storages:
+            self._holders[item] -= 1
+            if not self._holders[item]:
+                gone.append(item)
+                self._freed_at[item] = self.step
+        if gone:
+            # Copies out end in order, so the last one of them tells for all.
+            last = max(self._copied_by[item] for item in gone)
+            self._wait(self.queues.run_to_out(last), job.key)
+            self.absent_bytes += sum(self._trace.storages[item].nbytes for item in gone)
+
+    def is_away(self, number: int) -> bool:
+        """Whether what a group brings back is away, and has been since an earlier step.
+
+        What goes and comes back at the same step would be moved for nothing.
+        """
+        storages = self.jobs[number].storages
+        return all(self._freed_at.get(item, self.step) < self.step for item in storages)
+
+    def bring_back(self, number: int) -> None:
+        """A group's copy back starts."""
+        job = self.jobs[number]
+        self.h2d_step[number] = self.step
+        returning = [item for item in job.storages if item not in self._returned_by]
+        for item in returning:
+            self._returned_by[item] = number
+            if self._ledger is not None:
+                self._ledger.give_back(self._buffers[item], item)
+        if returning:
+            nbytes = sum(self._trace.storages[item].nbytes for item in returning)
+            self.queues.add_in(number, nbytes)
+            self.absent_bytes -= nbytes
+
+    def use(self) -> None:
+        """If the step is a use, compute waits for what it uses (E5)."""
+        number = self._use_at.get(self.step, -1)
+        if number >= 0:
+            for other in {self._returned_by[item] for item in self.jobs[number].storages}:
+                self._wait(self.queues.run_to_in(other), self.jobs[number].key)
+
+    def timing(self) -> Timing:
+        """What came of it, once all steps are done."""
+        if self.step >= 0:
+            self._absent[self.step] = self.absent_bytes
+        present = self._workload.present_bytes - self._absent
+        steps = {
+            job.key: (self.free_step[number], self.h2d_step[number])
+            for number, job in enumerate(self.jobs)
+        }
+        peak = float(present.max(initial=0.0))
+        return Timing(steps, self._stall_ms, self._stalled, peak, self._absent)
+
+    def _wait(self, until_ms: float, key: GroupKey) -> None:
+        stall_ms = until_ms - self.now_ms
+        if stall_ms > 0:
+            self.now_ms = until_ms
+            self._stall_ms += stall_ms
+            if stall_ms > 1e-9 * until_ms:
+                self._stalled[key] = self._stalled.get(key, 0.0) + stall_ms
+
+
+class _Arrangement:
+    """Decides at each step of a walk what is let go and what is brought back."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        moving: Collection[GroupKey],
+        limit_bytes: float,
+        roughly: bool,
+    ) -> None:
+        jobs = workload.jobs(moving)
+        self._walk = _Walk(workload, jobs, lends_host_memory=not roughly)
+        self._jobs = jobs
+        self._number_of = {job.key: number for number, job in enumerate(jobs)}
+        self._by_use = sorted(range(len(jobs)), key=lambda number: jobs[number].use)
+        self._due = _latest_starts(workload, jobs, self._by_use)
+        most = workload.most_absent_bytes(moving)
+        present = workload.present_bytes
+        # What cannot be reached is not tried for: it would cost stalls everywhere.
+        limit = max(limit_bytes, float((present - most).max(initial=0.0)))
+        self._needed: Floats = np.maximum(0.0, present - limit)
+        """For each step, how much has to be away."""
+        self._room: Floats = most - self._needed
+        """For each step, how much may come back before its use, if all else is away."""
+        self._free_by = _running_free_by(jobs, len(present))
+        self._rate = workload.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
+        self._next_free = 0
+        self._next_back = 0
+
+    def run(self) -> Timing:
+        """Go through all steps."""
+        for step in self._walk.steps:
+            self._walk.reach(step)
+            self._free_what_has_left()
+            self._free_what_must()
+            self._bring_back_what_is_due()
+            self._walk.use()
+        return self._walk.timing()
+
+    def _free_what_has_left(self) -> None:
+        ends = self._walk.queues.out_ends_ms
+        while self._may_free():
+            last = self._number_of[self._jobs[self._next_free].last_out]
+            if last not in ends:
+                break
+            copy_ms = self._jobs[last].out_bytes / self._rate
+            if ends[last] + margin_ms(copy_ms) > self._walk.now_ms:
+                break
+            self._free_next()
+
+    def _free_what_must(self) -> None:
+        """Let go early what has to be away by now, though compute waits for it."""
+        walk, step = self._walk, self._walk.step
+        wanted_bytes = self._used_now_bytes()
+        while self._may_free() and (
+            self._next_free < self._free_by[step]
+            or walk.absent_bytes - wanted_bytes < self._needed[step]
+        ):
+            self._free_next()
+
+    def _may_free(self) -> bool:
+        number = self._next_free
+        return number < len(self._jobs) and self._jobs[number].commit <= self._walk.step
+
+    def _free_next(self) -> None:
+        self._walk.free(self._next_free)
+        self._next_free += 1
+
+    def _used_now_bytes(self) -> float:
+        """Bytes that have to come back at this very step."""
+        if self._next_back < len(self._by_use):
+            job = self._jobs[self._by_use[self._next_back]]
+            if job.use == self._walk.step:
+                return job.in_bytes
+        return 0.0
+
+    def _is_due(self, place: int) -> bool:
+        """Whether a copy back may start, as far as time and later peaks go."""
+        number = self._by_use[place]
+        job, step = self._jobs[number], self._walk.step
+        if job.use == step:
+            return True
+        if step < self._due[place] or not self._walk.is_away(number):
+            return False
+        return not job.in_bytes or bool(self._room[step : job.use].min() >= job.in_bytes)
+
+    def _bring_back_what_is_due(self) -> None:
+        walk = self._walk
+        while self._next_back < len(self._by_use) and self._is_due(self._next_back):
+            number = self._by_use[self._next_back]
+            job = self._jobs[number]
+            is_early = job.use > walk.step
+            if is_early and walk.absent_bytes - job.in_bytes < self._needed[walk.step]:
+                break
+            if is_early:
+                self._room[walk.step : job.use] -= job.in_bytes
+            walk.bring_back(number)
+            self._next_back += 1
+
+
+def _running_free_by(jobs: Sequence[Job], num_steps: int) -> list[int]:
+    """For each step, how many of the first jobs have to have let go by then."""
+    counts = [0] * num_steps
+    for number, job in enumerate(jobs):
+        counts[job.free_by] = max(counts[job.free_by], number + 1)
+    return list(itertools.accumulate(counts, max))
+
+
+def _latest_starts(workload: Workload, jobs: Sequence[Job], by_use: Sequence[int]) -> list[int]:
+    """In the order of uses, the last step at which each copy back can start and arrive in time.
+
+    From the last use backwards: a copy has to end before its use, and before the copy behind it has
+    to start. Where copies out would run if nothing stalled, it has the lower rate.
+    """
+    bandwidth, start_ms = workload.bandwidth, workload.start_ms
+    alone = bandwidth.h2d_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
+    rates = _BackwardRates(
+        _copies_out(workload, jobs), alone, bandwidth.h2d_both_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
+    )
+    due = [0] * len(by_use)
+    latest_ms = math.inf
+    for place in range(len(by_use) - 1, -1, -1):
+        job = jobs[by_use[place]]
+        latest_ms = min(latest_ms, start_ms[job.use])
+        if job.in_bytes:
+            margin = margin_ms(job.in_bytes / alone)
+            latest_ms = rates.start_of(min(latest_ms, start_ms[job.use] - margin), job.in_bytes)
+        due[place] = max(0, bisect.bisect_right(start_ms, latest_ms, hi=job.use + 1) - 1)
+    return due
+
+
+def _copies_out(workload: Workload, jobs: Sequence[Job]) -> list[tuple[float, float]]:
+    """When copies out run if nothing stalls and nothing comes back: spans of time, in order."""
+    rate = workload.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
+    spans: list[tuple[float, float]] = []
+    for job in jobs:
+        begin_ms, copy_ms = workload.start_ms[job.commit], job.out_bytes / rate
+        if spans and begin_ms <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], spans[-1][1] + copy_ms)
+        elif copy_ms:
+            spans.append((begin_ms, begin_ms + copy_ms))
+    return spans
+
+
+class _BackwardRates:
+    """When copies have to start, asked for in decreasing order of their ends."""
+
+    def __init__(self, busy: list[tuple[float, float]], alone: float, both: float) -> None:
+        self._busy = busy
+        """Times of the lower rate; those still ahead on the way backwards."""
+        self._alone = alone
+        self._both = both
+
+    def start_of(self, end_ms: float, nbytes: float) -> float:
+        """When a copy has to start to end at ``end_ms``."""
+        at_ms, left = end_ms, nbytes
+        while self._busy:
+            begin_ms, stop_ms = self._busy[-1]
+            if at_ms > stop_ms:  # Alone until then.
+                if left <= (at_ms - stop_ms) * self._alone:
+                    break
+                left -= (at_ms - stop_ms) * self._alone
+                at_ms = stop_ms
+            if at_ms > begin_ms:
+                if left <= (at_ms - begin_ms) * self._both:
+                    return at_ms - left / self._both
+                left -= (at_ms - begin_ms) * self._both
+                at_ms = begin_ms
+            self._busy.pop()
+        return at_ms - left / self._alone

@@ -1,0 +1,224 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A trace in the planner's terms: what a set of moving groups asks of the copy queues, and when.
+
+A storage moves if all of its holders do. It is copied out by the holder that commits first, its
+memory goes with the last holder's FREE, and the holder that is used first brings it back. So each
+moving group is one :class:`Job` with at most one copy out and one copy back, and those who decide
+when need no more than the jobs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.slipstream.plan.trace import Bandwidth, GroupKey, StepKind, Trace
+
+BYTES_PER_MS_AT_1_GB_PER_S = 1e6
+
+Floats = NDArray[np.float64]
+
+
+def saved_bytes(trace: Trace) -> list[int]:
+    """For each step, the bytes of saved storages on the device until the next step, nothing moved.
+
+    A storage is counted from the step before the first commit of its holders, in whose interval
+    forward computes it at the latest, to the last use of a holder.
+    """
+    change = [0] * (len(trace.steps) + 1)
+    for storage in trace.storages:
+        commits = [
+            trace.step_index[StepKind.FORWARD_COMMIT, key]
+            for key in storage.holders
+            if (StepKind.FORWARD_COMMIT, key) in trace.step_index
+        ]
+        if not commits:
+            continue
+        uses = [trace.step_index.get((StepKind.BACKWARD_USE, key)) for key in storage.holders]
+        last = max((use for use in uses if use is not None), default=len(trace.steps) - 1)
+        change[max(0, min(commits) - 1)] += storage.nbytes
+        change[max(last, max(commits) - 1) + 1] -= storage.nbytes
+    return list(itertools.accumulate(change[:-1]))
+
+
+def is_timed(trace: Trace) -> bool:
+    """Whether the trace says how long computation and copies take."""
+    return bool(trace.steps) and len(trace.step_ms) == len(trace.steps) and bool(trace.bandwidth)
+
+
+@dataclass
+class Job:
+    """One moving group. Steps index :attr:`Trace.steps`, storages :attr:`Trace.storages`."""
+
+    key: GroupKey
+    commit: int
+    use: int
+    storages: list[int] = field(default_factory=list)
+    """Those of the group that move."""
+    out_storages: list[int] = field(default_factory=list)
+    """Those that it copies out."""
+    in_storages: list[int] = field(default_factory=list)
+    """Those that it brings back."""
+    out_bytes: int = 0
+    in_bytes: int = 0
+    free_by: int = 0
+    """The last step at which it may let go: each storage has to be away when its copy back is
+    due, at its first use at the latest."""
+    last_out: GroupKey = GroupKey(-1, -1)
+    """Whose copy out is the last one of those that its FREE waits for."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where a moving storage can be away at best: steps ``first`` up to ``stop``."""
+
+    nbytes: int
+    begin: int
+    """The first commit of its holders, from which its copy out can run."""
+    first: int
+    """The last commit of its holders."""
+    stop: int
+    """The first use of a holder."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A timed trace.
+
+    Args:
+        trace: With ``step_ms`` and ``bandwidth``.
+    """
+
+    trace: Trace
+
+    @cached_property
+    def start_ms(self) -> list[float]:
+        """When compute reaches each step if it never waits; one more entry for the end."""
+        return [0.0, *itertools.accumulate(self.trace.step_ms)]
+
+    @property
+    def compute_ms(self) -> float:
+        """The iteration without any wait."""
+        return self.start_ms[-1]
+
+    @cached_property
+    def bandwidth(self) -> Bandwidth:
+        """The trace's."""
+        if self.trace.bandwidth is None:
+            raise ValueError("the trace's bandwidth is None, so no copy can be timed")
+        return self.trace.bandwidth
+
+    @cached_property
+    def present_bytes(self) -> Floats:
+        """For each step, the most device memory before the next one with nothing moved.
+
+        As the allocator counted it; of saved storages alone if the trace has no readings.
+        """
+        memory = self.trace.memory
+        if memory:
+            return np.array([item.peak_bytes + item.absent_bytes for item in memory], float)
+        return np.array(saved_bytes(self.trace), float)
+
+    def moving_storages(self, moving: Collection[GroupKey]) -> list[int]:
+        """The storages that can move if exactly these groups do."""
+        wanted = set(moving)
+        return [
+            index
+            for index, storage in enumerate(self.trace.storages)
+            if wanted.issuperset(storage.holders) and self.windows[index] is not None
+        ]
+
+    @cached_property
+    def windows(self) -> list[Window | None]:
+        """For each storage when it can be away; None if it never can."""
+        commits = dict[GroupKey, int]()
+        uses = dict[GroupKey, int]()
+        for index, step in enumerate(self.trace.steps):
+            if step.kind is StepKind.FORWARD_COMMIT:
+                commits[step.key] = index
+            elif step.kind is StepKind.BACKWARD_USE:
+                uses[step.key] = index
+        found: list[Window | None] = []
+        for storage in self.trace.storages:
+            window = None
+            holders = storage.holders
+            if not storage.held_outside and all(k in commits and k in uses for k in holders):
+                first = max(commits[key] for key in holders)
+                stop = min(uses[key] for key in holders)
+                if first < stop:
+                    begin = min(commits[key] for key in holders)
+                    window = Window(storage.nbytes, begin, first, stop)
+            found.append(window)
+        return found
+
+    def jobs(self, moving: Collection[GroupKey], staying: Collection[int] = ()) -> list[Job]:
+        """The jobs of these groups in order of their commits, which is that of their copies out.
+
+        Groups none of whose storages can move have none.
+
+        Args:
+            moving: The groups.
+            staying: Storages that stay although they could move.
+        """
+        lone = {} if staying else self._lone_jobs
+        jobs = [lone[key] for key in moving if key in lone]
+        sharing = [key for key in moving if key not in lone]
+        if sharing:
+            moved = set(self.moving_storages(moving)) - set(staying)
+            jobs += self._make_jobs(sharing, moved)
+        jobs.sort(key=lambda job: job.commit)
+        return jobs
+
+    @cached_property
+    def _lone_jobs(self) -> dict[GroupKey, Job]:
+        """The jobs of groups that share no storage: they are the same whatever else moves."""
+        lone = [
+            group.key
+            for group in self.trace.groups
+            if all(len(self.trace.storages[item].holders) == 1 for item in group.storages)
+        ]
+        moved = {item for item, window in enumerate(self.windows) if window is not None}
+        return {job.key: job for job in self._make_jobs(lone, moved)}
+
+    def _make_jobs(self, keys: Collection[GroupKey], moved: Collection[int]) -> list[Job]:
+        """The jobs of all groups that hold some of these storages, or of some that share none."""
+        trace, index = self.trace, self.trace.step_index
+        jobs = []
+        for key in keys:
+            storages = [item for item in trace.group_by_key[key].storages if item in moved]
+            if storages:
+                commit = index[StepKind.FORWARD_COMMIT, key]
+                jobs.append(Job(key, commit, index[StepKind.BACKWARD_USE, key], storages))
+        jobs.sort(key=lambda job: job.commit)
+        out_job: dict[int, Job] = {}
+        for job in jobs:
+            job.out_storages = [item for item in job.storages if item not in out_job]
+            out_job.update(dict.fromkeys(job.out_storages, job))
+            job.out_bytes = sum(trace.storages[item].nbytes for item in job.out_storages)
+            last = max((out_job[item] for item in job.storages), key=lambda other: other.commit)
+            job.last_out = last.key
+        returned: set[int] = set()
+        for job in sorted(jobs, key=lambda job: job.use):
+            job.in_storages = [item for item in job.storages if item not in returned]
+            returned.update(job.in_storages)
+            job.in_bytes = sum(trace.storages[item].nbytes for item in job.in_storages)
+        for job in jobs:
+            windows = (self.windows[item] for item in job.storages)
+            job.free_by = min(window.stop for window in windows if window is not None) - 1
+        return jobs
+
+    def most_absent_bytes(self, moving: Collection[GroupKey]) -> Floats:
+        """For each step, what is away if memory goes at the commit and comes back at the use."""
+        change = np.zeros(len(self.trace.steps) + 1)
+        for item in self.moving_storages(moving):
+            window = self.windows[item]
+            if window is not None:
+                change[window.first] += window.nbytes
+                change[window.stop] -= window.nbytes
+        return np.cumsum(change)[:-1]

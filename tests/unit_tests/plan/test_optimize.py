@@ -1,0 +1,362 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What moves for a memory target or for an allowed overhead, and how far from the best that is.
+
+As in ``test_timing``, most traces are passes of layers with one group of 1 MB each and 1 ms a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from make_trace import (
+    Model,
+    Schedule,
+    interleaved,
+    one_f_one_b,
+    one_pass,
+    timed,
+    trace_of,
+    with_saved_bytes_as_memory,
+)
+
+from megatron.slipstream.plan.build import Plan, build_plan
+from megatron.slipstream.plan.check import check_plan
+from megatron.slipstream.plan.limits import Limits
+from megatron.slipstream.plan.optimize import choose_for_memory, choose_for_time, fitting_groups
+from megatron.slipstream.plan.policy import (
+    BACKWARD_FOLLOWS,
+    CANNOT_HIDE,
+    NOT_NEEDED_FOR_PEAK,
+    NOT_NEEDED_FOR_TARGET,
+    PolicyOptions,
+)
+from megatron.slipstream.plan.render import render_plan
+from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.timing import arrange
+from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
+from megatron.slipstream.plan.workload import Workload
+
+MB = 10**6
+OTHER_BYTES = 10 * MB
+"""What the device holds beside saved storages."""
+
+
+def layers(num_layers: int, gb_per_s: float, micro_batches: int = 1) -> Trace:
+    model = Model(num_layers=num_layers, nbytes={f"own {g}": MB for g in range(num_layers)})
+    trace = trace_of(one_f_one_b(1, 0, micro_batches), model)
+    return with_saved_bytes_as_memory(timed(trace, 1.0, gb_per_s), OTHER_BYTES)
+
+
+def for_memory(trace: Trace, target_bytes: int) -> Plan:
+    return build_plan(trace, PolicyOptions(target_memory_bytes=target_bytes))
+
+
+def for_time(trace: Trace, percent: float) -> Plan:
+    return build_plan(trace, PolicyOptions(max_overhead_percent=percent))
+
+
+def moving(plan: Plan) -> set[int]:
+    return {group.key.group for group in plan.groups if group.moves}
+
+
+def reasons(plan: Plan) -> set[str]:
+    return {group.reason for group in plan.groups if not group.moves}
+
+
+def peak(plan: Plan) -> int:
+    peaks = plan.peak_bytes()
+    assert peaks is not None
+    return peaks[1]
+
+
+# A target for the device peak.
+
+
+@pytest.mark.parametrize("num_away", [1, 2, 4, 6])
+def test_a_target_moves_as_little_as_it_takes(num_away: int) -> None:
+    plan = for_memory(layers(8, gb_per_s=5.0), OTHER_BYTES + (8 - num_away) * MB)
+    # Those that are away for the longest time.
+    assert moving(plan) == set(range(num_away))
+    assert peak(plan) == OTHER_BYTES + (8 - num_away) * MB
+    assert simulate(plan).stalls == ()
+    assert reasons(plan) == {NOT_NEEDED_FOR_TARGET}
+    assert plan.notes == ()
+
+
+def test_a_target_above_the_peak_moves_nothing() -> None:
+    plan = for_memory(layers(8, gb_per_s=5.0), OTHER_BYTES + 8 * MB)
+    assert moving(plan) == set()
+
+
+def test_a_target_that_cannot_be_met_says_by_how_much_it_is_missed() -> None:
+    plan = for_memory(layers(8, gb_per_s=5.0), OTHER_BYTES - 10 * MB)
+    # A group that is written, and one that is read, are on the device.
+    assert peak(plan) == min(peak(for_memory(layers(8, 5.0), limit)) for limit in range(1, 10))
+    (note,) = plan.notes
+    missed = (peak(plan) - (OTHER_BYTES - 10 * MB)) / 2**30
+    assert note.startswith("offload_target_memory_gib=0 cannot be met")
+    assert f"{missed:.2f} GiB more" in note
+    assert note in render_plan(plan)
+
+
+def test_a_target_that_the_link_is_too_slow_for_is_met_at_a_cost() -> None:
+    plan = for_memory(layers(8, gb_per_s=0.3), OTHER_BYTES + 4 * MB)
+    assert peak(plan) <= OTHER_BYTES + 4 * MB
+    assert plan.bound is not None
+    assert 0 < plan.bound.lower <= simulate(plan).stall_ms == pytest.approx(plan.bound.reached)
+
+
+# An allowed overhead.
+
+
+def test_what_hides_moves_at_no_overhead() -> None:
+    plan = for_time(layers(8, gb_per_s=5.0), 0.0)
+    assert simulate(plan).stalls == ()
+    assert peak(plan) < OTHER_BYTES + 3 * MB
+    assert plan.notes == ()
+
+
+def test_where_copies_cannot_hide_nothing_moves_and_the_plan_says_why() -> None:
+    plan = for_time(layers(4, gb_per_s=0.01), 1.0)
+    assert moving(plan) == set()
+    assert reasons(plan) == {CANNOT_HIDE}
+    (note,) = plan.notes
+    assert note.startswith("offload_max_overhead_percent=1: nothing moves")
+
+
+def test_a_group_away_from_the_peak_stays_since_it_would_not_lower_it() -> None:
+    trace = layers(6, gb_per_s=5.0)
+    high = [replace(reading, peak_bytes=reading.peak_bytes) for reading in trace.memory]
+    high[2] = replace(high[2], peak_bytes=90 * MB)
+    plan = for_time(replace(trace, memory=tuple(high)), 5.0)
+    # Only group 0 has committed by then.
+    assert moving(plan) == {0}
+    assert reasons(plan) == {NOT_NEEDED_FOR_PEAK}
+
+
+@pytest.mark.parametrize("percent", [0.0, 1.0, 5.0, 20.0, 100.0])
+def test_more_overhead_never_gives_a_higher_peak_here(percent: float) -> None:
+    trace = layers(10, gb_per_s=0.4)
+    plan = for_time(trace, percent)
+    assert simulate(plan).overhead_percent <= percent + 1e-9
+    assert peak(for_time(trace, percent + 20)) <= peak(plan)
+
+
+# Where an option cannot be followed.
+
+
+@pytest.mark.parametrize("option", ["target_memory_bytes", "max_overhead_percent"])
+def test_without_times_all_moves_and_the_plan_says_so(option: str) -> None:
+    trace = replace(layers(4, 5.0), step_ms=(), bandwidth=None)
+    plan = build_plan(trace, PolicyOptions(**{option: 1}))  # type: ignore[arg-type]
+    assert moving(plan) == {0, 1, 2}
+    (note,) = plan.notes
+    assert "no times" in note
+
+
+def test_without_memory_readings_a_target_cannot_be_followed() -> None:
+    plan = for_memory(replace(layers(4, 5.0), memory=()), 1)
+    assert plan.bound is None
+    (note,) = plan.notes
+    assert "no readings of device memory" in note
+
+
+def test_a_target_and_an_overhead_at_once_are_refused() -> None:
+    with pytest.raises(ValueError, match="set one of them"):
+        PolicyOptions(target_memory_bytes=1, max_overhead_percent=1.0)
+
+
+# The layer before backward.
+
+
+def test_in_time_the_last_layer_moves_if_its_copies_hide() -> None:
+    # After the last commit, the loss takes 20 ms.
+    trace = one_pass(Model(num_layers=3, nbytes={f"own {g}": MB for g in range(3)}))
+    loss = trace.step_index[StepKind.FORWARD_COMMIT, GroupKey(0, 2)]
+    step_ms = [20.0 if step == loss else 1.0 for step in range(len(trace.steps))]
+    step_ms[loss] = 20.0
+    plan = build_plan(timed(trace, step_ms, 2.0), PolicyOptions())
+    assert moving(plan) == {0, 1}
+    # A mark in between, such as another module's, gives it time to go and to come back.
+    model = Model(num_layers=3, modules=("core_attn", "mlp_norm"))
+    trace = one_pass(model)
+    plan = build_plan(timed(trace, 10.0, 1.0), PolicyOptions())
+    assert moving(plan) == set(range(5))
+    slow = build_plan(timed(trace, 1e-6, 1.0), PolicyOptions())
+    assert moving(slow) == set(range(4))
+    assert slow.group_by_key[GroupKey(0, 4)].reason == BACKWARD_FOLLOWS
+
+
+def test_with_a_fraction_the_last_layer_stays() -> None:
+    trace = timed(one_pass(Model(num_layers=4, modules=("core_attn", "mlp_norm"))), 10.0, 1.0)
+    plan = build_plan(trace, PolicyOptions(activation_offload_fraction=0.5))
+    assert moving(plan) == {0, 1, 2}
+
+
+# Against every subset of the groups, and against bounds.
+
+
+@st.composite
+def tiny_workloads(draw: st.DrawFn) -> Workload:
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    schedule: Schedule = draw(
+        st.sampled_from([one_f_one_b(1, 0, 1), one_f_one_b(1, 0, 2), one_f_one_b(2, 0, 2)])
+    )
+    num_layers = draw(st.integers(1, 6 if len(schedule) == 2 else 3))
+    nbytes = {f"own {group}": rng.randint(1, 100) * MB for group in range(num_layers)}
+    trace = trace_of(schedule, Model(num_layers=num_layers, nbytes=nbytes))
+    step_ms = [rng.choice([0.5, 1.0, 2.0, 3.0]) for _ in trace.steps]
+    gb_per_s = rng.choice([5.0, 20.0, 40.0, 80.0])
+    return Workload(timed(trace, step_ms, gb_per_s, rng.choice([0.8, 1.0]) * gb_per_s))
+
+
+def subsets(groups: frozenset[GroupKey]) -> list[frozenset[GroupKey]]:
+    sizes = range(len(groups) + 1)
+    return [
+        frozenset(chosen)
+        for size in sizes
+        for chosen in itertools.combinations(sorted(groups), size)
+    ]
+
+
+few = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@few
+@given(workload=tiny_workloads(), share=st.floats(0.0, 1.0))
+def test_no_subset_is_faster_within_a_memory_target(workload: Workload, share: float) -> None:
+    movable = fitting_groups(workload, [group.key for group in workload.trace.groups])
+    present = workload.present_bytes
+    lowest = (present - workload.most_absent_bytes(movable)).max(initial=0.0)
+    target = max(lowest, share * present.max(initial=0.0))
+    choice, bound = choose_for_memory(workload, movable, target)
+    assert choice.timing.peak_bytes <= target
+    timings = (arrange(workload, subset, target) for subset in subsets(movable))
+    best_ms = min(timing.stall_ms for timing in timings if timing.peak_bytes <= target)
+    assert bound.lower <= best_ms + 1e-6
+    assert choice.timing.stall_ms == bound.reached
+    assert choice.timing.stall_ms == pytest.approx(best_ms, rel=2e-3, abs=1e-5)
+
+
+@few
+@given(workload=tiny_workloads(), percent=st.sampled_from([0.0, 1.0, 5.0, 20.0]))
+def test_no_subset_is_lower_within_an_overhead(workload: Workload, percent: float) -> None:
+    movable = fitting_groups(workload, [group.key for group in workload.trace.groups])
+    budget_ms = percent / 100 * workload.compute_ms
+    choice, bound = choose_for_time(workload, movable, budget_ms)
+    assert choice.timing.stall_ms <= budget_ms
+    top = float(workload.present_bytes.max(initial=0.0))
+    timings = (
+        arrange(workload, subset, limit)
+        for subset in subsets(movable)
+        for limit in np.linspace(bound.lower, top, 9)
+    )
+    peaks = [timing.peak_bytes for timing in timings if timing.stall_ms <= budget_ms]
+    best = min(peaks, default=top)
+    assert bound.lower <= best * (1 + 1e-9)
+    assert bound.reached == choice.timing.peak_bytes <= best * 1.002
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    """Of any schedule, with storages that groups share."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    pp_size = draw(st.sampled_from([1, 2, 4]))
+    rank = draw(st.integers(0, pp_size - 1))
+    schedule: Schedule = one_f_one_b(pp_size, rank, draw(st.integers(1, 6)))
+    if draw(st.booleans()):
+        schedule = interleaved(pp_size, rank, pp_size * draw(st.integers(1, 2)), 2)
+    labels = [f"s{index}" for index in range(8)]
+    saves = {group: rng.sample(labels[max(0, group - 1) : group + 2], 2) for group in range(6)}
+    model = Model(
+        num_layers=draw(st.integers(1, 3)),
+        modules=("qkv_linear", "core_attn"),
+        saves=saves if draw(st.booleans()) else {},
+        nbytes={label: rng.randint(1, 64 << 20) for label in labels},
+    )
+    trace = trace_of(schedule, model)
+    step_ms = [rng.choice([0.0, 0.3, 1.0, 5.0]) for _ in trace.steps]
+    gb_per_s = rng.choice([2.0, 10.0, 50.0])
+    return Workload(timed(trace, step_ms, gb_per_s, 0.8 * gb_per_s))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(workload=workloads(), share=st.floats(0.0, 1.1), percent=st.floats(0.0, 30.0))
+def test_targets_are_kept_or_stated_as_missed_and_bounds_hold(
+    workload: Workload, share: float, percent: float
+) -> None:
+    trace = with_saved_bytes_as_memory(workload.trace, OTHER_BYTES)
+    target = int(share * max(reading.peak_bytes for reading in trace.memory))
+    low = for_memory(trace, target)
+    fast = for_time(trace, percent)
+    for plan in (low, fast):
+        check_plan(plan)
+        assert plan.bound is not None
+        assert plan.bound.lower <= plan.bound.reached
+        assert all(group.reason for group in plan.groups if not group.moves)
+    assert peak(low) <= target or "cannot be met" in low.notes[0]
+    assert simulate(low).stall_ms == pytest.approx(low.bound.reached, rel=1e-9, abs=1e-6)
+    assert simulate(fast).overhead_percent <= percent + 1e-6
+    assert peak(fast) == fast.bound.reached
+    # The same trace gives the same plan.
+    assert for_memory(trace, target) == low
+    assert for_time(trace, percent) == fast
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(workload=workloads(), share=st.floats(0.0, 1.0))
+def test_no_arrangement_of_any_groups_beats_the_bounds(workload: Workload, share: float) -> None:
+    rng = random.Random(share)
+    movable = fitting_groups(workload, [group.key for group in workload.trace.groups])
+    limits = Limits(workload, movable)
+    some = frozenset(key for key in sorted(movable) if rng.random() < 0.7)
+    timing = arrange(workload, some, share * float(workload.present_bytes.max(initial=0.0)))
+    assert limits.least_stall_ms(timing.peak_bytes) <= timing.stall_ms + 1e-6
+    assert limits.lowest_peak_bytes(timing.stall_ms + 1e-9) <= timing.peak_bytes * (1 + 1e-6)
+
+
+# Size.
+
+
+def large(schedule: Schedule, num_layers: int, gb_per_s: float) -> Trace:
+    groups = range(2 * num_layers)
+    model = Model(
+        num_layers=num_layers,
+        modules=("qkv_linear", "core_attn"),
+        saves={group: (f"s{group}", f"t{group}") for group in groups},
+        nbytes={f"{kind}{group}": 32 << 20 for group in groups for kind in "st"},
+    )
+    trace = trace_of(schedule, model)
+    step_ms = [5.0 if step.kind is StepKind.BACKWARD_USE else 1.25 for step in trace.steps]
+    return with_saved_bytes_as_memory(timed(trace, step_ms, gb_per_s, 0.8 * gb_per_s))
+
+
+@pytest.mark.parametrize("gb_per_s", [50.0, 14.0])
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
+def test_a_large_iteration_is_planned_in_seconds(kind: str, gb_per_s: float) -> None:
+    schedule, num_layers = one_f_one_b(4, 0, 16), 100
+    if kind == "interleaved":
+        schedule, num_layers = interleaved(4, 0, 16, 2), 50
+    trace = large(schedule, num_layers, gb_per_s)
+    top = max(reading.peak_bytes for reading in trace.memory)
+    for options in (
+        PolicyOptions(),
+        PolicyOptions(target_memory_bytes=top // 2),
+        PolicyOptions(max_overhead_percent=1.0),
+    ):
+        begin = time.process_time()
+        plan = build_plan(trace, options)
+        seconds = time.process_time() - begin
+        print(
+            f"{kind} at {gb_per_s} GB/s, {len(trace.groups)} groups: {seconds:.2f} s, peak "
+            f"{peak(plan) / top:.1%} of {top / 2**30:.1f} GiB, {plan.bound}"
+        )
+        assert seconds < 4
