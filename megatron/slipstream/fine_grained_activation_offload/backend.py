@@ -93,6 +93,8 @@ class Backend(ABC):
     name: str
     host_slab_bytes = 1 << 20
     """The least host memory to ask :meth:`allocate_host` for."""
+    takes_time = False
+    """Whether :meth:`timed_event` takes the time."""
     poisons_dropped = False
     """Whether device memory that the engine drops, and nobody else holds, is filled with NaN."""
 
@@ -198,6 +200,7 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
+    takes_time = True
     # Pinning blocks the host, and other calls of the driver, so it is done seldom, and in pieces
     # that hosts of GPUs can spare.
     host_slab_bytes = 256 << 20

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Optional
 
@@ -27,42 +27,23 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
 )
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
+from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook, Watch
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
-from megatron.slipstream.fine_grained_activation_offload.step_clock import (
-    NUM_TIMED,
-    NUM_WARMUPS,
-    StepClock,
-    Times,
-    typical_step_ms,
-)
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
-from megatron.slipstream.plan.build import Action, ActionKind, Plan, build_plan
-from megatron.slipstream.plan.check import PlanFacts, check_plan
+from megatron.slipstream.plan.build import Action, ActionKind, Plan
+from megatron.slipstream.plan.check import PlanFacts
 from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.render import format_bytes, render_plan
-from megatron.slipstream.plan.simulate import simulate
-from megatron.slipstream.plan.trace import Bandwidth, GroupKey, Step, StepKind, Trace
+from megatron.slipstream.plan.trace import (
+    GroupKey,
+    Step,
+    StepKind,
+    Trace,
+)
 
 logger = logging.getLogger(__name__)
-
-MAX_PLANS = 32
-"""Plans kept, one per sequence of marks (that is, per number of micro-batches)."""
-
-
-@dataclass
-class _Followed:
-    """What came of iterations that followed one plan to its end."""
-
-    num_iterations: int = 0
-    times: list[Times] = field(default_factory=list)
-
-    @property
-    def is_to_be_timed(self) -> bool:
-        """Whether the next one is to be timed."""
-        return NUM_WARMUPS <= self.num_iterations < NUM_WARMUPS + NUM_TIMED
 
 
 class PipelineOffloadManager:
@@ -92,21 +73,18 @@ class PipelineOffloadManager:
         self._recorder = Recorder(backend)
         self.store = ActivationStore(backend, self._recorder)
         """The saved activations."""
-        self._options = options or PolicyOptions()
-        """What the plans were made for."""
-        self.store.host_pool.limit_bytes = self._options.host_memory_limit_bytes
-        self._told_of_limit = False
+        self._book = PlanBook(self.store, self.report, options or PolicyOptions())
+        self.store.host_pool.limit_bytes = self._book.options.host_memory_limit_bytes
         self._num_verified_iterations = num_verified_iterations
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
         self._pp_rank = 0
-        self._plans: dict[tuple[Step, ...], Plan] = {}
         self._plan: Optional[Plan] = None
         """The plan being followed; None where the iteration is not like any planned one."""
         self._last_plan: Optional[Plan] = None
         """The plan to begin the next iteration with."""
-        self.plan_facts: Optional[PlanFacts] = None
-        """What was proved of the newest plan."""
+        self._watch: Optional[Watch] = None
+        """Measures this iteration, which follows its plan; None where it is not measured."""
         self._passes: list[ChunkOffloadHandler] = []
         self._groups: dict[GroupKey, OffloadTensorGroup] = {}
         self._chunk: Optional[ChunkOffloadHandler] = None
@@ -122,15 +100,6 @@ class PipelineOffloadManager:
         """Steps of this iteration so far."""
         self._improvised: deque[OffloadTensorGroup] = deque()
         """Committed groups that have not let go, where no plan says when they do."""
-        self._clock: Optional[StepClock] = None
-        """Times this iteration, which follows its plan; None where it is not timed."""
-        self._read_later: list[tuple[Plan, StepClock]] = []
-        """Whole iterations that the device had not ended when the host had."""
-        self._followed: dict[tuple[Step, ...], _Followed] = {}
-        """What came of the plans, by their steps."""
-        self._times: Optional[Times] = None
-        """Of the iteration that was timed last."""
-        self._bandwidth: Optional[Bandwidth] = None
         self._cuda_graph_stream: Optional[Stream] = None
         self._cuda_graph_event: Optional[Event] = None
         self._in_replay = False
@@ -152,6 +121,11 @@ class PipelineOffloadManager:
     def plan(self) -> Optional[Plan]:
         """The plan that is followed, or that the next iteration will begin with; None if none."""
         return self._plan or self._last_plan
+
+    @property
+    def plan_facts(self) -> Optional[PlanFacts]:
+        """What was proved of the newest plan."""
+        return self._book.facts
 
     @property
     def cuda_graph_stream(self) -> Stream:
@@ -196,13 +170,11 @@ class PipelineOffloadManager:
         self._restart_if_abandoned()
         self._pp_rank = pp_rank
         options = replace(
-            self._options,
+            self._book.options,
             activation_offload_fraction=activation_offload_fraction,
             delta_offload_bytes_across_pp_ranks=delta_offload_bytes_across_pp_ranks,
         )
-        if options != self._options:
-            self._options = options
-            self._plans.clear()
+        if self._book.change_options(options):
             self._plan = self._last_plan = None
         stage = vp_stage or 0
         self._chunk = ChunkOffloadHandler(
@@ -298,8 +270,8 @@ class PipelineOffloadManager:
 
     def finish_report(self) -> None:
         """Add what was timed, as far as the device has come."""
-        self._read_clocks()
-        times = self._times
+        self._book.read_clocks()
+        times = self._book.times
         for name, counters in self.report.modules.items():
             counters.stall_ms = times.stall_ms_by_module.get(name, 0.0) if times else 0.0
         if times is not None:
@@ -347,10 +319,12 @@ class PipelineOffloadManager:
         if self._plan is not None and not _is_step(self._plan, index, kind, group):
             self._depart(index, Step(kind, group.key, group.name))
         if self._plan is not None:
-            if self._clock is not None:
-                self._clock.note_step()
+            if self._watch is not None:
+                self._watch.begin_step()
             for action in self._plan.actions[index]:
                 self._perform(self._plan, action)
+            if self._watch is not None:
+                self._watch.end_step()
             return
         if len(self._recorder.steps) == index:
             self._recorder.add_step(Step(kind, group.key, group.name))
@@ -360,23 +334,22 @@ class PipelineOffloadManager:
     def _begin_iteration(self) -> None:
         self._plan = self._last_plan
         if self._plan is not None:
-            followed = self._followed.setdefault(self._plan.trace.steps, _Followed())
-            if followed.is_to_be_timed:
-                self._clock = StepClock(self.store.backend)
-                self.store.copy_streams.stalls = self._clock.stalls
+            self._watch = self._book.watch(self._plan)
+            if self._watch is not None and self._watch.clock is not None:
+                self.store.copy_streams.stalls = self._watch.clock.stalls
 
     def _depart(self, index: int, step: Step) -> None:
         """The iteration is not the planned one: follow another plan that begins alike, or none."""
         assert self._plan is not None
-        self._stop_clock()
+        self._stop_watching()
         done = (*self._plan.trace.steps[:index], step)
-        for steps, plan in self._plans.items():
-            if steps[: index + 1] == done:
-                self._plan = plan
-                # What this plan would have done by now; whatever has been done is skipped.
-                for action in (action for due in plan.actions[:index] for action in due):
-                    self._perform(plan, action)
-                return
+        plan = self._book.find_beginning(done)
+        if plan is not None:
+            self._plan = plan
+            # What this plan would have done by now; whatever has been done is skipped.
+            for action in (action for due in plan.actions[:index] for action in due):
+                self._perform(plan, action)
+            return
         logger.info(
             "step %d, %s, is not in the plan: deciding group by group until the iteration ends, "
             "then planning anew",
@@ -411,14 +384,14 @@ class PipelineOffloadManager:
         if kind is StepKind.FORWARD_COMMIT:
             self.store.copy_out(group, self._may_improvise)
             self._improvised.append(group)
-            while len(self._improvised) > self._options.release_lag:
+            while len(self._improvised) > self._book.options.release_lag:
                 released = self._improvised.popleft()
                 if released.state is GroupState.COMMITTED:
                     self.store.release(released)
         elif kind is StepKind.BACKWARD_USE:
             chunk = self._passes[group.key.chunk_pass]
             self.store.copy_in(group.storages(), late=True)
-            for ahead in chunk.used_before(group, self._options.prefetch_depth):
+            for ahead in chunk.used_before(group, self._book.options.prefetch_depth):
                 self.store.copy_in(ahead.storages())
 
     def _may_improvise(self, _: int, storage: SavedStorage) -> bool:
@@ -430,62 +403,32 @@ class PipelineOffloadManager:
         self._drop_plans_beyond_limit()
         plan = self._plan
         if plan is not None and len(plan.trace.steps) == self._num_steps:
-            self._followed.setdefault(plan.trace.steps, _Followed()).num_iterations += 1
-            if self._clock is not None:
-                self._clock.note_step()
-                self._read_later.append((plan, self._clock))
+            self._book.note_followed(plan, self._watch)
         if plan is not None and len(plan.trace.steps) != self._num_steps:
             self._recorder.steps.extend(plan.trace.steps[: self._num_steps])
             plan = None
         if plan is None:
             # Departed, or ended before the plan did: what it was may be known all the same.
-            plan = self._plans.get(tuple(self._recorder.steps)) or self._make_plan()
-        self._last_plan = plan
-        self._read_clocks()
+            plan = self._book.find(tuple(self._recorder.steps)) or self._make_plan()
+        self._book.read_clocks()
+        # The one for the same steps: it may have been made anew.
+        self._last_plan = self._book.find(plan.trace.steps)
         self._update_report()
         self._stop_verifying()
         self._clear_iteration()
         # The allocator is asked at every mark only while there is something to learn from it.
         self._recorder.reads_memory = False
 
-    def _stop_clock(self) -> None:
-        self._clock = self.store.copy_streams.stalls = None
-
-    def _read_clocks(self) -> None:
-        """Take the times of iterations that the device has ended, and plan anew from enough."""
-        later, self._read_later = self._read_later, []
-        for plan, clock in later:
-            times = clock.read()
-            if times is None:
-                self._read_later.append((plan, clock))
-            elif self._plans.get(plan.trace.steps) is plan:
-                self._take_times(plan, times)
-
-    def _take_times(self, plan: Plan, times: Times) -> None:
-        self._times = times
-        followed = self._followed[plan.trace.steps]
-        followed.times.append(times)
-        if plan.trace.step_ms or len(followed.times) < NUM_TIMED:
-            return
-        if self._bandwidth is None:
-            self._bandwidth = self.store.measure_bandwidth()
-        if self._bandwidth is None:
-            return
-        step_ms = typical_step_ms(followed.times)
-        trace = replace(plan.trace, step_ms=step_ms, bandwidth=self._bandwidth)
-        planned = self._plan_trace(trace)
-        if self._last_plan is plan:
-            self._last_plan = planned
+    def _stop_watching(self) -> None:
+        self._watch = self.store.copy_streams.stalls = None
 
     def _drop_plans_beyond_limit(self) -> None:
         """The pool lowers its limit where the system refuses it memory: then plan for less."""
         limit_bytes = self.store.host_pool.limit_bytes
-        if limit_bytes != self._options.host_memory_limit_bytes:
-            self._options = replace(self._options, host_memory_limit_bytes=limit_bytes)
-            self._plans.clear()
-            if self._plan is not None:
-                self._recorder.steps.extend(self._plan.trace.steps[: self._num_steps])
-                self._plan = None
+        options = replace(self._book.options, host_memory_limit_bytes=limit_bytes)
+        if self._book.change_options(options) and self._plan is not None:
+            self._recorder.steps.extend(self._plan.trace.steps[: self._num_steps])
+            self._plan = None
 
     def _stop_verifying(self) -> None:
         verifier = self.store.verifier
@@ -499,48 +442,7 @@ class PipelineOffloadManager:
             )
 
     def _make_plan(self) -> Plan:
-        return self._plan_trace(self._recorder.finish(self._pp_rank, self._groups, self._unwatched))
-
-    def _plan_trace(self, trace: Trace) -> Plan:
-        plan = build_plan(trace, self._options)
-        self._tell_of_limit(plan)
-        self.plan_facts = check_plan(plan)
-        self._plans[trace.steps] = plan
-        self._followed[trace.steps] = _Followed()
-        if len(self._plans) > MAX_PLANS:
-            oldest = next(iter(self._plans))
-            del self._plans[oldest]
-            self._followed.pop(oldest, None)
-        report = self.report
-        report.num_plans += 1
-        report.plan = render_plan(plan)
-        peaks = plan.peak_bytes()
-        if peaks is not None:
-            report.baseline_peak_bytes, report.planned_peak_bytes = peaks
-        if trace.step_ms and trace.bandwidth is not None:
-            report.planned_ms = simulate(plan).total_ms
-        first = report.rank == 0 and report.num_plans == 1
-        logger.log(logging.INFO if first else logging.DEBUG, "plan:\n%s", report.plan)
-        return plan
-
-    def _tell_of_limit(self, plan: Plan) -> None:
-        limit_bytes = plan.options.host_memory_limit_bytes
-        if plan.num_kept_for_host_memory == 0 or limit_bytes is None or self._told_of_limit:
-            return
-        self._told_of_limit = True
-        # Memory that the system refused has been warned about.
-        logger.log(
-            logging.INFO if self.store.host_pool.was_refused else logging.WARNING,
-            "offload_host_memory_limit_bytes=%d (%s) is less than the %s of host memory that rank "
-            "%d needs to move all it should, so %d of %d groups stay on the device; raise the "
-            "limit, give the job more host memory, or choose fewer modules",
-            limit_bytes,
-            format_bytes(limit_bytes),
-            format_bytes(plan.needed_host_bytes),
-            self.report.rank,
-            plan.num_kept_for_host_memory,
-            len(plan.groups),
-        )
+        return self._book.make(self._recorder.finish(self._pp_rank, self._groups, self._unwatched))
 
     def _update_report(self) -> None:
         report, pool = self.report, self.store.host_pool
@@ -557,7 +459,7 @@ class PipelineOffloadManager:
 
     def _clear_iteration(self) -> None:
         self.store.copy_streams.forget_waits()
-        self._stop_clock()
+        self._stop_watching()
         self.store.modules = {}
         self._recorder.clear()
         self._passes.clear()

@@ -4,14 +4,17 @@
 
 [Note: The recorder resets the peak counter]
 What a plan saves is told by the device peak of every interval between two marks, and the allocator
-has only one peak counter. In the iteration that is recorded (the first) the recorder reads and
-resets it at each mark, so ``torch.cuda.max_memory_allocated()`` then only covers the time since.
-Later iterations leave it alone.
+has only one peak counter. In the iteration that is recorded (the first), and in one that follows
+the first plan (the third), it is read and reset at each mark, so
+``torch.cuda.max_memory_allocated()`` then only covers the time since. Other iterations leave it
+alone. The second reading is there because the first iteration is unlike the others: gradients that
+nobody allocated before appear in its backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
@@ -59,6 +62,41 @@ class _StorageRecord:
     holders: list[GroupKey] = field(default_factory=list)
 
 
+class MemoryReader:
+    """Reads the allocator between the steps of one iteration."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._allocated: list[int] = []
+        """After each mark, once what is due there has been done."""
+        self._peaks: list[int] = []
+        """Between each mark and the next."""
+
+    def begin_step(self) -> None:
+        """The host has come to a mark; also called once at the end."""
+        if len(self._peaks) < len(self._allocated):
+            reading = self._backend.memory()
+            if reading is not None:
+                self._peaks.append(reading[1])
+
+    def end_step(self) -> None:
+        """What is due at the mark has been done."""
+        reading = self._backend.memory()
+        if reading is not None:
+            self._allocated.append(reading[0])
+            self._backend.reset_peak_memory()
+
+    def readings(self, absent_bytes: Sequence[int]) -> tuple[MemoryReading, ...]:
+        """One reading for each step, or none if not all of them could be made.
+
+        Args:
+            absent_bytes: For each step, bytes of managed storages on the host until the next.
+        """
+        if not len(self._allocated) == len(self._peaks) == len(absent_bytes):
+            return ()
+        return tuple(map(MemoryReading, self._allocated, self._peaks, absent_bytes))
+
+
 class Recorder:
     """Collects one iteration at a time. Never changes what the engine does."""
 
@@ -76,22 +114,18 @@ class Recorder:
         self.steps: list[Step] = []
         self._away: dict[int, _Away] = {}
         """By serial number; only while memory is read."""
-        self._allocated: list[int] = []
-        """After each mark, once what is due there has been done."""
-        self._peaks: list[int] = []
-        """Between each mark and the next."""
+        self._memory = MemoryReader(self._backend)
 
     def add_step(self, step: Step) -> None:
         """Note a mark."""
-        self._end_interval()
+        if self.reads_memory:
+            self._memory.begin_step()
         self.steps.append(step)
 
     def end_step(self) -> None:
         """Note the memory once what is due at the newest mark has been done."""
-        reading = self._backend.memory() if self.reads_memory else None
-        if reading is not None:
-            self._allocated.append(reading[0])
-            self._backend.reset_peak_memory()
+        if self.reads_memory:
+            self._memory.end_step()
 
     def set_absent(self, storage: SavedStorage) -> None:
         """Note that the engine let go of the device memory at the newest mark."""
@@ -144,7 +178,7 @@ class Recorder:
             ),
             tuple(map(self._storage_trace, records.values())),
             pp_rank,
-            self._memory(),
+            self._readings(),
         )
 
     def _add(
@@ -165,27 +199,17 @@ class Recorder:
         held_outside = record.held_outside or record.identity in self.held_outside
         return StorageTrace(record.nbytes, tuple(owner_first), held_outside)
 
-    def _end_interval(self) -> None:
-        if self.reads_memory and len(self._peaks) < len(self._allocated):
-            reading = self._backend.memory()
-            if reading is not None:
-                self._peaks.append(reading[1])
-
-    def _memory(self) -> tuple[MemoryReading, ...]:
-        self._end_interval()
-        if len(self._peaks) != len(self.steps):
+    def _readings(self) -> tuple[MemoryReading, ...]:
+        if not self.reads_memory:
             return ()
+        self._memory.begin_step()
         change = [0] * (len(self.steps) + 1)
         for away in self._away.values():
             if away.storage not in self.held_outside:
                 change[away.from_step] += away.nbytes
                 until = away.until_step
                 change[len(self.steps) if until is None else until] -= away.nbytes
-        absent, memory = 0, []
-        for step, (allocated, peak) in enumerate(zip(self._allocated, self._peaks, strict=True)):
-            absent += change[step]
-            memory.append(MemoryReading(allocated, peak, absent))
-        return tuple(memory)
+        return self._memory.readings(list(itertools.accumulate(change[:-1])))
 
 
 def _add_as_in(

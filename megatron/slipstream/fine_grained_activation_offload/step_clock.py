@@ -17,6 +17,14 @@ NUM_WARMUPS = 2
 NUM_TIMED = 3
 """Iterations of a plan that are timed. Of each step the median counts."""
 
+MAX_ROUNDS = 2
+"""How often a plan is made anew from times. The first times are those of a plan that was made
+without any: compute that stands still between its steps runs cooler, hence faster, and its host
+has time to run ahead."""
+
+TOLERANCE = 0.01
+"""A plan whose iterations take as long as it predicted, within this share, is not made anew."""
+
 
 class Times(NamedTuple):
     """One iteration, in milliseconds of the compute stream."""

@@ -68,8 +68,8 @@ def choose_as_given(
     Args:
         workload: The timed trace.
         given: The groups that move whatever that costs.
-        optional: Groups right before their own backward. They move if that costs no time and does
-            not raise the peak.
+        optional: Groups right before their own backward. They move if that costs no time and lowers
+            the peak: a copy that does not is work for nothing.
         reference: When the given groups would move if that was decided by counting.
     """
     counted = replay(workload, given, reference)
@@ -82,7 +82,7 @@ def choose_as_given(
         timing = arrange(workload, wanted, best.timing.peak_bytes)
         choice = Choice(wanted, timing)
         late = optional & timing.stalled.keys() & wanted
-        if choice.stall_ms <= best.stall_ms and timing.peak_bytes <= best.timing.peak_bytes:
+        if choice.stall_ms <= best.stall_ms and timing.peak_bytes < best.timing.peak_bytes:
             return choice
         if not late:
             break

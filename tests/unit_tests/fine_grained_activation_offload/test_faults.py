@@ -171,7 +171,7 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
         "storages": sum(isinstance(item, SavedStorage) for item in objects),
         "tensors": sum(type(item) is torch.Tensor for item in objects),
         "groups": len(manager._groups),
-        "plans": len(manager._plans),
+        "plans": len(manager._book),
     }
     if torch.cuda.is_available():
         torch.cuda.synchronize()

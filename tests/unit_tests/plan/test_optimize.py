@@ -41,7 +41,7 @@ from megatron.slipstream.plan.policy import (
 from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.timing import arrange
-from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
+from megatron.slipstream.plan.trace import GroupKey, MemoryReading, StepKind, Trace
 from megatron.slipstream.plan.workload import Workload
 
 MB = 10**6
@@ -177,7 +177,7 @@ def test_a_target_and_an_overhead_at_once_are_refused() -> None:
 # The layer before backward.
 
 
-def test_in_time_the_last_layer_moves_if_its_copies_hide() -> None:
+def test_in_time_the_last_layer_moves_if_its_copies_hide_and_that_lowers_the_peak() -> None:
     # After the last commit, the loss takes 20 ms.
     trace = one_pass(Model(num_layers=3, nbytes={f"own {g}": MB for g in range(3)}))
     loss = trace.step_index[StepKind.FORWARD_COMMIT, GroupKey(0, 2)]
@@ -186,9 +186,21 @@ def test_in_time_the_last_layer_moves_if_its_copies_hide() -> None:
     plan = build_plan(timed(trace, step_ms, 2.0), PolicyOptions())
     assert moving(plan) == {0, 1}
     # A mark in between, such as another module's, gives it time to go and to come back.
-    model = Model(num_layers=3, modules=("core_attn", "mlp_norm"))
+    model = Model(num_layers=3, modules=("core_attn", "mlp_norm"), nbytes={"own 4": MB})
     trace = one_pass(model)
-    plan = build_plan(timed(trace, 10.0, 1.0), PolicyOptions())
+    readings = tuple(
+        MemoryReading(0, 2 * MB if step.kind is StepKind.FORWARD_COMMIT else MB, 0)
+        for step in trace.steps
+    )
+    peak_at_the_loss = replace(trace, memory=readings)
+    plan = build_plan(timed(peak_at_the_loss, 10.0, 1.0), PolicyOptions())
+    assert moving(plan) == set(range(4)), "at its own commit it is still there"
+    commit = trace.step_index[StepKind.FORWARD_COMMIT, GroupKey(0, 5)]
+    readings = tuple(
+        MemoryReading(0, 2 * MB if step == commit else MB, 0) for step in range(len(trace.steps))
+    )
+    peak_at_the_loss = replace(trace, memory=readings)
+    plan = build_plan(timed(peak_at_the_loss, 10.0, 1.0), PolicyOptions())
     assert moving(plan) == set(range(5))
     slow = build_plan(timed(trace, 1e-6, 1.0), PolicyOptions())
     assert moving(slow) == set(range(4))

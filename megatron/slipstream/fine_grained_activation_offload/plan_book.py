@@ -1,0 +1,251 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The plans of a run, by the sequence of marks that each is for, and what came of following them.
+
+A plan is made from the trace of an iteration. Iterations that follow it are then measured: device
+memory once, times a few times, and the plan is made anew from that. What is measured of one rank
+stays there: plans of different ranks need not agree, since none of them changes what a rank sends.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from dataclasses import dataclass, field, replace
+from typing import Optional
+
+from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.step_clock import (
+    MAX_ROUNDS,
+    NUM_TIMED,
+    NUM_WARMUPS,
+    TOLERANCE,
+    StepClock,
+    Times,
+    typical_step_ms,
+)
+from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
+from megatron.slipstream.plan.build import Plan, build_plan
+from megatron.slipstream.plan.check import PlanFacts, check_plan
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.render import format_bytes, render_plan
+from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Step, Trace
+
+logger = logging.getLogger(__name__)
+
+MAX_PLANS = 32
+"""Plans kept, one per sequence of marks (that is, per number of micro-batches)."""
+
+Steps = tuple[Step, ...]
+
+
+class Watch:
+    """Measures one iteration that follows its plan.
+
+    Args:
+        clock: Takes times, if they are to be taken.
+        memory: Reads device memory, if it is to be read.
+    """
+
+    def __init__(self, clock: Optional[StepClock], memory: Optional[MemoryReader]) -> None:
+        self.clock = clock
+        self.memory = memory
+
+    def begin_step(self) -> None:
+        """The host has come to a mark; also called once at the end."""
+        if self.clock is not None:
+            self.clock.note_step()
+        if self.memory is not None:
+            self.memory.begin_step()
+
+    def end_step(self) -> None:
+        """What is due at the mark has been done."""
+        if self.memory is not None:
+            self.memory.end_step()
+
+
+@dataclass
+class _Entry:
+    """A plan, and what came of the iterations that followed it to its end."""
+
+    plan: Plan
+    num_rounds: int = 0
+    """How often it has been made anew from times."""
+    num_iterations: int = 0
+    times: list[Times] = field(default_factory=list)
+    memory: tuple[MemoryReading, ...] = ()
+    """As read in one of them."""
+
+    @property
+    def is_to_be_timed(self) -> bool:
+        return NUM_WARMUPS <= self.num_iterations < NUM_WARMUPS + NUM_TIMED
+
+    @property
+    def is_memory_to_be_read(self) -> bool:
+        # Warm, and not timed, since reading takes time.
+        is_due = self.num_rounds == 0 and self.num_iterations == NUM_WARMUPS - 1
+        return is_due and bool(self.plan.trace.memory)
+
+    @property
+    def is_as_predicted(self) -> bool:
+        """Whether a plan that was made from times takes what it said."""
+        if not self.plan.trace.step_ms:
+            return False
+        measured_ms = statistics.median(times.total_ms for times in self.times)
+        return abs(measured_ms - simulate(self.plan).total_ms) < TOLERANCE * measured_ms
+
+
+class PlanBook:
+    """Makes, proves, keeps and improves plans.
+
+    Args:
+        store: What the plans move.
+        report: Where figures of the newest plan go.
+        options: How groups are chosen and timed.
+    """
+
+    def __init__(self, store: ActivationStore, report: RankReport, options: PolicyOptions) -> None:
+        self.options = options
+        """What the plans were made for."""
+        self.facts: Optional[PlanFacts] = None
+        """What was proved of the newest plan."""
+        self.times: Optional[Times] = None
+        """Of the iteration that was timed last."""
+        self._store = store
+        self._report = report
+        self._entries: dict[Steps, _Entry] = {}
+        self._read_later: list[tuple[Plan, StepClock]] = []
+        """Whole iterations that the device had not ended when the host had."""
+        self._bandwidth: Optional[Bandwidth] = None
+        self._told: set[str] = set()
+        """What the user has been told of plans."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def change_options(self, options: PolicyOptions) -> bool:
+        """Plan for other options from here on. Says whether they are others."""
+        if options == self.options:
+            return False
+        self.options = options
+        self._entries.clear()
+        return True
+
+    def find(self, steps: Steps) -> Optional[Plan]:
+        """The plan for these steps."""
+        entry = self._entries.get(steps)
+        return entry.plan if entry is not None else None
+
+    def find_beginning(self, steps: Steps) -> Optional[Plan]:
+        """A plan whose first steps are these."""
+        for planned, entry in self._entries.items():
+            if planned[: len(steps)] == steps:
+                return entry.plan
+        return None
+
+    def make(self, trace: Trace, num_rounds: int = 0) -> Plan:
+        """A new plan, proved safe, in place of the one for the same steps."""
+        plan = build_plan(trace, self.options)
+        self._tell(plan)
+        self.facts = check_plan(plan)
+        self._entries[trace.steps] = _Entry(plan, num_rounds)
+        if len(self._entries) > MAX_PLANS:
+            del self._entries[next(iter(self._entries))]
+        report = self._report
+        report.num_plans += 1
+        report.plan = render_plan(plan)
+        peaks = plan.peak_bytes()
+        if peaks is not None:
+            report.baseline_peak_bytes, report.planned_peak_bytes = peaks
+        if trace.step_ms and trace.bandwidth is not None:
+            report.planned_ms = simulate(plan).total_ms
+        first = report.rank == 0 and report.num_plans == 1
+        logger.log(logging.INFO if first else logging.DEBUG, "plan:\n%s", report.plan)
+        return plan
+
+    # Following a plan.
+
+    def watch(self, plan: Plan) -> Optional[Watch]:
+        """What to measure in an iteration that begins to follow ``plan``."""
+        entry = self._entries.get(plan.trace.steps)
+        if entry is None or entry.plan is not plan:
+            return None
+        if entry.is_to_be_timed:
+            return Watch(StepClock(self._store.backend), None)
+        if entry.is_memory_to_be_read:
+            return Watch(None, MemoryReader(self._store.backend))
+        return None
+
+    def note_followed(self, plan: Plan, watch: Optional[Watch]) -> None:
+        """An iteration has followed ``plan`` from its first step to its last."""
+        entry = self._entries.get(plan.trace.steps)
+        if entry is None or entry.plan is not plan:
+            return
+        entry.num_iterations += 1
+        if watch is None:
+            return
+        watch.begin_step()
+        if watch.clock is not None:
+            self._read_later.append((plan, watch.clock))
+        if watch.memory is not None:
+            entry.memory = watch.memory.readings(plan.absent_bytes)
+
+    def read_clocks(self) -> None:
+        """Take the times of iterations that the device has ended; plan anew from enough of them."""
+        later, self._read_later = self._read_later, []
+        for plan, clock in later:
+            times = clock.read()
+            entry = self._entries.get(plan.trace.steps)
+            if times is None:
+                self._read_later.append((plan, clock))
+            elif entry is not None and entry.plan is plan:
+                self.times = times
+                entry.times.append(times)
+                if len(entry.times) == NUM_TIMED and entry.num_rounds < MAX_ROUNDS:
+                    self._improve(entry)
+
+    def _improve(self, entry: _Entry) -> None:
+        if entry.is_as_predicted:
+            return
+        if self._bandwidth is None:
+            self._bandwidth = self._store.measure_bandwidth()
+        if self._bandwidth is not None:
+            trace = entry.plan.trace
+            trace = replace(
+                trace,
+                step_ms=typical_step_ms(entry.times),
+                bandwidth=self._bandwidth,
+                memory=entry.memory or trace.memory,
+            )
+            self.make(trace, entry.num_rounds + 1)
+
+    def _tell(self, plan: Plan) -> None:
+        """Tell the user, once, what the options could not bring about."""
+        for note in plan.notes:
+            if note not in self._told and (plan.trace.step_ms or not self._will_be_timed):
+                self._told.add(note)
+                logger.warning("rank %d: %s", self._report.rank, note)
+        limit_bytes = plan.options.host_memory_limit_bytes
+        if plan.num_kept_for_host_memory == 0 or limit_bytes is None or "limit" in self._told:
+            return
+        self._told.add("limit")
+        # Memory that the system refused has been warned about.
+        logger.log(
+            logging.INFO if self._store.host_pool.was_refused else logging.WARNING,
+            "offload_host_memory_limit_bytes=%d (%s) is less than the %s of host memory that rank "
+            "%d needs to move all it should, so %d of %d groups stay on the device; raise the "
+            "limit, give the job more host memory, or choose fewer modules",
+            limit_bytes,
+            format_bytes(limit_bytes),
+            format_bytes(plan.needed_host_bytes),
+            self._report.rank,
+            plan.num_kept_for_host_memory,
+            len(plan.groups),
+        )
+
+    @property
+    def _will_be_timed(self) -> bool:
+        """Whether times are still to come, which some options wait for."""
+        return self._store.backend.takes_time
