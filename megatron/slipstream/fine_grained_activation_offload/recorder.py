@@ -14,6 +14,7 @@ nobody allocated before appear in its backward pass.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
@@ -44,13 +45,22 @@ class StorageId(NamedTuple):
         return cls(owner.vp_stage, owner.key.group, storage.position)
 
 
-class _Away(NamedTuple):
-    """A storage's memory was given up at one step and taken again at a later one."""
+@dataclass
+class _Away:
+    """When a storage's memory was let go, when it was gone, and when it was taken again."""
 
     storage: StorageId
     nbytes: int
-    from_step: int
+    free_step: int
+    gone_step: Optional[int] = None
     until_step: Optional[int] = None
+
+    @property
+    def lingers_until(self) -> int:
+        """See ``StorageTrace``."""
+        if self.gone_step is None:
+            return self.until_step or 0
+        return self.gone_step if self.gone_step > self.free_step else 0
 
 
 @dataclass
@@ -59,6 +69,7 @@ class _StorageRecord:
     owner: GroupKey
     nbytes: int = 0
     held_outside: bool = False
+    lingers_until: int = 0
     holders: list[GroupKey] = field(default_factory=list)
 
 
@@ -115,15 +126,19 @@ class Recorder:
         self._away: dict[int, _Away] = {}
         """By serial number; only while memory is read."""
         self._memory = MemoryReader(self._backend)
+        self._lingering: dict[int, weakref.ref[SavedStorage]] = {}
+        """Storages whose memory was let go and is still there, by serial number."""
 
     def add_step(self, step: Step) -> None:
         """Note a mark."""
         if self.reads_memory:
             self._memory.begin_step()
         self.steps.append(step)
+        self._note_what_is_gone()
 
     def end_step(self) -> None:
         """Note the memory once what is due at the newest mark has been done."""
+        self._note_what_is_gone()
         if self.reads_memory:
             self._memory.end_step()
 
@@ -132,14 +147,23 @@ class Recorder:
         if self.reads_memory:
             identity = StorageId.of(storage)
             self._away[storage.serial] = _Away(identity, storage.nbytes, len(self.steps) - 1)
+            self._lingering[storage.serial] = weakref.ref(storage)
 
     def set_returned(self, storage: SavedStorage, was_held_outside: bool) -> None:
         """Note that the bytes have device memory again since the newest mark."""
         away = self._away.get(storage.serial)
         if away is not None:
-            self._away[storage.serial] = away._replace(until_step=len(self.steps) - 1)
+            away.until_step = len(self.steps) - 1
+            self._lingering.pop(storage.serial, None)
         if was_held_outside:
             self.held_outside.add(StorageId.of(storage))
+
+    def _note_what_is_gone(self) -> None:
+        for serial, reference in list(self._lingering.items()):
+            storage = reference()
+            if storage is None or storage.is_memory_gone:
+                self._away[serial].gone_step = len(self.steps) - 1
+                del self._lingering[serial]
 
     def is_held_outside(self, storage: SavedStorage) -> bool:
         """Whether this storage, or its like in an earlier pass, was held by others."""
@@ -176,7 +200,7 @@ class Recorder:
                 GroupTrace(key, group.name, group.vp_stage, tuple(index[n] for n in saved[key]))
                 for key, group in groups.items()
             ),
-            tuple(map(self._storage_trace, records.values())),
+            tuple(self._storage_trace(name, record) for name, record in records.items()),
             pp_rank,
             self._readings(),
         )
@@ -194,10 +218,12 @@ class Recorder:
             record.nbytes = max(record.nbytes, group.nbytes.get(serial, 0))
         return list(group.held)
 
-    def _storage_trace(self, record: _StorageRecord) -> StorageTrace:
+    def _storage_trace(self, name: Hashable, record: _StorageRecord) -> StorageTrace:
         owner_first = sorted(record.holders, key=lambda key: key != record.owner)
         held_outside = record.held_outside or record.identity in self.held_outside
-        return StorageTrace(record.nbytes, tuple(owner_first), held_outside)
+        away = self._away.get(name) if isinstance(name, int) else None
+        lingers_until = record.lingers_until if away is None else away.lingers_until
+        return StorageTrace(record.nbytes, tuple(owner_first), held_outside, lingers_until)
 
     def _readings(self) -> tuple[MemoryReading, ...]:
         if not self.reads_memory:
@@ -205,8 +231,8 @@ class Recorder:
         self._memory.begin_step()
         change = [0] * (len(self.steps) + 1)
         for away in self._away.values():
-            if away.storage not in self.held_outside:
-                change[away.from_step] += away.nbytes
+            if away.storage not in self.held_outside and away.gone_step is not None:
+                change[away.gone_step] += away.nbytes
                 until = away.until_step
                 change[len(self.steps) if until is None else until] -= away.nbytes
         return self._memory.readings(list(itertools.accumulate(change[:-1])))
@@ -233,5 +259,6 @@ def _add_as_in(
         record = records[name]
         record.nbytes = max(record.nbytes, storage.nbytes)
         record.held_outside |= storage.held_outside
+        record.lingers_until = max(record.lingers_until, storage.lingers_until)
         names.append(name)
     return names

@@ -212,6 +212,11 @@ class SavedStorage:
         self.move_to(Residence.HOST)
         self._copies.let_go(original, self.out_signal, self.streams, label)
 
+    @property
+    def is_memory_gone(self) -> bool:
+        """Whether nobody holds the device memory any more that was let go."""
+        return self._original is not None and self._original.expired()
+
     def live_original(self) -> Optional[torch.UntypedStorage]:
         """The original storage if somebody else has kept it alive."""
         if self._original is None or self._original.expired():

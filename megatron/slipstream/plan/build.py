@@ -75,7 +75,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """When one moving storage is away from the device: steps ``free_step`` up to ``h2d_step``."""
+    """When one moving storage is away: from ``free_step``, or :meth:`gone_step`, to ``h2d_step``."""
 
     index: int
     nbytes: int
@@ -83,6 +83,13 @@ class StoragePlan:
     free_step: int
     h2d_step: int
     use_step: int
+
+    def gone_step(self, trace: Trace) -> int:
+        """The step at which its device memory is gone (``h2d_step`` if it never is)."""
+        # A plan that is drawn because it is wrong may name storages that are not in the trace.
+        storages = trace.storages[self.index : self.index + 1]
+        gone = max([self.free_step, *(storage.lingers_until for storage in storages)])
+        return min(gone, self.h2d_step)
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,7 @@ class Plan:
         """For each step, the managed bytes that are on the host until the next step."""
         change = [0] * (len(self.trace.steps) + 1)
         for storage in self.storages:
-            change[storage.free_step] += storage.nbytes
+            change[storage.gone_step(self.trace)] += storage.nbytes
             change[storage.h2d_step] -= storage.nbytes
         total, totals = 0, []
         for step in range(len(self.trace.steps)):

@@ -145,11 +145,12 @@ def derive_schedule(plan: Plan) -> Schedule:
 def device_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ...]:
     """For each step, the bytes of saved storages on the device until the next step.
 
-    Those that move are not there from their FREE on, until their copy back starts.
+    Those that move are not there from their FREE on (or until nothing else holds them), until their
+    copy back starts.
     """
     change = [0] * (len(trace.steps) + 1)
     for away in storages:
-        change[away.free_step] -= away.nbytes
+        change[away.gone_step(trace)] -= away.nbytes
         change[away.h2d_step] += away.nbytes
     return tuple(map(int.__add__, saved_bytes(trace), itertools.accumulate(change[:-1])))
 

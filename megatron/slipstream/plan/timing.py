@@ -140,7 +140,9 @@ class _Walk:
         self._copied_by = {item: num for num, job in enumerate(jobs) for item in job.out_storages}
         """The job that copies a storage out."""
         self._freed_at: dict[int, int] = {}
-        """The step at which a storage's memory went."""
+        """The step at which a storage's memory was let go."""
+        self._lingering: set[int] = set()
+        """Storages that were let go while something else keeps their memory."""
         self._returned_by: dict[int, int] = {}
         """The job that brought a storage back."""
         self._ledger = HostLedger() if lends_host_memory else None
@@ -159,6 +161,9 @@ class _Walk:
             self._absent[self.step] = self.absent_bytes
             self.now_ms += self._trace.step_ms[self.step]
         self.step = step
+        for item in [i for i in self._lingering if self._trace.storages[i].lingers_until <= step]:
+            self._lingering.remove(item)
+            self.absent_bytes += self._trace.storages[item].nbytes
         self.queues.run_to(self.now_ms)
         number = self._commit_at.get(step, -1)
         if number >= 0 and self.jobs[number].out_storages:
@@ -189,7 +194,11 @@ class _Walk:
             # Copies out end in order, so the last one of them tells for all.
             last = max(self._copied_by[item] for item in gone)
             self._wait(self.queues.run_to_out(last), job.key)
-            self.absent_bytes += sum(self._trace.storages[item].nbytes for item in gone)
+        for item in gone:
+            if self._trace.storages[item].lingers_until > self.step:
+                self._lingering.add(item)
+            else:
+                self.absent_bytes += self._trace.storages[item].nbytes
 
     def is_away(self, number: int) -> bool:
         """Whether what a group brings back is away, and has been since an earlier step.
@@ -209,9 +218,13 @@ class _Walk:
             if self._ledger is not None:
                 self._ledger.give_back(self._buffers[item], item)
         if returning:
-            nbytes = sum(self._trace.storages[item].nbytes for item in returning)
-            self.queues.add_in(number, nbytes)
-            self.absent_bytes -= nbytes
+            storages = self._trace.storages
+            self.queues.add_in(number, sum(storages[item].nbytes for item in returning))
+            for item in returning:
+                if item in self._lingering:
+                    self._lingering.remove(item)
+                else:
+                    self.absent_bytes -= storages[item].nbytes
 
     def use(self) -> None:
         """If the step is a use, compute waits for what it uses (E5)."""

@@ -65,6 +65,10 @@ class StorageTrace:
     held_outside: bool = False
     """Something other than these groups keeps the device memory alive until backward needs it, so
     that copying it out frees nothing."""
+    lingers_until: int = 0
+    """The step from which on nothing but the groups keeps the device memory alive, if that is after
+    the groups let go: before it, letting go frees nothing. (The model's input, say, is a local
+    variable until its forward has returned.)"""
 
 
 @dataclass(frozen=True)

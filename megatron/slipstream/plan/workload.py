@@ -82,7 +82,7 @@ class Window:
     begin: int
     """The first commit of its holders, from which its copy out can run."""
     first: int
-    """The last commit of its holders."""
+    """The last commit of its holders, or when nothing else keeps its memory."""
     stop: int
     """The first use of a holder."""
 
@@ -149,7 +149,7 @@ class Workload:
             window = None
             holders = storage.holders
             if not storage.held_outside and all(k in commits and k in uses for k in holders):
-                first = max(commits[key] for key in holders)
+                first = max(storage.lingers_until, *(commits[key] for key in holders))
                 stop = min(uses[key] for key in holders)
                 if first < stop:
                     begin = min(commits[key] for key in holders)

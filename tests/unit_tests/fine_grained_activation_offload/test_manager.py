@@ -22,6 +22,7 @@ from toy_model import (
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
+from megatron.slipstream.plan.trace import StepKind
 
 BACKENDS = ["cpu", "cpu-lazy"]
 
@@ -347,3 +348,33 @@ def test_closing_returns_all_host_memory(backend: str) -> None:
     assert manager.store.host_pool.allocated_bytes > 0
     manager.close()
     assert manager.store.host_pool.allocated_bytes == 0
+
+
+def test_memory_that_lingers_after_it_was_let_go_is_learnt(backend: str) -> None:
+    """The input stays a local variable until forward has returned, as megatron-core's does."""
+    chunk = make_chunks(1, num_layers=4)[0]
+
+    def step(manager: PipelineOffloadManager) -> None:
+        manager.init_model_chunk_offload_handler(0, None, 0, 1)
+        local = micro_batch(0).detach() * 2
+        y = local
+        for layer in chunk.layers:
+            with offload_group(manager, "first") as group:
+                y = layer.up(y).chunk(2, dim=-1)[0].tanh()
+            y = group.commit(y)
+        loss = y.sum()
+        del local
+        loss.backward()
+        manager.reset()
+
+    manager = make_manager(backend)
+    manager.store.backend.memory = lambda: (0, 0)  # type: ignore[method-assign]
+    step(manager)
+    assert manager.plan is not None
+    trace = manager.plan.trace
+    first_use = next(i for i, s in enumerate(trace.steps) if s.kind is StepKind.BACKWARD_USE)
+    lingers = [storage.lingers_until for storage in trace.storages]
+    assert lingers[0] == first_use, "its memory is there until backward begins"
+    moved = {storage.index: storage for storage in manager.plan.storages}
+    assert moved[0].free_step < first_use == moved[0].gone_step(trace)
+    assert set(lingers[1:]) == {0}
