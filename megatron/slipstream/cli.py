@@ -152,7 +152,10 @@ def _show_plan(options: argparse.Namespace) -> None:
     try:
         trace = load_trace(options.trace)
     except FileNotFoundError:
-        raise ValueError(f"{options.trace} does not exist; give the trace of a run") from None
+        raise ValueError(
+            f"{options.trace} does not exist; train with --offload-trace-path {options.trace} to "
+            "write it"
+        ) from None
     policy = _policy_options(options)
     plan = build_plan(trace, policy)
     facts = check_plan(plan)

@@ -84,6 +84,11 @@ class OffloadConfig:
     difference ends the run naming module, layer, micro-batch and the ordering that failed. 0 checks
     nothing."""
 
+    offload_trace_path: Optional[str] = None
+    """Write the trace of an iteration (what each group saves, device memory, times, bandwidth) as
+    JSON to this file when training ends (ranks as in '--offload-report-path'). 'slipstream plan'
+    plans from it on any machine, for other memory targets too."""
+
     offload_report_path: Optional[str] = None
     """Write the report as JSON to this file when training ends ('{rank}' in the name is replaced by
     the rank; otherwise '.rank<N>' is inserted for ranks above 0). Read it with 'slipstream

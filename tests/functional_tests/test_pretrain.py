@@ -124,8 +124,8 @@ def test_the_adversarial_backend_trains_the_same(tmp_path: Path) -> None:
     assert [_result(record) for record in on] == [_result(record) for record in off]
 
 
-def test_the_report_of_a_run_reads_back(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
+def test_the_report_and_the_trace_of_a_run_read_back(tmp_path: Path) -> None:
+    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
     num_ranks, flags = LAYOUTS["PP2"]
     _train(
         num_ranks,
@@ -134,16 +134,24 @@ def test_the_report_of_a_run_reads_back(tmp_path: Path) -> None:
         DENSE_MODULES,
         "--offload-report-path",
         str(report),
+        "--offload-trace-path",
+        str(trace),
     )
     files = [str(report), str(report.with_suffix(".rank1.json"))]
-    shown = subprocess.run(
-        [sys.executable, "-m", "megatron.slipstream.cli", "report", *files],
+    shown = _command("report", *files)
+    assert "Plan of rank 0" in shown
+    totals = [line.split() for line in shown.splitlines() if " total " in line]
+    assert [line[0] for line in totals] == ["0", "1"]
+    assert "device peak" in shown
+    for rank_trace in (trace, trace.with_suffix(".rank1.json")):
+        assert "Proved safe" in _command("plan", str(rank_trace))
+
+
+def _command(*arguments: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron.slipstream.cli", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert "Plan of rank 0" in shown
-    totals = [line.split() for line in shown.splitlines() if " total " in line]
-    assert [line[0] for line in totals] == ["0", "1"]
-    assert "device peak" in shown

@@ -249,7 +249,8 @@ def test_plan_names_a_missing_and_a_corrupt_trace(
 ) -> None:
     path = tmp_path / "trace.json"
     assert show("plan", path) == 2
-    assert capsys.readouterr().err == f"error: {path} does not exist; give the trace of a run\n"
+    error = f"{path} does not exist; train with --offload-trace-path {path} to write it"
+    assert capsys.readouterr().err == f"error: {error}\n"
     path.write_text("{")
     assert show("plan", path) == 2
     assert capsys.readouterr().err.startswith(f"error: {path} is not a whole slipstream-trace")

@@ -24,6 +24,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import CudaBack
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration import numa, small_copies
+from megatron.slipstream.plan import files
 from megatron.slipstream.plan.policy import PolicyOptions
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,19 @@ def report() -> Report:
         raise RuntimeError("Slipstream is not installed in this process; call install() first")
     manager.finish_report()
     return Report([manager.report])
+
+
+def save_trace(path: str) -> None:
+    """Write the trace of this rank's last complete iteration, for ``slipstream plan``.
+
+    Raises:
+        RuntimeError: :func:`install` has not been called, or no iteration has been recorded.
+        OSError: It cannot be written.
+    """
+    manager = installed()
+    if manager is None or manager.plan is None:
+        raise RuntimeError("no iteration has been recorded; train with offloading first")
+    files.save_trace(manager.plan.trace, path)
 
 
 def gather_report() -> Report:

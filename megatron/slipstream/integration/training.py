@@ -200,6 +200,9 @@ class _Engine:
     def report(self) -> Report:
         return self._mcore.report()
 
+    def save_trace(self, path: str) -> None:
+        self._mcore.save_trace(path)
+
     def gather_report(self) -> Report:
         """All ranks' figures; a collective."""
         return self._mcore.gather_report()
@@ -254,6 +257,8 @@ def _report(args: Any, config: OffloadConfig, monitor: Monitor, engine: Optional
             logger.info("%s", report.render())
         if config.offload_report_path is not None:
             engine.report().save(rank_path(config.offload_report_path, _rank()))
+        if config.offload_trace_path is not None:
+            engine.save_trace(rank_path(config.offload_trace_path, _rank()))
     if args.run_record_path is not None:
         monitor.save(rank_path(args.run_record_path, _rank()))
 

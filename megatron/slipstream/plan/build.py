@@ -17,6 +17,7 @@ from megatron.slipstream.plan.policy import (
     HELD_BY_KEPT,
     HELD_OUTSIDE,
     HOST_MEMORY,
+    LINGERS,
     NO_TIME,
     HostLoan,
     PolicyOptions,
@@ -75,7 +76,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """When one moving storage is away: from ``free_step``, or :meth:`gone_step`, to ``h2d_step``."""
+    """When one moving storage is away: from :meth:`gone_step` up to ``h2d_step``."""
 
     index: int
     nbytes: int
@@ -202,8 +203,10 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
         reasons |= keep_within_host_memory(trace, sorted(candidates), loans, limit)
         selection = select(trace, options, moving - reasons.keys(), reasons)
         storages = _storage_plans(trace, selection.moving, selection.steps)
+    lingering = _lingering_for_nothing(trace, storages)
+    storages = tuple(storage for storage in storages if storage.index not in lingering)
     planned = frozenset(storage.index for storage in storages)
-    kept_storages = _kept_storages(trace, selection.moving)
+    kept_storages = _kept_storages(trace, selection.moving) | dict.fromkeys(lingering, LINGERS)
     groups = []
     for group in trace.groups:
         if group.key in selection.moving:
@@ -276,6 +279,24 @@ def _kept_storages(trace: Trace, moving: frozenset[GroupKey]) -> dict[int, str]:
         elif not all(key in moving for key in storage.holders):
             kept[index] = HELD_BY_KEPT
     return kept
+
+
+def _lingering_for_nothing(trace: Trace, storages: Sequence[StoragePlan]) -> frozenset[int]:
+    """Of those that something else holds for a while, the ones whose moving lowers no peak."""
+    lingering = [item for item in storages if item.gone_step(trace) > item.free_step]
+    if not lingering:
+        return frozenset()
+    present = Workload(trace).present_bytes.copy()
+    for item in storages:
+        present[item.gone_step(trace) : item.h2d_step] -= item.nbytes
+    peak_bytes = present.max()
+    useless = []
+    for item in lingering:
+        away = present[item.gone_step(trace) : item.h2d_step]
+        if not len(away) or away.max() + item.nbytes <= peak_bytes:
+            away += item.nbytes
+            useless.append(item.index)
+    return frozenset(useless)
 
 
 def _storage_plans(

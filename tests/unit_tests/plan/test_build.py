@@ -9,15 +9,19 @@ group ``g`` starts at step ``2 * g``, commits at ``2 * g + 1`` and is used at ``
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from make_trace import DEFAULT_NBYTES, Model, interleaved, keys, one_f_one_b, one_pass, trace_of
 
 from megatron.slipstream.plan.build import Plan, StoragePlan, build_plan
+from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.policy import (
     BACKWARD_FOLLOWS,
     HELD_BY_KEPT,
     HELD_OUTSIDE,
+    LINGERS,
     NO_TIME,
     PolicyOptions,
 )
@@ -306,3 +310,37 @@ def test_a_group_that_never_committed_stays() -> None:
 def test_a_plan_is_decided_by_its_trace_alone() -> None:
     trace = trace_of(interleaved(4, 1, 8, 2), Model(num_layers=2))
     assert build_plan(trace, PolicyOptions()) == build_plan(trace, PolicyOptions())
+
+
+# Memory that lingers.
+
+
+def _lingering(readings: Sequence[int]) -> Plan:
+    """The first group's storage is held by something else until backward begins."""
+    trace = one_pass(Model(num_layers=4))
+    first_use = next(i for i, s in enumerate(trace.steps) if s.kind is StepKind.BACKWARD_USE)
+    storages = (replace(trace.storages[0], lingers_until=first_use), *trace.storages[1:])
+    memory = tuple(MemoryReading(0, reading, 0) for reading in readings)
+    return build_plan(replace(trace, storages=storages, memory=memory), PolicyOptions())
+
+
+def test_what_lingers_past_the_peak_stays() -> None:
+    num_steps = len(one_pass(Model(num_layers=4)).steps)
+    peak_in_forward = [9000 if step < num_steps // 2 else 5000 for step in range(num_steps)]
+    plan = _lingering(peak_in_forward)
+    assert 0 not in {storage.index for storage in plan.storages}
+    assert plan.group_by_key[GroupKey(0, 0)].reason == LINGERS
+
+
+def test_what_lingers_moves_if_that_lowers_the_peak_and_counts_from_when_it_is_gone() -> None:
+    trace = one_pass(Model(num_layers=4))
+    first_use = next(i for i, s in enumerate(trace.steps) if s.kind is StepKind.BACKWARD_USE)
+    peak_in_backward = [9000 if step == first_use else 5000 for step in range(len(trace.steps))]
+    plan = _lingering(peak_in_backward)
+    (storage,) = (item for item in plan.storages if item.index == 0)
+    assert storage.free_step < storage.gone_step(plan.trace) == first_use
+    without = replace(plan, storages=tuple(s for s in plan.storages if s.index != 0))
+    at = storage.gone_step(plan.trace)
+    assert plan.absent_bytes[at] == without.absent_bytes[at] + storage.nbytes
+    assert plan.absent_bytes[:at] == without.absent_bytes[:at]
+    check_plan(plan)
