@@ -23,6 +23,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     TOLERANCE,
     StepClock,
     Times,
+    ms_per_group,
     typical_step_ms,
 )
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
@@ -77,6 +78,9 @@ class _Entry:
     times: list[Times] = field(default_factory=list)
     memory: tuple[MemoryReading, ...] = ()
     """As read in one of them."""
+    earlier: tuple[tuple[int, float], ...] = ()
+    """Of the plans before this one, how many groups moved and what an iteration took beside
+    waits."""
 
     @property
     def is_to_be_timed(self) -> bool:
@@ -145,12 +149,12 @@ class PlanBook:
                 return entry.plan
         return None
 
-    def make(self, trace: Trace, num_rounds: int = 0) -> Plan:
+    def make(self, trace: Trace) -> Plan:
         """A new plan, proved safe, in place of the one for the same steps."""
         plan = build_plan(trace, self.options)
         self._tell(plan)
         self.facts = check_plan(plan)
-        self._entries[trace.steps] = _Entry(plan, num_rounds)
+        self._entries[trace.steps] = _Entry(plan)
         if len(self._entries) > MAX_PLANS:
             del self._entries[next(iter(self._entries))]
         report = self._report
@@ -211,15 +215,24 @@ class PlanBook:
             return
         if self._bandwidth is None:
             self._bandwidth = self._store.measure_bandwidth()
-        if self._bandwidth is not None:
-            trace = entry.plan.trace
-            trace = replace(
-                trace,
-                step_ms=typical_step_ms(entry.times),
-                bandwidth=self._bandwidth,
-                memory=entry.memory or trace.memory,
-            )
-            self.make(trace, entry.num_rounds + 1)
+        if self._bandwidth is None:
+            return
+        num_moved = sum(group.moves for group in entry.plan.groups)
+        own_ms = statistics.median(times.own_ms for times in entry.times)
+        runs = (*entry.earlier, (num_moved, own_ms))
+        host_ms = ms_per_group(runs)
+        # What the groups that move now add is no part of what an iteration takes by itself.
+        share = max(0.0, 1.0 - host_ms * num_moved / own_ms)
+        trace = replace(
+            entry.plan.trace,
+            step_ms=tuple(ms * share for ms in typical_step_ms(entry.times)),
+            bandwidth=self._bandwidth,
+            memory=entry.memory or entry.plan.trace.memory,
+            ms_per_moved_group=host_ms,
+        )
+        self.make(trace)
+        improved = self._entries[trace.steps]
+        improved.num_rounds, improved.earlier = entry.num_rounds + 1, runs
 
     def _tell(self, plan: Plan) -> None:
         """Tell the user, once, what the options could not bring about."""

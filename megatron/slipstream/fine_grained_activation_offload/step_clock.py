@@ -17,10 +17,13 @@ NUM_WARMUPS = 2
 NUM_TIMED = 3
 """Iterations of a plan that are timed. Of each step the median counts."""
 
-MAX_ROUNDS = 2
+MAX_ROUNDS = 3
 """How often a plan is made anew from times. The first times are those of a plan that was made
 without any: compute that stands still between its steps runs cooler, hence faster, and its host
 has time to run ahead."""
+
+MIN_DIFFERENCE = 8
+"""Plans that differ by fewer moving groups do not tell what one of them costs."""
 
 TOLERANCE = 0.01
 """A plan whose iterations take as long as it predicted, within this share, is not made anew."""
@@ -36,9 +39,14 @@ class Times(NamedTuple):
     stall_ms_by_module: dict[str, float]
 
     @property
+    def own_ms(self) -> float:
+        """Without the waits."""
+        return sum(self.step_ms)
+
+    @property
     def total_ms(self) -> float:
         """From the first step to the end."""
-        return sum(self.step_ms) + sum(self.stall_ms)
+        return self.own_ms + sum(self.stall_ms)
 
 
 class StepClock:
@@ -78,3 +86,18 @@ class StepClock:
 def typical_step_ms(runs: Sequence[Times]) -> tuple[float, ...]:
     """For each step the median of several iterations."""
     return tuple(map(statistics.median, zip(*(run.step_ms for run in runs), strict=True)))
+
+
+def ms_per_group(runs: Sequence[tuple[int, float]]) -> float:
+    """By how much one more moving group lengthens an iteration, waits left out.
+
+    Args:
+        runs: For each of some plans, how many groups move and how long its iterations took.
+
+    Returns:
+        The slope of the line through them; 0 where they do not differ enough to tell.
+    """
+    numbers = [number for number, _ in runs]
+    if max(numbers) - min(numbers) < MIN_DIFFERENCE:
+        return 0.0
+    return max(0.0, statistics.linear_regression(numbers, [ms for _, ms in runs]).slope)

@@ -56,6 +56,10 @@ class Choice:
         """Rounded, so that it does not decide what is a matter of rounding."""
         return round(self.timing.stall_ms, 6)
 
+    def cost_ms(self, workload: Workload) -> float:
+        """By how much it lengthens an iteration: waits, and what each group takes."""
+        return self.timing.stall_ms + len(self.moving) * workload.trace.ms_per_moved_group
+
 
 def choose_as_given(
     workload: Workload,
@@ -114,10 +118,12 @@ def choose_for_memory(
 def choose_for_time(
     workload: Workload, movable: frozenset[GroupKey], budget_ms: float
 ) -> tuple[Choice, Bound]:
-    """The lowest device peak for which compute waits for copies no longer than ``budget_ms``.
+    """The lowest device peak that costs no more than ``budget_ms``.
 
     Of plans with the same peak, the one that moves least.
     """
+    if workload.trace.ms_per_moved_group:
+        movable = _affordable(workload, movable, budget_ms)
     search = _Search(workload, movable)
     lower = search.limits.lowest_peak_bytes(budget_ms)
     best = search.lowest(lower, budget_ms)
@@ -187,7 +193,7 @@ class _Search:
             middle = (low + high) / 2
         for choice in reversed(found):
             accurate = self._choice(choice.moving, choice.timing.peak_bytes, accurate=True)
-            if accurate.timing.stall_ms <= budget_ms:
+            if accurate.cost_ms(self._workload) <= budget_ms:
                 if not self._is_rough:
                     accurate = self._lowered(accurate, lower_bytes, budget_ms)
                 return self._leanest(accurate, budget_ms)
@@ -204,7 +210,8 @@ class _Search:
             middle = (low + high) / 2
             choice = self._choice(moving, middle)
             peak = choice.timing.peak_bytes
-            if choice.timing.stall_ms <= budget_ms and peak < best.timing.peak_bytes:
+            cost_ms = choice.cost_ms(self._workload)
+            if cost_ms <= budget_ms and peak < best.timing.peak_bytes:
                 best, high = choice, min(middle, peak)
             else:
                 low = middle
@@ -218,7 +225,7 @@ class _Search:
         most = NUM_RESERVES if self._is_rough else len(RESERVES)
         for choice in itertools.islice(self._candidates(peak_bytes, budget_ms), most):
             is_low = choice.timing.peak_bytes <= peak_bytes * (1 + 1e-12)
-            if is_low and choice.timing.stall_ms <= budget_ms:
+            if is_low and choice.cost_ms(self._workload) <= budget_ms:
                 return choice
         return None
 
@@ -274,7 +281,7 @@ class _Search:
                 break
             other = self._choice(self._changed(best, change), peak_bytes * (1 - NEAR))
             is_lower = other.timing.peak_bytes < peak_bytes
-            if is_lower and other.timing.stall_ms <= budget_ms:
+            if is_lower and other.cost_ms(self._workload) <= budget_ms:
                 best = self.lowest_of(other.moving, lower_bytes, budget_ms, other)
         return best
 
@@ -302,7 +309,8 @@ class _Search:
             moving = self._needed_for(peak_bytes, reserve)
             if len(moving) < len(choice.moving):
                 lean = self._choice(moving, peak_bytes, accurate=True)
-                if lean.timing.peak_bytes <= peak_bytes and lean.timing.stall_ms <= budget_ms:
+                cost_ms = lean.cost_ms(self._workload)
+                if lean.timing.peak_bytes <= peak_bytes and cost_ms <= budget_ms:
                     return lean
         return choice
 
@@ -314,6 +322,33 @@ class _Search:
         if found not in self._timings:
             self._timings[found] = arrange(self._workload, moving, limit_bytes, roughly)
         return Choice(moving, self._timings[found])
+
+
+def _affordable(
+    workload: Workload, movable: frozenset[GroupKey], budget_ms: float
+) -> frozenset[GroupKey]:
+    """The groups to choose from where each that moves costs time: those with the most bytes.
+
+    The peak is that of the micro-batch with the highest, so as many are taken of one pass as of
+    another.
+    """
+    jobs = sorted(workload.jobs(movable), key=lambda job: (-job.out_bytes, job.key.group, job.key))
+    number = int(budget_ms / workload.trace.ms_per_moved_group)
+    passes = {job.key.chunk_pass for job in jobs}
+    per_pass = dict.fromkeys(passes, number // max(1, len(passes)))
+    chosen = set()
+    for job in jobs:
+        if per_pass[job.key.chunk_pass] > 0:
+            per_pass[job.key.chunk_pass] -= 1
+            chosen.add(job.key)
+    # What shares a storage moves together or not at all.
+    holders = workload.trace.storages
+    groups = workload.trace.group_by_key
+    return frozenset(
+        key
+        for key in chosen
+        if all(chosen.issuperset(holders[item].holders) for item in groups[key].storages)
+    )
 
 
 def _by_time_away(workload: Workload, movable: Collection[GroupKey]) -> list[Job]:

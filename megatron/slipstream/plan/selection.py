@@ -152,7 +152,8 @@ def _select_for_time(
     if fitting and not choice.moving:
         notes = (
             f"{_overhead(max_percent)}: nothing moves, since whatever lowers the peak "
-            f"makes compute wait for more than {budget_ms:.3g} ms of its {workload.compute_ms:.4g}",
+            f"costs more than {budget_ms:.3g} ms of an iteration of {workload.compute_ms:.4g}"
+            + _host_cost(workload.trace),
         )
     return replace(
         _selection(workload, choice, reasons, movable - fitting), notes=notes, bound=bound
@@ -193,6 +194,12 @@ def _selection(
             late[key] = NO_TIME
     reasons = {key: reason for key, reason in kept.items() if key not in moving}
     return Selection(moving - late.keys(), {**reasons, **late}, steps)
+
+
+def _host_cost(trace: Trace) -> str:
+    if not trace.ms_per_moved_group:
+        return ""
+    return f" (each group that moves takes the host {trace.ms_per_moved_group:.2g} ms)"
 
 
 def _target(target_bytes: int) -> str:

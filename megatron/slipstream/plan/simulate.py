@@ -162,7 +162,7 @@ def simulate(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> Simulation:
     bandwidth = _check_measured(trace)
     schedule = derive_schedule(plan)
     operations = schedule.operations
-    work = _work(trace, operations)
+    work = _work(plan, operations)
     clock = _Clock(plan, operations, schedule.waits(operations, edges), work, bandwidth)
     clock.run()
     spans = tuple(_spans(operations, clock, work))
@@ -204,12 +204,19 @@ def _check_measured(trace: Trace) -> Bandwidth:
     return trace.bandwidth
 
 
-def _work(trace: Trace, operations: Sequence[Operation]) -> list[float]:
+def _work(plan: Plan, operations: Sequence[Operation]) -> list[float]:
     """What each operation has to do: milliseconds of computation, or bytes of a copy."""
+    trace = plan.trace
+    step_ms = list(trace.step_ms)
+    if trace.ms_per_moved_group:
+        for group in plan.groups:
+            if group.moves:
+                for step in (group.commit_step, group.use_step):
+                    step_ms[step] += trace.ms_per_moved_group / 2
     work: list[float] = [0.0] * len(operations)
     for index, (kind, step, _, storages) in enumerate(operations):
         if kind is OpKind.COMPUTE:
-            work[index] = trace.step_ms[step]
+            work[index] = step_ms[step]
         elif kind is OpKind.COPY_OUT or kind is OpKind.COPY_IN:
             work[index] = sum([trace.storages[storage].nbytes for storage in storages])
     return work

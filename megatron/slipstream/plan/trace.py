@@ -124,6 +124,9 @@ class Trace:
     to the end of the iteration) beside waits for copies; empty if nothing was timed."""
     bandwidth: Optional[Bandwidth] = None
     """As measured; None if it was not."""
+    ms_per_moved_group: float = 0.0
+    """By how much moving one more group lengthens an iteration beside waits for copies: where the
+    host sets the pace, what it does for a group costs time."""
 
     @cached_property
     def group_by_key(self) -> dict[GroupKey, GroupTrace]:

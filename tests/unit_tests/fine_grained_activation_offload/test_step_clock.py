@@ -18,6 +18,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     NUM_TIMED,
     NUM_WARMUPS,
     StepClock,
+    ms_per_group,
 )
 
 
@@ -91,7 +92,7 @@ def test_the_plan_is_made_anew_from_times_and_still_right(schedule: str) -> None
         assert (len(manager.plan.trace.step_ms) > 0) is is_timed
     assert manager.plan.trace.bandwidth is not None
     assert all(rate > 0 for rate in manager.plan.trace.bandwidth)
-    assert manager.report.num_plans in (2, 3)
+    assert 2 <= manager.report.num_plans <= 4
     assert manager.report.planned_ms > 0
     assert manager.report.total.d2h_copies > 0
 
@@ -128,3 +129,11 @@ def test_the_report_tells_stalls_by_module() -> None:
     manager.finish_report()
     assert manager.report.measured_ms > 0
     assert any(counters.stall_ms > 0 for counters in manager.report.modules.values())
+
+
+def test_what_a_group_costs_is_the_slope_between_plans_that_differ_enough() -> None:
+    assert ms_per_group([(70, 200.0)]) == 0
+    assert ms_per_group([(70, 200.0), (66, 190.0)]) == 0
+    assert ms_per_group([(70, 200.0), (20, 175.0)]) == pytest.approx(0.5)
+    assert ms_per_group([(70, 200.0), (20, 205.0)]) == 0, "noise, or waits that cool the device"
+    assert ms_per_group([(70, 200.0), (20, 175.0), (0, 165.0)]) == pytest.approx(0.5)

@@ -372,3 +372,34 @@ def test_a_large_iteration_is_planned_in_seconds(kind: str, gb_per_s: float) -> 
             f"{peak(plan) / top:.1%} of {top / 2**30:.1f} GiB, {plan.bound}"
         )
         assert seconds < 4
+
+
+# Where the host sets the pace.
+
+
+def test_groups_that_cost_host_time_are_chosen_by_their_bytes_as_long_as_they_fit() -> None:
+    sizes = [MB, 20 * MB, 2 * MB, 30 * MB, 10 * MB, 3 * MB, MB]
+    nbytes = {f"own {group}": size for group, size in enumerate(sizes)}
+    trace = with_saved_bytes_as_memory(one_pass(Model(num_layers=7, nbytes=nbytes)))
+    trace = timed(trace, 10.0, 50.0)
+    free = build_plan(trace, PolicyOptions(max_overhead_percent=1.0))
+    assert {1, 3} < moving(free)
+    compute_ms = sum(trace.step_ms)
+    costly = replace(trace, ms_per_moved_group=0.004 * compute_ms)
+    plan = build_plan(costly, PolicyOptions(max_overhead_percent=1.0))
+    assert moving(plan) <= {1, 3}
+    assert moving(plan)
+    assert simulate(plan).overhead_percent <= 1.0
+    too_costly = replace(trace, ms_per_moved_group=0.02 * compute_ms)
+    nothing = build_plan(too_costly, PolicyOptions(max_overhead_percent=1.0))
+    assert moving(nothing) == set()
+    (note,) = nothing.notes
+    assert "takes the host" in note
+
+
+def test_a_simulated_iteration_takes_longer_by_what_its_groups_cost() -> None:
+    trace = timed(one_pass(Model(num_layers=4)), 10.0, 50.0)
+    plan = build_plan(trace, PolicyOptions())
+    costly = replace(plan, trace=replace(plan.trace, ms_per_moved_group=2.0))
+    more = simulate(costly).total_ms - simulate(plan).total_ms
+    assert more == pytest.approx(2.0 * len(moving(plan)))
