@@ -31,7 +31,10 @@ MAX_JOBS = 60
 MAX_BINARIES = 250
 """What is larger is not tried: it would take seconds."""
 MAX_NODES = 20
-"""Of the search tree. A limit of time would make plans depend on how busy the machine is."""
+"""Of the search tree."""
+MAX_SECONDS = 1.0
+"""What was not found by then is not used at all: half a search would be another one on a machine
+that is busier."""
 MAX_SPREAD = 1e4
 """Of the sizes of storages; the solver reckons with so many digits only."""
 TOLERANCE = 1e-6
@@ -131,10 +134,16 @@ class _Model:
             integrality=np.array(self._is_integer),
             bounds=Bounds(np.array(self._lower), np.array(self._upper)),
             constraints=self._constraints(),
-            options={"node_limit": MAX_NODES, "mip_rel_gap": TOLERANCE},
+            options={
+                "node_limit": MAX_NODES,
+                "mip_rel_gap": TOLERANCE,
+                "time_limit": MAX_SECONDS,
+            },
         )
         bound = result.mip_dual_bound
         if result.x is None or bound is None or not math.isfinite(bound):
+            return None
+        if "time limit" in result.message.lower():
             return None
         moving = (
             job.key for job, x in zip(self._jobs, self._moves, strict=True) if result.x[x] > 0.5

@@ -44,10 +44,11 @@ class OpKind(enum.Enum):
     USE = (Queue.COMPUTE, "backward reads the returned memory")
     ABANDON = (Queue.COMPUTE, "returned memory is let go unread: what follows may overwrite it")
 
-    @property
-    def queue(self) -> Queue:
+    __hash__ = object.__hash__  # Enum's own is a Python function, and kinds are looked up a lot.
+
+    def __init__(self, queue: Queue, _: str) -> None:
+        self.queue = queue
         """The queue it runs on."""
-        return self.value[0]
 
 
 class Operation(NamedTuple):
