@@ -168,7 +168,6 @@ def _show_plan(options: argparse.Namespace) -> None:
         return
     simulation = simulate(plan)
     sys.stdout.write(f"\nPredicted\n{simulation.render()}\n")
-    _note_missed_targets(policy, simulation)
     if options.timeline:
         write_whole(options.timeline, _timeline(plan, simulation, options.timeline.suffix))
     if options.frontier:
@@ -200,17 +199,6 @@ def _policy_options(options: argparse.Namespace) -> PolicyOptions:
             raise ValueError(f"--max-overhead={options.max_overhead} must be 0 percent or more")
         given["max_overhead_percent"] = options.max_overhead
     return PolicyOptions(**given)
-
-
-def _note_missed_targets(policy: PolicyOptions, simulation: Simulation) -> None:
-    from megatron.slipstream.plan.render import format_bytes
-
-    target = getattr(policy, "target_memory_bytes", None)
-    if target is not None and simulation.peak_bytes and simulation.peak_bytes[1] > target:
-        missed = format_bytes(simulation.peak_bytes[1] - target)
-        sys.stdout.write(
-            f"No plan reaches {format_bytes(target)}: this one misses it by {missed}\n"
-        )
 
 
 def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Optional
 
 from megatron.slipstream.plan.build import build_plan
@@ -101,13 +101,10 @@ def sweep(
     Raises:
         ValueError: The trace has no times or no bandwidth.
     """
-    no_targets: dict[str, Any] = dict.fromkeys(_targets())
-    base = replace(options, **no_targets)
+    base = replace(options, target_memory_bytes=None, max_overhead_percent=None)
     fractions = [place / (num_points - 1) for place in range(num_points)]
     variants: list[tuple[Sweep, float]] = [("activation_offload_fraction", f) for f in fractions]
-    overheads = MAX_OVERHEADS_PERCENT if "max_overhead_percent" in _targets() else ()
-    num_targets = num_points if "target_memory_bytes" in _targets() else 0
-    num_plans = len(variants) + len(overheads) + num_targets
+    num_plans = len(variants) + len(MAX_OVERHEADS_PERCENT) + num_points
     report = progress or (lambda done, total: None)
     points: list[FrontierPoint] = []
 
@@ -119,9 +116,9 @@ def sweep(
     run(variants)
     peaks = [point.peak_bytes for point in points]
     low, high = min(peaks), max(peaks)
-    targets = [low + (high - low) * place // max(1, num_targets) for place in range(num_targets)]
+    targets = [low + (high - low) * place // num_points for place in range(num_points)]
     run([("target_memory_bytes", target) for target in targets])
-    run([("max_overhead_percent", percent) for percent in overheads])
+    run([("max_overhead_percent", percent) for percent in MAX_OVERHEADS_PERCENT])
     report(num_plans, num_plans)
     return Frontier(mark_pareto(points), sum(trace.step_ms), bool(trace.memory))
 
@@ -136,12 +133,6 @@ def mark_pareto(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
             best_ms = points[index].total_ms
             chosen.add(index)
     return tuple(replace(p, is_pareto=index in chosen) for index, p in enumerate(points))
-
-
-def _targets() -> set[str]:
-    """Those of the options by which a plan is made to fit a target that this planner has."""
-    names = {field.name for field in fields(PolicyOptions)}
-    return names & {"target_memory_bytes", "max_overhead_percent"}
 
 
 def _point(trace: Trace, base: PolicyOptions, option: Sweep, value: float) -> FrontierPoint:

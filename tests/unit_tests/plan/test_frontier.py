@@ -20,7 +20,6 @@ from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Trace
 
 MB = 10**6
 OPTIONS = PolicyOptions()
-HAS_TARGETS = hasattr(OPTIONS, "target_memory_bytes") and hasattr(OPTIONS, "max_overhead_percent")
 
 
 def late_trace() -> Trace:
@@ -58,7 +57,6 @@ def test_peaks_are_of_the_whole_device_if_it_was_measured() -> None:
     assert frontier.nothing_moves.peak_bytes == 60 * MB
 
 
-@pytest.mark.skipif(not HAS_TARGETS, reason="this planner has no targets")
 def test_targets_and_limits_are_swept_too() -> None:
     options = {point.option for point in FRONTIER.points}
     assert options >= {"target_memory_bytes", "max_overhead_percent"}
