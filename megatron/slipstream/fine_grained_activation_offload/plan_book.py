@@ -233,6 +233,17 @@ class PlanBook:
         self.make(trace)
         improved = self._entries[trace.steps]
         improved.num_rounds, improved.earlier = entry.num_rounds + 1, runs
+        report = self._report
+        if report.rank == 0:
+            logger.info(
+                "planned anew from the times of %d iterations: %d of %d groups move, %.1f ms from "
+                "the first mark to the end (%.1f were measured)",
+                NUM_TIMED,
+                sum(group.moves for group in improved.plan.groups),
+                len(improved.plan.groups),
+                report.planned_ms,
+                statistics.median(times.total_ms for times in entry.times),
+            )
 
     def _tell(self, plan: Plan) -> None:
         """Tell the user, once, what the options could not bring about."""

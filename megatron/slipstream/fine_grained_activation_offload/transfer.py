@@ -226,6 +226,8 @@ class ActivationStore:
 
     def measure_bandwidth(self) -> Optional[Bandwidth]:
         """What copies reach; None where that cannot be measured. Blocks the host for a while."""
+        if self.host_pool.allocated_bytes < BANDWIDTH_NBYTES:
+            return None  # Next to nothing moves, and no memory is to be pinned for a measurement.
         device = self.backend.allocate_scratch(BANDWIDTH_NBYTES)
         if device is None:
             return None

@@ -20,12 +20,14 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     StepClock,
     ms_per_group,
 )
+from megatron.slipstream.fine_grained_activation_offload.transfer import BANDWIDTH_NBYTES
 
 
 class TimedBackend(CpuBackend):
     """Time on its streams is that of the wall; events complete when the test says so."""
 
     takes_time = True
+    host_slab_bytes = BANDWIDTH_NBYTES
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,3 +139,16 @@ def test_what_a_group_costs_is_the_slope_between_plans_that_differ_enough() -> N
     assert ms_per_group([(70, 200.0), (20, 175.0)]) == pytest.approx(0.5)
     assert ms_per_group([(70, 200.0), (20, 205.0)]) == 0, "noise, or waits that cool the device"
     assert ms_per_group([(70, 200.0), (20, 175.0), (0, 165.0)]) == pytest.approx(0.5)
+
+
+def test_no_memory_is_pinned_for_a_measurement_alone() -> None:
+    class SmallSlabs(TimedBackend):
+        host_slab_bytes = CpuBackend.host_slab_bytes
+
+    chunks = make_chunks(1)
+    manager = PipelineOffloadManager(SmallSlabs())
+    for _ in range(NUM_WARMUPS + NUM_TIMED + 3):
+        run_schedule(chunks, SCHEDULES["accumulation"], manager)
+    assert manager.plan is not None
+    assert manager.plan.trace.bandwidth is None
+    assert manager.store.host_pool.allocated_bytes < BANDWIDTH_NBYTES
