@@ -43,6 +43,7 @@ MLA = ModelCase(
     overrides={"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
 )
 MIN_NUMEL = {"min_offloaded_tensor_size": 1024 * 1024}
+TIMED_COUNTS = (2,) * 22
 PLAN_TOLERANCE = 0.002
 """Relative to the planned bytes; the allocator rounds each tensor to 512 bytes."""
 
@@ -99,6 +100,28 @@ def test_moe_options(overrides: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", [DENSE, MOE, MLA], ids=lambda case: case.kind)
+@pytest.mark.parametrize(
+    "goal",
+    [{}, {"offload_max_overhead_percent": 1.0}, {"offload_target_memory_gib": 4.0}],
+    ids=["as given", "cost", "memory"],
+)
+def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
+    """As many iterations as it takes to plan anew three times, all of them bit-equal."""
+    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
+    case = ModelCase(**{**vars(case), "num_layers": 4})
+    result = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, {**MIN_NUMEL, **goal})
+    print(f"{case.kind} {goal}: {result}")
+    assert result.difference is None
+    assert result.is_timed
+    if not goal:
+        assert result.moved_bytes > 0
+        if case.kind != "mla":
+            planned = pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
+            assert result.peak_drop_bytes == planned
+
+
+@pytest.mark.gpu
 def test_hybrid() -> None:
     case = ModelCase(**{**vars(MOE), "kind": "hybrid", "num_layers": 12})
     result = _check(case, MOE_MODULES, (2, 2, 1, 2))
@@ -127,8 +150,9 @@ def _unfused() -> Any:
         (ModelCase(**{**vars(DENSE), "pp": 2, "vpp": 2, "num_layers": 4}), (4, 4, 8)),
         (ModelCase(**{**vars(MOE), "pp": 2}), (4, 4, 3)),
         (ModelCase(**{**vars(MOE), "ep": 2}), (2, 2, 2)),
+        (ModelCase(**{**vars(MOE), "pp": 2, "vpp": 2, "num_layers": 4}), (4,) * 14),
     ],
-    ids=["PP2", "PP2 VPP2, one layer per chunk", "PP2, MoE", "EP2"],
+    ids=["PP2", "PP2 VPP2, one layer per chunk", "PP2, MoE", "EP2", "PP2 VPP2, MoE, timed"],
 )
 def test_two_ranks(case: ModelCase, counts: tuple[int, ...]) -> None:
     modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES

@@ -101,6 +101,8 @@ class Comparison:
     """By how much the device peak of the last step is lower (GPU)."""
     planned_drop_bytes: int = 0
     baseline_peak_bytes: int = 0
+    is_timed: bool = False
+    """Whether the plan that was followed last is one made from times."""
 
 
 def compare(
@@ -152,6 +154,7 @@ def compare(
         peak_drop_bytes=baseline_peak - peak,
         planned_drop_bytes=manager.report.baseline_peak_bytes - manager.report.planned_peak_bytes,
         baseline_peak_bytes=baseline_peak,
+        is_timed=manager.plan is not None and len(manager.plan.trace.step_ms) > 0,
     )
 
 
