@@ -11,7 +11,12 @@ import pytest
 import torch
 from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend, Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.backend import (
+    CpuBackend,
+    Event,
+    LazyCpuBackend,
+    Stream,
+)
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Stall
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
@@ -21,6 +26,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     ms_per_group,
 )
 from megatron.slipstream.fine_grained_activation_offload.transfer import BANDWIDTH_NBYTES
+from megatron.slipstream.plan.policy import PolicyOptions
 
 
 class TimedBackend(CpuBackend):
@@ -41,6 +47,10 @@ class TimedBackend(CpuBackend):
 
     def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
         return self.allocate_device(nbytes, torch.device("cpu"))
+
+
+class TimedAdversary(TimedBackend, LazyCpuBackend):
+    """The same, with copies that run as late as the waits allow."""
 
 
 class ScriptedBackend(CpuBackend):
@@ -79,6 +89,22 @@ def test_where_streams_have_no_time_nothing_is_read() -> None:
     clock.note_step()
     clock.note_step()
     assert clock.read() is None
+
+
+@pytest.mark.parametrize("max_overhead_percent", [None, 0.0, 1e9], ids=lambda p: f"cost {p}")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_missing_wait_is_forgiven_in_plans_from_times(
+    schedule: str, max_overhead_percent: Optional[float]
+) -> None:
+    chunks = make_chunks(2, num_layers=4)
+    expected = run_schedule(chunks, SCHEDULES[schedule], None)
+    options = PolicyOptions(max_overhead_percent=max_overhead_percent)
+    manager = PipelineOffloadManager(TimedAdversary(), options)
+    for _ in range(4 * (NUM_WARMUPS + NUM_TIMED) + 2):
+        assert all_equal(expected, run_schedule(chunks, SCHEDULES[schedule], manager))
+    assert manager.plan is not None
+    assert manager.plan.trace.step_ms
+    assert manager.report.total.num_late == 0
 
 
 @pytest.mark.parametrize("schedule", ["accumulation", "1F1B first of two"])
