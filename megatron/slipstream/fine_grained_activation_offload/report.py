@@ -108,6 +108,7 @@ class Report:
             rows.append(_row(rank.rank, "total", rank.total))
         lines = ["Activation offload, per iteration", *_columns(rows)]
         lines += [_host_memory(rank) for rank in self.ranks]
+        lines += [_times(rank) for rank in self.ranks if rank.measured_ms]
         for rank in self.ranks[:1]:
             lines.append(f"iterations: {rank.num_iterations}, plans made: {rank.num_plans}")
             if rank.plan:
@@ -175,6 +176,13 @@ def _host_memory(rank: RankReport) -> str:
     if kept:
         text += f", for which groups stay on the device: {' and '.join(kept)}"
     return text
+
+
+def _times(rank: RankReport) -> str:
+    text = (
+        f"iteration of rank {rank.rank}: {rank.measured_ms:.1f} ms from its first mark to its end"
+    )
+    return f"{text}, {rank.planned_ms:.1f} ms planned" if rank.planned_ms else text
 
 
 def _row(rank: int, name: str, item: ModuleCounters) -> list[str]:

@@ -248,3 +248,10 @@ def test_a_rank_without_a_plan_shows_none() -> None:
 
 def test_an_empty_report_can_be_shown() -> None:
     assert Report([]).render().split("\n")[1].split()[:2] == ["rank", "module"]
+
+
+def test_planned_and_measured_times_are_shown_where_there_are_any() -> None:
+    assert "from its first mark" not in Report([RankReport(rank=0)]).render()
+    timed = Report([RankReport(rank=3, planned_ms=351.25, measured_ms=360.0)])
+    line = "iteration of rank 3: 360.0 ms from its first mark to its end, 351.2 ms planned"
+    assert line in timed.render().splitlines()
