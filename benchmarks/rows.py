@@ -15,7 +15,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
+
+from megatron.slipstream.plan.files import save_trace
+from megatron.slipstream.plan.trace import Trace
 
 Row = Mapping[str, Any]
 
@@ -23,15 +26,23 @@ Row = Mapping[str, Any]
 class RowWriter:
     """Appends rows to a file that several processes write."""
 
-    def __init__(self, path: Path, run: str) -> None:
+    def __init__(self, path: Path, run: str, traces: Optional[Path] = None) -> None:
         self._path = path
         self._run = run
+        self._traces = traces
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a row. One write call, so rows of several processes do not mix."""
         line = json.dumps(_finite({"kind": kind, "run": self._run, **fields})) + "\n"
         with self._path.open("a") as stream:
             stream.write(line)
+
+    def save_trace(self, trace: Trace, *names: object) -> None:
+        """Keep what an engine planned from, if traces are kept, under the joined names."""
+        if self._traces is not None:
+            self._traces.mkdir(parents=True, exist_ok=True)
+            name = "_".join(str(name).replace(":", "-") for name in names)
+            save_trace(trace, self._traces / f"{name}.json")
 
 
 def _finite(value: Any) -> Any:

@@ -119,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where results go (default: benchmarks/results)",
     )
+    add(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        help="also keep the traces that our engine planned from, for 'slipstream plan'",
+    )
     add("--name", default="engines", help="name of the files (default: %(default)s)")
     add("--append", action="store_true", help="add to the rows that are there already")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -177,6 +183,7 @@ def _job(options: argparse.Namespace, case: Case, run: str, command: str) -> Job
         options.output / f"{options.name}.jsonl",
         run,
         command,
+        options.traces,
     )
 
 
@@ -292,6 +299,8 @@ def _start_rank(
     arguments += [f"--engine-option={option}" for option in options.engine_option]
     for name in ("min_iterations", "max_iterations", "seconds_per_variant", "output", "name"):
         arguments.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
+    if job.traces is not None:
+        arguments.append(f"--traces={job.traces}")
     environment = {
         # Transformer Engine reads it when it is imported; without it, it keeps its saved tensors.
         "NVTE_CPU_OFFLOAD_V1": "1",

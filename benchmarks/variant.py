@@ -251,6 +251,9 @@ class VariantRun:
             row |= _direction_fields("h2d", figures.copies.h2d)
         if engine.is_ours:
             row |= report_fields(engine.manager)
+            if engine.manager.plan is not None:
+                names = (self._base.case.name, self._variant.name, label, self._rank)
+                self._writer.save_trace(engine.manager.plan.trace, *names)
             row |= self._bound_fields(engine.manager, timing)
         elif engine.manager is not None:
             row["claimed_bytes"] = engine.manager.offload_summary_total_bytes

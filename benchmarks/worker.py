@@ -44,6 +44,8 @@ class Job(NamedTuple):
     rows: Path
     run: str
     command: str
+    traces: Optional[Path] = None
+    """Where the traces that our engine planned from go; None to keep none."""
 
 
 def work(job: Job) -> int:
@@ -59,7 +61,7 @@ def work(job: Job) -> int:
     from benchmarks.variant import EngineFailed, Limits, VariantRun
 
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    writer = RowWriter(job.rows, job.run)
+    writer = RowWriter(job.rows, job.run, job.traces)
     done = finished(read_rows(job.rows), job.run, job.case.name)
     initialize(job.case.model, rank, num_ranks, int(os.environ["MASTER_PORT"]))
     if use_gpu():

@@ -16,6 +16,9 @@ from benchmarks import run
 from benchmarks.cases import CASES, engine_labels, find_case, select_variants
 from benchmarks.rows import Row, RowWriter, read_rows
 from benchmarks.worker import EXIT_ENGINE_FAILED
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.files import load_trace
+from megatron.slipstream.plan.policy import PolicyOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,10 +44,12 @@ def summaries(rows: list[Row]) -> dict[tuple[str, int], Row]:
 def test_smoke_writes_rows_table_and_plots(tmp_path: Path) -> None:
     result = benchmark(
         *"--case smoke --modules all --name smoke --max-iterations 10".split(),
-        *f"--output {tmp_path}".split(),
+        *f"--output {tmp_path} --traces {tmp_path / 'traces'}".split(),
     )
     assert result.returncode == 0, result.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {
+    (trace,) = (tmp_path / "traces").glob("smoke_*_slipstream_0.json")
+    assert build_plan(load_trace(trace), PolicyOptions()).moved_nbytes > 0
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {
         "smoke.jsonl",
         "smoke.md",
         "smoke_overhead.png",
