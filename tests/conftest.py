@@ -15,6 +15,8 @@ import pytest
 # its saved tensors over. It reads both when it is imported.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
+# Some tests fork, and a child hangs in its first parallel loop if its parent has had one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NUM_GPUS_OF_MARKER = {"gpu": 1, "gpus2": 2, "gpus4": 4}
 
