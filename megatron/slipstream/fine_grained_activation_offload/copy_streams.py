@@ -180,11 +180,21 @@ class CopyStreams:
                 self._wait(Edge.E3, stream, stream_id, copied_out, label)  # edge E3
         self._backend.drop_device(memory)
 
-    def follow_copy_out(self, copied_out: Optional[Signal], label: str = "") -> None:
-        """Order the current stream, which has the memory alone from here on, after its copy out."""
+    def follow_copy_out(
+        self,
+        copied_out: Optional[Signal],
+        streams: Mapping[Hashable, Stream],
+        label: str = "",
+    ) -> None:
+        """Order the current stream, and those that may be given the memory next, after a copy out.
+
+        As :meth:`let_go`, where the memory goes at a time that nobody will tell us.
+        """
         if copied_out is not None:
             stream_id = self._backend.current_stream_id()
             self._wait(Edge.E3, None, stream_id, copied_out, label)  # edge E3
+            for stream_id, stream in streams.items():
+                self._wait(Edge.E3, stream, stream_id, copied_out, label)  # edge E3
 
     def copy_in(
         self,

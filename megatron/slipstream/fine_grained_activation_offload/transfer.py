@@ -96,7 +96,9 @@ class ActivationStore:
         if storage.residence is Residence.LEAVING:
             # Needed before it was let go: it has never been away. The copy out may still be
             # reading, so what comes after this waits for it, before autograd lets go of the memory.
-            self.copy_streams.follow_copy_out(storage.out_signal, storage.owner.name)
+            self.copy_streams.follow_copy_out(
+                storage.out_signal, storage.streams, storage.owner.name
+            )
             storage.move_to(Residence.DEVICE)
             self.host_pool.give_back(storage.take_lease())
         if storage.residence is Residence.DEVICE:

@@ -168,6 +168,24 @@ def test_a_copy_in_on_another_stream_follows_the_copy_out(
     assert (saved.storage.out_signal.event in waited_for) is waits
 
 
+def test_memory_read_while_it_leaves_is_given_to_no_stream_before_its_copy_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Backward, on another stream, frees it when it likes, for the stream that allocated it."""
+    hand = HandDriven()
+    group = hand.group()
+    saved = hand.save(group, torch.ones(4096))
+    hand.copy_out(group)
+    allocated_on = hand.backend.current_stream()
+    other = hand.backend.new_stream()
+    waiting = []
+    with monkeypatch.context() as patch:
+        patch.setattr(hand.backend, "current_stream", lambda: other)
+        patch.setattr(hand.backend, "wait", lambda stream, event: waiting.append(stream))
+        hand.store.read(saved)
+    assert waiting == [other, allocated_on]
+
+
 def test_streams_belong_to_the_device_that_is_current_at_the_first_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
