@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from tiny_gpt import ModelCase, initialize, make_config
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.slipstream.integration import moe, small_copies
 from megatron.slipstream.integration.small_copies import SLOT_NUMEL, SmallCopies
@@ -54,14 +54,14 @@ def test_the_map_and_its_gradient_are_megatrons() -> None:
 
 
 def test_a_spec_is_copied_with_every_expert_layer_replaced() -> None:
-    case = ModelCase("mixed", num_layers=2)
-    initialize(case)
-    spec = get_gpt_decoder_block_spec(make_config(case), use_transformer_engine=False)
-    changed = moe.with_sync_free_dispatch(spec)
-    kinds = [_mlp_class(layer) for layer in changed.layer_specs]
-    assert kinds[1] is moe.SyncFreeMoELayer
-    assert kinds[0] is _mlp_class(spec.layer_specs[0])
-    assert _mlp_class(spec.layer_specs[1]) is MoELayer, "the original is as it was"
+    dense, experts = get_gpt_layer_local_spec(), get_gpt_layer_local_spec(num_experts=4)
+    block = TransformerBlockSubmodules(layer_specs=[dense, experts])
+    changed = moe.with_sync_free_dispatch(block)
+    assert [_mlp_class(layer) for layer in changed.layer_specs] == [
+        _mlp_class(dense),
+        moe.SyncFreeMoELayer,
+    ]
+    assert _mlp_class(experts) is MoELayer, "the original is as it was"
 
 
 def _mlp_class(layer: Any) -> Any:
