@@ -291,7 +291,7 @@ class VariantRun:
 
     def _bound_fields(self, manager: Any, timing: Optional[Timing]) -> dict[str, float]:
         # The public name first; the other is the engine's own.
-        plan = getattr(manager, "plan", None) or manager._last_plan
+        plan = manager.plan
         if timing is None or self._bandwidth is None or plan is None:
             return {}
         return bound_fields(plan, timing, self._bandwidth, spread_of(self._ms("off")).median)

@@ -56,8 +56,8 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
     Stream,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease
-from megatron.slipstream.plan.simulate import BYTES_PER_MS_AT_1_GB_PER_S
 from megatron.slipstream.plan.trace import Bandwidth
+from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S
 
 
 class Edge(enum.Enum):

@@ -30,8 +30,7 @@ from megatron.slipstream.plan.operations import (
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.rules import PlanError, Rule
 from megatron.slipstream.plan.trace import Bandwidth, Step, Trace
-
-BYTES_PER_MS_AT_1_GB_PER_S = 1e6
+from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S
 
 
 class Span(NamedTuple):
