@@ -154,6 +154,21 @@ def host_memory_unpinned_while_a_late_copy_writes_it() -> bool:
     return idle != [] and all(idle)
 
 
+def returned_memory_reused_while_another_stream_reads_it_late() -> bool:
+    """E8: backward reads on another stream than the copy in was started on, which goes on."""
+    hand = HandDriven("cuda")
+    group, saved = _sent(hand, 1.0)
+    hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
+    reader = torch.cuda.Stream()
+    _sleep_on(reader)
+    with torch.cuda.stream(reader):
+        read_late = hand.store.read(saved).clone()
+    del saved
+    _poison_free_memory()
+    torch.cuda.synchronize()
+    return bool((read_late == 1.0).all())
+
+
 SCENARIOS: dict[Edge, Callable[[], bool]] = {
     Edge.E1: copy_out_of_what_is_computed_late,
     Edge.E2: host_buffer_lent_while_a_late_copy_in_reads_it,
@@ -162,7 +177,12 @@ SCENARIOS: dict[Edge, Callable[[], bool]] = {
     Edge.E5: backward_reads_while_a_late_copy_in_writes,
     Edge.E6: unused_memory_reused_while_a_late_copy_in_writes,
     Edge.E7: host_memory_unpinned_while_a_late_copy_writes_it,
+    Edge.E8: returned_memory_reused_while_another_stream_reads_it_late,
 }
+
+
+EDGE_METHODS = ("_wait", "_wait_on_host", "_hold")
+"""Of :class:`CopyStreams`: every edge is made by one of them."""
 
 
 class without_edge:
@@ -170,15 +190,15 @@ class without_edge:
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._originals = (CopyStreams._wait, CopyStreams._wait_on_host)
+        self._originals = {name: getattr(CopyStreams, name) for name in EDGE_METHODS}
 
     def __enter__(self) -> None:
-        CopyStreams._wait, CopyStreams._wait_on_host = (  # type: ignore[method-assign,assignment]
-            self._skipping(original) for original in self._originals
-        )
+        for name, original in self._originals.items():
+            setattr(CopyStreams, name, self._skipping(original))
 
     def __exit__(self, *_: object) -> None:
-        CopyStreams._wait, CopyStreams._wait_on_host = self._originals  # type: ignore[method-assign]
+        for name, original in self._originals.items():
+            setattr(CopyStreams, name, original)
 
     def _skipping(self, original: Callable[..., None]) -> Callable[..., None]:
         def skipping(streams: CopyStreams, edge: Edge, *rest: object) -> None:

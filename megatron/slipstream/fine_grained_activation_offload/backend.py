@@ -135,6 +135,13 @@ class Backend(ABC):
         """Put ``copies`` into ``stream`` in order. The host does not block."""
 
     @abstractmethod
+    def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """When the tensor's memory has gone, nobody gets it before ``stream`` has come so far.
+
+        Only for streams other than the one that the memory was allocated for.
+        """
+
+    @abstractmethod
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """Uninitialised device memory that the current stream may use at once."""
 
@@ -271,6 +278,9 @@ class CudaBackend(Backend):
                 self._memcpy(destination.address, source.address, source.nbytes, handle), "a copy"
             )
 
+    def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
+
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         # On the current (compute) stream on purpose: the caching allocator keeps a pool per
         # stream, and memory of a copy stream's pool could not serve the computation again.
@@ -402,6 +412,9 @@ class CpuBackend(Backend):
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
         for destination, source in copies:
             destination.view().copy_(source.view())
+
+    def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
+        pass
 
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()

@@ -22,9 +22,18 @@ E6    h2d, after the copies in   compute, before memory that  the destination of
                                  nobody came for is let go    nobody came for: reused when written
 E7    d2h and h2d, at the end    the host, before pinned      host buffers: returned to the system
                                  memory is unpinned           when no copy uses them
+E8    the consumer's stream,     the allocator, before it     the returned tensors: their memory is
+      when returned memory goes  gives the memory away        reused when read
 ====  =========================  ===========================  =====================================
 
 Under CUDA graph capture all of them are the same edges inside the graph, but for E7.
+
+[Note: Memory belongs to a stream]
+The allocator gives freed memory away again on the stream that it was allocated for, at once, since
+whatever used it there comes first. Returned memory is allocated where its copy in is started. If
+backward reads it on another stream, nobody orders that stream's reads before the next use; so the
+allocator is told (E8), and asks that stream when the memory has gone. What computed and used the
+memory before it left needs no such edge: that is the model's own business, as without offloading.
 
 [Note: A copy in follows its own copy out]
 A copy in reads what its storage's copy out wrote, yet no edge joins the two streams. The device
@@ -70,6 +79,7 @@ class Edge(enum.Enum):
     E5 = "backward waits for the copy in of what it reads"
     E6 = "unused device memory is let go after its copy in"
     E7 = "host memory is unpinned after all copies"
+    E8 = "returned memory is given away after reads on other streams than it was allocated for"
 
 
 NUM_RATES = 3
@@ -240,6 +250,18 @@ class CopyStreams:
         stream_id = self._backend.current_stream_id()
         self._wait(Edge.E5, None, stream_id, signal, label)  # edge E5
 
+    def note_read(self, returned: torch.Tensor, allocated_for: Optional[Stream]) -> None:
+        """The current stream is about to read a returned tensor, and may do so until it is deleted.
+
+        Args:
+            returned: The tensor.
+            allocated_for: The stream that its memory was allocated for; None for the current one.
+        """
+        if allocated_for is None:
+            return
+        if self._backend.current_stream_id() != self._backend.stream_id(allocated_for):
+            self._hold(Edge.E8, returned)  # edge E8: [Note: Memory belongs to a stream]
+
     def abandon(
         self,
         memory: Optional[torch.UntypedStorage],
@@ -352,3 +374,6 @@ class CopyStreams:
 
     def _wait_on_host(self, edge: Edge, stream: Stream) -> None:
         self._backend.wait_on_host(stream)
+
+    def _hold(self, edge: Edge, tensor: torch.Tensor) -> None:
+        self._backend.hold(tensor, self._backend.current_stream())

@@ -121,7 +121,9 @@ class ActivationStore:
                 storage.move_to(Residence.BACK)
                 if self.verifier is not None:
                     self.verifier.reads(storage, self.copy_streams.finish)
-        return storage.view_returned(index)
+        returned = storage.view_returned(index)
+        self.copy_streams.note_read(returned, storage.returned_on)
+        return returned
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
         return (

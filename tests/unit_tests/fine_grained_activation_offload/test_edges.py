@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from hand_driven import HandDriven
-from race_scenarios import without_edge
+from race_scenarios import EDGE_METHODS, without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload import copy_streams
@@ -72,6 +72,25 @@ def _closed_with_copies_under_way() -> bool:
     return True
 
 
+def _returned_memory_read_on_another_stream() -> bool:
+    """Whether the allocator is told; the adversary's compute is never late itself."""
+    hand = HandDriven()
+    group = hand.group()
+    saved = hand.save(group, torch.ones(4096))
+    hand.send(group)
+    hand.store.copy_in(group.storages())
+    other, held = hand.backend.new_stream(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hand.backend, "hold", lambda tensor, stream: held.append((tensor, stream)))
+        on_its_own = hand.store.read(saved)
+        patch.setattr(hand.backend, "current_stream", lambda: other)
+        returned = hand.store.read(saved)
+    assert on_its_own.data_ptr() == returned.data_ptr()
+    return [(tensor.data_ptr(), stream) for tensor, stream in held] == [
+        (returned.data_ptr(), other)
+    ]
+
+
 SCENARIOS: dict[Edge, Callable[[], bool]] = {
     Edge.E1: _schedule_scenario("one micro-batch"),
     Edge.E2: _buffer_is_reused_before_its_copy_in_has_run,
@@ -80,6 +99,7 @@ SCENARIOS: dict[Edge, Callable[[], bool]] = {
     Edge.E5: _schedule_scenario("interleaved first of two"),
     Edge.E6: _returned_memory_that_nobody_came_for,
     Edge.E7: _closed_with_copies_under_way,
+    Edge.E8: _returned_memory_read_on_another_stream,
 }
 
 
@@ -112,8 +132,8 @@ def test_table_lists_every_edge() -> None:
 
 def test_every_edge_is_made_and_named_at_its_call_site() -> None:
     source = Path(copy_streams.__file__).read_text()
-    call = r"self\._wait(?:_on_host)?\("
-    sites = re.findall(call + r"Edge\.(E\d+),.*?\)  # edge (E\d+)$", source, re.MULTILINE)
+    call = rf"self\.(?:{'|'.join(EDGE_METHODS)})\("
+    sites = re.findall(call + r"Edge\.(E\d+),.*?\)  # edge (E\d+)", source, re.MULTILINE)
     assert all(used == commented for used, commented in sites)
     assert {used for used, _ in sites} == {edge.name for edge in Edge}
     assert len(sites) == len(re.findall(call, source))

@@ -261,8 +261,11 @@ def without(edge_id: str) -> tuple[EdgeRule, ...]:
 
 
 def test_the_edges_are_those_of_the_engine() -> None:
-    # E7 orders the host, once everything has ended.
-    assert [edge.id for edge in EDGES] == [edge.name for edge in Edge if edge is not Edge.E7]
+    # E7 orders the host, once everything has ended; E8 the allocator, where there are more streams
+    # than a plan knows of.
+    assert [edge.id for edge in EDGES] == [
+        edge.name for edge in Edge if edge not in (Edge.E7, Edge.E8)
+    ]
 
 
 @pytest.mark.parametrize(
