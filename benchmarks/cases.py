@@ -78,7 +78,7 @@ class Case:
         return self.model.pp * self.model.tp
 
 
-AUTO = {"auto": {"offload_max_overhead_percent": 1.0}}
+AUTO = {"auto": {"offload_max_overhead_percent": "auto"}}
 """Slipstream chooses what moves, among the variant's modules."""
 
 

@@ -92,12 +92,12 @@ def config_fields() -> list[Field]:
                 pass
             case _:
                 raise ValueError(f"OffloadConfig.{ast.unparse(statement.target)} has no docstring")
-        assert statement.value is not None
+        name = ast.unparse(statement.target)
         fields.append(
             Field(
-                ast.unparse(statement.target),
+                name,
                 accepted_values(statement.annotation),
-                ast.literal_eval(statement.value),
+                getattr(config.OffloadConfig, name),
                 " ".join(docstring.split()),
             )
         )
@@ -109,7 +109,12 @@ def accepted_values(annotation: ast.expr) -> str:
         case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Tuple(elts=choices)):
             return ", ".join(f"`{ast.literal_eval(choice)}`" for choice in choices)
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return f"`{ast.unparse(inner)}`, or not set"
+            return f"{accepted_values(inner)}, or not set"
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=[*members, none])):
+            assert ast.unparse(none) == "None"
+            return ", ".join(accepted_values(member) for member in members) + ", or not set"
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Constant(value=choice)):
+            return f"`{choice}`"
         case _:
             return f"`{ast.unparse(annotation)}`"
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from megatron.slipstream.config import AUTO_OVERHEAD_PERCENT, parse_percent
+
 if TYPE_CHECKING:
     from megatron.slipstream.plan.build import Plan
     from megatron.slipstream.plan.policy import PolicyOptions
@@ -93,9 +95,10 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     what.add_argument(
         "--max-overhead",
-        type=float,
+        type=parse_percent,
         metavar="PERCENT",
-        help="move no more than makes the step this much longer than its computation",
+        help="move no more than makes the step this much longer than its computation ('auto' is "
+        f"{AUTO_OVERHEAD_PERCENT:g})",
     )
     what.add_argument(
         "--fraction",

@@ -11,10 +11,11 @@ error messages, documentation and tests are generated from it.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Optional
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Optional, Union
 
 MODULE_NAMES: Mapping[str, str] = {
     "attn_norm": "input layer norm (saves the layer input, [s, b, h])",
@@ -62,11 +63,14 @@ class OffloadConfig:
     and says by how much it misses. Not set, everything moves that may. It takes effect once an
     iteration has been timed."""
 
-    offload_max_overhead_percent: Optional[float] = None
+    offload_max_overhead_percent: Union[float, Literal["auto"], None] = field(
+        default=None,
+        metadata={"argparse_meta": {"type": lambda text: parse_percent(text), "metavar": "P"}},
+    )
     """Move only what lowers the device peak while compute waits for copies, as predicted, at most
-    so many percent of the time it takes by itself; 0 moves what hides completely. If nothing can,
-    nothing moves, and the plan says why. Not set, everything moves that may. It takes effect once
-    an iteration has been timed. Not together with `--offload-target-memory-gib`."""
+    so many percent of the time it takes by itself; 0 moves what hides completely, 'auto' is 1. If
+    nothing can, nothing moves, and the plan says why. Not set, everything moves that may. It takes
+    effect once an iteration has been timed. Not together with `--offload-target-memory-gib`."""
 
     offload_host_memory_limit_bytes: Optional[int] = None
     """The most host memory, in bytes, that this process pins for activations. Groups that do not
@@ -94,8 +98,36 @@ class OffloadConfig:
     the rank; otherwise '.rank<N>' is inserted for ranks above 0). Read it with 'slipstream
     report'."""
 
+    offload_nvtx_ranges: bool = False
+    """Name every copy and release with an NVTX range, for profiling with Nsight Systems. It costs
+    the host some ten microseconds a group."""
+
     def __post_init__(self) -> None:
         check_rules(RULES, self)
+
+    @property
+    def max_overhead_percent(self) -> Optional[float]:
+        """``offload_max_overhead_percent`` as a number."""
+        given = self.offload_max_overhead_percent
+        return parse_percent(given) if isinstance(given, str) else given
+
+
+AUTO_OVERHEAD_PERCENT = 1.0
+"""What 'auto' stands for as a limit of the overhead."""
+
+
+def parse_percent(text: str) -> float:
+    """A limit of the overhead on a command line: a number, or 'auto'.
+
+    Raises:
+        argparse.ArgumentTypeError: It is neither.
+    """
+    if text == "auto":
+        return AUTO_OVERHEAD_PERCENT
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
 
 
 class Rule(NamedTuple):
@@ -112,6 +144,10 @@ class Rule(NamedTuple):
 
 def _always(_: Any) -> bool:
     return True
+
+
+def _is_at_least_0(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value >= 0
 
 
 def _offloading(facts: Any) -> bool:
@@ -156,10 +192,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "offload_max_overhead_percent",
         _always,
-        lambda c: c.offload_max_overhead_percent is None or c.offload_max_overhead_percent >= 0,
-        "offload_max_overhead_percent={offload_max_overhead_percent} is negative; set by how many "
-        "percent (0 or more) copies may slow an iteration down, or leave it out to move everything "
-        "that may",
+        lambda c: (
+            c.offload_max_overhead_percent in (None, "auto")
+            or _is_at_least_0(c.offload_max_overhead_percent)
+        ),
+        "offload_max_overhead_percent={offload_max_overhead_percent!r} is no limit; set by how "
+        "many percent (0 or more, or 'auto') copies may slow an iteration down, or leave it out to "
+        "move everything that may",
     ),
     Rule(
         "offload_max_overhead_percent",

@@ -8,7 +8,8 @@ its memory, and in its copy back by the host bytes that it went to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ class Event(NamedTuple):
 class WatchedBackend(CpuBackend):
     """Notes one iteration of one engine at a time."""
 
+    names_ranges = True
     # One slab serves an iteration, as in the planner's ledger.
     host_slab_bytes = 64 << 20
 
@@ -146,11 +148,11 @@ class WatchedBackend(CpuBackend):
         kind = OpKind.ABANDON if is_returned else OpKind.LET_GO
         self._issue(kind, self._in_device[storage._cdata])
 
-    def begin_range(self, label: str) -> None:
+    @contextlib.contextmanager
+    def profiler_range(self, label: str) -> Iterator[None]:
         self.performed.append((self.step, label))
         self._range = label
-
-    def end_range(self) -> None:
+        yield
         self._range = ""
 
     def _queue(self, stream: object) -> Queue:

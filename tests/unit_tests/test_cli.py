@@ -178,6 +178,8 @@ def test_plan_takes_targets_in_gib_and_percent(trace_file: Path) -> None:
     assert load_plan(output).options.target_memory_bytes == 1 << 29
     assert show("plan", trace_file, "--max-overhead", 1.5, "--output", output) == 0
     assert load_plan(output).options.max_overhead_percent == 1.5
+    assert show("plan", trace_file, "--max-overhead", "auto", "--output", output) == 0
+    assert load_plan(output).options.max_overhead_percent == 1.0
 
 
 def test_plan_says_if_a_target_is_missed(

@@ -95,6 +95,8 @@ class Backend(ABC):
     """The least host memory to ask :meth:`allocate_host` for."""
     takes_time = False
     """Whether :meth:`timed_event` takes the time."""
+    names_ranges = False
+    """Whether :meth:`profiler_range` is worth calling."""
     poisons_dropped = False
     """Whether device memory that the engine drops, and nobody else holds, is filled with NaN."""
 
@@ -182,11 +184,9 @@ class Backend(ABC):
     def reset_peak_memory(self) -> None:
         """From here on, :meth:`memory`'s peak is that of the time since."""
 
-    def begin_range(self, label: str) -> None:
-        """Name the host work up to :meth:`end_range` in profiles. Ranges nest."""
-
-    def end_range(self) -> None:
-        """End the range that was begun last."""
+    def profiler_range(self, label: str) -> contextlib.AbstractContextManager[Any]:
+        """Names the host work inside, in profiles."""
+        return contextlib.nullcontext()
 
     def timed_event(self, stream: Stream) -> Event:
         """An event that takes the time; None where time on a stream means nothing."""
@@ -216,8 +216,8 @@ class CudaBackend(Backend):
         self.place_host_memory: Optional[Callable[[int, int], None]] = None
         """Called with address and length (bytes) of new host memory before anybody touches it."""
         self._registered: dict[int, weakref.finalize[Any, Any]] = {}
-        self._events: dict[Stream, Iterator[Event]] = {}
-        """By stream: [Note: Events are used again]."""
+        self._events: dict[Hashable, Iterator[Event]] = {}
+        """By id of the stream: [Note: Events are used again]."""
         self._streams: dict[Hashable, Stream] = {}
         """torch's objects for streams that were current once: making one takes the host longer than
         to launch a kernel."""
@@ -247,10 +247,12 @@ class CudaBackend(Backend):
         return (stream.device_index, stream.cuda_stream)
 
     def record(self, stream: Stream) -> Event:
-        events = self._events.get(stream)
+        # Not by the stream object, whose hash is a function in Python.
+        stream_id = (stream.device_index, stream.cuda_stream)
+        events = self._events.get(stream_id)
         if events is None:
             ring = [torch.cuda.Event() for _ in range(EVENTS_PER_STREAM)]
-            events = self._events[stream] = itertools.cycle(ring)
+            events = self._events[stream_id] = itertools.cycle(ring)
         event = next(events)
         _record_event(event, stream)
         return event
@@ -323,11 +325,8 @@ class CudaBackend(Backend):
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
-    def begin_range(self, label: str) -> None:
-        torch.cuda.nvtx.range_push(label)
-
-    def end_range(self) -> None:
-        torch.cuda.nvtx.range_pop()
+    def profiler_range(self, label: str) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.nvtx.range(label)
 
     def timed_event(self, stream: Stream) -> Event:
         event = torch.cuda.Event(enable_timing=True)

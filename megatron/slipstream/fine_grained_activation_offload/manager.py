@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -366,8 +366,7 @@ class PipelineOffloadManager:
         group = self._groups.get(action.key)
         if group is None or group.state is GroupState.OPEN:
             return
-        self.store.backend.begin_range(_label(action))
-        try:
+        with self._range_of(action):
             if action.kind is ActionKind.H2D:
                 self.store.copy_in(group.storages())
             elif group.state is GroupState.COMMITTED:
@@ -376,8 +375,11 @@ class PipelineOffloadManager:
                     self.store.copy_out(group, lambda position, _: position not in kept)
                 else:
                     self.store.release(group)
-        finally:
-            self.store.backend.end_range()
+
+    def _range_of(self, action: Action) -> AbstractContextManager[Any]:
+        """Names the host work inside, for profilers."""
+        backend = self.store.backend
+        return backend.profiler_range(str(action)) if backend.names_ranges else _NO_RANGE
 
     def _improvise(self, kind: StepKind, group: OffloadTensorGroup) -> None:
         """Move everything: let go after ``release_lag`` commits, fetch ``prefetch_depth`` ahead."""
@@ -483,9 +485,7 @@ class PipelineOffloadManager:
             self._clear_iteration()
 
 
-@cache
-def _label(action: Action) -> str:
-    return str(action)
+_NO_RANGE = nullcontext()
 
 
 def _is_step(plan: Plan, index: int, kind: StepKind, group: OffloadTensorGroup) -> bool:

@@ -57,7 +57,10 @@ class ActivationStore:
 
     def counters(self, name: str) -> ModuleCounters:
         """This iteration's figures of one module."""
-        return self.modules.setdefault(name, ModuleCounters())
+        counters = self.modules.get(name)
+        if counters is None:
+            counters = self.modules[name] = ModuleCounters()
+        return counters
 
     # Saved-tensor hooks.
 
@@ -126,14 +129,16 @@ class ActivationStore:
         return returned
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
+        # Rather than by getattr(), for which an attribute that is not there is an error to handle.
+        attributes = tensor.__dict__
         return (
             self.backend.manages(tensor)
             and tensor.layout is torch.strided
             and tensor.numel() > 0
             and not (tensor.is_conj() or tensor.is_neg())
             # Set by megatron-core on parameters and by Transformer Engine on weights.
-            and not getattr(tensor, "_do_not_offload", False)
-            and not getattr(tensor, "_TE_do_not_offload", False)
+            and not attributes.get("_do_not_offload", False)
+            and not attributes.get("_TE_do_not_offload", False)
         )
 
     # Moves, on the compute stream's order.

@@ -71,6 +71,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
             return current
         current.close()
     backend = make_backend(config.offload_backend)
+    backend.names_ranges = config.offload_nvtx_ranges
     if isinstance(backend, CudaBackend) and config.offload_numa == "auto":
         backend.place_host_memory = numa.bind_to_gpu(_local_gpu())
     options = PolicyOptions(
@@ -84,7 +85,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
             if config.offload_target_memory_gib is None
             else int(config.offload_target_memory_gib * 2**30)
         ),
-        max_overhead_percent=config.offload_max_overhead_percent,
+        max_overhead_percent=config.max_overhead_percent,
     )
     manager = PipelineOffloadManager(backend, options, _rank(), config.offload_verify)
     manager.config = config  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from megatron.slipstream.config import (
     check_model_options,
     check_module_names,
     check_rules,
+    parse_percent,
 )
 
 CURES = ("set ", "add ", "remove ")
@@ -124,6 +126,7 @@ def test_model_options_are_not_judged_while_offloading_is_off(changed: dict[str,
         {"offload_engine": "megatron"},
         {"offload_target_memory_gib": 0.5},
         {"offload_max_overhead_percent": 0.0},
+        {"offload_max_overhead_percent": "auto"},
         {"offload_host_memory_limit_bytes": 1},
         {"offload_host_memory_limit_bytes": None},
         {"offload_numa": "off"},
@@ -173,6 +176,18 @@ def test_every_expert_module_is_a_module() -> None:
 def test_settings_cannot_change_after_they_were_checked() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         OffloadConfig().offload_release_lag = -1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("given, percent", [(None, None), (2.5, 2.5), ("auto", 1.0)])
+def test_the_limit_of_the_overhead_is_a_number_or_auto(given: Any, percent: Any) -> None:
+    assert OffloadConfig(offload_max_overhead_percent=given).max_overhead_percent == percent
+
+
+def test_another_word_for_the_limit_of_the_overhead_is_refused() -> None:
+    with pytest.raises(ValueError, match="offload_max_overhead_percent='atuo' is no limit; set"):
+        OffloadConfig(offload_max_overhead_percent="atuo")  # type: ignore[arg-type]
+    with pytest.raises(argparse.ArgumentTypeError, match="'atuo' is neither a number nor 'auto'"):
+        parse_percent("atuo")
 
 
 def test_a_message_shows_the_value_that_was_given() -> None:
