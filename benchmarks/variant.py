@@ -40,9 +40,12 @@ from megatron.slipstream.plan.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.trace import Bandwidth
 
-NUM_WARMUPS = 12
-"""Iterations of each engine before any is measured: ours records the first ones and plans, the
-other one fills its pool, and the allocator comes to rest."""
+NUM_WARMUPS = 4
+"""Iterations of each engine before any is measured: the other one fills its pool, and the allocator
+comes to rest."""
+NUM_PLANNING = 12
+"""Iterations of ours before any is measured, the former among them: it records the first ones, and
+plans anew up to three times."""
 
 RELATIVE_ERROR = 0.002
 """An engine has been timed well enough when the median's standard error is this share of it."""
@@ -146,8 +149,10 @@ class VariantRun:
                 made = self._build([label], make_engine, label, chunks, options)
                 if made is not None:
                     self._engines[label] = made
-        for iteration in range(NUM_WARMUPS):
+        for iteration in range(NUM_PLANNING):
             for label, engine in list(self._engines.items()):
+                if iteration < NUM_PLANNING - NUM_WARMUPS and not engine.is_ours:
+                    continue
                 # megatron-core's engine prints a table after its first iteration.
                 with contextlib.redirect_stdout(io.StringIO()):
                     self._attempt(label, timed_step, engine.run, iteration)

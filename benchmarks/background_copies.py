@@ -1,0 +1,144 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What copies alone cost a step: with no engine, and large copies under way from end to end.
+
+``python -m benchmarks.background_copies --case moe [--output FILE.jsonl]`` on a machine with a GPU,
+in about half a minute. No engine that uses the link can do better than that for the time that it
+copies; docs/design/overhead.md tells what follows from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from benchmarks.cases import find_case
+from benchmarks.engines import BaseModel
+from benchmarks.figures import overhead_percent, spread_of
+from benchmarks.measure import without_garbage_collection
+from benchmarks.models import initialize
+from megatron.slipstream.integration import small_copies
+
+PIECE_BYTES = 256 << 20
+MIN_GB_PER_S = 60
+"""More than the link reaches, so that the copies outlast the step."""
+NUM_WARMUPS = 4
+DIRECTIONS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "d2h": ("d2h",),
+    "h2d": ("h2d",),
+    "both": ("d2h", "h2d"),
+}
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """Run the command. Returns 0, or 2 where there is no GPU or no such case."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.background_copies", description=__doc__
+    )
+    parser.add_argument("--case", default="moe", metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--iterations", type=int, default=20, metavar="N", help="of each direction")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the rows here")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        sys.stderr.write("error: torch sees no GPU, and only a GPU has copy engines\n")
+        return 2
+    try:
+        case = find_case(options.case)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    initialize(case.model)
+    # Token counts go by a kernel, as with our engine: they are not to queue behind the copies.
+    small_copies.install()
+    lines = []
+    for row in _rows(BaseModel(case), options.iterations):
+        lines.append(json.dumps(row))
+        sys.stdout.write(lines[-1] + "\n")
+    if options.output is not None:
+        options.output.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+def _rows(base: BaseModel, num_iterations: int) -> Iterator[dict[str, Any]]:
+    yield {
+        "kind": "machine",
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": f"python -m benchmarks.background_copies --case {base.case.name}",
+    }
+    background = _Background()
+
+    def step_ms(iteration: int, direction: str, copies_ms: float) -> float:
+        gc.collect()
+        torch.cuda.synchronize()
+        start = torch.cuda.Event(enable_timing=True)
+        stop = torch.cuda.Event(enable_timing=True)
+        for way in DIRECTIONS[direction]:
+            background.start(way, copies_ms)
+        start.record()
+        base.run(base.chunks, iteration)
+        stop.record()
+        stop.synchronize()
+        outlasted = background.is_busy(DIRECTIONS[direction])
+        torch.cuda.synchronize()
+        if not outlasted:
+            raise RuntimeError("the copies ended before the step did: their cost is not measured")
+        return start.elapsed_time(stop)
+
+    with without_garbage_collection():
+        for iteration in range(NUM_WARMUPS):
+            alone_ms = step_ms(iteration, "none", 0.0)
+        measured: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+        for iteration in range(num_iterations):
+            for direction, times in measured.items():
+                times.append(step_ms(iteration, direction, 1.5 * alone_ms))
+    for direction, times in measured.items():
+        overhead = overhead_percent(times, measured["none"])
+        yield {
+            "kind": "step",
+            "case": base.case.name,
+            "background": direction,
+            "median_ms": statistics.median(times),
+            "interquartile_ms": spread_of(times).interquartile,
+            "overhead_percent": overhead.median,
+            "overhead_percent_standard_error": overhead.standard_error,
+            "times_ms": times,
+        }
+
+
+class _Background:
+    """Copies one after the other on a stream for each direction."""
+
+    def __init__(self) -> None:
+        self._streams = {way: torch.cuda.Stream() for way in ("d2h", "h2d")}
+        self._copies: dict[str, Callable[[], object]] = {}
+        for way in self._streams:
+            device = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device="cuda")
+            host = torch.zeros(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            target, source = (host, device) if way == "d2h" else (device, host)
+            self._copies[way] = lambda target=target, source=source: target.copy_(
+                source, non_blocking=True
+            )
+
+    def start(self, way: str, duration_ms: float) -> None:
+        """Put copies for at least ``duration_ms`` into the stream."""
+        with torch.cuda.stream(self._streams[way]):
+            for _ in range(int(duration_ms * MIN_GB_PER_S * 1e6 / PIECE_BYTES) + 1):
+                self._copies[way]()
+
+    def is_busy(self, ways: Sequence[str]) -> bool:
+        """Whether copies of each of the directions are still under way."""
+        return not any(self._streams[way].query() for way in ways)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
