@@ -10,13 +10,12 @@ same waits in the development branch that fine-grained offloading comes from.)
 
 from __future__ import annotations
 
-import copy
-import functools
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron.slipstream.integration.specs import replace_classes
 
 
 def indices_to_multihot(
@@ -58,22 +57,9 @@ def with_sync_free_dispatch(spec: Any) -> Any:
     """A copy of a layer or block spec with :class:`SyncFreeMoELayer` for every ``MoELayer``.
 
     Args:
-        spec: A ``ModuleSpec``, a builder (``functools.partial``, as megatron-core 0.19 has them),
-            an object that holds some, or a list of such.
+        spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
 
     Example:
         spec = with_sync_free_dispatch(get_gpt_decoder_block_spec(config, use_te))
     """
-    if spec is MoELayer:
-        return SyncFreeMoELayer
-    if isinstance(spec, functools.partial):
-        options = {key: with_sync_free_dispatch(value) for key, value in spec.keywords.items()}
-        return functools.partial(with_sync_free_dispatch(spec.func), *spec.args, **options)
-    if isinstance(spec, list | tuple):
-        return type(spec)(with_sync_free_dispatch(item) for item in spec)
-    if isinstance(spec, ModuleSpec) or type(spec).__name__.endswith("Submodules"):
-        changed = copy.copy(spec)
-        for name, value in vars(spec).items():
-            setattr(changed, name, with_sync_free_dispatch(value))
-        return changed
-    return spec
+    return replace_classes(spec, {MoELayer: SyncFreeMoELayer})
