@@ -169,6 +169,47 @@ def returned_memory_reused_while_another_stream_reads_it_late() -> bool:
     return bool((read_late == 1.0).all())
 
 
+def graphs_replayed_while_a_late_copy_in_writes() -> bool:
+    """E9: the graph that reads follows the one that copies back. Without it, there is no graph."""
+    hand = HandDriven("cuda")
+    group, source = hand.group(), _values(0.0)
+    result = torch.empty_like(source)
+    saved: list[object] = []
+    streams = hand.store.copy_streams
+    hand.store.host_pool.reserve(8 * NUMEL)  # none can be pinned in a capture
+
+    def forward() -> None:
+        saved.append(hand.save(group, source * 1.0))
+        hand.send(group)
+
+    def backward_of_the_layer_after() -> None:
+        streams.h2d.wait_stream(torch.cuda.current_stream())
+        _sleep_on(streams.h2d)
+        hand.store.copy_in(group.storages())
+
+    def backward() -> None:
+        result.copy_(hand.store.read(saved[0]))
+
+    pool, graphs = torch.cuda.graph_pool_handle(), []
+    for work in (forward, backward_of_the_layer_after, backward):
+        graphs.append(torch.cuda.CUDAGraph())
+        try:
+            with torch.cuda.graph(graphs[-1], pool=pool):
+                streams.begin_graph()
+                work()
+                streams.end_graph()
+        except RuntimeError:  # of CUDA, which refuses work that is not joined
+            torch.cuda.synchronize()
+            return False
+    right = True
+    for value in (1.0, 2.0):
+        source.fill_(value)
+        for graph in graphs:
+            graph.replay()
+        right = right and bool((result == value).all())
+    return right
+
+
 SCENARIOS: dict[Edge, Callable[[], bool]] = {
     Edge.E1: copy_out_of_what_is_computed_late,
     Edge.E2: host_buffer_lent_while_a_late_copy_in_reads_it,
@@ -178,6 +219,7 @@ SCENARIOS: dict[Edge, Callable[[], bool]] = {
     Edge.E6: unused_memory_reused_while_a_late_copy_in_writes,
     Edge.E7: host_memory_unpinned_while_a_late_copy_writes_it,
     Edge.E8: returned_memory_reused_while_another_stream_reads_it_late,
+    Edge.E9: graphs_replayed_while_a_late_copy_in_writes,
 }
 
 

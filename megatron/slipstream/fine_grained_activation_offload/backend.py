@@ -184,6 +184,12 @@ class Backend(ABC):
     def reset_peak_memory(self) -> None:
         """From here on, :meth:`memory`'s peak is that of the time since."""
 
+    def begin_graph(self) -> None:
+        """What is put into streams from here on is captured in a CUDA graph."""
+
+    def end_graph(self) -> None:
+        """Nothing is captured any more."""
+
     def profiler_range(self, label: str) -> contextlib.AbstractContextManager[Any]:
         """Names the host work inside, in profiles."""
         return contextlib.nullcontext()
@@ -204,6 +210,7 @@ class CudaBackend(Backend):
     Making an event takes the host several microseconds, so each stream has a ring of them. Whoever
     still waits for an event when its turn comes again waits for a later point of the same stream,
     which covers the earlier one, and which has been issued by then: no circle can come of it.
+    Captured events are new ones, since nobody outside of the capture may wait for them.
     """
 
     name = "cuda"
@@ -221,6 +228,9 @@ class CudaBackend(Backend):
         self._streams: dict[Hashable, Stream] = {}
         """torch's objects for streams that were current once: making one takes the host longer than
         to launch a kernel."""
+        self._made: set[Hashable] = set()
+        """Ids of the streams that :meth:`new_stream` has made."""
+        self._captures = False
 
     @cached_property
     def _memcpy(self) -> Callable[[int, int, int, int], int]:
@@ -234,7 +244,17 @@ class CudaBackend(Backend):
         return tensor.is_cuda
 
     def new_stream(self) -> Stream:
-        return torch.cuda.Stream()
+        # torch hands out 32 streams in turn, so a "new" one may be one of ours, or the current one:
+        # then what is to run at the same time would run one after the other.
+        for _ in range(MAX_STREAMS_TRIED):
+            stream = torch.cuda.Stream()
+            stream_id = self.stream_id(stream)
+            if stream_id not in self._made and stream_id != self.current_stream_id():
+                self._made.add(stream_id)
+                return stream
+        raise RuntimeError(
+            f"torch gives no stream that is not in use already ({len(self._made)} are ours)"
+        )
 
     def current_stream(self) -> Stream:
         stream = self._streams.get(self.current_stream_id())
@@ -247,6 +267,10 @@ class CudaBackend(Backend):
         return (stream.device_index, stream.cuda_stream)
 
     def record(self, stream: Stream) -> Event:
+        if self._captures:
+            captured = torch.cuda.Event()
+            _record_event(captured, stream)
+            return captured
         # Not by the stream object, whose hash is a function in Python.
         stream_id = (stream.device_index, stream.cuda_stream)
         events = self._events.get(stream_id)
@@ -325,6 +349,12 @@ class CudaBackend(Backend):
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
+    def begin_graph(self) -> None:
+        self._captures = True
+
+    def end_graph(self) -> None:
+        self._captures = False
+
     def profiler_range(self, label: str) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.nvtx.range(label)
 
@@ -338,6 +368,8 @@ class CudaBackend(Backend):
 
 
 EVENTS_PER_STREAM = 64
+MAX_STREAMS_TRIED = 64
+"""Twice what torch has for each device and priority."""
 
 # What torch.cuda.Event's methods call in the end.
 _record_event = torch._C._CudaEventBase.record

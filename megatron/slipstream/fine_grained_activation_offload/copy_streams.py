@@ -24,9 +24,17 @@ E7    d2h and h2d, at the end    the host, before pinned      host buffers: retu
                                  memory is unpinned           when no copy uses them
 E8    the consumer's stream,     the allocator, before it     the returned tensors: their memory is
       when returned memory goes  gives the memory away        reused when read
+E9    d2h and h2d, after the     compute, at the end of the   whatever the next graph writes or
+      copies of a graph          graph                        reads: a graph's own copies are over
 ====  =========================  ===========================  =====================================
 
 Under CUDA graph capture all of them are the same edges inside the graph, but for E7.
+
+[Note: Graphs one after another]
+What is captured in one graph can only be waited for in the same graph. So a graph joins its copies
+to its end (E9), and graphs are replayed on one stream in the order in which they were captured:
+then whatever follows a graph, captured or not, follows its copies. Before a capture, the device is
+idle. So a wait for a signal of another graph, or across the border of a capture, is not made.
 
 [Note: Memory belongs to a stream]
 The allocator gives freed memory away again on the stream that it was allocated for, at once, since
@@ -80,6 +88,7 @@ class Edge(enum.Enum):
     E6 = "unused device memory is let go after its copy in"
     E7 = "host memory is unpinned after all copies"
     E8 = "returned memory is given away after reads on other streams than it was allocated for"
+    E9 = "a captured graph ends after its copies"
 
 
 NUM_RATES = 3
@@ -94,6 +103,8 @@ class Signal(NamedTuple):
     """Id of the stream that it lies in."""
     position: int
     """Grows along the stream."""
+    graph: int = 0
+    """Number of the graph that it was captured in; 0 is none."""
 
 
 class Stall(NamedTuple):
@@ -114,6 +125,11 @@ class CopyStreams:
         self._positions = itertools.count(1)
         self._waited: dict[tuple[Hashable, Hashable], int] = {}
         """By waiter and signalling stream: [Note: A wait covers what came before]."""
+        self._graph = 0
+        """Number of the graph that is being captured; 0 is none."""
+        self._num_graphs = 0
+        self._to_join: dict[Hashable, Signal] = {}
+        """By copy stream, the signal after the last copies of the graph that is being captured."""
 
     # Made when first used: a stream belongs to the device that is current then, and an engine may
     # be installed before its process has chosen one.
@@ -284,6 +300,23 @@ class CopyStreams:
         """Make every wait again from here on: a stream may be another one under the same id."""
         self._waited.clear()
 
+    def begin_graph(self) -> None:
+        """What follows is captured in a graph of its own, from the current stream."""
+        self._num_graphs += 1
+        self._graph = self._num_graphs
+        self._backend.begin_graph()
+        self.forget_waits()
+
+    def end_graph(self) -> None:
+        """Join the copies to the graph's end: the current stream waits for them."""
+        stream_id = self._backend.current_stream_id()
+        for signal in self._to_join.values():
+            self._wait(Edge.E9, None, stream_id, signal)  # edge E9
+        self._to_join.clear()
+        self._backend.end_graph()
+        self._graph = 0
+        self.forget_waits()
+
     def finish(self) -> None:
         """Block the host until both streams are idle."""
         for stream in (self.d2h, self.h2d):
@@ -337,7 +370,7 @@ class CopyStreams:
         return [max(of_one) for of_one in zip(*rates, strict=True)]
 
     def _signal(self, stream: Stream, stream_id: Hashable) -> Signal:
-        return Signal(self._backend.record(stream), stream_id, next(self._positions))
+        return Signal(self._backend.record(stream), stream_id, next(self._positions), self._graph)
 
     def _end(
         self, moves: Sequence[tuple[Bytes, HostLease]], stream: Stream, stream_id: Hashable
@@ -346,6 +379,8 @@ class CopyStreams:
         signal = self._signal(stream, stream_id)
         for _, lease in moves:
             lease.last_use = (signal,)
+        if self._graph:
+            self._to_join[stream_id] = signal
         return signal
 
     def _wait(
@@ -357,13 +392,15 @@ class CopyStreams:
         label: str = "",
     ) -> None:
         """Make a stream (the current one if None) wait, unless it has waited already."""
+        if signal.graph != self._graph:
+            return  # [Note: Graphs one after another]
         pair = (stream_id, signal.stream)
         if self._waited.get(pair, 0) >= signal.position:
             return
         self._waited[pair] = signal.position
         if stream is None:
             stream = self._backend.current_stream()
-        if self.stalls is None or edge not in (Edge.E3, Edge.E5):
+        if self.stalls is None or self._graph or edge not in (Edge.E3, Edge.E5):
             self._backend.wait(stream, signal.event)
             return
         start = self._backend.timed_event(stream)

@@ -24,6 +24,7 @@ step: below an eighth from about thirty buffers on, on average a twentieth.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from dataclasses import dataclass
@@ -122,6 +123,12 @@ class HostPool:
         finally:
             self._is_busy = False
 
+    def reserve(self, nbytes: int) -> None:
+        """Hold ``nbytes`` bytes more, if the system gives them, and from then on no more."""
+        with contextlib.suppress(HostMemoryFull):
+            self._add_slab(nbytes)
+        self.limit_bytes = self.allocated_bytes
+
     def give_back(self, lease: HostLease) -> None:
         """Return a buffer. Its ``last_use`` may still lie ahead.
 
@@ -187,6 +194,9 @@ class HostPool:
             slab_bytes = min(slab_bytes, self.limit_bytes - self.allocated_bytes)
         if slab_bytes < size:
             raise HostMemoryFull
+        self._add_slab(slab_bytes)
+
+    def _add_slab(self, slab_bytes: int) -> None:
         try:
             slab = self._backend.allocate_host(slab_bytes)
         except (RuntimeError, MemoryError) as error:

@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
@@ -100,6 +101,8 @@ class PipelineOffloadManager:
         """Steps of this iteration so far."""
         self._improvised: deque[OffloadTensorGroup] = deque()
         """Committed groups that have not let go, where no plan says when they do."""
+        self.graphs = GraphCaptures(self.store)
+        """What is captured in CUDA graphs."""
         self._cuda_graph_stream: Optional[Stream] = None
         self._cuda_graph_event: Optional[Event] = None
         self._in_replay = False
@@ -167,6 +170,8 @@ class PipelineOffloadManager:
         self._chunk = None
         if not self._is_training_forward():
             return
+        self.graphs.close()
+        self.graphs.min_numel = min_offloaded_tensor_size
         self._restart_if_abandoned()
         self._pp_rank = pp_rank
         options = replace(
@@ -191,6 +196,10 @@ class PipelineOffloadManager:
         Returns:
             None, so that nothing marks the start in the graph: [Note: One mark per group].
         """
+        if self.graphs.is_open and not self.do_offload:
+            self.graphs.note_warmup(name)
+        if self.graphs.is_capturing and self._is_training_forward():
+            self._started = self.graphs.pop_forward_chunk(name)
         if self._chunk is None or not self._is_training_forward():
             return
         group = self._chunk.open_group(name)
@@ -201,6 +210,8 @@ class PipelineOffloadManager:
 
     def cur_forward_chunk(self) -> Optional[CommitMark]:
         """The object to mark the end of a group with; None outside of a training pass."""
+        if self.graphs.is_capturing and self._is_training_forward():
+            return CommitMark(self.graphs)
         return CommitMark(self) if self._chunk is not None and self._is_training_forward() else None
 
     def __enter__(self) -> PipelineOffloadManager:
@@ -264,6 +275,7 @@ class PipelineOffloadManager:
     def reset(self, **_: Any) -> None:
         """The schedule has issued a whole forward-backward pass, or a forward-only one."""
         self.flush_delayed_groups()
+        self.graphs.close()
         self._chunk = None
         if self._num_steps > 0:
             self._finish_iteration()

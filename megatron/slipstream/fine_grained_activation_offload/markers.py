@@ -20,22 +20,27 @@ import torch
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 
 
-class MarkedManager(Protocol):
+class GroupOwner(Protocol):
+    """What the mark of a group asks of who made it."""
+
+    def commit_group(self, name: str) -> Optional[OffloadTensorGroup]: ...
+    def use_group(self, group: OffloadTensorGroup) -> None: ...
+
+
+class MarkedManager(GroupOwner, Protocol):
     """What marks ask of the manager."""
 
     def pop_forward_chunk(self, name: str) -> None: ...
     def cur_forward_chunk(self) -> Optional[CommitMark]: ...
     def __enter__(self) -> Any: ...
     def __exit__(self, *exception: object) -> None: ...
-    def commit_group(self, name: str) -> Optional[OffloadTensorGroup]: ...
-    def use_group(self, group: OffloadTensorGroup) -> None: ...
 
 
 class CommitMark:
     """The end of one group: forward has saved everything, backward needs it from here on."""
 
-    def __init__(self, manager: MarkedManager) -> None:
-        self._manager = manager
+    def __init__(self, owner: GroupOwner) -> None:
+        self._owner = owner
         self._group: Optional[OffloadTensorGroup] = None
 
     def on_group_commit_forward(
@@ -47,12 +52,12 @@ class CommitMark:
         references. We never do that: memory goes when its last reference does, so that no
         operation can be left with a tensor that has no bytes.
         """
-        self._group = self._manager.commit_group(name)
+        self._group = self._owner.commit_group(name)
 
     def on_group_commit_backward(self, name: str) -> None:
         """The group's backward operations follow."""
         if self._group is not None:
-            self._manager.use_group(self._group)
+            self._owner.use_group(self._group)
 
 
 class _CommitFunction(torch.autograd.Function):

@@ -76,8 +76,8 @@ class SavedStorage:
     __slots__ = (
         *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "residence"),
         *("aliases", "returned", "lease", "holders_to_release", "streams", "out_signal"),
-        *("in_signal", "returned_on", "overwritten", "copied_version"),
-        *("_views", "_original", "_pool", "_copies", "__weakref__"),
+        *("in_signal", "returned_on", "overwritten", "copied_version", "pool"),
+        *("_views", "_original", "_copies", "__weakref__"),
     )
 
     _serials = itertools.count()
@@ -120,7 +120,8 @@ class SavedStorage:
         """What the aliases were, once they are gone, and what was saved since."""
         self._original: Optional[StorageWeakRef] = None
         """Tells whether somebody else still holds the memory after we let go of it."""
-        self._pool = pool
+        self.pool = pool
+        """Where its host buffer comes from."""
         self._copies = copies
 
     def __del__(self) -> None:
@@ -131,7 +132,7 @@ class SavedStorage:
             returned, self.returned = self.returned, None
             self._copies.abandon(returned, self.in_signal, self.returned_on)
         if self.lease is not None:
-            self._pool.give_back(self.lease)
+            self.pool.give_back(self.lease)
 
     @property
     def nbytes(self) -> int:

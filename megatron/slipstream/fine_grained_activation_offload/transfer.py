@@ -103,7 +103,7 @@ class ActivationStore:
                 storage.out_signal, storage.streams, storage.owner.name
             )
             storage.move_to(Residence.DEVICE)
-            self.host_pool.give_back(storage.take_lease())
+            storage.pool.give_back(storage.take_lease())
         if storage.residence is Residence.DEVICE:
             storage.note_overwrites()
         if storage.overwritten:
@@ -259,10 +259,10 @@ class ActivationStore:
         leases: list[HostLease] = []
         try:
             for storage in storages:
-                leases.append(self.host_pool.borrow(storage.nbytes))
+                leases.append(storage.pool.borrow(storage.nbytes))
         except HostMemoryFull:
-            for lease in leases:
-                self.host_pool.give_back(lease)
+            for storage, lease in zip(storages, leases, strict=False):
+                storage.pool.give_back(lease)
             return None
         return leases
 
@@ -286,7 +286,7 @@ class ActivationStore:
             storage.returned, storage.in_signal = destination.storage, signal
             storage.returned_on = stream
             storage.move_to(Residence.RETURNING)
-            self.host_pool.give_back(lease)
+            storage.pool.give_back(lease)
             counters = self.counters(storage.owner.name)
             counters.h2d_bytes += destination.nbytes
             counters.h2d_copies += 1
@@ -294,7 +294,7 @@ class ActivationStore:
     def _settle_original(self, storage: SavedStorage) -> None:
         """Read the original memory that somebody kept, unless it has been emptied for good."""
         if storage.returned is not None and storage.returned.nbytes() == storage.storage_nbytes:
-            self.host_pool.give_back(storage.take_lease())
+            storage.pool.give_back(storage.take_lease())
             return
         storage.returned = None
         storage.move_to(Residence.HOST)

@@ -91,6 +91,23 @@ def _returned_memory_read_on_another_stream() -> bool:
     ]
 
 
+def _read_in_the_graph_after_the_one_that_copies_back() -> bool:
+    hand = HandDriven()
+    group = hand.group()
+    streams = hand.store.copy_streams
+    streams.begin_graph()
+    saved = hand.save(group, torch.ones(4096))
+    hand.send(group)
+    streams.end_graph()
+    streams.begin_graph()
+    hand.store.copy_in(group.storages())
+    streams.end_graph()
+    streams.begin_graph()
+    right = torch.equal(hand.store.read(saved), torch.ones(4096))
+    streams.end_graph()
+    return right
+
+
 SCENARIOS: dict[Edge, Callable[[], bool]] = {
     Edge.E1: _schedule_scenario("one micro-batch"),
     Edge.E2: _buffer_is_reused_before_its_copy_in_has_run,
@@ -100,6 +117,7 @@ SCENARIOS: dict[Edge, Callable[[], bool]] = {
     Edge.E6: _returned_memory_that_nobody_came_for,
     Edge.E7: _closed_with_copies_under_way,
     Edge.E8: _returned_memory_read_on_another_stream,
+    Edge.E9: _read_in_the_graph_after_the_one_that_copies_back,
 }
 
 

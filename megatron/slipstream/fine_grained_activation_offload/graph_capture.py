@@ -1,0 +1,381 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Groups inside CUDA graphs that are captured layer by layer.
+
+A captured layer runs no Python when it is replayed, so copies are captured too. A graph has to join
+its copies to its end (edge E9), and the next graph begins after that. So that copies have the time
+of a whole layer nevertheless, each graph begins with those of its neighbour: what one layer saved
+is copied out by the graph that is captured next, whichever that is, and what a layer's backward
+needs is copied back by the backward graph that is captured before it. An event that is recorded
+before the end of a graph lets work outside of the graphs go on while the last copies run.
+
+What moves is what the plan of the iterations before the capture moves.
+
+Host memory that graphs copy to and from is baked into them: it comes from a pool of its own, which
+serves nothing else as long as there are graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Optional
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
+from megatron.slipstream.fine_grained_activation_offload.group import (
+    GroupState,
+    OffloadTensorGroup,
+)
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
+from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
+from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
+from megatron.slipstream.plan.build import GroupPlan, Plan
+from megatron.slipstream.plan.host_memory import size_class_bytes
+from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.trace import StepKind
+
+logger = logging.getLogger(__name__)
+
+SLACK = 1 / 8
+"""Host memory beside what the plan needs at once: where buffers lie is decided anew."""
+
+
+class GraphedLayer:
+    """The forward and the backward graph of one layer and one micro-batch."""
+
+    def __init__(self, before: Optional[GraphedLayer]) -> None:
+        self.before = before
+        """The layer whose backward comes next; None for the first of a model chunk."""
+        self.groups: list[OffloadTensorGroup] = []
+        self.static: frozenset[int] = frozenset()
+        """Storages of its inputs, by the address of torch's object: a graph keeps them for ever."""
+
+
+class _Leaving(NamedTuple):
+    """A group that is to be copied out, and the layer that saved it."""
+
+    group: OffloadTensorGroup
+    layer: GraphedLayer
+
+
+class _Decided(NamedTuple):
+    """The plan of one group that was traced, by what tells it apart while graphs are captured."""
+
+    vp_stage: int
+    micro_batch: int
+    name: str
+    layer: int
+    plan: GroupPlan
+
+
+class GraphCaptures:
+    """The sets of graphs of one engine: at most one is in use.
+
+    Stands in for the manager at the marks of groups while a graph is captured.
+    """
+
+    def __init__(self, store: ActivationStore) -> None:
+        self._store = store
+        self.min_numel = 1
+        """Tensors of fewer elements stay on the device."""
+        self.modules: dict[str, ModuleCounters] = {}
+        """What one replay of all graphs moves, by module name."""
+        self.pool: Optional[HostPool] = None
+        """The host memory of the graphs; None without any."""
+        self.is_open = False
+        """Whether a set of graphs is being warmed up or captured."""
+        self._plan: Optional[Plan] = None
+        self._decisions: dict[tuple[int, int, str, int], list[GroupPlan]] = {}
+        self._takes_turns = False
+        """Whether each micro-batch ends before the next begins, so that one set serves all."""
+        self._names: set[str] = set()
+        """Modules whose groups were met while the graphs were warmed up."""
+        self._passes: dict[int, tuple[ChunkOffloadHandler, int, GraphedLayer]] = {}
+        """By model chunk: the pass that is captured, its last layer's number, and that layer."""
+        self._num_passes: Counter[int] = Counter()
+        self._layer: Optional[GraphedLayer] = None
+        """The layer whose graph is being captured."""
+        self._pending: list[_Leaving] = []
+        """What has been captured and not been copied out: the next graph does that."""
+        self._leaving: list[_Leaving] = []
+        """What the graph that is being captured copies out."""
+        self._outside: Optional[tuple[HostPool, dict[str, ModuleCounters]]] = None
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether marks belong to a graph now."""
+        return self._layer is not None
+
+    @property
+    def moves_anything(self) -> bool:
+        """Whether any of the graphs copies anything."""
+        return any(counters.d2h_copies for counters in self.modules.values())
+
+    # A set of graphs.
+
+    def open(self, plan: Optional[Plan]) -> None:
+        """A set of graphs is about to be warmed up and captured; nothing if that is known.
+
+        Args:
+            plan: What the iterations so far were planned to move.
+        """
+        if self.is_open:
+            return
+        self.is_open = True
+        self._plan = plan
+        self.modules = {}
+        self.pool = None  # Whatever graphs there were have been deleted.
+        self._names.clear()
+        self._passes.clear()
+        self._num_passes.clear()
+        decided = list(_decided(plan)) if plan is not None else []
+        self._takes_turns = plan is not None and _takes_turns(plan)
+        self._decisions = {}
+        for item in decided:
+            micro_batch = 0 if self._takes_turns else item.micro_batch
+            key = (item.vp_stage, micro_batch, item.name, item.layer)
+            self._decisions.setdefault(key, []).append(item.plan)
+        if plan is None:
+            logger.warning(
+                "no iteration has been planned before CUDA graphs are captured, so nothing inside "
+                "them moves; set cuda_graph_warmup_steps to at least 1"
+            )
+
+    def note_warmup(self, name: str) -> None:
+        """A group of that name begins in a layer that is being warmed up."""
+        self._names.add(name)
+
+    def close(self) -> None:
+        """The set of graphs has been captured."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._plan, self._decisions = None, {}
+        self._passes.clear()
+        self._pending.clear()
+        total = sum(counters.d2h_bytes for counters in self.modules.values())
+        kept = sum(counters.num_kept_for_host_memory for counters in self.modules.values())
+        if total:
+            logger.info(
+                "CUDA graphs move %s in each replay of all of them (host memory: %s)%s",
+                format_bytes(total),
+                format_bytes(self.pool.allocated_bytes if self.pool else 0),
+                f"; {kept} groups stay for want of host memory" if kept else "",
+            )
+
+    def reserve(self) -> None:
+        """Take host memory for what has been warmed up: while graphs are captured there is none.
+
+        Called after each layer's warm-up, since each may have brought modules that were not known.
+        """
+        outside = self._store.host_pool
+        if self.pool is None:
+            self.pool = HostPool(self._store.backend, 0)
+            if outside.lent_bytes == 0:
+                # Most of it served the groups that are in graphs from now on.
+                self._store.close()
+        needed = _lent_bytes(self._plan, self._names, self._takes_turns) if self._plan else 0
+        more = needed + int(SLACK * needed) - self.pool.allocated_bytes
+        if outside.limit_bytes is not None:
+            more = min(more, outside.limit_bytes - outside.allocated_bytes)
+        if more > 0:
+            self.pool.reserve(more)
+            if outside.limit_bytes is not None:
+                outside.limit_bytes -= more
+
+    # One graph.
+
+    def begin_forward(
+        self, vp_stage: int, layer_number: int, inputs: Iterable[torch.Tensor]
+    ) -> GraphedLayer:
+        """A forward graph is being captured from the current stream.
+
+        Args:
+            vp_stage: The model chunk that the layer belongs to.
+            layer_number: Grows along the chunk.
+            inputs: The graph's static inputs.
+        """
+        chunk, before = self._pass_of(vp_stage, layer_number)
+        layer = GraphedLayer(before)
+        layer.static = frozenset(tensor.untyped_storage()._cdata for tensor in inputs)
+        self._passes[vp_stage] = (chunk, layer_number, layer)
+        self._chunk = chunk
+        self._enter(layer)
+        return layer
+
+    def end_forward(self, let_others_go_on: Callable[[], None]) -> None:
+        """The layer's forward operations have been captured.
+
+        Args:
+            let_others_go_on: Called when only copies are left to do in the graph.
+        """
+        layer = self._layer
+        assert layer is not None
+        let_others_go_on()
+        self._leave()
+
+    def begin_backward(self, layer: GraphedLayer) -> None:
+        """The layer's backward graph is being captured from the current stream."""
+        # What backward needs at once stays where it is.
+        self._pending = [item for item in self._pending if item.layer is not layer]
+        self._enter(layer)
+        for group in reversed(layer.groups):
+            self._store.copy_in(group.storages(), late=True)
+        if layer.before is not None:
+            for group in reversed(layer.before.groups):
+                self._store.copy_in(group.storages())
+
+    def end_backward(self, let_others_go_on: Callable[[], None]) -> None:
+        """The layer's backward operations have been captured."""
+        layer = self._layer
+        assert layer is not None
+        let_others_go_on()
+        layer.before, layer.groups = None, []
+        self._leave()
+
+    def _enter(self, layer: GraphedLayer) -> None:
+        store = self._store
+        self._outside = (store.host_pool, store.modules)
+        if self.pool is None:
+            raise RuntimeError("a graph is captured that has not been warmed up")
+        store.host_pool, store.modules = self.pool, self.modules
+        store.copy_streams.begin_graph()
+        self._layer = layer
+        self._leaving, self._pending = self._pending, []
+        for item in self._leaving:
+            self._copy_out(item)
+
+    def _leave(self) -> None:
+        store = self._store
+        for item in self._leaving:
+            store.release(item.group)
+        self._leaving.clear()
+        store.copy_streams.end_graph()
+        assert self._outside is not None
+        store.host_pool, store.modules = self._outside
+        self._layer = self._outside = None
+
+    def _pass_of(
+        self, vp_stage: int, layer_number: int
+    ) -> tuple[ChunkOffloadHandler, Optional[GraphedLayer]]:
+        """The pass that a layer's forward graph belongs to, and the layer before it."""
+        known = self._passes.get(vp_stage)
+        if known is not None and known[1] < layer_number:
+            return known[0], known[2]
+        chunk = ChunkOffloadHandler(
+            sum(self._num_passes.values()),
+            vp_stage,
+            self.min_numel,
+            micro_batch=self._num_passes[vp_stage],
+        )
+        self._num_passes[vp_stage] += 1
+        return chunk, None
+
+    def _copy_out(self, item: _Leaving) -> None:
+        plans = self._plans_of(item.group)
+
+        def may_move(position: int, storage: SavedStorage) -> bool:
+            # A graph keeps its inputs for ever: to let go of them frees nothing.
+            memory = storage.aliases[0][0].untyped_storage()._cdata
+            return memory not in item.layer.static and any(
+                position not in plan.kept_storages for plan in plans
+            )
+
+        self._store.copy_out(item.group, may_move)
+
+    # The marks inside a graph.
+
+    def pop_forward_chunk(self, name: str) -> Optional[OffloadTensorGroup]:
+        """A group begins. Returns it if what it saves is to be looked at."""
+        assert self._layer is not None
+        group = self._chunk.open_group(name)
+        self._layer.groups.append(group)
+        self._store.counters(name).num_groups += 1
+        return group if self._plans_of(group) else None
+
+    def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
+        """The group of that name has saved everything; None if none of that name is open."""
+        group = self._chunk.commit_group(name)
+        if group is not None and group.held:
+            assert self._layer is not None
+            self._store.commit(group)
+            self._pending.append(_Leaving(group, self._layer))
+        return group
+
+    def use_group(self, group: OffloadTensorGroup) -> None:
+        """Backward needs the group from here on."""
+        if group.state is GroupState.COMMITTED:
+            group.move_to(GroupState.IN_USE)
+
+    def _plans_of(self, group: OffloadTensorGroup) -> list[GroupPlan]:
+        """The plans of the traced groups that it stands for, which move."""
+        micro_batch = 0 if self._takes_turns else group.micro_batch
+        plans = self._decisions.get((group.vp_stage, micro_batch, group.name, group.layer), [])
+        return [plan for plan in plans if plan.moves]
+
+
+def _decided(plan: Plan) -> Iterable[_Decided]:
+    num_passes: Counter[int] = Counter()
+    micro_batches: dict[int, int] = {}
+    layers: Counter[tuple[int, str]] = Counter()
+    for group in plan.trace.groups:
+        chunk_pass = group.key.chunk_pass
+        if chunk_pass not in micro_batches:
+            micro_batches[chunk_pass] = num_passes[group.vp_stage]
+            num_passes[group.vp_stage] += 1
+        layer = layers[chunk_pass, group.name]
+        layers[chunk_pass, group.name] += 1
+        yield _Decided(
+            group.vp_stage,
+            micro_batches[chunk_pass],
+            group.name,
+            layer,
+            plan.group_by_key[group.key],
+        )
+
+
+def _takes_turns(plan: Plan) -> bool:
+    """Whether no pass begins before the backward of the one before it has begun."""
+    last_pass, has_been_used = -1, True
+    for step in plan.trace.steps:
+        if step.kind is StepKind.BACKWARD_USE:
+            has_been_used = has_been_used or step.key.chunk_pass == last_pass
+        elif step.key.chunk_pass != last_pass:
+            if not has_been_used:
+                return False
+            last_pass, has_been_used = step.key.chunk_pass, False
+    return True
+
+
+def _lent_bytes(plan: Plan, names: set[str], takes_turns: bool) -> int:
+    """Host bytes that the groups of these names have at once, in whole buffers.
+
+    What is captured for one micro-batch moves what moves in any of them.
+    """
+    owners = {
+        storage.index: plan.trace.storages[storage.index].holders[0] for storage in plan.storages
+    }
+    moved = [
+        (owners[storage.index], size_class_bytes(storage.nbytes), storage)
+        for storage in plan.storages
+        if plan.group_by_key[owners[storage.index]].name in names
+    ]
+    if takes_turns:
+        largest: Counter[tuple[int, int]] = Counter()
+        for owner, nbytes, storage in moved:
+            position = plan.trace.group_by_key[owner].storages.index(storage.index)
+            largest[owner.group, position] = max(largest[owner.group, position], nbytes)
+        return sum(largest.values())
+    changes = [0] * (len(plan.trace.steps) + 1)
+    for _, nbytes, storage in moved:
+        changes[storage.d2h_step] += nbytes
+        changes[storage.h2d_step] -= nbytes
+    lent = most = 0
+    for change in changes:
+        lent += change
+        most = max(most, lent)
+    return most
