@@ -26,7 +26,6 @@ def use_gpu() -> bool:
 def initialize(case: ModelCase, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
     """Process groups and random generators for ``case``; the CPU shims where there is no GPU."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     if not use_gpu():
@@ -54,7 +53,15 @@ def initialize(case: ModelCase, rank: int = 0, world_size: int = 1, port: int = 
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=1,
     )
-    model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+    _seed(case, 123)
+
+
+def _seed(case: ModelCase, seed: int) -> None:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    # CUDA graphs can draw from the generators of Transformer Engine's tracker only.
+    is_graphed = case.overrides.get("cuda_graph_impl") == "transformer_engine"
+    model_parallel_cuda_manual_seed(seed, te_rng_tracker=is_graphed, force_reset_rng=True)
 
 
 def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload: Any) -> Any:
@@ -139,10 +146,8 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
 
 def build_chunks(case: ModelCase, config: Any) -> list[torch.nn.Module]:
     """This rank's model chunks; the same weights for the same case whatever is offloaded."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
     torch.manual_seed(7)
-    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    _seed(case, 7)
     chunks: list[torch.nn.Module] = []
     for stage in range(case.vpp or 1):
         vp_stage = stage if case.vpp else None
@@ -181,6 +186,10 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
         pattern = ("*-*E" * case.num_layers)[: case.num_layers]
         return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **common)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_gpu(), vp_stage=vp_stage)
+    if config.cuda_graph_impl == "transformer_engine":
+        from megatron.slipstream.integration.graph_layers import with_graph_offloading
+
+        spec = with_graph_offloading(spec)
     return GPTModel(transformer_layer_spec=spec, **common)
 
 

@@ -1,0 +1,156 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Layers whose activations move inside Transformer Engine's CUDA graphs.
+
+Transformer Engine captures the forward and the backward of each layer as graphs. The layers here
+tell the engine where each of them begins and ends, and have them replayed on a stream of their own,
+so that what follows a graph waits for its computation only and not for its last copies.
+
+They are put in the place of megatron-core's layers in the model's spec:
+
+    spec = with_graph_offloading(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphedLayer
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration.specs import replace_classes
+
+
+class GraphOffloadMixin(torch.nn.Module):
+    """For a graphable module of megatron-core: synchronises its graphs with the engine's copies."""
+
+    config: Any
+    layer_number: int
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._vp_stage: int = options.get("vp_stage") or 0
+        self._graph_event: Optional[torch.cuda.Event] = None
+        """Recorded in each graph of the layer when only copies are left to do."""
+
+    def _set_offload_modules(self) -> None:
+        super()._set_offload_modules()  # type: ignore[misc]
+        # megatron-core's own records and waits: here they are made around the whole layer, in every
+        # release, whatever part of it is captured.
+        self.offload_module_in_cuda_graph = False
+
+    def _te_cuda_graph_capture(self, *arguments: Any, **options: Any) -> Any:
+        capture = super()._te_cuda_graph_capture  # type: ignore[misc]
+        manager = _engine_of(self.config)
+        if manager is None:
+            return capture(*arguments, **options)
+        if not torch.cuda.is_current_stream_capturing():
+            # Transformer Engine warms its graphs up: what is copied now would be for nothing.
+            manager.graphs.open(manager.plan)
+            with mcore.suspended():
+                outputs = capture(*arguments, **options)
+            manager.graphs.reserve()
+            return outputs
+        if self._graph_event is None:
+            self._graph_event = torch.cuda.Event(external=True)
+        record = self._graph_event.record
+        inputs = [item for item in (*arguments, *options.values()) if torch.is_tensor(item)]
+        graphed = manager.graphs.begin_forward(self._vp_stage, self.layer_number, inputs)
+        try:
+            outputs = tuple(capture(*arguments, **options))
+        finally:
+            manager.graphs.end_forward(record)
+        return _mark_backward(outputs, manager, graphed, record)
+
+    def _get_te_cuda_graph_replay_args(
+        self, *arguments: Any, **options: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positional, named = super()._get_te_cuda_graph_replay_args(  # type: ignore[misc]
+            *arguments, **options
+        )
+        manager = _engine_of(self.config)
+        # All graphs or none: their memory is one another's, so one stream puts them in order.
+        if manager is not None and manager.graphs.moves_anything:
+            named["cuda_graph_stream"] = manager.cuda_graph_stream
+            named["cuda_graph_event"] = self._graph_event
+        return positional, named
+
+
+class GraphOffloadTransformerLayer(GraphOffloadMixin, TransformerLayer):
+    """A ``TransformerLayer`` whose activations move inside its CUDA graphs too."""
+
+
+class GraphOffloadMambaLayer(GraphOffloadMixin, MambaLayer):
+    """A ``MambaLayer`` whose graphs are replayed in order with those of the other layers."""
+
+    def _set_offload_modules(self) -> None:
+        """Nothing in it is marked."""
+
+
+def with_graph_offloading(spec: Any) -> Any:
+    """A copy of a layer or block spec with the layers of this module in place of megatron-core's.
+
+    Args:
+        spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
+    """
+    return replace_classes(
+        spec,
+        {TransformerLayer: GraphOffloadTransformerLayer, MambaLayer: GraphOffloadMambaLayer},
+    )
+
+
+def _engine_of(config: Any) -> Optional[PipelineOffloadManager]:
+    return mcore.installed() if config.fine_grained_activation_offloading else None
+
+
+class _BackwardGraph(torch.autograd.Function):
+    """Passes a tensor on. Its backward is the first in the layer's backward graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        manager: PipelineOffloadManager,
+        graphed: GraphedLayer,
+        record: Any,
+    ) -> torch.Tensor:
+        ctx.captured = (manager.graphs, graphed, record)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        graphs, graphed, record = ctx.captured
+        graphs.begin_backward(graphed)
+        # When the last of the backward operations has been captured, whichever that is.
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: graphs.end_backward(record)
+        )
+        return grad_outputs[0], None, None, None
+
+
+def _mark_backward(
+    outputs: tuple[Any, ...],
+    manager: PipelineOffloadManager,
+    graphed: GraphedLayer,
+    record: Any,
+) -> tuple[Any, ...]:
+    """Mark the beginning of backward on one of the outputs.
+
+    Its node is the last to be made, so of all that are ready autograd runs it first.
+    """
+
+    def marked() -> Iterator[Any]:
+        is_done = False
+        for output in outputs:
+            if not is_done and torch.is_tensor(output) and output.requires_grad:
+                is_done = True
+                yield _BackwardGraph.apply(output, manager, graphed, record)
+            else:
+                yield output
+
+    return tuple(marked())
