@@ -1,0 +1,197 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Transformer Engine's CUDA graphs with offloading inside and outside of them, on a GPU.
+
+Whatever is captured and whatever moves, losses and gradients equal those of the eager model without
+the engine bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, Optional
+
+import pytest
+import torch
+from graphed_models import NUM_EAGER_STEPS, Training, free, graph_pool_bytes, with_graphs
+
+from benchmarks.cases import DENSE_MODULES, MOE_MODULES, ModelCase
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
+
+pytestmark = pytest.mark.gpu
+
+DENSE = ModelCase(
+    "dense",
+    num_layers=5,
+    hidden_size=1024,
+    num_attention_heads=16,
+    seq_length=2048,
+    micro_batch_size=1,
+    vocab_size=1024,
+    bf16=True,
+)
+MOE = ModelCase(
+    "moe",
+    num_layers=4,
+    hidden_size=1024,
+    num_attention_heads=16,
+    seq_length=1024,
+    micro_batch_size=2,
+    vocab_size=1024,
+    bf16=True,
+    overrides={"moe_permute_fusion": True},
+)
+CASES = {"dense": DENSE, "moe": MOE}
+OFFLOAD = {"min_offloaded_tensor_size": 1024}
+NUM_STEPS = 3
+
+Row = Callable[..., None]
+Result = tuple[list[torch.Tensor], list[Optional[torch.Tensor]]]
+
+
+def _train(
+    case: ModelCase, modules: tuple[str, ...] = (), **options: Any
+) -> tuple[Result, Training]:
+    with Training(case, modules, **options) as training:
+        training.step(NUM_EAGER_STEPS)
+        training.capture()
+        training.step(NUM_STEPS)
+        return (training.losses, training.gradients), training
+
+
+@cache
+def _eager(kind: str) -> Result:
+    """Without graphs and without the engine."""
+    return _train(CASES[kind])[0]
+
+
+def _assert_equal(result: Result, expected: Result) -> None:
+    for ours, theirs in zip(result, expected, strict=True):
+        assert len(ours) == len(theirs)
+        for index, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+            assert (left is None) == (right is None)
+            assert left is None or torch.equal(left, right), f"number {index} differs"
+
+
+DENSE_SCOPES = (("attn",), ("mlp",), ("attn", "mlp"), ())
+MOE_SCOPES = (("attn",), ("moe_router",), ("attn", "moe_router"))
+SCOPES = [("dense", scope) for scope in DENSE_SCOPES] + [("moe", scope) for scope in MOE_SCOPES]
+
+
+def _sets(kind: str) -> tuple[tuple[str, ...], ...]:
+    if kind == "dense":
+        return (("core_attn", "attn_proj"), ("qkv_linear",), DENSE_MODULES)
+    return (("core_attn",), ("expert_fc1", "moe_act"), MOE_MODULES)
+
+
+def _cases() -> Iterator[Any]:
+    for kind, scope in SCOPES:
+        for modules in _sets(kind):
+            yield pytest.param(kind, scope, modules, id=f"{kind} {scope} {'+'.join(modules)}")
+
+
+@pytest.mark.parametrize("kind, scope", SCOPES, ids=str)
+def test_graphs_without_the_engine(kind: str, scope: tuple[str, ...]) -> None:
+    """That the comparison is fair: graphs alone change nothing either."""
+    _assert_equal(_train(with_graphs(CASES[kind], scope))[0], _eager(kind))
+
+
+@pytest.mark.parametrize("kind, scope, modules", _cases())
+def test_graphs_and_offloading(
+    kind: str, scope: tuple[str, ...], modules: tuple[str, ...], record_row: Row
+) -> None:
+    result, training = _train(with_graphs(CASES[kind], scope), modules, **OFFLOAD)
+    _assert_equal(result, _eager(kind))
+    attention_is_graphed = not scope or "attn" in scope
+    in_attention = {"qkv_linear", "core_attn"} & set(modules)
+    assert (training.graphed_bytes > 0) >= bool(attention_is_graphed and in_attention)
+    record_row(
+        "graph_equality",
+        case=kind,
+        scope=scope,
+        modules=modules,
+        graphed_bytes=training.graphed_bytes,
+        equal=True,
+    )
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@pytest.mark.parametrize("kind, scope", [("dense", ("attn", "mlp")), ("moe", ("attn",))], ids=str)
+def test_fractions(kind: str, scope: tuple[str, ...], fraction: float) -> None:
+    case, modules = with_graphs(CASES[kind], scope), ("core_attn",)
+    whole = _train(case, modules, **OFFLOAD)[1].graphed_bytes
+    result, training = _train(case, modules, activation_offload_fraction=fraction, **OFFLOAD)
+    _assert_equal(result, _eager(kind))
+    assert training.graphed_bytes == 0 if fraction == 0 else 0 < training.graphed_bytes < whole
+
+
+@pytest.mark.parametrize("modules", [("core_attn", "expert_fc1", "moe_act"), MOE_MODULES], ids=str)
+def test_deferred_commit(modules: tuple[str, ...]) -> None:
+    case = with_graphs(MOE, ("attn", "moe_router"))
+    result, training = _train(case, modules, delay_offload_until_cuda_graph=True, **OFFLOAD)
+    _assert_equal(result, _eager("moe"))
+    assert training.graphed_bytes > 0
+
+
+@pytest.mark.parametrize("kind, scope", [("dense", ()), ("moe", ("attn", "moe_router"))], ids=str)
+def test_twenty_steps_of_training(kind: str, scope: tuple[str, ...]) -> None:
+    """With weights that change, an evaluation in between, and the graphs captured once more."""
+    results = []
+    for case, modules in (
+        (CASES[kind], ()),
+        (with_graphs(CASES[kind], scope), ("qkv_linear", "core_attn")),
+    ):
+        offload = OFFLOAD if modules else {}
+        with Training(case, modules, learning_rate=1e-3, **offload) as training:
+            training.step(NUM_EAGER_STEPS)
+            training.capture()
+            training.step(8)
+            training.evaluate()
+            training.step(2)
+            if modules:
+                training.delete_graphs()
+            training.step(2)
+            training.capture()
+            training.step(8)
+            weights: list[Optional[torch.Tensor]] = [p.detach() for p in training.parameters]
+            results.append((training.losses, [w.clone() for w in weights if w is not None]))
+    _assert_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("modules", [("core_attn", "attn_proj"), DENSE_MODULES], ids=str)
+def test_the_graphs_need_less_memory(modules: tuple[str, ...], record_row: Row) -> None:
+    """By what is away at once: what a replay moves, but for one layer's that is back already."""
+    case = ModelCase(**{**vars(DENSE), "num_layers": 8, "hidden_size": 2048, "seq_length": 8192})
+    sizes, moved, per_layer = [], 0, 0
+    for offloaded in ((), modules):
+        with Training(with_graphs(case, ()), offloaded, **(OFFLOAD if offloaded else {})) as run:
+            run.step(NUM_EAGER_STEPS)
+            run.capture()
+            sizes.append(graph_pool_bytes())
+            torch.cuda.reset_peak_memory_stats()
+            run.step(2)
+            moved = run.graphed_bytes
+            per_layer = moved // (case.num_layers - 1)
+        free()
+    record_row("graph_memory", modules=modules, pool=sizes[0], pool_offloaded=sizes[1], moved=moved)
+    assert sizes[0] - sizes[1] >= 0.99 * (moved - per_layer)
+
+
+@pytest.mark.parametrize("direction", ["copy_out", "copy_in"])
+def test_late_copies_in_graphs(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep is captured before every copy, so that what does not wait for it reads too early."""
+    original = getattr(CopyStreams, direction)
+
+    def sleeping(streams: CopyStreams, *arguments: Any, **options: Any) -> Any:
+        stream = streams.d2h if direction == "copy_out" else streams.h2d
+        # Joins the capture, which the copies themselves would do otherwise.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(4_000_000)
+        return original(streams, *arguments, **options)
+
+    monkeypatch.setattr(CopyStreams, direction, sleeping)
+    result, training = _train(with_graphs(DENSE, ()), ("qkv_linear", "core_attn"), **OFFLOAD)
+    _assert_equal(result, _eager("dense"))
+    assert training.graphed_bytes > 0
