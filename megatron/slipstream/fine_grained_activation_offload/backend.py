@@ -184,6 +184,10 @@ class Backend(ABC):
     def reset_peak_memory(self) -> None:
         """From here on, :meth:`memory`'s peak is that of the time since."""
 
+    def is_capturing(self) -> bool:
+        """Whether what is put into the current stream is captured in a CUDA graph."""
+        return False
+
     def begin_graph(self) -> None:
         """What is put into streams from here on is captured in a CUDA graph."""
 
@@ -348,6 +352,9 @@ class CudaBackend(Backend):
 
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def begin_graph(self) -> None:
         self._captures = True

@@ -97,6 +97,8 @@ class GraphCaptures:
         self._passes: dict[int, tuple[ChunkOffloadHandler, int, GraphedLayer]] = {}
         """By model chunk: the pass that is captured, its last layer's number, and that layer."""
         self._num_passes: Counter[int] = Counter()
+        self._last_layers: dict[int, int] = {}
+        """The number of the last captured layer of each model chunk."""
         self._layer: Optional[GraphedLayer] = None
         """The layer whose graph is being captured."""
         self._pending: list[_Leaving] = []
@@ -114,6 +116,10 @@ class GraphCaptures:
     def moves_anything(self) -> bool:
         """Whether any of the graphs copies anything."""
         return any(counters.d2h_copies for counters in self.modules.values())
+
+    def is_last(self, vp_stage: int, layer_number: int) -> bool:
+        """Whether no captured layer of the model chunk comes after this one."""
+        return self._last_layers.get(vp_stage) == layer_number
 
     # A set of graphs.
 
@@ -155,6 +161,7 @@ class GraphCaptures:
             return
         self.is_open = False
         self._plan, self._decisions = None, {}
+        self._last_layers = {stage: number for stage, (_, number, _) in self._passes.items()}
         self._passes.clear()
         self._pending.clear()
         total = sum(counters.d2h_bytes for counters in self.modules.values())

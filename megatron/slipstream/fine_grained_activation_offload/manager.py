@@ -112,7 +112,19 @@ class PipelineOffloadManager:
 
     @property
     def d2h_stream(self) -> Stream:
-        """The stream of copies to the host."""
+        """The stream of copies to the host.
+
+        Raises:
+            RuntimeError: A CUDA graph is being captured by a layer that the engine knows nothing
+                of: its copies cannot be part of it.
+        """
+        if not self.graphs.is_capturing and self.store.backend.is_capturing():
+            raise RuntimeError(
+                "offload_modules inside CUDA graphs are not supported with megatron-core's own "
+                "layers; build the model from with_graph_offloading(spec) "
+                "(megatron.slipstream.integration.graph_layers), or leave the modules that are "
+                "captured out of offload_modules"
+            )
         return self.store.copy_streams.d2h
 
     @property

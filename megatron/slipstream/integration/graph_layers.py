@@ -67,6 +67,15 @@ class GraphOffloadMixin(torch.nn.Module):
             manager.graphs.end_forward(record)
         return _mark_backward(outputs, manager, graphed, record)
 
+    def _te_cuda_graph_replay(self, *arguments: Any, **options: Any) -> Any:
+        outputs = super()._te_cuda_graph_replay(*arguments, **options)  # type: ignore[misc]
+        manager = _engine_of(self.config)
+        # What was put off until the next graph has been launched (delay_offload_until_cuda_graph):
+        # after the last one there is none to wait for.
+        if manager is not None and manager.graphs.is_last(self._vp_stage, self.layer_number):
+            manager.flush_delayed_groups()
+        return outputs
+
     def _get_te_cuda_graph_replay_args(
         self, *arguments: Any, **options: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

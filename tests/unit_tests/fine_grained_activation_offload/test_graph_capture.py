@@ -245,6 +245,27 @@ def test_a_second_set_of_graphs_replaces_the_first() -> None:
     assert pools[0] is not pools[1]
 
 
+def test_the_last_layer_of_each_chunk_is_known() -> None:
+    chunks = make_chunks(2, NUM_LAYERS)
+    manager = trained(chunks, "cpu", "interleaved first of two")
+    warm_up(chunks, manager)
+    step(chunks, manager, ORDERS["interleaved first of two"][1])
+    manager.graphs.close()
+    last = [[manager.graphs.is_last(stage, n) for n in range(NUM_LAYERS)] for stage in range(2)]
+    assert last == [[False] * (NUM_LAYERS - 1) + [True]] * 2
+
+
+def test_a_capture_that_the_engine_knows_nothing_of_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """megatron-core's layers would wait for the copy stream, which is not captured: no graph."""
+    manager = make_manager("cpu")
+    assert manager.d2h_stream is not None
+    monkeypatch.setattr(manager.store.backend, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"offload_modules .* with_graph_offloading"):
+        manager.d2h_stream  # noqa: B018
+
+
 def test_a_capture_without_warm_up_is_refused() -> None:
     manager = make_manager("cpu")
     manager.graphs.open(None)
