@@ -33,6 +33,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPo
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
+from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.build import GroupPlan, Plan
 from megatron.slipstream.plan.host_memory import size_class_bytes
 from megatron.slipstream.plan.render import format_bytes
@@ -60,6 +61,14 @@ class _Leaving(NamedTuple):
 
     group: OffloadTensorGroup
     layer: GraphedLayer
+
+
+class _Outside(NamedTuple):
+    """What the store uses where nothing is captured."""
+
+    host_pool: HostPool
+    modules: dict[str, ModuleCounters]
+    verifier: Optional[Verifier]
 
 
 class _Decided(NamedTuple):
@@ -105,7 +114,8 @@ class GraphCaptures:
         """What has been captured and not been copied out: the next graph does that."""
         self._leaving: list[_Leaving] = []
         """What the graph that is being captured copies out."""
-        self._outside: Optional[tuple[HostPool, dict[str, ModuleCounters]]] = None
+        self._outside: Optional[_Outside] = None
+        """What of the store is other than usual while a graph is captured."""
 
     @property
     def is_capturing(self) -> bool:
@@ -246,10 +256,11 @@ class GraphCaptures:
 
     def _enter(self, layer: GraphedLayer) -> None:
         store = self._store
-        self._outside = (store.host_pool, store.modules)
+        self._outside = _Outside(store.host_pool, store.modules, store.verifier)
         if self.pool is None:
             raise RuntimeError("a graph is captured that has not been warmed up")
-        store.host_pool, store.modules = self.pool, self.modules
+        # The verifier lets the host wait, which no capture allows.
+        store.host_pool, store.modules, store.verifier = self.pool, self.modules, None
         store.copy_streams.begin_graph()
         self._layer = layer
         self._leaving, self._pending = self._pending, []
@@ -263,7 +274,7 @@ class GraphCaptures:
         self._leaving.clear()
         store.copy_streams.end_graph()
         assert self._outside is not None
-        store.host_pool, store.modules = self._outside
+        store.host_pool, store.modules, store.verifier = self._outside
         self._layer = self._outside = None
 
     def _pass_of(

@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphedLayer
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
@@ -94,6 +94,10 @@ class GraphOffloadTransformerLayer(GraphOffloadMixin, TransformerLayer):
     """A ``TransformerLayer`` whose activations move inside its CUDA graphs too."""
 
 
+class GraphOffloadMoETransformerLayer(GraphOffloadMixin, MoETransformerLayer):
+    """The same for the expert layers of a ``HybridModel``."""
+
+
 class GraphOffloadMambaLayer(GraphOffloadMixin, MambaLayer):
     """A ``MambaLayer`` whose graphs are replayed in order with those of the other layers."""
 
@@ -109,7 +113,11 @@ def with_graph_offloading(spec: Any) -> Any:
     """
     return replace_classes(
         spec,
-        {TransformerLayer: GraphOffloadTransformerLayer, MambaLayer: GraphOffloadMambaLayer},
+        {
+            TransformerLayer: GraphOffloadTransformerLayer,
+            MoETransformerLayer: GraphOffloadMoETransformerLayer,
+            MambaLayer: GraphOffloadMambaLayer,
+        },
     )
 
 

@@ -245,6 +245,21 @@ def test_a_second_set_of_graphs_replaces_the_first() -> None:
     assert pools[0] is not pools[1]
 
 
+def test_nothing_is_verified_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for what it verifies, and no capture lets it."""
+    chunks = make_chunks(1, NUM_LAYERS)
+    manager = make_manager("cpu", num_verified_iterations=100)
+    run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
+    verifier = manager.store.verifier
+    assert verifier is not None
+    warm_up(chunks, manager)
+    num_verified = verifier.num_verified
+    step(chunks, manager, "F0 B0")
+    assert manager.graphs.moves_anything
+    assert verifier.num_verified == num_verified
+    assert manager.store.verifier is verifier
+
+
 def test_the_last_layer_of_each_chunk_is_known() -> None:
     chunks = make_chunks(2, NUM_LAYERS)
     manager = trained(chunks, "cpu", "interleaved first of two")
