@@ -49,7 +49,7 @@ class GraphOffloadMixin(torch.nn.Module):
         manager = _engine_of(self.config)
         if manager is None:
             return capture(*arguments, **options)
-        if not torch.cuda.is_current_stream_capturing():
+        if not manager.store.backend.is_capturing():
             # Transformer Engine warms its graphs up: what is copied now would be for nothing.
             manager.graphs.open(manager.plan)
             with mcore.suspended():

@@ -1,0 +1,141 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""megatron-core's layers as they are captured, without a GPU: each call of a capture runs at once.
+
+What Transformer Engine does, warming up, capturing forward layer by layer and then backward, is
+done here by hand; what it would replay is what this computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step, train
+
+from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
+
+NUM_WARMUPS = 3
+
+
+def _case(kind: str, scope: Sequence[str]) -> ModelCase:
+    graphs = {
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_modules": list(scope),
+        "cuda_graph_warmup_steps": NUM_WARMUPS,
+    }
+    return ModelCase(kind, num_layers=3, overrides=graphs)
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu(events: list[str]) -> Iterator[None]:
+    """What the layers ask of CUDA and Transformer Engine; ``events`` notes what is recorded."""
+    from megatron.core.transformer import transformer_layer
+
+    def event(**options: Any) -> Any:
+        assert options == {"external": True}
+        return MagicMock(record=lambda: events.append("go on"))
+
+    with (
+        patch.object(transformer_layer, "is_te_min_version", lambda *_: True),
+        patch.object(torch.cuda, "Event", event),
+    ):
+        yield
+
+
+def _captured(
+    layers: Sequence[Any], x: torch.Tensor, grad: torch.Tensor, events: list[str]
+) -> list[torch.Tensor]:
+    """Outputs, then gradients of the inputs, of layers that are captured one after another."""
+    from megatron.core.transformer import cuda_graphs
+
+    options = {"attention_mask": _mask(x)}
+    with patch.object(cuda_graphs, "_IS_GRAPH_CAPTURING", True):
+        for layer in layers:  # Transformer Engine's warm-up
+            layer(x.detach().requires_grad_(), **options)
+        taped = []
+        with patch.object(CpuBackend, "is_capturing", lambda _: True):
+            for layer in layers:
+                x = x.detach().requires_grad_()
+                (output,) = layer(x, **options)
+                events.append("forward ends")
+                taped.append((x, output))
+                x = output
+            results = [output.detach() for _, output in taped]
+            for x, output in reversed(taped):
+                output.backward(grad)
+                events.append("backward ends")
+                assert x.grad is not None
+                grad = x.grad
+                results.append(grad)
+    return results
+
+
+def _eager(layers: Sequence[Any], x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    taped, mask = [], _mask(x)
+    for layer in layers:
+        x = x.detach().requires_grad_()
+        output, _ = layer(x, attention_mask=mask)
+        taped.append((x, output))
+        x = output
+    results = [output.detach() for _, output in taped]
+    for x, output in reversed(taped):
+        output.backward(grad)
+        assert x.grad is not None
+        grad = x.grad
+        results.append(grad)
+    return results
+
+
+def _mask(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(1, 1, len(x), len(x), dtype=torch.bool).triu(1)
+
+
+def _compare(rank: int, world_size: int, port: int, scope: Sequence[str], backend: str) -> Any:
+    from megatron.slipstream.config import OffloadConfig
+    from megatron.slipstream.integration import mcore
+
+    case, events = _case("dense", scope), []
+    initialize(case, rank, world_size, port)
+    with _as_on_a_gpu(events):
+        torch.manual_seed(11)
+        shape = (case.seq_length, case.micro_batch_size, case.hidden_size)
+        x, grad = torch.randn(shape), torch.randn(shape)
+        plain = build_chunks(case, make_config(case))[0]
+        expected = _eager(plain.decoder.layers, x, grad)
+        expected += [p.grad for p in plain.decoder.layers.parameters() if p.grad is not None]
+        manager = mcore.install(OffloadConfig(offload_backend=backend))
+        config = make_config(case, ["qkv_linear", "core_attn", "attn_proj"])
+        chunks = build_chunks(case, config)
+        train(case, config, chunks, (1, 1))
+        chunks[0].zero_grad(set_to_none=True)
+        layers = chunks[0].decoder.layers
+        result = _captured(layers, x, grad, events)
+        # The warm-up has no backward, so gradients are those of the capture alone.
+        result += [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+        manager.reset()
+        run_step(case, config, chunks, 0, 2)  # with what is not captured
+        moved = {name: item.num_groups_moved for name, item in manager.graphs.modules.items()}
+        kinds = {type(layer).__name__ for layer in layers}
+        mcore.uninstall()
+    equal = [torch.equal(a, b) for a, b in zip(expected, result, strict=True)]
+    return equal, moved, kinds, events
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-lazy"])
+@pytest.mark.parametrize("scope", [("attn", "mlp"), ()], ids=["attn mlp", "whole layer"])
+def test_captured_layers_compute_what_eager_ones_do(scope: tuple[str, ...], backend: str) -> None:
+    ((equal, moved, kinds, events),) = run_ranks(1, _compare, scope, backend)
+    assert all(equal), equal
+    assert len(equal) > 6
+    assert kinds == {"GraphOffloadTransformerLayer"}
+    # All layers but the last one's, whose backward follows.
+    assert moved["core_attn"] == 2
+    assert moved["qkv_linear"] == 2
+    # Others may go on before the graph's own copies are joined to its end.
+    assert events == ["go on", "forward ends"] * 3 + ["go on", "backward ends"] * 3
