@@ -3,8 +3,8 @@
 """The two copy queues in simulated time, for a planner that decides while they run.
 
 ``simulate`` times a finished plan from its operations. Here copies are added as the planner decides
-them, up to the present, which is all that decides when they end. Both give the same times; a test
-compares them.
+them, up to the present, which is all that decides when they end. Both share the link's model and
+give the same times; a test compares them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,58 @@ from megatron.slipstream.plan.trace import Bandwidth
 from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S
 
 
-class _Queue:
-    """One direction. Copies run one after another, in the order in which they were added."""
+class Direction:
+    """One direction of the link: the copy that runs there, at a rate that may change."""
 
     def __init__(self, alone_gb_per_s: float, both_gb_per_s: float) -> None:
         self.alone = alone_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
         self.both = both_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
-        self.waiting: deque[tuple[int, float, Sequence[int]]] = deque()
-        """Number, bytes, and the copies of the other queue that it waits for."""
+        """Its rate while the other direction is busy too."""
         self.running = -1
+        """The copy that runs; -1 for none."""
         self.end_ms = math.inf
-        """When the running copy ends at the present rate."""
-        self.ends: dict[int, float] = {}
-        """When each copy that has ended did."""
+        """When it ends at the present rate."""
         self._left_bytes = 0.0
         self._since_ms = 0.0
         self._rate = 0.0
+
+    def start(self, number: int, nbytes: float, now_ms: float) -> None:
+        """Start a copy. It has no rate yet."""
+        self.running, self.end_ms = number, math.inf
+        self._left_bytes, self._since_ms, self._rate = nbytes, now_ms, 0.0
+
+    def set_rate(self, rate: float, now_ms: float) -> None:
+        """From ``now_ms`` on, copy ``rate`` bytes per millisecond."""
+        # As long as nothing changes the end is not computed again, so that it is not rounded again.
+        if self.running < 0 or rate == self._rate:
+            return
+        if now_ms > self._since_ms:  # 0 ms at an infinite rate are no number of bytes.
+            done_bytes = (now_ms - self._since_ms) * self._rate
+            self._left_bytes = max(0.0, self._left_bytes - done_bytes)
+        self._since_ms, self._rate = now_ms, rate
+        self.end_ms = now_ms + self._left_bytes / rate
+
+    def stop(self) -> None:
+        """The copy has ended."""
+        self.running, self.end_ms = -1, math.inf
+
+
+def share_link(out: Direction, back: Direction, now_ms: float) -> None:
+    """From ``now_ms`` on, each copy that runs has the rate that the other direction leaves it."""
+    are_both_busy = out.running >= 0 and back.running >= 0
+    out.set_rate(out.both if are_both_busy else out.alone, now_ms)
+    back.set_rate(back.both if are_both_busy else back.alone, now_ms)
+
+
+class _Queue(Direction):
+    """Copies run one after another, in the order in which they were added."""
+
+    def __init__(self, alone_gb_per_s: float, both_gb_per_s: float) -> None:
+        super().__init__(alone_gb_per_s, both_gb_per_s)
+        self.waiting: deque[tuple[int, float, Sequence[int]]] = deque()
+        """Number, bytes, and the copies of the other queue that it waits for."""
+        self.ends: dict[int, float] = {}
+        """When each copy that has ended did."""
 
     @property
     def is_idle(self) -> bool:
@@ -43,21 +79,11 @@ class _Queue:
             number, nbytes, waits_for = self.waiting[0]
             if all(item in other.ends for item in waits_for):
                 self.waiting.popleft()
-                self.running, self.end_ms = number, math.inf
-                self._left_bytes, self._since_ms, self._rate = nbytes, now_ms, 0.0
-
-    def set_rate(self, rate: float, now_ms: float) -> None:
-        if self.running < 0 or rate == self._rate:
-            return
-        if now_ms > self._since_ms:
-            done_bytes = (now_ms - self._since_ms) * self._rate
-            self._left_bytes = max(0.0, self._left_bytes - done_bytes)
-        self._since_ms, self._rate = now_ms, rate
-        self.end_ms = now_ms + self._left_bytes / rate
+                self.start(number, nbytes, now_ms)
 
     def end_running(self) -> None:
         self.ends[self.running] = self.end_ms
-        self.running, self.end_ms = -1, math.inf
+        self.stop()
 
 
 class CopyQueues:
@@ -110,9 +136,7 @@ class CopyQueues:
             out.start_next(back, self.now_ms)
         if back.running < 0 and back.waiting:
             back.start_next(out, self.now_ms)
-        both = out.running >= 0 and back.running >= 0
-        out.set_rate(out.both if both else out.alone, self.now_ms)
-        back.set_rate(back.both if both else back.alone, self.now_ms)
+        share_link(out, back, self.now_ms)
         return min(out.end_ms, back.end_ms)
 
     def _end_next(self) -> None:

@@ -58,6 +58,9 @@ LINGERS = "an operation outside the chosen modules holds it too, past the peak o
 HELD_BY_KEPT = "a group that stays holds it too"
 HOST_MEMORY = "offload_host_memory_limit_bytes keeps it"
 NO_TIME = "backward needs it before it could have left"
+NOT_WORTH_THE_WAIT = (
+    "its copies cannot hide behind computation, and moving it would hardly lower the peak"
+)
 CANNOT_HIDE = "offload_max_overhead_percent keeps it: its copies cannot hide behind computation"
 NOT_NEEDED_FOR_PEAK = "offload_max_overhead_percent keeps it: moving it would not lower the peak"
 NOT_NEEDED_FOR_TARGET = "offload_target_memory_gib keeps it: the peak fits without moving it"

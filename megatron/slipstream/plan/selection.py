@@ -21,6 +21,7 @@ from megatron.slipstream.plan.policy import (
     NO_TIME,
     NOT_NEEDED_FOR_PEAK,
     NOT_NEEDED_FOR_TARGET,
+    NOT_WORTH_THE_WAIT,
     Kept,
     PolicyOptions,
 )
@@ -78,7 +79,8 @@ def select(
     optional |= moving - by_count.moving
     optional = fitting_groups(workload, by_count.moving | optional) - by_count.moving
     choice = choose_as_given(workload, by_count.moving, optional, by_count.steps)
-    return replace(_selection(workload, choice, by_count.kept), notes=why_not)
+    given_up = dict.fromkeys(by_count.moving - choice.moving, NOT_WORTH_THE_WAIT)
+    return replace(_selection(workload, choice, by_count.kept | given_up), notes=why_not)
 
 
 def _select_by_count(

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import NamedTuple, Optional
 
 from megatron.slipstream.plan.build import Action, Plan
+from megatron.slipstream.plan.copy_queues import Direction, share_link
 from megatron.slipstream.plan.operations import (
     EDGES,
     EdgeRule,
@@ -30,7 +31,6 @@ from megatron.slipstream.plan.operations import (
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.rules import PlanError, Rule
 from megatron.slipstream.plan.trace import Bandwidth, Step, Trace
-from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S
 
 
 class Span(NamedTuple):
@@ -236,36 +236,13 @@ def _busy_ms(spans: Sequence[Span], queue: Queue) -> float:
     return sum(span.end_ms - span.start_ms for span in spans if span.queue is queue)
 
 
-class _Direction:
-    """One copy queue: what is to be copied, and the copy that runs, at a rate that may change."""
+class _CopyQueue(Direction):
+    """One copy queue."""
 
     def __init__(self, alone_gb_per_s: float, both_gb_per_s: float) -> None:
-        self.alone = alone_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
-        self.both = both_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
+        super().__init__(alone_gb_per_s, both_gb_per_s)
         self.pending: list[int] = []
         """The copies that have not started, the next one last."""
-        self.running = -1
-        """The copy that runs; -1 for none."""
-        self.end = math.inf
-        """When it ends, at this rate."""
-        self._left_bytes = 0.0
-        self._since = 0.0
-        self._rate = 0.0
-
-    def start(self, nbytes: float, now: float) -> None:
-        """Take the next copy. It has no rate yet."""
-        self.running = self.pending.pop()
-        self.end, self._left_bytes, self._since, self._rate = math.inf, nbytes, now, 0.0
-
-    def set_rate(self, rate: float, now: float) -> None:
-        """From ``now`` on, copy ``rate`` bytes per millisecond."""
-        # As long as nothing changes the end is not computed again, so that it is not rounded again.
-        if rate == self._rate:
-            return
-        if now > self._since:  # 0 ms at an infinite rate are no number of bytes.
-            self._left_bytes = max(0.0, self._left_bytes - (now - self._since) * self._rate)
-        self._since, self._rate = now, rate
-        self.end = now + self._left_bytes / rate
 
 
 class _Clock:
@@ -289,8 +266,8 @@ class _Clock:
         self._operations = operations
         self._waits = waits
         self._work = work
-        self._d2h = _Direction(bandwidth.d2h_gb_per_s, bandwidth.d2h_both_gb_per_s)
-        self._h2d = _Direction(bandwidth.h2d_gb_per_s, bandwidth.h2d_both_gb_per_s)
+        self._d2h = _CopyQueue(bandwidth.d2h_gb_per_s, bandwidth.d2h_both_gb_per_s)
+        self._h2d = _CopyQueue(bandwidth.h2d_gb_per_s, bandwidth.h2d_both_gb_per_s)
         self._compute: list[int] = []
         """The operations of the compute queue that have not started, the next one last."""
         self._free_from = 0.0
@@ -309,33 +286,31 @@ class _Clock:
         Raises:
             PlanError: Those at the heads of the queues wait for each other.
         """
-        directions = (self._d2h, self._h2d)
+        queues = (self._d2h, self._h2d)
         now = 0.0
         self._run_compute()
-        while (now := min(self._next_event(item, now) for item in directions)) < math.inf:
-            ended = [item for item in directions if item.end <= now]
+        while (now := min(self._next_event(item, now) for item in queues)) < math.inf:
+            ended = [item for item in queues if item.end_ms <= now]
             for item in ended:
                 self.ends[item.running] = now
-                item.running, item.end = -1, math.inf
+                item.stop()
             if ended:
                 self._run_compute()
-            for item in directions:
+            for item in queues:
                 if item.running < 0 and self._next_event(item, now) <= now:
-                    self.starts[item.pending[-1]] = now
-                    item.start(self._work[item.pending[-1]], now)
-            are_both_busy = all(item.running >= 0 for item in directions)
-            for item in directions:
-                if item.running >= 0:
-                    item.set_rate(item.both if are_both_busy else item.alone, now)
+                    index = item.pending.pop()
+                    self.starts[index] = now
+                    item.start(index, self._work[index], now)
+            share_link(self._d2h, self._h2d, now)
         self._check_all_have_run()
 
-    def _next_event(self, direction: _Direction, now: float) -> float:
+    def _next_event(self, queue: _CopyQueue, now: float) -> float:
         """When the running copy ends or, if none runs, the next one may start."""
-        if direction.running >= 0:
-            return direction.end
-        if not direction.pending:
+        if queue.running >= 0:
+            return queue.end_ms
+        if not queue.pending:
             return math.inf
-        for signal in self._waits[direction.pending[-1]]:
+        for signal in self._waits[queue.pending[-1]]:
             now = max(now, self.ends[signal])
         return now
 

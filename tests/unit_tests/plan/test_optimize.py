@@ -30,12 +30,19 @@ from make_trace import (
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.limits import Limits
-from megatron.slipstream.plan.optimize import choose_for_memory, choose_for_time, fitting_groups
+from megatron.slipstream.plan.optimize import (
+    MAX_SHARE_GIVEN_UP,
+    MIN_SHARE_OF_COMPUTE,
+    choose_for_memory,
+    choose_for_time,
+    fitting_groups,
+)
 from megatron.slipstream.plan.policy import (
     BACKWARD_FOLLOWS,
     CANNOT_HIDE,
     NOT_NEEDED_FOR_PEAK,
     NOT_NEEDED_FOR_TARGET,
+    NOT_WORTH_THE_WAIT,
     PolicyOptions,
 )
 from megatron.slipstream.plan.render import render_plan
@@ -211,6 +218,101 @@ def test_with_a_fraction_the_last_layer_stays() -> None:
     trace = timed(one_pass(Model(num_layers=4, modules=("core_attn", "mlp_norm"))), 10.0, 1.0)
     plan = build_plan(trace, PolicyOptions(activation_offload_fraction=0.5))
     assert moving(plan) == {0, 1, 2}
+
+
+# What costs most of the time and saves next to nothing, where no option asks for more or less.
+
+
+def by_count(trace: Trace) -> Plan:
+    return build_plan(replace(trace, step_ms=(), bandwidth=None), PolicyOptions())
+
+
+def turned_around_at_once(num_layers: int, step_ms: float = 3.0, micro_batches: int = 1) -> Trace:
+    """Passes that take no time from the last group but two's commit to its use.
+
+    The two groups before the last have nothing to hide their copies behind, 1 ms each way; all
+    others hide. With them at the peak, at the last commit, it is 3 MB instead of 2.
+    """
+    trace = layers(num_layers, 1.0, micro_batches)
+    first, last = num_layers - 3, num_layers - 1
+
+    def is_hurried(kind: StepKind, group: int) -> bool:
+        if group == first:
+            return kind is StepKind.FORWARD_COMMIT
+        return first < group <= last and (kind is not StepKind.BACKWARD_USE or group > first)
+
+    return replace(
+        trace,
+        step_ms=tuple(
+            0.0 if is_hurried(step.kind, step.key.group) else step_ms for step in trace.steps
+        ),
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_few_groups_that_compute_waits_for_stay_if_they_hardly_lower_the_peak(
+    micro_batches: int,
+) -> None:
+    # By 1 MB of 58.
+    trace = turned_around_at_once(60, micro_batches=micro_batches)
+    plan = build_plan(trace, PolicyOptions())
+    assert moving(plan) == set(range(57))
+    assert peak(plan) == peak(by_count(trace)) + MB
+    assert reasons(plan) == {BACKWARD_FOLLOWS, NOT_WORTH_THE_WAIT}
+    assert NOT_WORTH_THE_WAIT in render_plan(plan, max_rows=60)
+    assert simulate(plan).stalls == ()
+    check_plan(plan)
+
+
+def test_groups_that_compute_waits_for_move_if_that_lowers_the_peak() -> None:
+    # By 1 MB of 28, which is more than 2%.
+    plan = build_plan(turned_around_at_once(30), PolicyOptions())
+    assert moving(plan) == set(range(29))
+    assert simulate(plan).stall_ms == pytest.approx(4.0)
+
+
+def test_groups_that_compute_hardly_waits_for_move() -> None:
+    # 4 ms of nearly 7 s.
+    plan = build_plan(turned_around_at_once(60, step_ms=40.0), PolicyOptions())
+    assert moving(plan) == set(range(59))
+    assert simulate(plan).stall_ms == pytest.approx(4.0)
+
+
+def test_where_compute_waits_everywhere_everything_moves_to_the_lowest_peak() -> None:
+    # Of 40 ms, 4 would be saved.
+    model = Model(num_layers=20, nbytes={f"own {group}": MB for group in range(20)})
+    trace = timed(trace_of(interleaved(2, 0, 4, 2), model), 1.0, 0.8)
+    trace = with_saved_bytes_as_memory(trace, OTHER_BYTES)
+    plan, counted = build_plan(trace, PolicyOptions()), by_count(trace)
+    assert [group.moves for group in plan.groups] == [group.moves for group in counted.groups]
+    assert peak(plan) <= peak(counted)
+    workload = Workload(trace)
+    groups = fitting_groups(workload, [group.key for group in plan.groups if group.moves])
+    drop_bytes = workload.present_bytes.max() - peak(plan)
+    higher = arrange(workload, groups, peak(plan) + MAX_SHARE_GIVEN_UP * drop_bytes)
+    gain_ms = simulate(plan).stall_ms - higher.stall_ms
+    assert gain_ms > MIN_SHARE_OF_COMPUTE * workload.compute_ms, "else this shows nothing"
+
+
+def test_the_same_groups_leave_a_mark_later_if_that_ends_most_of_the_waiting() -> None:
+    # Group 57 commits when the peak comes, and is used long after it. That group 58 is used before
+    # its copies have ended costs less than it would be worth to keep it.
+    trace = layers(60, 1.0)
+    index = trace.step_index
+    at_once = index[StepKind.FORWARD_COMMIT, GroupKey(0, 57)]
+    the_peak = index[StepKind.FORWARD_COMMIT, GroupKey(0, 58)]
+    step_ms = [3.0] * len(trace.steps)
+    step_ms[at_once : the_peak + 4] = [0.0, 0.0, 1.2, 0.9, 0.1, 0.6]
+    memory = list(trace.memory)
+    memory[the_peak] = replace(memory[the_peak], peak_bytes=memory[the_peak].peak_bytes + 9 * MB)
+    trace = replace(trace, step_ms=tuple(step_ms), memory=tuple(memory))
+    plan = build_plan(trace, PolicyOptions())
+    assert moving(plan) == set(range(59))
+    assert plan.group_by_key[GroupKey(0, 57)].free_step == the_peak + 1
+    assert peak(plan) == peak(by_count(trace)) + MB
+    assert simulate(plan).stall_ms == pytest.approx(0.4)
+    lower = arrange(Workload(trace), plan.group_by_key.keys() - {GroupKey(0, 59)}, peak(plan) - MB)
+    assert lower.stall_ms == pytest.approx(1.3)
 
 
 # Against every subset of the groups, and against bounds.

@@ -20,7 +20,12 @@ from make_trace import Model, one_f_one_b, one_pass, timed, trace_of
 
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.check import check_plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.optimize import (
+    MAX_SHARE_GIVEN_UP,
+    MIN_SHARE_OF_COMPUTE,
+    MIN_SHARE_OF_STALLS,
+)
+from megatron.slipstream.plan.policy import HELD_BY_KEPT, NOT_WORTH_THE_WAIT, PolicyOptions
 from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.timing import Timing, arrange, margin_ms, replay
 from megatron.slipstream.plan.trace import Bandwidth, GroupKey, Trace
@@ -185,7 +190,7 @@ def test_an_arrangement_is_what_its_replay_finds_and_keeps_to_the_limit(
 
 @any_workload
 @given(workload=workloads(), lag=st.integers(0, 2), depth=st.integers(0, 2))
-def test_by_time_there_is_never_a_higher_peak_nor_more_waiting_than_by_count(
+def test_by_time_the_peak_is_next_to_no_higher_and_no_waiting_longer_than_by_count(
     workload: Workload, lag: int, depth: int
 ) -> None:
     options = PolicyOptions(release_lag=lag, prefetch_depth=depth)
@@ -194,7 +199,14 @@ def test_by_time_there_is_never_a_higher_peak_nor_more_waiting_than_by_count(
     by_time = build_plan(workload.trace, options)
     check_plan(by_time)
     counted, planned = simulate(by_count), simulate(by_time)
-    assert planned.peak_device_bytes <= counted.peak_device_bytes
     assert planned.stall_ms <= counted.stall_ms + 1e-5
-    moved = {group.key for group in by_time.groups if group.moves}
-    assert {group.key for group in by_count.groups if group.moves} <= moved
+    assert planned.peak_device_bytes <= counted.peak_device_bytes + MAX_SHARE_GIVEN_UP * (
+        workload.present_bytes.max(initial=0.0) - counted.peak_device_bytes
+    )
+    if counted.stall_ms <= MIN_SHARE_OF_COMPUTE * workload.compute_ms:
+        assert planned.peak_device_bytes <= counted.peak_device_bytes
+    moved = {group.key for group in by_count.groups if group.moves}
+    kept = {group.reason for group in by_time.groups if group.key in moved and not group.moves}
+    assert kept <= {NOT_WORTH_THE_WAIT, HELD_BY_KEPT}
+    if planned.stall_ms > (1 - MIN_SHARE_OF_STALLS) * counted.stall_ms:
+        assert not kept
