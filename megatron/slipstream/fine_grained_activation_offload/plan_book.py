@@ -20,6 +20,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
     NUM_TIMED,
     NUM_WARMUPS,
+    PEAK_TOLERANCE,
     TOLERANCE,
     StepClock,
     Times,
@@ -90,15 +91,21 @@ class _Entry:
 
     @property
     def is_memory_to_be_read(self) -> bool:
-        # Warm, and not timed, since reading takes time.
-        is_due = self.num_rounds == 0 and self.num_iterations == NUM_WARMUPS - 1
-        return is_due and bool(self.plan.trace.memory)
+        # Warm, and not timed, since reading takes time. In each round: what vanishes between two
+        # marks counts as there up to the second, and where the peak is between the two, that is
+        # right only for a plan that lets go of the same.
+        return self.num_iterations == NUM_WARMUPS - 1 and bool(self.plan.trace.memory)
 
     @property
     def is_as_predicted(self) -> bool:
-        """Whether a plan that was made from times takes what it said."""
+        """Whether a plan that was made from times takes the time and the memory that it said."""
         if not self.planned_ms:
             return False
+        peaks = self.plan.peak_bytes()
+        if peaks is not None and self.memory:
+            measured_bytes = max(reading.peak_bytes for reading in self.memory)
+            if abs(measured_bytes - peaks[1]) > PEAK_TOLERANCE * measured_bytes:
+                return False
         measured_ms = statistics.median(times.total_ms for times in self.times)
         return abs(measured_ms - self.planned_ms) < TOLERANCE * measured_ms
 

@@ -28,6 +28,9 @@ MIN_DIFFERENCE = 8
 TOLERANCE = 0.01
 """A plan whose iterations take as long as it predicted, within this share, is not made anew."""
 
+PEAK_TOLERANCE = 0.001
+"""Nor is one whose device peak is what it predicted, within this share."""
+
 
 class Times(NamedTuple):
     """One iteration, in milliseconds of the compute stream."""

@@ -1,0 +1,59 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""When a plan is measured, and when it is good enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from make_trace import Model, one_pass, with_saved_bytes_as_memory
+
+from megatron.slipstream.fine_grained_activation_offload.plan_book import _Entry
+from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_WARMUPS, Times
+from megatron.slipstream.plan.build import Plan, build_plan
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.trace import MemoryReading
+
+PLANNED_MS = 100.0
+
+
+def _plan() -> Plan:
+    trace = with_saved_bytes_as_memory(one_pass(Model(num_layers=4)), 10_000)
+    return build_plan(trace, PolicyOptions())
+
+
+def _followed(plan: Plan, ms: float, peak_share: float) -> _Entry:
+    """A plan made from times, and what following it took."""
+    peaks = plan.peak_bytes()
+    assert peaks is not None
+    peak = round(peaks[1] * peak_share)
+    readings = tuple(MemoryReading(peak, peak, 0) for _ in plan.trace.steps)
+    entry = _Entry(plan, planned_ms=PLANNED_MS, num_rounds=1)
+    entry.times = [Times((ms,), (), {})] * 3
+    entry.memory = readings
+    return entry
+
+
+@pytest.mark.parametrize(
+    "ms, peak_share, is_as_predicted",
+    [(100.0, 1.0, True), (103.0, 1.0, False), (100.0, 1.01, False), (100.0, 0.99, False)],
+)
+def test_a_plan_is_good_enough_if_time_and_peak_are_what_it_said(
+    ms: float, peak_share: float, is_as_predicted: bool
+) -> None:
+    assert _followed(_plan(), ms, peak_share).is_as_predicted is is_as_predicted
+
+
+def test_without_a_reading_time_decides_alone() -> None:
+    assert replace(_followed(_plan(), 100.0, 1.5), memory=()).is_as_predicted
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1, 2])
+def test_memory_is_read_in_every_round_before_anything_is_timed(num_rounds: int) -> None:
+    entries = [
+        _Entry(_plan(), num_rounds=num_rounds, num_iterations=n) for n in range(NUM_WARMUPS + 2)
+    ]
+    assert [entry.is_memory_to_be_read for entry in entries].count(True) == 1
+    assert entries[NUM_WARMUPS - 1].is_memory_to_be_read
+    assert not any(entry.is_memory_to_be_read and entry.is_to_be_timed for entry in entries)
