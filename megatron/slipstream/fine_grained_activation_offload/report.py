@@ -67,6 +67,10 @@ class RankReport:
     """Groups that the plan keeps on the device because host memory is limited."""
     num_iterations: int = 0
     num_plans: int = 0
+    graphs: dict[str, ModuleCounters] = field(default_factory=dict)
+    """What one replay of all CUDA graphs moves, by module name. Not a part of ``modules``."""
+    graph_host_bytes: int = 0
+    """Host memory that only graphs use."""
 
     @property
     def host_waste_fraction(self) -> float:
@@ -106,7 +110,13 @@ class Report:
         for rank in self.ranks:
             rows += [_row(rank.rank, name, item) for name, item in sorted(rank.modules.items())]
             rows.append(_row(rank.rank, "total", rank.total))
+            rows += [
+                _row(rank.rank, f"{name}, in graphs", item)
+                for name, item in sorted(rank.graphs.items())
+            ]
         lines = ["Activation offload, per iteration", *_columns(rows)]
+        if any(rank.graphs for rank in self.ranks):
+            lines.append("in graphs: per replay of all of a rank's CUDA graphs, beside the total")
         lines += [_host_memory(rank) for rank in self.ranks]
         lines += [_times(rank) for rank in self.ranks if rank.measured_ms]
         for rank in self.ranks[:1]:
@@ -151,8 +161,10 @@ class Report:
 
 def _rank_from(data: Mapping[str, Any]) -> RankReport:
     fields = dict(data)
-    modules = {name: ModuleCounters(**item) for name, item in fields.pop("modules").items()}
-    return RankReport(modules=modules, **fields)
+    for key in ("modules", "graphs"):
+        counters = fields[key] if key == "modules" else fields.get(key, {})
+        fields[key] = {name: ModuleCounters(**item) for name, item in counters.items()}
+    return RankReport(**fields)
 
 
 def _host_memory(rank: RankReport) -> str:
@@ -163,6 +175,8 @@ def _host_memory(rank: RankReport) -> str:
         f"{format_bytes(rank.host_high_water_bytes)} lent, waste "
         f"{format_bytes(rank.host_waste_bytes)} ({rank.host_waste_fraction:.1%})"
     )
+    if rank.graph_host_bytes:
+        text += f"; {format_bytes(rank.graph_host_bytes)} more for CUDA graphs"
     if rank.host_memory_limit_bytes is not None:
         text += f"; limit {format_bytes(rank.host_memory_limit_bytes)}"
     kept = [

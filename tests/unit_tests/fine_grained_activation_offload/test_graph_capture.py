@@ -17,6 +17,7 @@ from toy_model import SCHEDULES, WIDTH, Chunk, all_equal, make_chunks, make_mana
 
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphedLayer
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 
 NUM_LAYERS = 4
@@ -138,6 +139,22 @@ def test_a_layer_is_back_before_its_own_graph_begins(monkeypatch: pytest.MonkeyP
     assert captured.log == [f"forward {n}" for n in range(NUM_LAYERS)] + [
         f"backward {n}" for n in reversed(range(NUM_LAYERS))
     ]
+
+
+def test_the_report_tells_what_graphs_move() -> None:
+    chunks = make_chunks(1, NUM_LAYERS)
+    manager = trained(chunks, "cpu", "one micro-batch")
+    assert manager.report.graphs == {}
+    assert "graphs" not in Report([manager.report]).render()
+    warm_up(chunks, manager)
+    step(chunks, manager, "F0 B0")
+    run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
+    report = Report([manager.report])
+    assert manager.report.graphs["first"].d2h_bytes > 0
+    assert manager.report.graph_host_bytes == manager.graphs.pool.allocated_bytes > 0
+    assert "first, in graphs" in report.render()
+    assert "more for CUDA graphs" in report.render()
+    assert Report.from_json(report.to_json()) == report
 
 
 def test_graphs_move_what_the_plan_moves() -> None:
