@@ -25,7 +25,8 @@ MODULE_NAMES: Mapping[str, str] = {
     "mlp_norm": "pre-MLP layer norm (saves the attention block's output, [s, b, h])",
     "expert_fc1": "first grouped GEMM of the experts (saves the permuted tokens)",
     "moe_act": "activation function of the experts (saves the first GEMM's output)",
-    "fused_group_mlp": "the experts' fused grouped MLP (Transformer Engine operation fuser)",
+    "fused_group_mlp": "the experts' fused grouped MLP (Transformer Engine operation fuser; from "
+    "megatron-core 0.19 on)",
 }
 """Every module name megatron-core 0.19.2 marks, with what its backward pass saves."""
 
@@ -152,6 +153,41 @@ def _is_at_least_0(value: Any) -> bool:
 
 def _offloading(facts: Any) -> bool:
     return bool(facts.fine_grained_activation_offloading)
+
+
+def _offloading_with_graphs(facts: Any) -> bool:
+    return _offloading(facts) and _graph_impl(facts) != "none"
+
+
+def _graph_impl(facts: Any) -> str:
+    """megatron-core's implementation of CUDA graphs; 'none' also where it has no such option."""
+    return str(getattr(facts, "cuda_graph_impl", None) or "none")
+
+
+def graphed_modules(facts: Any) -> frozenset[str]:
+    """The parts of each layer that CUDA graphs capture, by name; none is the whole layer.
+
+    Args:
+        facts: With megatron-core's option names; up to 0.17 this one is ``cuda_graph_scope``.
+    """
+    given = getattr(facts, "cuda_graph_modules", None) or getattr(facts, "cuda_graph_scope", None)
+    return frozenset(getattr(module, "name", module) for module in given or ())
+
+
+def modules_at_the_edge_of_graphs(facts: Any) -> list[str]:
+    """Of ``offload_modules``, those whose tensors graphs hand on, so that they stay in some layers.
+
+    What a graph takes in or gives out is static memory that it keeps: to move that frees nothing.
+    """
+    if not (_offloading(facts) and _graph_impl(facts) == "transformer_engine"):
+        return []
+    captured = graphed_modules(facts)
+    at_the_edge = set()
+    if not captured or "attn" in captured:
+        at_the_edge.add("attn_norm")  # saves the layer's input
+    if "moe_router" in captured or len(captured & {"attn", "mlp"}) == 1:
+        at_the_edge.add("mlp_norm")  # saves what attention's graph gives to the next part
+    return [name for name in facts.offload_modules if name in at_the_edge]
 
 
 RULES: tuple[Rule, ...] = (
@@ -283,6 +319,40 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda f: not f.cpu_offloading,
         "fine_grained_activation_offloading=True is not supported with cpu_offloading=True because "
         "both would move the same tensors; set cpu_offloading=False",
+    ),
+    Rule(
+        "cuda_graph_impl",
+        _offloading_with_graphs,
+        lambda f: _graph_impl(f) != "full_iteration",
+        "cuda_graph_impl='full_iteration' is not supported with offloading because one graph of "
+        "the whole iteration leaves no step to plan from and no layer to tell the engine where it "
+        "is; set cuda_graph_impl='transformer_engine'",
+    ),
+    Rule(
+        "cuda_graph_impl",
+        _offloading_with_graphs,
+        lambda f: (
+            _graph_impl(f) != "local"
+            or (set(f.offload_modules) <= MOE_MODULE_NAMES and bool(graphed_modules(f)))
+        ),
+        "cuda_graph_impl='local' is not supported with offload_modules={offload_modules} because "
+        "only expert modules outside of its graphs can move; set "
+        "cuda_graph_impl='transformer_engine', or name parts of the layer in cuda_graph_modules "
+        "and no other modules than " + ", ".join(sorted(MOE_MODULE_NAMES)),
+    ),
+    Rule(
+        "cuda_graph_modules",
+        _offloading_with_graphs,
+        lambda f: "moe" not in graphed_modules(f),
+        "cuda_graph_modules contains 'moe', which is not supported with offloading because "
+        "megatron-core marks no groups inside it; remove 'moe' or set 'moe_router'",
+    ),
+    Rule(
+        "cuda_graph_warmup_steps",
+        _offloading_with_graphs,
+        lambda f: getattr(f, "cuda_graph_warmup_steps", 1) > 0,
+        "cuda_graph_warmup_steps={cuda_graph_warmup_steps} is not supported with offloading "
+        "because what moves inside graphs is planned from the steps before them; set at least 1",
     ),
 )
 """Requirements on megatron-core's own offloading options (duck-typed: an args namespace or a

@@ -21,6 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
+from packaging.version import Version
+
 logger = logging.getLogger(__name__)
 
 TE_SWITCH = "NVTE_CPU_OFFLOAD_V1"
@@ -97,6 +99,34 @@ def check_process(facts: Facts, offloading: bool) -> list[Finding]:
         )
     if offloading and facts.te_offload_v1 is False:
         findings.append(Finding("error", _switch_message(facts)))
+    return findings
+
+
+def check_graphs(facts: Facts) -> list[Finding]:
+    """Findings about moving activations inside Transformer Engine's CUDA graphs.
+
+    Args:
+        facts: From :func:`collect`.
+    """
+    findings = []
+    for package, found, needed, why in (
+        ("torch", facts.torch, "2.9", "it records events for others inside of graphs"),
+        (
+            "transformer_engine",
+            facts.transformer_engine,
+            "2.14",
+            "it replays graphs on a stream of their own",
+        ),
+    ):
+        if found is not None and Version(found) < Version(needed):
+            findings.append(
+                Finding(
+                    "error",
+                    "cuda_graph_impl='transformer_engine' is not supported with offloading on "
+                    f"{package} {found} because {why} only from {needed} on; install {package} "
+                    f"{needed} or newer, or set cuda_graph_impl='none'",
+                )
+            )
     return findings
 
 

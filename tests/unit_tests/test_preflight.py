@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.slipstream import preflight
-from megatron.slipstream.preflight import Facts, check_process, is_installed
+from megatron.slipstream.preflight import Facts, check_graphs, check_process, is_installed
 
 
 def make_package(root: Path, files: dict[str, str]) -> None:
@@ -108,3 +108,23 @@ def test_a_switch_is_called_late_only_if_it_is_set(environment: str | None, is_l
     assert finding.message.startswith(f"NVTE_CPU_OFFLOAD_V1={environment} is not supported")
     assert ("after Transformer Engine was imported" in finding.message) == is_late
     assert "set NVTE_CPU_OFFLOAD_V1=1" in finding.message
+
+
+@pytest.mark.parametrize(
+    "torch, te, wrong",
+    [
+        ("2.9.0", "2.14.0", []),
+        ("2.11.0+cu130", "2.20.2", []),
+        ("2.8.1", "2.14.0", ["torch 2.8.1"]),
+        ("2.9.0", "2.13.1", ["transformer_engine 2.13.1"]),
+        ("2.8.1", None, ["torch 2.8.1"]),
+    ],
+)
+def test_graphs_need_newer_versions(torch: str, te: str | None, wrong: list[str]) -> None:
+    facts = Facts("3.12", torch, None, te, None, True, "1", None, True)
+    findings = check_graphs(facts)
+    assert [finding.severity for finding in findings] == ["error"] * len(wrong)
+    for finding, version in zip(findings, wrong, strict=True):
+        assert version in finding.message
+        assert "cuda_graph_impl='transformer_engine' is not supported" in finding.message
+        assert "install" in finding.message

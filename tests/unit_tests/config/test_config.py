@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.slipstream.config import (
     check_model_options,
     check_module_names,
     check_rules,
+    modules_at_the_edge_of_graphs,
     parse_percent,
 )
 
@@ -47,6 +49,10 @@ BREAKS_MODEL_RULE: list[dict[str, Any]] = [
     {"min_offloaded_tensor_size": -1},
     {"delta_offload_bytes_across_pp_ranks": -1},
     {"cpu_offloading": True},
+    {"cuda_graph_impl": "full_iteration"},
+    {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
+    {"cuda_graph_modules": ["moe"], "cuda_graph_impl": "transformer_engine"},
+    {"cuda_graph_warmup_steps": 0, "cuda_graph_impl": "transformer_engine"},
 ]
 
 
@@ -60,6 +66,9 @@ def model_facts(**changed: Any) -> SimpleNamespace:
         "min_offloaded_tensor_size": 1024 * 1024,
         "delta_offload_bytes_across_pp_ranks": 0,
         "cpu_offloading": False,
+        "cuda_graph_impl": "none",
+        "cuda_graph_modules": [],
+        "cuda_graph_warmup_steps": 3,
     }
     return SimpleNamespace(**(facts | changed))
 
@@ -146,11 +155,52 @@ def test_values_at_the_edge_of_a_rule_are_accepted(changed: dict[str, Any]) -> N
         {"min_offloaded_tensor_size": 0},
         {"offload_modules": ["core_attn"]},
         {"offload_modules": sorted(MODULE_NAMES), "num_moe_experts": 8},
+        {"cuda_graph_impl": "transformer_engine"},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_router"]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 1},
+        {
+            "cuda_graph_impl": "local",
+            "cuda_graph_modules": ["attn"],
+            "num_moe_experts": 8,
+            "offload_modules": ["expert_fc1", "moe_act"],
+        },
+        {"cuda_graph_warmup_steps": 0},
     ],
     ids=str,
 )
 def test_model_values_at_the_edge_of_a_rule_are_accepted(changed: dict[str, Any]) -> None:
     check_model_options(model_facts(**changed))
+
+
+class _Part(enum.Enum):
+    """As megatron-core has them."""
+
+    attn = 1
+    mlp = 2
+    moe_router = 3
+
+
+@pytest.mark.parametrize(
+    "option, captured, at_the_edge",
+    [
+        ("cuda_graph_modules", [], ["attn_norm"]),
+        ("cuda_graph_modules", ["attn"], ["attn_norm", "mlp_norm"]),
+        ("cuda_graph_scope", [_Part.attn], ["attn_norm", "mlp_norm"]),
+        ("cuda_graph_modules", [_Part.attn, _Part.mlp], ["attn_norm"]),
+        ("cuda_graph_modules", ["mlp"], ["mlp_norm"]),
+        ("cuda_graph_modules", ["attn", "moe_router"], ["attn_norm", "mlp_norm"]),
+        ("cuda_graph_modules", ["moe_router"], ["mlp_norm"]),
+    ],
+)
+def test_modules_whose_tensors_graphs_hand_on_are_known(
+    option: str, captured: list[Any], at_the_edge: list[str]
+) -> None:
+    modules = ["attn_norm", "core_attn", "mlp_norm"]
+    facts = model_facts(offload_modules=modules, cuda_graph_impl="transformer_engine")
+    setattr(facts, option, captured)
+    assert modules_at_the_edge_of_graphs(facts) == at_the_edge
+    facts.cuda_graph_impl = "none"
+    assert modules_at_the_edge_of_graphs(facts) == []
 
 
 @pytest.mark.parametrize(
