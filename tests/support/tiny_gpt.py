@@ -4,21 +4,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Optional
+from unittest.mock import MagicMock
 
 import torch
 
+from benchmarks import models
 from benchmarks.cases import DENSE_MODULES, MOE_MODULES, ModelCase
-from benchmarks.models import (
-    build_chunks,
-    initialize,
-    make_config,
-    micro_batches,
-    run_schedule,
-    use_gpu,
-)
+from benchmarks.models import make_config, micro_batches, run_schedule, use_gpu
+from megatron.slipstream.integration import compat
 
 __all__ = [
     "DENSE_MODULES",
@@ -34,6 +32,35 @@ __all__ = [
     "train",
     "use_gpu",
 ]
+
+
+@contextmanager
+def _stand_ins(*names: str) -> Iterator[None]:
+    """Modules that ``benchmarks.models`` imports and that megatron-core 0.17 does not have.
+
+    Nothing of them takes part: there are no hybrid models without them, and every CPU test has a
+    process of its own, without metrics of a model before.
+    """
+    missing = () if compat.has_hybrid_models() else names
+    sys.modules.update({name: MagicMock() for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            del sys.modules[name]
+
+
+def initialize(case: ModelCase, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
+    """``benchmarks.models.initialize`` on every release."""
+    with _stand_ins("megatron.core.transformer.moe.moe_logging"):
+        models.initialize(case, rank, world_size, port)
+
+
+def build_chunks(case: ModelCase, config: Any) -> list[torch.nn.Module]:
+    """``benchmarks.models.build_chunks`` on every release."""
+    package = "megatron.core.models.hybrid"
+    with _stand_ins(package, f"{package}.hybrid_layer_specs", f"{package}.hybrid_model"):
+        return models.build_chunks(case, config)
 
 
 def run_step(

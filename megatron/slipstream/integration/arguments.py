@@ -27,8 +27,13 @@ from typing import Any, Literal, NoReturn, Optional, get_type_hints
 import torch
 
 from megatron.slipstream import preflight
-from megatron.slipstream.config import MODULE_NAMES, OffloadConfig, check_model_options
-from megatron.slipstream.integration import cpu_only
+from megatron.slipstream.config import (
+    MODULE_NAMES,
+    OffloadConfig,
+    check_model_options,
+    modules_at_the_edge_of_graphs,
+)
+from megatron.slipstream.integration import compat, cpu_only
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     # argparse would print megatron's thousand-line usage before the one line that matters.
     def error(message: str) -> NoReturn:
+        compat.refuse_later_flags(message)
         raise ValueError(message + _nearest_flags(parser, message))
 
     parser.error = error  # type: ignore[method-assign]
@@ -156,16 +162,32 @@ def check(args: Any, facts: preflight.Facts) -> None:
     Raises:
         ValueError: The first thing that is wrong.
     """
+    compat.check_options(args)
     check_model_options(_model_facts(args))
     config = offload_config(args)
     if args.fine_grained_activation_offloading:
         _check_engine(args, config)
+        if getattr(args, "cuda_graph_impl", "none") == "transformer_engine":
+            preflight.require(preflight.check_graphs(facts))
+        _tell_what_stays(args)
     preflight.require(preflight.check_process(facts, args.fine_grained_activation_offloading))
     _check_device(args)
     # Only for the tokenizer that stands for tokens made elsewhere is their range known here.
     vocab_size = args.vocab_size if args.tokenizer_type == "NullTokenizer" else None
     for prefix in _dataset_prefixes(args):
         preflight.require(preflight.check_dataset(prefix, vocab_size))
+
+
+def _tell_what_stays(args: Any) -> None:
+    names = modules_at_the_edge_of_graphs(args)
+    if names and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "offload_modules: %s of the layers that CUDA graphs capture (cuda_graph_impl, "
+            "cuda_graph_modules) stay on the device, since graphs keep what they take in and give "
+            "out; leave %s out, or capture other parts",
+            ", ".join(names),
+            "them" if len(names) > 1 else "it",
+        )
 
 
 def offload_config(args: Any) -> OffloadConfig:
@@ -176,7 +198,7 @@ def offload_config(args: Any) -> OffloadConfig:
 
 def _model_facts(args: Any) -> SimpleNamespace:
     """Megatron's offloading options under the names that ``TransformerConfig`` gives them."""
-    facts = SimpleNamespace(**vars(args))
+    facts = SimpleNamespace(**{**compat.defaults_of_later_options(), **vars(args)})
     facts.num_moe_experts = args.num_experts
     facts.cpu_offloading = args.cpu_offloading_num_layers > 0
     return facts
@@ -295,6 +317,7 @@ def _validate_with_megatron(args: Any, hide_offloading: bool) -> None:
     finally:
         args.fine_grained_activation_offloading = offloading
     set_global_variables(args)
+    compat.complete_arguments(args)
 
 
 def refused_by_megatron(error: AssertionError) -> ValueError:

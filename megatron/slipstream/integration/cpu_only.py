@@ -17,17 +17,16 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-logger = logging.getLogger(__name__)
+from megatron.slipstream.integration import compat
 
-TESTED_MEGATRON_CORE = "0.19.2"
-"""The megatron-core release whose call sites the tables below were traced on."""
+logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")
 
@@ -38,6 +37,8 @@ class Shim(NamedTuple):
     path: str
     replace: Callable[[Any], Any]
     why: str
+    is_needed: Callable[[], bool] = lambda: True
+    """Whether the installed release needs it."""
 
 
 # Stand-ins. On one device without streams every operation has finished when its call returns, so
@@ -182,6 +183,19 @@ def _to_numpy_if_asked(original: Any) -> Any:
     return move
 
 
+def _sends_keep_their_memory(original: Any) -> Any:
+    """Send tensors of their own over the same memory, which the senders hold until it is sent."""
+
+    @functools.wraps(original)
+    def p2p_ops(**options: Any) -> Any:
+        for name in ("tensor_send_prev", "tensor_send_next"):
+            if options[name] is not None:
+                options[name] = options[name].detach()
+        return original(**options)
+
+    return p2p_ops
+
+
 def _never_fp8(original: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -278,11 +292,18 @@ CORE_SHIMS: tuple[Shim, ...] = (
         "megatron.core.models.hybrid.hybrid_block.TENorm",
         _plain_norm,
         "the final norm of a HybridModel is Transformer Engine's whatever its layer spec says",
+        compat.has_hybrid_models,
     ),
     Shim(
         "megatron.core.models.backends.LocalSpecProvider.core_attention",
         _core_attention,
         "multi-latent attention passes head sizes that the local core attention does not take",
+    ),
+    Shim(
+        "megatron.core.pipeline_parallel.p2p_communication._p2p_ops",
+        _sends_keep_their_memory,
+        "gloo sends an output after the interleaved schedule has emptied its tensor",
+        compat.schedule_frees_before_sent,
     ),
     Shim(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
@@ -429,9 +450,9 @@ def resolve(path: str) -> tuple[Any, str]:
         break
     if not hasattr(owner, name):
         raise RuntimeError(
-            f"{path} does not exist in megatron-core {_version('megatron-core')} with torch "
-            f"{torch.__version__}, so it cannot be replaced for a run without a GPU; the tested "
-            f"release is megatron-core {TESTED_MEGATRON_CORE}"
+            f"{path} does not exist in {compat.release()} with torch {torch.__version__}, so it "
+            "cannot be replaced for a run without a GPU; install one of the tested releases of "
+            f"megatron-core: {', '.join(compat.TESTED_RELEASES)}"
         )
     return owner, name
 
@@ -439,7 +460,7 @@ def resolve(path: str) -> tuple[Any, str]:
 def _apply(group: str, shims: tuple[Shim, ...]) -> None:
     if group in _installed:
         return
-    targets = [(*resolve(shim.path), shim) for shim in shims]
+    targets = [(*resolve(shim.path), shim) for shim in shims if shim.is_needed()]
     for owner, name, shim in targets:
         setattr(owner, name, shim.replace(getattr(owner, name)))
     _installed.add(group)
@@ -451,10 +472,3 @@ def _importable(module: str) -> bool:
     except ImportError:
         return False
     return True
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "of unknown version"

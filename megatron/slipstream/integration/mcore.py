@@ -2,9 +2,10 @@
 
 """Putting the engine behind megatron-core's own offloading options.
 
-megatron-core 0.16 to 0.19 sends every mark of its layers to the object in the class attribute
+megatron-core sends every mark of its layers to the object in the class attribute
 ``PipelineOffloadManager.OFFLOAD_MGR``. :func:`install` puts ours there, so that every model, flag
 and framework that speaks ``fine_grained_activation_offloading`` uses it with nothing added.
+:mod:`compat` says how the marks differ between releases.
 """
 
 from __future__ import annotations
@@ -23,25 +24,11 @@ from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import CudaBackend, make_backend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import numa, small_copies
+from megatron.slipstream.integration import compat, numa, small_copies
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.policy import PolicyOptions
 
 logger = logging.getLogger(__name__)
-
-MANAGER_CONTRACT = frozenset(
-    """__enter__ __exit__ _in_replay cuda_graph_event cuda_graph_stream cur_forward_chunk d2h_stream
-    disable_offload enable_offload flush_delayed_groups h2d_stream init_model_chunk_offload_handler
-    mark_not_offload pop_forward_chunk push_offload_groups reset""".split()
-)
-"""What megatron-core 0.19.2 uses of the manager, outside of its own engine."""
-
-CHUNK_CONTRACT = frozenset(
-    """on_group_commit_backward on_group_commit_forward on_group_start_backward
-    on_group_start_forward""".split()
-)
-"""What it uses of what ``cur_forward_chunk`` (commit) and ``pop_forward_chunk`` (start) return. Our
-``pop_forward_chunk`` returns None: see [Note: One mark per group]."""
 
 
 def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
@@ -87,10 +74,11 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         ),
         max_overhead_percent=config.max_overhead_percent,
     )
-    manager = PipelineOffloadManager(backend, options, _rank(), config.offload_verify)
+    manager = compat.manager_class()(backend, options, _rank(), config.offload_verify)
     manager.config = config  # type: ignore[attr-defined]
     manager.region_context = _region_context()
     seam.OFFLOAD_MGR = manager
+    compat.name_commits()
     if isinstance(backend, CudaBackend):
         small_copies.install()
     logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)
@@ -102,6 +90,7 @@ def uninstall() -> None:
     seam = mcore_offload.PipelineOffloadManager
     current = seam.OFFLOAD_MGR
     small_copies.uninstall()
+    compat.restore_commits()
     if isinstance(current, PipelineOffloadManager):
         seam.OFFLOAD_MGR = None
         current.close()

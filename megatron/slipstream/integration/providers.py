@@ -16,11 +16,11 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
-from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.cpu_modules import local_hybrid_stack_spec
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def model_config(args: Any) -> Any:
             and MoE.
     """
     if args.hybrid_layer_pattern is None:
-        return gpt_config_from_args(args)
+        return compat.gpt_config(args)
+    from megatron.training.argument_utils import hybrid_config_from_args
+
     config = hybrid_config_from_args(args)
     if args.transformer_impl == "local":
         others = sorted(set(args.hybrid_layer_pattern) - set("*-E|/"))
@@ -127,11 +129,7 @@ def _batch(data_iterator: Optional[Iterator[Any]], vp_stage: Optional[int]) -> d
     if mpu.get_tensor_model_parallel_world_size() > 1:
         batch = _broadcast(batch, args)
     if args.context_parallel_size > 1:
-        batch = get_batch_on_this_cp_rank(
-            {**batch, "cu_seqlens": None},
-            is_hybrid_cp=False,
-            cp_group=mpu.get_context_parallel_group(),
-        )
+        batch = compat.slice_for_context_parallel(batch, mpu.get_context_parallel_group())
     return batch
 
 

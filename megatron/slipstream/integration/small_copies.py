@@ -12,16 +12,13 @@ that 256 MiB ahead of it take (docs/design/overhead.md has the measurements).
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.moe import token_dispatcher
-
-logger = logging.getLogger(__name__)
 
 NAME = "maybe_move_tensor_to_cpu"
 """Of the function in megatron-core's dispatcher module that makes those copies."""
@@ -109,16 +106,13 @@ def _new_slot(dtype: torch.dtype) -> _Slot:
 
 def install() -> None:
     """Put :class:`SmallCopies` into megatron-core's dispatcher; nothing if it is there."""
-    original = getattr(token_dispatcher, NAME, None)
-    if original is None:
-        # megatron-core 0.16 and others without the function synchronise in their own ways.
-        logger.info("this megatron-core has no %s: small copies stay as they are", NAME)
-    elif not isinstance(original, SmallCopies):
+    original = getattr(token_dispatcher, NAME)
+    if not isinstance(original, SmallCopies):
         setattr(token_dispatcher, NAME, SmallCopies(original))
 
 
 def uninstall() -> None:
     """Give megatron-core its own function back."""
-    current: Optional[Any] = getattr(token_dispatcher, NAME, None)
+    current = getattr(token_dispatcher, NAME)
     if isinstance(current, SmallCopies):
         setattr(token_dispatcher, NAME, current._original)

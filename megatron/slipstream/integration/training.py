@@ -23,7 +23,7 @@ import torch
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import cpu_only
+from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.arguments import (
     offload_config,
     parse_and_validate,
@@ -44,8 +44,8 @@ def main(
 
     Args:
         argv: Flags without the program's name; the process's own if None.
-        model_config: Makes the model configuration from the parsed arguments; megatron's GPT or
-            hybrid model if None.
+        model_config: Makes the model configuration from the parsed arguments, of a type that
+            ``providers.model_config`` returns with this release; that function if None.
 
     Returns:
         The exit code: 0, or 2 for what the user got wrong (said in one line on stderr).
@@ -59,10 +59,10 @@ def main(
         _set_single_process_environment()
         args = parse_and_validate(arguments)
         config = offload_config(args)
-        cfg_container = _config_container(args, model_config)
+        pretrain = _bind_pretrain(args, model_config)
     except ValueError as error:
         return _refuse(error)
-    run(args, config, cfg_container)
+    run(args, config, pretrain)
     return 0
 
 
@@ -113,30 +113,24 @@ def _is_last_rank() -> bool:
 # Training
 
 
-def _config_container(args: Any, model_config: Optional[Callable[[Any], Any]]) -> Any:
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
+def _bind_pretrain(args: Any, model_config: Optional[Callable[[Any], Any]]) -> compat.Pretrain:
     from megatron.slipstream.integration import providers
 
     build = providers.model_config if model_config is None else model_config
     try:
-        return pretrain_cfg_container_from_args(args, build(args))
+        return compat.bind_pretrain(args, build(args))
     except AssertionError as error:
         raise refused_by_megatron(error) from error
 
 
-def run(args: Any, config: OffloadConfig, cfg_container: Any) -> None:
+def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     """Train as the arguments say, with the engine they ask for, and report at the end.
 
     Args:
         args: From :func:`parse_and_validate`.
         config: From :func:`offload_config`.
-        cfg_container: Megatron's configuration container, with the model's configuration.
+        pretrain: From :func:`compat.bind_pretrain`.
     """
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-
     from megatron.slipstream.integration import providers
 
     engine = _install_engine(args, config)
@@ -151,17 +145,13 @@ def run(args: Any, config: OffloadConfig, cfg_container: Any) -> None:
     )
     if engine is not None and monitor.meter is not None:
         engine.read_memory_from(monitor.meter)
-    model = cfg_container.model
-    model.finalize_model_grads_func = monitor.finalizing(
-        model.finalize_model_grads_func or finalize_model_grads
-    )
     if args.eval_before_training:
         _evaluate_before_training(args)
     step = partial(providers.forward_step, monitor=monitor)
     update_wrapper(step, providers.forward_step)
     try:
         with monitor:
-            pretrain(cfg_container, providers.datasets, ModelType.encoder_or_decoder, step)
+            pretrain(providers.datasets, step, monitor.finalizing)
         _report(args, config, monitor, engine)
     finally:
         if engine is not None:

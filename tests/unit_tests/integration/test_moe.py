@@ -18,6 +18,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.slipstream.integration import moe, small_copies
 from megatron.slipstream.integration.small_copies import SLOT_NUMEL, SmallCopies
 
+pytestmark = pytest.mark.releases
+
 TOKENS, EXPERTS, TOP_K = 65, 7, 3
 
 

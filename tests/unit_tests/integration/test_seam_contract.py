@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,10 @@ import torch
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
-from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration import compat, mcore
+from megatron.slipstream.plan.trace import StepKind
+
+pytestmark = pytest.mark.releases
 
 ENGINE_CLASSES = {
     "OffloadTensorPool",
@@ -79,14 +83,29 @@ def _explain(used: set[str], known: frozenset[str]) -> str:
 
 
 def test_the_wheel_uses_of_the_manager_what_we_know_of() -> None:
-    used = _names_used_of_manager()
+    used, known = _names_used_of_manager(), compat.manager_contract()
     # Entered as a context manager through get_context() as well.
-    assert used == mcore.MANAGER_CONTRACT, _explain(used, mcore.MANAGER_CONTRACT)
+    assert used == known, _explain(used, known)
 
 
 def test_the_wheel_uses_of_chunks_what_we_know_of() -> None:
     used = _names_used_of_chunks()
-    assert used == mcore.CHUNK_CONTRACT, _explain(used, mcore.CHUNK_CONTRACT)
+    assert used == compat.CHUNK_CONTRACT, _explain(used, compat.CHUNK_CONTRACT)
+
+
+def test_models_that_pass_no_rank_are_of_a_release_whose_marks_get_no_name() -> None:
+    """One fact of the facade stands for both in ``compat``."""
+    calls = [
+        node
+        for node in _facade_nodes()
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "on_group_commit_forward"
+    ]
+    assert calls
+    for call in calls:
+        gets_name = any(isinstance(value, ast.Name) and value.id == "name" for value in call.args)
+        assert gets_name == compat.models_pass_their_rank()
 
 
 def test_our_manager_and_mark_have_what_the_wheel_uses() -> None:
@@ -94,52 +113,119 @@ def test_our_manager_and_mark_have_what_the_wheel_uses() -> None:
     try:
         missing = {
             name
-            for name in mcore.MANAGER_CONTRACT
+            for name in compat.manager_contract()
             if not hasattr(type(manager), name) and name not in vars(manager)
         }
         assert missing == set()
-        starts = {name for name in mcore.CHUNK_CONTRACT if "start" in name}
-        for name in mcore.CHUNK_CONTRACT - starts:
+        starts = {name for name in compat.CHUNK_CONTRACT if "start" in name}
+        for name in compat.CHUNK_CONTRACT - starts:
             assert callable(getattr(CommitMark, name))
     finally:
         mcore.uninstall()
 
 
-def test_the_facade_passes_on_a_tensor_that_nothing_marks() -> None:
-    """[Note: One mark per group]: a start must leave no trace in the graph."""
+def _end_group(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The facade's function under its name of today, or of 0.17 and 0.18."""
     facade = mcore.mcore_offload
-    manager = mcore.install(OffloadConfig(offload_backend="cpu"))
-    try:
-        manager.init_model_chunk_offload_handler(0, None, None, 1)
-        tensor = torch.ones(4, requires_grad=True)
-        assert facade.fine_grained_offloading_group_start(tensor, "core_attn") is tensor
-        result = facade.fine_grained_offloading_group_offload(tensor, "core_attn")
-        assert result is not tensor
-        assert [str(step) for step in manager._recorder.steps] == [
-            "0.0.core_attn:FS",
-            "0.0.core_attn:FC",
-        ]
-        result.sum().backward()
-        assert str(manager._recorder.steps[-1]) == "0.0.core_attn:BU"
-    finally:
-        mcore.uninstall()
+    prefix = "fine_grained_offloading_group_"
+    end = getattr(facade, prefix + "offload", None) or getattr(facade, prefix + "commit")
+    return end(tensor, name)
 
 
-def test_init_takes_what_the_models_pass() -> None:
-    """Read off the facade's own call, so that a new argument shows."""
-    ours = set(
-        inspect.signature(PipelineOffloadManager.init_model_chunk_offload_handler).parameters
-    )
-    for cls in _seam_source().body:
-        if isinstance(cls, ast.ClassDef) and cls.name == "FineGrainedActivationOffloadingInterface":
-            (method,) = [
-                item
-                for item in cls.body
-                if isinstance(item, ast.FunctionDef) and item.name == "init_chunk_handler"
-            ]
-            assert {argument.arg for argument in method.args.args} <= ours
-            return
-    pytest.fail("the wheel has no FineGrainedActivationOffloadingInterface")
+VALUES = {
+    "pp_rank": 3,
+    "vp_size": 2,
+    "vp_stage": 1,
+    "min_offloaded_tensor_size": 7,
+    "delta_offload_bytes_across_pp_ranks": 5,
+    "activation_offload_fraction": 0.5,
+    "max_inflight_offloads": 4,
+}
+"""Of what models say when a pass begins; an argument that is new is not among them."""
+
+
+def _begin_pass(**changed: object) -> None:
+    """A model's call, with the arguments that the installed release has."""
+    begin = mcore.mcore_offload.FineGrainedActivationOffloadingInterface.init_chunk_handler
+    begin(**{name: (VALUES | changed)[name] for name in inspect.signature(begin).parameters})
+
+
+@pytest.fixture
+def manager() -> Iterator[PipelineOffloadManager]:
+    yield mcore.install(OffloadConfig(offload_backend="cpu"))
+    mcore.uninstall()
+
+
+def test_the_facade_passes_on_a_tensor_that_nothing_marks(manager: PipelineOffloadManager) -> None:
+    """[Note: One mark per group]: a start must leave no trace in the graph."""
+    _begin_pass(vp_stage=None)
+    tensor = torch.ones(4, requires_grad=True)
+    start = mcore.mcore_offload.fine_grained_offloading_group_start
+    assert start(tensor, "core_attn") is tensor
+    result = _end_group(tensor, "core_attn")
+    assert result is not tensor
+    assert [str(step) for step in manager._recorder.steps] == [
+        "0.0.core_attn:FS",
+        "0.0.core_attn:FC",
+    ]
+    result.sum().backward()
+    assert str(manager._recorder.steps[-1]) == "0.0.core_attn:BU"
+
+
+def test_a_group_ends_by_its_name_not_by_its_place(manager: PipelineOffloadManager) -> None:
+    """A layer that recomputes a module marks its end without having marked its start."""
+    _begin_pass()
+    tensor = torch.ones(4, requires_grad=True)
+    start = mcore.mcore_offload.fine_grained_offloading_group_start
+    start(tensor, "attn_norm")
+    start(tensor, "attn_proj")
+    for name in ("core_attn", "attn_norm", "attn_proj"):
+        tensor = _end_group(tensor, name)
+    ended = [step.name for step in manager._recorder.steps if step.kind is StepKind.FORWARD_COMMIT]
+    assert ended == ["attn_norm", "attn_proj"]
+    tensor.sum().backward()
+    used = [step.name for step in manager._recorder.steps if step.kind is StepKind.BACKWARD_USE]
+    assert used == ["attn_proj", "attn_norm"]
+
+
+def test_what_models_say_when_a_pass_begins_arrives(manager: PipelineOffloadManager) -> None:
+    _begin_pass()
+    (chunk,) = manager._passes
+    assert (chunk.vp_stage, chunk.min_offloaded_tensor_size) == (1, 7)
+    options, defaults = manager._book.options, compat.defaults_of_later_options()
+    for name in defaults:
+        said = VALUES if compat.models_pass_their_rank() else defaults
+        assert getattr(options, name) == said[name]
+
+
+def test_the_pipeline_rank_is_known_though_a_model_does_not_say_it(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 3)
+    _begin_pass()
+    assert manager._pp_rank == 3
+
+
+def test_uninstalling_gives_megatrons_own_marks_back(manager: PipelineOffloadManager) -> None:
+    mcore.uninstall()
+    function = mcore.mcore_offload.FineGrainedOffloadingGroupCommitFunction
+    assert issubclass(function, torch.autograd.Function)
+
+
+def test_marks_of_megatrons_own_engine_are_its_own(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine put in the place of ours without uninstall() gets its marks as before."""
+    ended = []
+    mark = SimpleNamespace(on_group_commit_forward=lambda *arguments: ended.append(arguments))
+    other = SimpleNamespace(cur_forward_chunk=lambda: mark)
+    monkeypatch.setattr(mcore.mcore_offload.PipelineOffloadManager, "OFFLOAD_MGR", other)
+    _end_group(torch.ones(4, requires_grad=True), "core_attn")
+    assert len(ended) == 1
+    assert ended[0][-1] == []
 
 
 def test_installing_twice_keeps_the_engine_and_another_config_replaces_it() -> None:

@@ -8,6 +8,7 @@ imported what they need; the shims and megatron's global variables stay in the c
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 from megatron.slipstream import preflight
+from megatron.slipstream.integration import compat
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -137,11 +139,84 @@ REFUSALS = {
 }
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_mistake_is_one_line_that_names_option_and_cure(case: str, folder: Path) -> None:
     flags, words = REFUSALS[case]
+    if case == "fraction" and not compat.models_pass_their_rank():
+        pytest.skip(f"{compat.release()} has no activation_offload_fraction")
     save = ["--save", "checkpoints", "--save-interval", "1", "--offload-report-path", "report.json"]
     _assert_refused(_train(folder, [*MODEL, *MOCK, *save, *flags]), folder, *words)
+
+
+# What an older release does not have
+
+LATER: dict[str, tuple[Callable[[], bool], list[str], list[str]]] = {
+    "fraction": (
+        compat.models_pass_their_rank,
+        [*OFFLOAD, "core_attn", "--activation-offload-fraction", "0.5"],
+        ["activation_offload_fraction", "set offload_target_memory_gib"],
+    ),
+    "delta": (
+        compat.models_pass_their_rank,
+        [*OFFLOAD, "core_attn", "--delta-offload-bytes-across-pp-ranks", "1"],
+        ["delta_offload_bytes_across_pp_ranks", "set offload_target_memory_gib"],
+    ),
+    "fused experts": (
+        compat.models_pass_their_rank,
+        [*OFFLOAD, "fused_group_mlp", "--num-experts", "2"],
+        ["offload_modules", "fused_group_mlp", "leave it out"],
+    ),
+    "CUDA graphs": (
+        compat.models_pass_their_rank,
+        [*OFFLOAD, "core_attn", "--cuda-graph-impl", "local"],
+        ["cuda_graph_impl='local'", "set cuda_graph_impl='none'"],
+    ),
+    "multi-token prediction": (
+        compat.has_gpt_builder,
+        ["--mtp-num-layers", "1"],
+        ["mtp_num_layers=1", "a script of your own"],
+    ),
+    "hybrid models": (
+        compat.has_hybrid_models,
+        ["--hybrid-layer-pattern", "*-"],
+        ["hybrid_layer_pattern='*-'", "train a GPT model"],
+    ),
+    "end of a document": (
+        compat.null_tokenizer_takes_end_of_document,
+        ["--tokenizer-type", "NullTokenizer", "--tokenizer-json", "{tokenizer}", "--eod-mask-loss"],
+        ["eod_mask_loss=True", "tokenizer_json", "leave eod_mask_loss out"],
+    ),
+}
+"""What says whether the release has it; flags that ask for it; words of the refusal."""
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("case", LATER)
+def test_what_a_later_release_has_is_refused_with_what_to_do_instead(
+    case: str, folder: Path
+) -> None:
+    is_there, flags, words = LATER[case]
+    if is_there():
+        pytest.skip(f"{compat.release()} has it")
+    flags = [flag.format(tokenizer=_write_tokenizer(folder)) for flag in flags]
+    outcome = _train(folder, [*MODEL, *MOCK, *flags])
+    _assert_refused(outcome, folder, compat.release(), "or install megatron-core 0.1", *words)
+
+
+@pytest.mark.releases
+def test_training_with_a_tokenizer_file(folder: Path) -> None:
+    flags = [*MODEL, "--mock-data", "--tokenizer-json", _write_tokenizer(folder)]
+    outcome = _train(folder, flags)
+    assert outcome.code == 0, outcome.output
+
+
+def _write_tokenizer(folder: Path) -> str:
+    """A tokenizer whose end of a document is token 0, beside the folder that training sees."""
+    path = folder.parent / "tokenizer.json"
+    special = {"content": "<|endoftext|>", "id": 0}
+    path.write_text(json.dumps({"model": {"vocab": {"a": 63}}, "added_tokens": [special]}))
+    return str(path)
 
 
 # Transformer Engine's switch
@@ -263,7 +338,7 @@ def test_the_script_exits_with_2_and_one_line(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "pretrain_gpt.py"), *MODEL, *MOCK, *OFFLOAD, "attn_proj"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -272,6 +347,7 @@ def test_the_script_exits_with_2_and_one_line(folder: Path) -> None:
     _assert_refused(Outcome(done.returncode, errors, done.stdout + done.stderr), folder)
 
 
+@pytest.mark.releases
 def test_help_teaches_our_flags_and_the_modules(folder: Path) -> None:
     outcome = _train(folder, ["--help"])
     assert outcome.code == 0
@@ -281,6 +357,7 @@ def test_help_teaches_our_flags_and_the_modules(folder: Path) -> None:
     assert "--tensor-model-parallel-size" in _train(folder, ["--help-all"]).output
 
 
+@pytest.mark.releases
 def test_training_runs_and_says_so(folder: Path) -> None:
     """The same flags without a mistake train: what is refused above is the mistake."""
     record = ["--run-record-path", "record.json", "--offload-report-path", "report.json"]

@@ -1,0 +1,429 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What differs between the megatron-core releases that Slipstream runs on, and how that is bridged.
+
+The rest of ``integration`` is written against the newest of :data:`TESTED_RELEASES` and asks here
+where an older one differs. What a release has is asked of the release itself, a signature or a
+name; its version is used in messages only.
+
+megatron-core is imported by the functions, not by this module: on a machine without a GPU the shims
+come first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import metadata
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from megatron.slipstream import preflight
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark, offload_group
+
+TESTED_RELEASES = ("0.17.1", "0.18.2", "0.19.2")
+"""The releases of megatron-core that the tests run with."""
+
+
+def release() -> str:
+    """The installed megatron-core for messages, such as 'megatron-core 0.19.2'."""
+    try:
+        return f"megatron-core {metadata.version('megatron-core')}"
+    except metadata.PackageNotFoundError:
+        return "megatron-core of unknown version"
+
+
+@cache
+def has_hybrid_models() -> bool:
+    """Whether there is a ``HybridModel`` (from 0.18 on).
+
+    The ``MambaModel`` of 0.17 does not tell the engine when a pass begins, so nothing of it moves.
+    """
+    return preflight.is_installed("megatron.core.models.hybrid")
+
+
+def schedule_frees_before_sent() -> bool:
+    """Whether the interleaved schedule may free a stage's output while it is being sent.
+
+    0.17 does; waiting for the send came with 0.18.
+    """
+    return not has_hybrid_models()
+
+
+# The offload manager
+
+_MANAGER_CONTRACT = frozenset(
+    """__enter__ __exit__ cur_forward_chunk d2h_stream disable_offload enable_offload
+    flush_delayed_groups h2d_stream init_model_chunk_offload_handler pop_forward_chunk
+    push_offload_groups reset""".split()
+)
+"""What every release uses of the manager, outside of its own engine."""
+
+CHUNK_CONTRACT = frozenset(
+    """on_group_commit_backward on_group_commit_forward on_group_start_backward
+    on_group_start_forward""".split()
+)
+"""What it uses of what ``cur_forward_chunk`` (commit) and ``pop_forward_chunk`` (start) return. Our
+``pop_forward_chunk`` returns None: see [Note: One mark per group]."""
+
+
+def manager_contract() -> frozenset[str]:
+    """What the installed release uses of the manager, outside of its own engine."""
+    if not models_pass_their_rank():
+        return _MANAGER_CONTRACT | {"mark_not_offloadable"}
+    names = "_in_replay cuda_graph_event cuda_graph_stream mark_not_offload"
+    return _MANAGER_CONTRACT | set(names.split())
+
+
+@cache
+def models_pass_their_rank() -> bool:
+    """Whether models pass pipeline rank, delta and fraction when a pass begins (from 0.19 on).
+
+    With the same change a mark began to learn the name of its group when the group ends.
+    """
+    interface = _facade().FineGrainedActivationOffloadingInterface
+    return "pp_rank" in inspect.signature(interface.init_chunk_handler).parameters
+
+
+class _ManagerOfModelsWithoutRank(PipelineOffloadManager):
+    """The engine as the models of 0.17 and 0.18 call it."""
+
+    def init_model_chunk_offload_handler(  # type: ignore[override]
+        self,
+        vp_size: Optional[int],
+        vp_stage: Optional[int],
+        min_offloaded_tensor_size: int = 1024 * 1024,
+        max_inflight_offloads: Optional[int] = None,
+    ) -> None:
+        from megatron.core import parallel_state
+
+        pp_rank = 0
+        if parallel_state.model_parallel_is_initialized():
+            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        super().init_model_chunk_offload_handler(
+            pp_rank,
+            vp_size,
+            vp_stage,
+            min_offloaded_tensor_size,
+            max_inflight_offloads=max_inflight_offloads,
+        )
+
+
+def manager_class() -> type[PipelineOffloadManager]:
+    """The engine, taking calls as the installed release makes them."""
+    return PipelineOffloadManager if models_pass_their_rank() else _ManagerOfModelsWithoutRank
+
+
+_COMMIT_FUNCTION = "FineGrainedOffloadingGroupCommitFunction"
+
+
+class _CommitByName:
+    """Takes the place of the facade's autograd function that marks the end of a group.
+
+    In 0.17 and 0.18 that function tells its mark the group's name in backward only; in forward ours
+    would have to guess which of the open groups ends.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def apply(self, tensor: torch.Tensor, mark: Any, name: str, *rest: Any) -> torch.Tensor:
+        """As the facade calls it; ``rest`` says what to release and whether to delay."""
+        if not isinstance(mark, CommitMark):  # of megatron-core's own engine
+            return self.original.apply(tensor, mark, name, *rest)
+        return offload_group(_facade().PipelineOffloadManager.OFFLOAD_MGR, name).commit(tensor)
+
+
+def name_commits() -> None:
+    """Let the marks at the ends of groups learn their names; nothing where they do."""
+    facade = _facade()
+    original = getattr(facade, _COMMIT_FUNCTION)
+    if not models_pass_their_rank() and not isinstance(original, _CommitByName):
+        setattr(facade, _COMMIT_FUNCTION, _CommitByName(original))
+
+
+def restore_commits() -> None:
+    """Undo :func:`name_commits`."""
+    facade = _facade()
+    current = getattr(facade, _COMMIT_FUNCTION)
+    if isinstance(current, _CommitByName):
+        setattr(facade, _COMMIT_FUNCTION, current.original)
+
+
+def _facade() -> Any:
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload
+
+    return fine_grained_activation_offload
+
+
+# Options
+
+
+class _LaterOption(NamedTuple):
+    """An offloading option of megatron-core 0.19: what it is without, and what to use instead."""
+
+    name: str
+    default: Any
+    instead: str
+
+
+_LATER_OPTIONS = (
+    _LaterOption(
+        "activation_offload_fraction",
+        1.0,
+        "offload_target_memory_gib or offload_max_overhead_percent, which choose how much moves",
+    ),
+    _LaterOption(
+        "delta_offload_bytes_across_pp_ranks",
+        0,
+        "offload_target_memory_gib, which each pipeline rank meets by itself",
+    ),
+)
+
+
+def defaults_of_later_options() -> dict[str, Any]:
+    """What later options of megatron-core are on every release, as if not given."""
+    return {option.name: option.default for option in _LATER_OPTIONS}
+
+
+def refuse_later_flags(message: str) -> None:
+    """Raise for a flag that only a later release has.
+
+    Args:
+        message: Of argparse, about the flags it does not know.
+
+    Raises:
+        ValueError: One of them is such a flag.
+    """
+    for option in _LATER_OPTIONS:
+        if "--" + option.name.replace("_", "-") in message:
+            raise _refusal(option.name, "that release does not have it", f"set {option.instead}")
+
+
+def check_options(args: Any) -> None:
+    """Refuse what the installed release cannot do. Called with parsed arguments.
+
+    Raises:
+        ValueError: The first such option, with the cure.
+    """
+    if args.fine_grained_activation_offloading and not models_pass_their_rank():
+        _check_offloading(args)
+    if args.hybrid_layer_pattern is not None and not has_hybrid_models():
+        raise _refusal(
+            f"hybrid_layer_pattern={args.hybrid_layer_pattern!r}",
+            "that release has no HybridModel",
+            "train a GPT model",
+            TESTED_RELEASES[1],
+        )
+    if args.hybrid_layer_pattern is None and not has_gpt_builder():
+        for name in _NOT_BUILT:
+            if getattr(args, name, None) is not None:
+                raise _refusal(
+                    f"{name}={getattr(args, name)}",
+                    "its wheel has no builder of GPT models, and ours does not know the option",
+                    "build the model in a script of your own that calls install()",
+                )
+    if args.tokenizer_json is not None and not null_tokenizer_takes_end_of_document():
+        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+            if getattr(args, name):
+                raise _refusal(
+                    f"{name}=True with tokenizer_json",
+                    "that release cannot be told which token ends a document",
+                    f"leave {name} out",
+                )
+
+
+def _check_offloading(args: Any) -> None:
+    """What 0.17 and 0.18 cannot do while activations move."""
+    if "fused_group_mlp" in (args.offload_modules or ()):
+        raise _refusal(
+            "offload_modules=fused_group_mlp", "that release does not mark it", "leave it out"
+        )
+    if args.cuda_graph_impl != "none" and args.offload_engine == "slipstream":
+        raise _refusal(
+            f"cuda_graph_impl={args.cuda_graph_impl!r} with offloading",
+            "that release does not say where its graphs begin and end",
+            "set cuda_graph_impl='none'",
+        )
+
+
+def _refusal(what: str, because: str, cure: str, later: str = TESTED_RELEASES[-1]) -> ValueError:
+    return ValueError(
+        f"{what} is not supported with {release()} because {because}; {cure}, or install "
+        f"megatron-core {later}"
+    )
+
+
+# Training
+
+_NOT_BUILT = (
+    "mtp_num_layers",
+    "heterogeneous_layers_config_path",
+    "experimental_attention_variant",
+    "spec",
+)
+"""What :class:`_GPT` does not know."""
+
+
+def has_gpt_builder() -> bool:
+    """Whether ``megatron.training`` builds GPT models from a configuration (from 0.19 on)."""
+    from megatron.training import argument_utils
+
+    return hasattr(argument_utils, "gpt_config_from_args")
+
+
+def null_tokenizer_takes_end_of_document() -> bool:
+    """Up to 0.17 it was always the token after the vocabulary."""
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+    return "eod_id" in inspect.signature(NullTokenizer).parameters
+
+
+def complete_arguments(args: Any) -> None:
+    """Give validated arguments of an older release what the newest has, with the same effect."""
+    # Evaluation had no batch size of its own up to 0.17.
+    for name in ("micro_batch_size", "global_batch_size"):
+        if not hasattr(args, f"eval_{name}"):
+            setattr(args, f"eval_{name}", getattr(args, name))
+
+
+def gpt_config(args: Any) -> Any:
+    """The configuration of a GPT model as megatron's arguments describe it, for a builder."""
+    from megatron.training import argument_utils
+
+    return argument_utils.gpt_config_from_args(args) if has_gpt_builder() else _GPT(args)
+
+
+class _GPT:
+    """A GPT model as megatron's arguments describe it, for wheels without a builder."""
+
+    def __init__(self, args: Any) -> None:
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        self.transformer = core_transformer_config_from_args(args)
+        self._args = args
+
+    def build_model(
+        self, pg_collection: Any, pre_process: bool, post_process: bool, vp_stage: Optional[int]
+    ) -> torch.nn.Module:
+        """One model chunk: as the builders of later releases."""
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        args = self._args
+        spec = get_gpt_decoder_block_spec(
+            self.transformer,
+            use_transformer_engine=args.transformer_impl == "transformer_engine",
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+        return GPTModel(
+            config=self.transformer,
+            transformer_layer_spec=spec,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+
+
+def slice_for_context_parallel(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
+    """This context-parallel rank's part of each sequence of a batch without packed sequences."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    options: dict[str, Any] = {}
+    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:  # from 0.18 on
+        options["is_hybrid_cp"] = False
+    return get_batch_on_this_cp_rank({**batch, "cu_seqlens": None}, cp_group=cp_group, **options)
+
+
+Pretrain = Callable[[Callable[..., Any], Callable[..., Any], Callable[..., Any]], None]
+"""``megatron.training.pretrain`` of datasets, forward step, and what wraps the function that
+finalises gradients."""
+
+
+def bind_pretrain(args: Any, model: Any) -> Pretrain:
+    """``pretrain`` of the installed release with all but :data:`Pretrain`'s arguments.
+
+    Args:
+        args: Validated and made global.
+        model: The model's configuration.
+
+    Raises:
+        AssertionError: Megatron refuses the arguments.
+    """
+    from megatron.training import argument_utils
+
+    if has_gpt_builder():
+        container = argument_utils.pretrain_cfg_container_from_args(args, model)
+        return partial(_pretrain_by_config, container)
+    if hasattr(argument_utils, "pretrain_cfg_container_from_args"):
+        containers = [argument_utils.pretrain_cfg_container_from_args(args, model)]
+    else:
+        containers = []
+        _initialize_with(args)
+    builder = model if isinstance(model, _GPT) else model.get_builder_cls()(model)
+    return partial(_pretrain_by_function, containers, builder)
+
+
+def _pretrain_by_config(
+    container: Any, datasets: Any, forward_step: Any, finalizing: Callable[..., Any]
+) -> None:
+    """0.19: the configuration says how to build the model and how to finalise gradients."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+
+    model = container.model
+    model.finalize_model_grads_func = finalizing(
+        model.finalize_model_grads_func or finalize_model_grads
+    )
+    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+def _pretrain_by_function(
+    containers: list[Any],
+    builder: Any,
+    datasets: Any,
+    forward_step: Any,
+    finalizing: Callable[..., Any],
+) -> None:
+    """Up to 0.18: a function builds the model; the loop names the one that finalises gradients."""
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain, training
+
+    def build(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: Optional[int] = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> torch.nn.Module:
+        return builder.build_model(pg_collection, pre_process, post_process, vp_stage)
+
+    training.finalize_model_grads = finalizing(training.finalize_model_grads)
+    pretrain(*containers, datasets, build, ModelType.encoder_or_decoder, forward_step)
+
+
+def _initialize_with(args: Any) -> None:
+    """Make ``pretrain`` of 0.17, which parses and validates for itself, take what is validated."""
+    from megatron.training import initialize, training
+
+    training.initialize_megatron = partial(training.initialize_megatron, parsed_args=args)
+    initialize.validate_args = lambda *_: None
+    initialize.load_args_from_checkpoint = lambda *_, **__: None
+    initialize.set_global_variables = lambda *_: None

@@ -1,0 +1,85 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What stands in for parts that some releases of megatron-core lack does what those parts do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from megatron.slipstream.integration import compat
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = pytest.mark.releases
+
+GPT = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 2 --hidden-size 32
+    --num-attention-heads 2 --seq-length 16 --max-position-embeddings 24 --micro-batch-size 1
+    --global-batch-size 1 --lr 1e-3 --train-iters 1 --eval-iters 0 --eval-interval 1
+    --normalization RMSNorm --position-embedding-type rope --rotary-percent 0.5 --rotary-base 77
+    --untie-embeddings-and-output-weights --rotary-seq-len-interpolation-factor 2
+    --use-rope-scaling --make-vocab-size-divisible-by 16
+""".split()
+
+
+def test_what_users_may_install_is_what_is_tested() -> None:
+    oldest, *_, newest = compat.TESTED_RELEASES
+    below = f"0.{int(newest.split('.')[1]) + 1}"
+    assert f'"megatron-core>={oldest},<{below}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"megatron-core=={newest}\n" in (ROOT / "constraints.txt").read_text()
+    older = " ".join(compat.TESTED_RELEASES[:-1])
+    assert f"for release in {older}; do" in (ROOT / ".ci" / "run").read_text()
+
+
+def _build_twice(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
+    """What megatron's builder of GPT models and ours pass to the model."""
+    from megatron.core import parallel_state
+    from megatron.core.models import gpt as core_gpt
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models import gpt as training_gpt
+
+    from megatron.slipstream.integration.arguments import parse_and_validate
+
+    args = parse_and_validate(GPT)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    parallel_state.initialize_model_parallel()
+    passed: list[dict[str, Any]] = []
+    core_gpt.GPTModel = training_gpt.GPTModel = lambda **options: passed.append(options)
+    config = gpt_config_from_args(args)
+    config.get_builder_cls()(config).build_model(None, True, True, None)
+    compat._GPT(args).build_model(None, True, True, None)
+    for options in passed:
+        del options["transformer_layer_spec"]  # one is of a block, the other of a layer
+        options["config"] = repr(options["config"])
+    return passed
+
+
+def test_our_builder_passes_to_a_gpt_model_what_megatrons_does() -> None:
+    if not compat.has_gpt_builder():
+        pytest.skip(f"{compat.release()} has no builder to compare with")
+    ((expected, actual),) = run_ranks(1, _build_twice)
+    defaults = {"mtp_block_spec": None, "parallel_output": True}
+    assert defaults | {"scatter_embedding_sequence_parallel": True} | actual == expected
+
+
+def _slice(rank: int, world_size: int, port: int) -> dict[str, Any]:
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=world_size
+    )
+    batch = {"tokens": torch.arange(8)[None], "attention_mask": None}
+    result = compat.slice_for_context_parallel(batch, torch.distributed.group.WORLD)
+    return {"tokens": result["tokens"].tolist(), "attention_mask": result["attention_mask"]}
+
+
+def test_each_context_parallel_rank_gets_an_early_and_a_late_part() -> None:
+    assert run_ranks(2, _slice) == [
+        {"tokens": [[0, 1, 6, 7]], "attention_mask": None},
+        {"tokens": [[2, 3, 4, 5]], "attention_mask": None},
+    ]
