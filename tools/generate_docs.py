@@ -55,13 +55,14 @@ MEGATRON_OPTIONS = (
     MegatronOption(
         "activation_offload_fraction",
         1.0,
-        "The fraction of the groups in each model chunk that move, 0 to 1.",
+        "The fraction of the groups in each model chunk that move, 0 to 1. From megatron-core 0.19 "
+        "on.",
     ),
     MegatronOption(
         "delta_offload_bytes_across_pp_ranks",
         0,
         "How many bytes more each later pipeline rank keeps on the device. Later ranks hold fewer "
-        "micro-batches at a time and have memory to spare.",
+        "micro-batches at a time and have memory to spare. From megatron-core 0.19 on.",
     ),
 )
 

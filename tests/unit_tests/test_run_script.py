@@ -21,11 +21,14 @@ TOOLS = "bash cat cut dirname flock mv readlink rm sha256sum sort".split()
 BROKEN_SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
 
 FAKE_PYTHON = """#!/bin/sh
-# Stands for Python 3.12. Every call is noted; `-m venv` makes a folder with a copy of this file.
+# Stands for Python 3.12. Every call is noted; `-m venv` makes a folder with a copy of this file,
+# pip the folder that it installs into.
 (IFS='|'; echo "$*" >>"$CALLS")
 case "$*" in
   "-m venv --clear "*) rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
-  "-m pip "*) [ ! -e "$FAIL_PIP" ] || exit 1 ;;
+  "-m pip "*)
+    [ ! -e "$FAIL_PIP" ] || exit 1
+    while [ $# -gt 0 ]; do [ "$1" != --target ] || mkdir -p "$2"; shift; done ;;
   "-c import sys; print(sys.executable)") echo "$0" ;;
 esac
 """
@@ -252,6 +255,7 @@ def test_no_command_runs_in_an_environment_that_failed_to_install(
         (["demo", "--fast"], "{root}/examples/demo.py|--fast"),
         (["train", "--seed", "1"], "{root}/pretrain_gpt.py|--seed|1"),
         (["test", "-k", "two words"], "-m|pytest|-k|two words"),
+        (["test-release", "0.18.2", "-x"], "-m|pytest|-m|releases|-x"),
         (["report", "r.json"], "-m|megatron.slipstream.cli|report|r.json"),
         (["lint"], "-m|mypy"),
         (["lint", "--fix"], "-m|ruff|check|--fix"),
@@ -264,6 +268,73 @@ def test_a_sub_command_passes_its_arguments_on(
     result = run(*arguments, env=machine, script=clone)
     assert result.returncode == 0, result.stderr
     assert called.format(root=clone.parent) in Path(machine["CALLS"]).read_text().splitlines()
+
+
+def release_installs(env: dict[str, str], release: str) -> list[str]:
+    calls = Path(env["CALLS"]).read_text().splitlines()
+    return [call for call in calls if call.endswith(f"|megatron-core=={release}")]
+
+
+def test_a_release_is_installed_once_and_alone(machine: dict[str, str], clone: Path) -> None:
+    for _ in range(2):
+        result = run("test-release", "0.18.2", env=machine, script=clone)
+        assert result.returncode == 0, result.stderr
+    run("test-release", "0.17.1", env=machine, script=clone)
+    (call,) = release_installs(machine, "0.18.2")
+    assert "|--no-deps|" in call
+    assert f"|--target|{clone.parent / '.releases' / '0.18.2'}" in call
+    assert len(release_installs(machine, "0.17.1")) == 1
+    assert len(list((clone.parent / ".releases").iterdir())) == 2
+
+
+def test_an_interrupted_install_of_a_release_is_started_afresh(
+    machine: dict[str, str], clone: Path
+) -> None:
+    run("python", env=machine, script=clone)
+    half = clone.parent / ".releases" / "0.18.2.part" / "half-installed"
+    half.parent.mkdir(parents=True)
+    half.touch()
+    fail = Path(machine["FAIL_PIP"])
+    fail.touch()
+    assert run("test-release", "0.18.2", env=machine, script=clone).returncode != 0
+    assert "-m|pytest" not in Path(machine["CALLS"]).read_text()
+    half.parent.mkdir(exist_ok=True)
+    half.touch()
+    fail.unlink()
+    assert run("test-release", "0.18.2", env=machine, script=clone).returncode == 0
+    assert list((clone.parent / ".releases").rglob("half-installed")) == []
+
+
+def test_a_release_comes_before_the_one_of_the_environment(
+    machine: dict[str, str], clone: Path
+) -> None:
+    run("python", env=machine, script=clone)
+    python = clone.parent / ".venv" / "bin" / "python"
+    make_script(python, FAKE_PYTHON + 'case "$*" in *pytest*) echo "$PYTHONPATH" ;; esac\n')
+    result = run("test-release", "0.18.2", env=machine | {"PYTHONPATH": "/mine"}, script=clone)
+    root = clone.parent
+    assert result.stdout.splitlines() == [f"{root / '.releases' / '0.18.2'}:{root}:/mine"]
+
+
+def test_tests_of_another_release_than_asked_for_do_not_run(
+    machine: dict[str, str], clone: Path
+) -> None:
+    run("python", env=machine, script=clone)
+    python = clone.parent / ".venv" / "bin" / "python"
+    make_script(python, FAKE_PYTHON + 'case "$*" in *importlib.metadata*) exit 1 ;; esac\n')
+    result = run("test-release", "0.18.2", env=machine, script=clone)
+    assert result.returncode == 1
+    assert "megatron-core 0.18.2 is not what" in result.stderr
+    assert "-m|pytest" not in Path(machine["CALLS"]).read_text()
+
+
+@pytest.mark.parametrize("arguments", [[], ["newest"], ["-k", "mla"], ["../0.18.2"]], ids=str)
+def test_a_release_must_be_named(
+    machine: dict[str, str], clone: Path, arguments: list[str]
+) -> None:
+    result = run("test-release", *arguments, env=machine, script=clone)
+    assert result.returncode == 1
+    assert "test-release needs a release of megatron-core, such as 0.18.2" in result.stderr
 
 
 def test_lint_fails_when_any_of_its_checks_fails(machine: dict[str, str], clone: Path) -> None:
@@ -307,13 +378,15 @@ def test_scripts_can_be_executed(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
 
 
-@pytest.mark.parametrize("failing", ["", "lint", "test"])
-def test_ci_runs_lint_and_tests_and_fails_with_either(tmp_path: Path, failing: str) -> None:
+@pytest.mark.parametrize("failing", ["", "lint", "test", "test-release"])
+def test_ci_runs_lint_and_tests_and_fails_with_any(tmp_path: Path, failing: str) -> None:
     ci = tmp_path / ".ci" / "run"
     ci.parent.mkdir()
     shutil.copy(ROOT / ".ci" / "run", ci)
-    make_script(tmp_path / "run", f'#!/bin/sh\necho "ran $1"\n[ "$1" != "{failing}" ]\n')
+    make_script(tmp_path / "run", f'#!/bin/sh\necho "ran $1 $2"\n[ "$1" != "{failing}" ]\n')
     result = run(env=dict(os.environ), script=ci)
-    assert "ran lint" in result.stdout
-    assert "ran test" in result.stdout
+    ran = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("ran ")]
+    releases = [release for command, *release in ran if command == "test-release"]
+    assert [command for command, *_ in ran][:2] == ["lint", "test"]
+    assert releases == [["0.17.1"], ["0.18.2"]]
     assert result.returncode == (1 if failing else 0)
