@@ -304,6 +304,7 @@ class _GPT:
         from megatron.training.arguments import core_transformer_config_from_args
 
         self.transformer = core_transformer_config_from_args(args)
+        self.transformer_layer_spec: Callable[..., Any] = self._layer_spec
         self._args = args
 
     def build_model(
@@ -311,19 +312,11 @@ class _GPT:
     ) -> torch.nn.Module:
         """One model chunk: as the builders of later releases."""
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         args = self._args
-        spec = get_gpt_decoder_block_spec(
-            self.transformer,
-            use_transformer_engine=args.transformer_impl == "transformer_engine",
-            normalization=args.normalization,
-            qk_l2_norm=args.qk_l2_norm,
-            vp_stage=vp_stage,
-        )
         return GPTModel(
             config=self.transformer,
-            transformer_layer_spec=spec,
+            transformer_layer_spec=self.transformer_layer_spec(self, vp_stage=vp_stage),
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
@@ -337,6 +330,17 @@ class _GPT:
             rope_scaling_factor=args.rope_scaling_factor,
             seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+
+    def _layer_spec(self, _: Any, vp_stage: Optional[int]) -> Any:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        return get_gpt_decoder_block_spec(
+            self.transformer,
+            use_transformer_engine=self._args.transformer_impl == "transformer_engine",
+            normalization=self._args.normalization,
+            qk_l2_norm=self._args.qk_l2_norm,
             vp_stage=vp_stage,
         )
 

@@ -36,6 +36,24 @@ def model_config(args: Any) -> Any:
         ValueError: A hybrid model without Transformer Engine has layers other than attention, MLP
             and MoE.
     """
+    config = _gpt_or_hybrid_config(args)
+    if offloads_in_graphs(args):
+        from megatron.slipstream.integration.graph_layers import change_model_spec
+
+        change_model_spec(config)
+    return config
+
+
+def offloads_in_graphs(args: Any) -> bool:
+    """Whether our engine is to move what Transformer Engine's CUDA graphs capture."""
+    return (
+        args.fine_grained_activation_offloading
+        and args.offload_engine == "slipstream"
+        and getattr(args, "cuda_graph_impl", "none") == "transformer_engine"
+    )
+
+
+def _gpt_or_hybrid_config(args: Any) -> Any:
     if args.hybrid_layer_pattern is None:
         return compat.gpt_config(args)
     from megatron.training.argument_utils import hybrid_config_from_args

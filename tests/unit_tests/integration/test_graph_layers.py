@@ -9,8 +9,9 @@ done here by hand; what it would replay is what this computes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Optional
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -125,6 +126,46 @@ def _compare(rank: int, world_size: int, port: int, scope: Sequence[str], backen
         mcore.uninstall()
     equal = [torch.equal(a, b) for a, b in zip(expected, result, strict=True)]
     return equal, moved, kinds, events
+
+
+def _layer_spec() -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec()
+
+
+def _for_a_stage(config: Any, vp_stage: Optional[int] = None) -> Any:
+    config.stages.append(vp_stage)
+    return _layer_spec()
+
+
+@pytest.mark.parametrize(
+    "given, stages",
+    [(_layer_spec, []), (lambda: _for_a_stage, [1]), (lambda: lambda config: _layer_spec(), [])],
+    ids=["a spec", "a function of the stage", "a function of the configuration"],
+)
+def test_a_model_is_built_from_layers_that_offload_in_graphs(
+    given: Callable[[], Any], stages: list[int]
+) -> None:
+    from megatron.slipstream.integration.graph_layers import change_model_spec
+
+    config = SimpleNamespace(transformer_layer_spec=given(), stages=[])
+    change_model_spec(config)
+    spec = config.transformer_layer_spec(config, vp_stage=1)
+    assert spec.module.__name__ == "GraphOffloadTransformerLayer"
+    assert repr(spec.submodules) == repr(_layer_spec().submodules)
+    assert config.stages == stages
+
+
+def test_a_hybrid_model_is_built_from_such_layers() -> None:
+    from megatron.slipstream.integration.graph_layers import change_model_spec
+
+    config = SimpleNamespace(hybrid_stack_spec=None)
+    change_model_spec(config)
+    layers = config.hybrid_stack_spec.submodules
+    assert layers.attention_layer.module.__name__ == "GraphOffloadTransformerLayer"
+    assert layers.moe_layer.module.__name__ == "GraphOffloadMoETransformerLayer"
+    assert layers.mamba_layer.module.__name__ == "GraphOffloadMambaLayer"
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-lazy"])
