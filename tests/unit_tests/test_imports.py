@@ -26,7 +26,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron.slipstream"
 
-ROOMS = ("plan", "fine_grained_activation_offload", "cuda_graphs", "integration")
+ROOMS = (
+    "plan",
+    "fine_grained_activation_offload",
+    "cuda_graphs",
+    "packed_sequences",
+    "chunk_graphs",
+    "integration",
+)
 """Left to right: a room may import itself, the rooms to its left, and what is in `SHARED`."""
 
 SHARED = frozenset({"config", "__version__"})
@@ -144,6 +151,9 @@ def test_rooms_import_one_way() -> None:
         ("fine_grained_activation_offload/x.py", "import_module('megatron.training')"),
         ("cuda_graphs/x.py", "from megatron.slipstream.integration import specs"),
         ("cuda_graphs/x.py", "from megatron.slipstream import install"),
+        ("packed_sequences/x.py", "from megatron.core.packed_seq_params import PackedSeqParams"),
+        ("packed_sequences/x.py", "from ..chunk_graphs import slots"),
+        ("chunk_graphs/x.py", "from megatron.core.pipeline_parallel import schedules"),
         ("config.py", "from megatron.slipstream import plan"),
         ("preflight.py", "import megatron.core"),
         ("plan/x.py", "from .. import preflight"),
@@ -168,7 +178,8 @@ def test_an_import_against_the_way_is_found(tmp_path: Path, file: str, line: str
         ("plan/x.py", "from . import trace\nfrom ..config import OffloadConfig\nimport torch"),
         ("fine_grained_activation_offload/x.py", "import torch.cuda\nfrom ..plan import trace"),
         ("cuda_graphs/x.py", "from ..fine_grained_activation_offload import manager"),
-        ("integration/x.py", "import megatron.core\nfrom ..cuda_graphs import slots"),
+        ("integration/x.py", "import megatron.core\nfrom ..chunk_graphs import slots"),
+        ("chunk_graphs/x.py", "from ..packed_sequences import batch"),
         ("integration/x.py", "from .. import preflight"),
         ("cli.py", "from megatron.slipstream.integration import mcore"),
     ],

@@ -111,7 +111,7 @@ def grouped_experts_without_transformer_engine(original: Any) -> Any:
 
 
 class LatentCoreAttention(DotProductAttention):
-    """Core attention whose values may have another head size than its queries and keys.
+    """Core attention of packed sequences, and with another head size of values than of keys.
 
     Args:
         k_channels: Head size of queries and keys; None is ``config.kv_channels``.
@@ -131,6 +131,57 @@ class LatentCoreAttention(DotProductAttention):
         super().__init__(*arguments, softmax_scale=softmax_scale, **options)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Optional[torch.Tensor],
+        *arguments: Any,
+        packed_seq_params: Optional[Any] = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Causal attention within each packed sequence, or what megatron-core does without any.
+
+        Args:
+            query: ``[s, b, heads, head size]``; packed ``[t, heads, head size]``.
+            key: As ``query``, with ``groups`` for ``heads``.
+            value: As ``key``.
+            attention_mask: Of no use to packed sequences.
+            arguments: Passed on.
+            packed_seq_params: Where the sequences begin and how long they are.
+            options: Passed on.
+
+        Returns:
+            ``[s, b, hidden size]``; packed ``[t, hidden size]``, 0 for what is in no sequence.
+        """
+        if packed_seq_params is None:
+            return super().forward(query, key, value, attention_mask, *arguments, **options)
+        hidden_size = self.num_attention_heads_per_partition * value.shape[-1]
+        output = query.new_zeros(query.shape[0], hidden_size)
+        usual_hidden_size = self.hidden_size_per_partition
+        # Multi-latent attention gives the values of packed sequences the head size of the keys.
+        self.hidden_size_per_partition = hidden_size
+        try:
+            for begin, length in sequence_places(packed_seq_params):
+                here = slice(begin, begin + length)
+                mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+                one = (tensor[here].unsqueeze(1) for tensor in (query, key, value))
+                output[here] = super().forward(*one, mask, *arguments, **options).squeeze(1)
+        finally:
+            self.hidden_size_per_partition = usual_hidden_size
+        return output
+
+
+def sequence_places(packed_seq_params: Any) -> list[tuple[int, int]]:
+    """First token and length of each sequence of a ``PackedSeqParams`` that has any tokens."""
+    lengths = packed_seq_params.cu_seqlens_q.diff()
+    begins = packed_seq_params.cu_seqlens_q_padded
+    if begins is None:
+        begins = packed_seq_params.cu_seqlens_q
+    places = zip(begins[:-1].tolist(), lengths.tolist(), strict=True)
+    return [(begin, length) for begin, length in places if length]
 
 
 def core_attention_with_head_sizes(_: Any) -> Any:

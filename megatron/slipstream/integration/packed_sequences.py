@@ -1,0 +1,340 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Packed training in megatron: its datasets, its batches, and the forward pass of a micro-batch.
+
+What a batch holds and why is in ``packed_sequences/batch.py``, [Note: Static packed sequences].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args
+
+from megatron.slipstream.integration.padded_routing import exclude_padding_from_routing
+from megatron.slipstream.packed_sequences.batch import (
+    OFFSET_KEYS,
+    for_context_parallel_rank,
+    static_layout,
+)
+from megatron.slipstream.packed_sequences.dataset import (
+    PackedDocuments,
+    PackIndex,
+    PackingPlan,
+    build_index,
+    load_index,
+    save_index,
+)
+from megatron.slipstream.packed_sequences.options import pack_limits
+
+logger = logging.getLogger(__name__)
+
+# Datasets
+
+
+@dataclasses.dataclass
+class PackedDatasetConfig(GPTDatasetConfig):
+    """Megatron's dataset options, and how documents are packed."""
+
+    train_plan: Optional[PackingPlan] = None
+    """Of the training set; not None."""
+
+    evaluation_plan: Optional[PackingPlan] = None
+    """Of the validation and the test set, whose batches may have another size; not None."""
+
+    packing: str = ""
+    """Both in a form that tells whether a cached index is theirs. Made here."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plans = [self.plan(Split.train), self.plan(Split.valid)]
+        self.packing = json.dumps([dataclasses.asdict(plan) for plan in plans])
+
+    def plan(self, split: Split) -> PackingPlan:
+        """How the documents of a split are packed."""
+        plan = self.train_plan if split is Split.train else self.evaluation_plan
+        assert plan is not None
+        return plan
+
+
+class PackedGPTDataset(MegatronDataset):
+    """Packed samples of one corpus, as megatron's builder of datasets makes them.
+
+    Its index is cached where megatron's own are: in ``data_cache_path``, or beside the corpus.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        dataset_path: Optional[str],
+        indices: Any,
+        num_samples: Optional[int],
+        index_split: Split,
+        config: PackedDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        plan = config.plan(index_split)
+        masked = config.tokenizer.eod if config.eod_mask_loss else None
+        self.samples = PackedDocuments(dataset, self._index(plan), plan.limits, masked)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        return int(low_level_dataset.sequence_lengths.shape[0])
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: PackedDatasetConfig) -> Any:
+        source = MockGPTDataset if config.mock else GPTDataset
+        return source.build_low_level_dataset(dataset_path, config)
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        return [*MegatronDataset._key_config_attributes(), "packing"]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, idx: Optional[int]) -> dict[str, torch.Tensor]:
+        return self.samples[idx]
+
+    def _index(self, plan: PackingPlan) -> PackIndex:
+        """From the cache, or packed now, which gives the same on every rank."""
+        folder = self._cache_folder()
+        name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        index = None if folder is None else load_index(folder, name)
+        if index is not None:
+            return index
+        # Megatron asks for none where it will not evaluate, and then refuses an empty set.
+        num_samples = self.num_samples if self.num_samples is None else max(self.num_samples, 1)
+        what = f"packing documents ({self.index_split.name})"
+        index = build_index(self.dataset.sequence_lengths, self.indices, plan, num_samples, what)
+        # Megatron's builder lets the first rank go first; the others then find its files.
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            _log_filling(self.index_split.name, index, plan)
+            if folder is not None:
+                save_index(folder, name, index, plan)
+        return index
+
+    def _cache_folder(self) -> Optional[Path]:
+        if self.config.path_to_cache:
+            return Path(self.config.path_to_cache)
+        if self.config.mock:
+            return None
+        return Path(self.dataset.path_prefix) / "cache" / f"{type(self).__name__}_indices"
+
+
+def _log_filling(name: str, index: PackIndex, plan: PackingPlan) -> None:
+    limits = plan.limits
+    logger.info(
+        "packed %d pieces of documents into %d samples of the %s set: %.1f%% of their tokens are "
+        "not padding, and %.1f%% of them hold thd_max_packed_sequences=%d",
+        len(index.pieces),
+        len(index),
+        name,
+        100 * index.filling(limits),
+        100 * index.part_with(limits.max_sequences),
+        limits.max_sequences,
+    )
+
+
+def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
+    """The configuration of packed datasets.
+
+    Args:
+        base: Megatron's.
+        args: Validated arguments.
+
+    Raises:
+        ValueError: Packs of several corpora are to be balanced.
+    """
+    blends = [base.blend, *(base.blend_per_split or [])]
+    if args.sequence_packing == "balanced" and any(blend and len(blend[0]) > 1 for blend in blends):
+        raise ValueError(
+            "sequence_packing=balanced is not supported with several corpora because each is "
+            "packed by itself, and a batch that mixes them is not balanced; set "
+            "sequence_packing=greedy, or data_path to one corpus"
+        )
+    plan = PackingPlan(
+        limits=pack_limits(args),
+        packing=args.sequence_packing,
+        packs_per_batch=args.global_batch_size,
+        num_ranks=args.data_parallel_size,
+        seed=args.seed,
+    )
+    options = {
+        field.name: getattr(base, field.name) for field in dataclasses.fields(base) if field.init
+    }
+    return PackedDatasetConfig(
+        **options,
+        train_plan=plan,
+        evaluation_plan=dataclasses.replace(plan, packs_per_batch=args.eval_global_batch_size),
+    )
+
+
+def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig) -> Any:
+    """Train, validation and test set of packed samples; called by all ranks.
+
+    Args:
+        num_samples: At least so many samples of each; None: one epoch.
+        base: Megatron's configuration of unpacked datasets.
+    """
+    exclude_padding_from_routing()
+    config = dataset_config(base, get_args())
+    builder = BlendedMegatronDatasetBuilder(PackedGPTDataset, num_samples, _reads_data, config)
+    return builder.build()
+
+
+def _reads_data() -> bool:
+    """One rank of each tensor-parallel group, on every stage: all layers need the offsets."""
+    return bool(mpu.get_tensor_model_parallel_rank() == 0)
+
+
+# Batches
+
+
+def packed_seq_params(
+    cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor, max_seqlen: int
+) -> PackedSeqParams:
+    """megatron-core's description of a micro-batch, such that nothing has to ask the GPU.
+
+    ``total_tokens`` and ``seq_idx`` stay None. With them every construction would allocate and wait
+    for the GPU, and only state-space layers read them.
+
+    Args:
+        cu_seqlens: int32 ``[N + 1]``.
+        cu_seqlens_padded: int32 ``[N + 1]``, a tensor of its own.
+        max_seqlen: Number of tokens of the buffer, of all context-parallel ranks together.
+
+    Raises:
+        ValueError: Both are the same tensor.
+    """
+    if cu_seqlens is cu_seqlens_padded:
+        raise ValueError(
+            "cu_seqlens and cu_seqlens_padded are one tensor, which Transformer Engine takes to "
+            "mean that nothing lies between sequences; pass two"
+        )
+    names = {field.name for field in dataclasses.fields(PackedSeqParams)}
+    # Up to 0.18 the two tensors have to say it by being two.
+    explicit = {"pad_between_seqs": True} if "pad_between_seqs" in names else {}
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens_padded,
+        cu_seqlens_kv_padded=cu_seqlens_padded,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        **explicit,
+    )
+
+
+def _batch(
+    data_iterator: Optional[Iterator[Any]], needed: set[str], args: Any
+) -> dict[str, torch.Tensor]:
+    """This rank's micro-batch on its device: what is ``needed``, of the static layout."""
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    batch: dict[str, torch.Tensor] = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        assert data_iterator is not None, "the first tensor-parallel rank reads the data"
+        loaded = for_context_parallel_rank(
+            next(data_iterator), args.context_parallel_size, mpu.get_context_parallel_rank()
+        )
+        batch = {key: loaded[key].to(device, non_blocking=True) for key in sorted(needed)}
+    if mpu.get_tensor_model_parallel_world_size() == 1:
+        return batch
+    layout = static_layout(pack_limits(args), args.context_parallel_size)
+    return _broadcast(batch, {key: layout[key] for key in sorted(needed)}, device)
+
+
+def _broadcast(
+    batch: Mapping[str, torch.Tensor], layout: Mapping[str, Any], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Give every rank of the tensor-parallel group its first rank's batch; shapes are known."""
+    source = mpu.get_tensor_model_parallel_src_rank()
+    group = mpu.get_tensor_model_parallel_group()
+    received = {}
+    for key, (shape, dtype) in layout.items():
+        tensor = batch.get(key)
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        torch.distributed.broadcast(tensor, source, group=group)
+        received[key] = tensor
+    return received
+
+
+def forward(
+    data_iterator: Optional[Iterator[Any]], model: torch.nn.Module
+) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """One packed micro-batch through one model chunk.
+
+    Returns:
+        Its output (on the last stage the loss of each token, float ``[1, T]``) and the mask of the
+        labels that count, float32 ``[1, T]`` (None in the middle of the pipeline). Losses of
+        padding are finite, so a product with the mask leaves them out.
+    """
+    args = get_args()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    is_first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    is_last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    needed = set(OFFSET_KEYS)
+    if is_first or is_last:
+        needed |= {"tokens", "labels", "position_ids", "loss_mask"}
+    if args.num_experts:
+        needed |= {"padding_mask"}
+    batch = _batch(data_iterator, needed, args)
+    params = packed_seq_params(
+        batch["cu_seqlens"][0], batch["cu_seqlens_padded"][0], pack_limits(args).max_tokens
+    )
+    if vp_stage in (None, 0):
+        _count_work(params.cu_seqlens_q)
+    more: dict[str, Any] = {}
+    if args.num_experts:
+        more["padding_mask"] = _padding_mask_for(batch["padding_mask"], is_first, args)
+    if getattr(args, "mtp_num_layers", None):
+        more["loss_mask"] = batch.get("loss_mask")
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        None,
+        labels=batch.get("labels"),
+        packed_seq_params=params,
+        **more,
+    )
+    return output, batch.get("loss_mask")
+
+
+def _padding_mask_for(mask: torch.Tensor, is_first: bool, args: Any) -> torch.Tensor:
+    """The padding mask as a stage's model wants it, bool ``[1, tokens]``.
+
+    With sequence parallelism layers have only a rank's part of the tokens. A model on the first
+    stage divides the mask itself; on later ones megatron-core passes it on as it came.
+    """
+    if is_first or not args.sequence_parallel:
+        return mask
+    parts = mask.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
+    return parts[mpu.get_tensor_model_parallel_rank()].contiguous()
+
+
+def _count_work(cu_seqlens: torch.Tensor) -> None:
+    """Tell megatron the lengths of the sequences, of which it computes the throughput it logs.
+
+    Once per micro-batch and rank, in training: it adds up until the iteration ends. Without, it
+    takes every micro-batch for one sequence. Releases up to 0.17 do.
+    """
+    from megatron.training import training
+
+    update = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
+    if update is not None and torch.is_grad_enabled():
+        update(cu_seqlens)

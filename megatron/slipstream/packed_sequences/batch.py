@@ -1,0 +1,192 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""One pack as the tensors of a micro-batch: the same shapes and types whatever is in it.
+
+A CUDA graph replays with the addresses, shapes and Python numbers it was captured with, so all that
+differs between packs is the content of these tensors. What each is for:
+
+[Note: Static packed sequences]
+
+- ``tokens``, ``labels``, ``position_ids`` (int64 ``[1, T]``): the pieces one after the other, then
+  padding to the T tokens of ``PackLimits.max_tokens``. Positions begin at 0 in every piece. Padding
+  is token, label and position 0, which every embedding has a row for.
+- ``loss_mask`` (float32 ``[1, T]``): 1 where a label counts, 0 at padding.
+- ``padding_mask`` (bool ``[1, T]``): True at padding, which is what megatron-core's routers mean by
+  it (the docstrings in its router say the opposite of its code). They leave such tokens out of
+  auxiliary losses and statistics. It is not ``loss_mask == 0``: a token whose label does not count
+  is routed like any other.
+- ``cu_seqlens`` (int32 ``[1, N + 1]``, N is ``PackLimits.max_sequences``): where each sequence
+  would begin if there were no padding, so that differences are the lengths that attention sees. The
+  number of entries is fixed by repeating the last one: sequences of no tokens, which fused
+  attention takes.
+- ``cu_seqlens_padded`` (int32 ``[1, N + 1]``): where each sequence begins in the buffer. It always
+  ends with T: what follows the last piece is one more sequence, of 0 tokens in ``cu_seqlens``; with
+  N pieces there is no place for one more, and the last piece is followed by padding of its own. It
+  has to cover the buffer because rotary embeddings write exactly the tokens that it covers: fused
+  ones leave the rest of their output as it was allocated, which may be NaN, and unfused ones raise.
+
+The two offsets are different tensors even where they hold the same numbers. Transformer Engine
+takes the same object in both places to mean that nothing lies between the sequences, unless
+``pad_between_seqs`` says otherwise; an older release of megatron-core cannot say it.
+
+``max_seqlen`` is the Python number T, for every pack. Without it Transformer Engine asks the GPU
+for it, and the rotary table gets its length from it. It is T rather than the longest document,
+since the padding at the end is a sequence too and may be nearly the whole buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.slipstream.packed_sequences.packing import PackLimits
+
+SEQUENCE_KEYS: Mapping[str, torch.dtype] = {
+    "tokens": torch.int64,
+    "labels": torch.int64,
+    "position_ids": torch.int64,
+    "loss_mask": torch.float32,
+    "padding_mask": torch.bool,
+}
+"""What has an entry for each token of the buffer; context parallelism divides it."""
+
+OFFSET_KEYS: Mapping[str, torch.dtype] = {
+    "cu_seqlens": torch.int32,
+    "cu_seqlens_padded": torch.int32,
+}
+"""What has an entry for each sequence; every rank has all of it."""
+
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def static_layout(limits: PackLimits, context_parallel_size: int = 1) -> Layout:
+    """Shape and dtype of every tensor of a micro-batch on one rank; see the note above.
+
+    Args:
+        limits: Of each pack. ``max_tokens`` counts the tokens of all context-parallel ranks.
+        context_parallel_size: Number of ranks that divide the tokens.
+    """
+    num_tokens = limits.max_tokens // context_parallel_size
+    return {
+        **{key: ((1, num_tokens), dtype) for key, dtype in SEQUENCE_KEYS.items()},
+        **{key: ((1, limits.max_sequences + 1), dtype) for key, dtype in OFFSET_KEYS.items()},
+    }
+
+
+def packed_sample(
+    texts: Sequence[NDArray[Any]], limits: PackLimits, masked_token: Optional[int] = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of one pack without their first dimension, which collating adds.
+
+    Args:
+        texts: For each piece its tokens and the one that follows, which is the last label: integers
+            ``[length + 1]``. None at all gives a micro-batch of padding.
+        limits: What the pack keeps to.
+        masked_token: Labels after this token do not count (megatron's ``eod_mask_loss``); None
+            masks none.
+
+    Raises:
+        ValueError: The pieces are more than the limits allow.
+    """
+    lengths = [len(text) - 1 for text in texts]
+    footprints = [limits.footprint(length) for length in lengths]
+    if sum(footprints) > limits.max_tokens or len(texts) > limits.max_sequences:
+        raise ValueError(
+            f"{len(texts)} sequences of {sum(footprints)} tokens are no pack because it has room "
+            f"for {limits.max_sequences} of {limits.max_tokens}; pack with the same limits"
+        )
+    sample = {
+        key: torch.zeros(limits.max_tokens, dtype=dtype) for key, dtype in SEQUENCE_KEYS.items()
+    }
+    sample["padding_mask"].fill_(True)
+    begin = 0
+    for text, length, footprint in zip(texts, lengths, footprints, strict=True):
+        here = slice(begin, begin + length)
+        ids = torch.from_numpy(np.asarray(text, dtype=np.int64))
+        sample["tokens"][here] = ids[:-1]
+        sample["labels"][here] = ids[1:]
+        sample["position_ids"][here] = torch.arange(length)
+        sample["loss_mask"][here] = 1.0
+        sample["padding_mask"][here] = False
+        begin += footprint
+    if masked_token is not None:
+        sample["loss_mask"][sample["tokens"] == masked_token] = 0.0
+    sample["cu_seqlens"] = _offsets(lengths, limits.max_sequences)
+    sample["cu_seqlens_padded"] = _offsets(footprints, limits.max_sequences)
+    # The rest of the buffer is one more sequence, or the padding of the last one.
+    sample["cu_seqlens_padded"][len(texts) + 1 :] = limits.max_tokens
+    sample["cu_seqlens_padded"][-1] = limits.max_tokens
+    return sample
+
+
+def _offsets(lengths: Sequence[int], max_sequences: int) -> torch.Tensor:
+    """int32 ``[max_sequences + 1]``: sums of the first 0, 1, ... lengths; then the last repeats."""
+    offsets = torch.full((max_sequences + 1,), sum(lengths), dtype=torch.int32)
+    offsets[: len(lengths) + 1] = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+    return offsets
+
+
+def context_parallel_positions(
+    cu_seqlens_padded: torch.Tensor, context_parallel_size: int, context_parallel_rank: int
+) -> torch.Tensor:
+    """Which tokens of the buffer a context-parallel rank has, in its order.
+
+    Each sequence is cut into ``2 * context_parallel_size`` equal parts, of which rank r has the
+    r-th and the r-th from the end: with causal attention all ranks have equal work. This is the
+    order that Transformer Engine's attention and rotary embeddings expect of packed sequences.
+
+    Args:
+        cu_seqlens_padded: Integers ``[N + 1]`` on the CPU.
+        context_parallel_size: Number of ranks.
+        context_parallel_rank: The rank, from 0.
+
+    Returns:
+        int64 ``[T / context_parallel_size]``.
+
+    Raises:
+        ValueError: A sequence cannot be cut into so many equal parts.
+    """
+    num_parts = 2 * context_parallel_size
+    begins = cu_seqlens_padded[:-1].long()
+    sizes = cu_seqlens_padded.long().diff()
+    if bool((sizes % num_parts).any()):
+        raise ValueError(
+            f"context_parallel_size={context_parallel_size} is not supported with packed sequences "
+            f"that are not aligned to it; set an alignment of {num_parts} tokens"
+        )
+    parts = sizes // num_parts
+    mine = (context_parallel_rank, num_parts - 1 - context_parallel_rank)
+    pieces = [
+        torch.arange(begin + part * index, begin + part * (index + 1))
+        for begin, part in zip(begins.tolist(), parts.tolist(), strict=True)
+        if part
+        for index in mine
+    ]
+    return torch.cat(pieces)
+
+
+def for_context_parallel_rank(
+    batch: Mapping[str, torch.Tensor], context_parallel_size: int, context_parallel_rank: int
+) -> dict[str, torch.Tensor]:
+    """A rank's part of a micro-batch on the CPU: its tokens, and the offsets of the whole buffer.
+
+    Attention takes the offsets of the undivided sequences and divides them itself.
+
+    Args:
+        batch: As :func:`static_layout` describes it for one rank.
+        context_parallel_size: Number of ranks.
+        context_parallel_rank: The rank, from 0.
+    """
+    if context_parallel_size == 1:
+        return dict(batch)
+    positions = context_parallel_positions(
+        batch["cu_seqlens_padded"][0], context_parallel_size, context_parallel_rank
+    )
+    return {
+        key: tensor.index_select(1, positions) if key in SEQUENCE_KEYS else tensor
+        for key, tensor in batch.items()
+    }

@@ -1,0 +1,302 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Packed samples of a corpus: which pieces of which documents each sample holds.
+
+The stream of documents is endless: a shuffle of the corpus, another one, and so on. It is packed
+from its beginning, so the first samples are the same however many are asked for, and training that
+stops and goes on with sample n sees what it would have seen. The last documents of an epoch share
+samples with the first of the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import sys
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Optional, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.slipstream.packed_sequences.batch import packed_sample
+from megatron.slipstream.packed_sequences.packing import (
+    LOOK_AHEAD,
+    Pack,
+    PackLimits,
+    Piece,
+    balanced,
+    greedy,
+    split,
+)
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+"""Of the files of an index. Another number, and files of before are not read."""
+
+_AT_A_TIME = 1 << 16
+"""Documents that are Python objects at the same time: a corpus may have billions."""
+
+_QUIET_S = 1.0
+_LINE_EVERY_S = 10.0
+
+
+class Corpus(Protocol):
+    """What of megatron-core's ``IndexedDataset`` is used."""
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """Number of tokens of each document."""
+
+    def get(self, idx: int, offset: int = 0, length: Optional[int] = None) -> NDArray[Any]:
+        """``length`` tokens of a document from ``offset`` on."""
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """How a stream of documents becomes samples. Equal plans of one corpus give equal samples.
+
+    Args:
+        limits: Of each sample.
+        packing: 'greedy', or 'balanced' over global batches.
+        packs_per_batch: Samples of a global batch; of no effect with 'greedy'.
+        num_ranks: Data-parallel ranks that share a batch; of no effect with 'greedy'.
+        seed: Of the shuffles.
+        look_ahead: See :func:`~megatron.slipstream.packed_sequences.packing.greedy`.
+    """
+
+    limits: PackLimits
+    packing: Literal["greedy", "balanced"] = "greedy"
+    packs_per_batch: int = 1
+    num_ranks: int = 1
+    seed: int = 0
+    look_ahead: int = LOOK_AHEAD
+
+    def __post_init__(self) -> None:
+        if self.packing not in ("greedy", "balanced"):
+            raise ValueError(
+                f"sequence_packing={self.packing!r} is not a packing; set 'greedy' or 'balanced'"
+            )
+
+    def packs(self, pieces: Iterable[Piece]) -> Iterator[Pack]:
+        """The stream's pieces in samples."""
+        if self.packing == "greedy":
+            return greedy(pieces, self.limits, self.look_ahead)
+        return balanced(pieces, self.limits, self.packs_per_batch, self.num_ranks, self.look_ahead)
+
+
+def document_stream(
+    lengths: NDArray[np.integer[Any]],
+    documents: NDArray[np.integer[Any]],
+    plan: PackingPlan,
+    num_epochs: Optional[int],
+) -> Iterator[Piece]:
+    """Yield the pieces of the documents, epoch after epoch, each in an order of its own.
+
+    A document of n tokens gives n - 1 that the model reads: the last one is only a label, as the
+    next document is out of sight. One of fewer than 2 tokens gives none.
+
+    Args:
+        lengths: Number of tokens of every document of the corpus.
+        documents: Which documents take part.
+        plan: Its seed and its limits.
+        num_epochs: None is endless.
+    """
+    epochs = itertools.count() if num_epochs is None else range(num_epochs)
+    for epoch in epochs:
+        # Not a Generator, whose permutations may change with the version of numpy.
+        order = np.random.RandomState([plan.seed, epoch]).permutation(documents)
+        for begin in range(0, len(order), _AT_A_TIME):
+            some = order[begin : begin + _AT_A_TIME]
+            for document, length in zip(some.tolist(), (lengths[some] - 1).tolist(), strict=True):
+                yield from split(document, length, plan.limits.max_tokens)
+
+
+@dataclass(frozen=True)
+class PackIndex:
+    """Which pieces each sample holds.
+
+    Args:
+        pieces: int32 ``[num_pieces, 3]``: document, offset and length, sample by sample.
+        ends: int64 ``[num_samples]``: where each sample's pieces end in ``pieces``.
+    """
+
+    pieces: NDArray[np.int32]
+    ends: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, sample: int) -> Pack:
+        begin = self.ends[sample - 1] if sample else 0
+        return [Piece(*row) for row in self.pieces[begin : self.ends[sample]].tolist()]
+
+    def filling(self, limits: PackLimits) -> float:
+        """The part of all buffers that documents fill, 0 to 1."""
+        return float(self.pieces[:, 2].sum(dtype=np.int64)) / (len(self) * limits.max_tokens)
+
+    def part_with(self, num_pieces: int) -> float:
+        """The part of the samples that hold so many pieces, 0 to 1."""
+        return float((np.diff(self.ends, prepend=0) == num_pieces).mean())
+
+
+def build_index(
+    lengths: NDArray[np.integer[Any]],
+    documents: NDArray[np.integer[Any]],
+    plan: PackingPlan,
+    num_samples: Optional[int] = None,
+    what: str = "packing documents",
+) -> PackIndex:
+    """Pack until there are enough samples.
+
+    Args:
+        lengths: As for :func:`document_stream`.
+        documents: As for :func:`document_stream`.
+        plan: How.
+        num_samples: How many; None packs one epoch, the last samples of which may be hardly filled.
+        what: Shown beside the progress.
+
+    Raises:
+        ValueError: There is nothing to pack.
+    """
+    if not bool((lengths[documents] > 1).any()):
+        raise ValueError(
+            f"none of the {len(documents)} documents has two tokens or more, so there is nothing "
+            "to pack; set data_path to a corpus that has some, or split to give this set a part"
+        )
+    stream = document_stream(lengths, documents, plan, 1 if num_samples is None else None)
+    packs = itertools.islice(plan.packs(stream), num_samples)
+    # Arrays that grow in place: lists of tuples would take ten times the memory.
+    pieces, ends = array("i"), array("q")
+    for pack in _watched(packs, num_samples, what):
+        pieces.extend(itertools.chain.from_iterable(pack))
+        ends.append(len(pieces) // 3)
+    rows = np.frombuffer(pieces, dtype=np.int32).reshape(-1, 3)
+    return PackIndex(rows, np.frombuffer(ends, dtype=np.int64))
+
+
+class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Packed samples of a corpus by their number.
+
+    Args:
+        corpus: Where the tokens are.
+        index: Which of them each sample holds.
+        limits: Of each sample.
+        masked_token: See :func:`~megatron.slipstream.packed_sequences.batch.packed_sample`.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        index: PackIndex,
+        limits: PackLimits,
+        masked_token: Optional[int] = None,
+    ) -> None:
+        self.corpus = corpus
+        self.index = index
+        self.limits = limits
+        self.masked_token = masked_token
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, sample: Optional[int]) -> dict[str, torch.Tensor]:
+        """Sample number ``sample``; None is one without documents, which fills up a batch."""
+        pieces = [] if sample is None else self.index[sample]
+        texts = [
+            self.corpus.get(piece.document, offset=piece.offset, length=piece.length + 1)
+            for piece in pieces
+        ]
+        return packed_sample(texts, self.limits, self.masked_token)
+
+
+# Files
+
+
+def load_index(folder: Path, name: str) -> Optional[PackIndex]:
+    """The index that :func:`save_index` wrote; None if there is none, or none of this format."""
+    paths = _paths(folder, name)
+    if not all(path.is_file() for path in paths):
+        return None
+    description, pieces, ends = paths
+    if json.loads(description.read_text(encoding="utf-8")).get("format") != _FORMAT:
+        return None
+    return PackIndex(np.load(pieces, mmap_mode="r"), np.load(ends, mmap_mode="r"))
+
+
+def save_index(folder: Path, name: str, index: PackIndex, plan: PackingPlan) -> None:
+    """Write an index for :func:`load_index`. The description comes last: with it, all is there."""
+    description, pieces, ends = _paths(folder, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"format": _FORMAT, "num_samples": len(index), "plan": asdict(plan)}
+    for path, numbers in ((pieces, index.pieces), (ends, index.ends)):
+        temporary = _temporary(path)
+        with temporary.open("wb") as stream:
+            np.save(stream, numbers)
+        temporary.replace(path)
+    temporary = _temporary(description)
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(description)
+
+
+def _paths(folder: Path, name: str) -> Sequence[Path]:
+    endings = ("description.json", "pieces.npy", "ends.npy")
+    return [folder / f"{name}-{ending}" for ending in endings]
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+# Progress
+
+
+def _watched(packs: Iterator[Pack], total: Optional[int], what: str) -> Iterator[Pack]:
+    """The packs, with a bar on stderr, or lines in the log where that is no terminal.
+
+    Nothing is shown of what takes no longer than a second.
+    """
+    started_s = shown_s = time.monotonic()
+    bar: Any = None
+    try:
+        for count, pack in enumerate(packs):
+            yield pack
+            now_s = time.monotonic()
+            if now_s - started_s < _QUIET_S:
+                continue
+            if sys.stderr.isatty():
+                if bar is None:
+                    bar = _Bar(total, what)
+                bar.show(count + 1)
+            elif now_s - shown_s > _LINE_EVERY_S:
+                shown_s = now_s
+                of_total = "" if total is None else f" of {total}"
+                logger.info("%s: %d%s samples", what, count + 1, of_total)
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+class _Bar:
+    def __init__(self, total: Optional[int], what: str) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        # Transient, because training may draw a bar of its own below.
+        self._progress = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._progress.add_task(what, total=total)
+        self._progress.start()
+
+    def show(self, num_done: int) -> None:
+        self._progress.update(self._task, completed=num_done)
+
+    def close(self) -> None:
+        self._progress.stop()

@@ -1,0 +1,238 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The flags of packed training, and what they do not go together with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, Optional
+
+from megatron.slipstream.config import Rule, check_rules
+from megatron.slipstream.packed_sequences.packing import PackLimits
+
+_TOKENS_PER_SEQUENCE = 64
+"""What the default number of sequences allows for: documents of this length fill a buffer."""
+
+
+@dataclass(frozen=True)
+class PackingOptions:
+    """Settings of packed training; none is packed unless ``sequence_packing`` says how."""
+
+    sequence_packing: Optional[Literal["greedy", "balanced"]] = None
+    """Train on whole documents side by side, each blind to the others, instead of on
+    --seq-length tokens cut out of their concatenation. A micro-batch is one buffer of --seq-length
+    tokens (set --micro-batch-size 1). 'greedy' fills one after the other; 'balanced' also spreads
+    the documents of a global batch so that attention costs every data-parallel rank about the
+    same."""
+
+    thd_max_packed_sequences: Optional[int] = None
+    """The most documents in a micro-batch. The offsets that attention gets always have one entry
+    more, whatever is in a micro-batch, as CUDA graphs need. Not set, it is one for 64 tokens; the
+    log tells how many micro-batches have room left because of it."""
+
+    thd_max_tokens: Optional[int] = None
+    """Tokens of a micro-batch on one rank, padding included. Not set, it is --seq-length divided by
+    the context-parallel size, and it can be nothing else: stages of a pipeline agree on that."""
+
+
+_DEFAULTS: dict[str, Any] = {
+    "context_parallel_size": 1,
+    "micro_batch_size": 1,
+    "calculate_per_token_loss": False,
+    "moe_router_load_balancing_type": "none",
+}
+"""Of options that rules look at; others are None. Not every release has every option."""
+
+
+def _packs(facts: Any) -> bool:
+    return facts.sequence_packing is not None
+
+
+def _packs_balanced(facts: Any) -> bool:
+    return bool(facts.sequence_packing == "balanced")
+
+
+def _is_off(option: str, because: str, cure: str) -> Rule:
+    return Rule(
+        option,
+        _packs,
+        lambda facts: not getattr(facts, option),
+        f"{option}={{{option}}} is not supported with sequence_packing={{sequence_packing}} "
+        f"because {because}; {cure}",
+    )
+
+
+def _needs_packing(option: str) -> Rule:
+    return Rule(
+        option,
+        lambda facts: not _packs(facts),
+        lambda facts: getattr(facts, option) is None,
+        f"{option}={{{option}}} has no effect without sequence_packing; set "
+        f"sequence_packing=greedy or balanced, or leave {option} out",
+    )
+
+
+def _balancing_types(facts: Any) -> set[str]:
+    given = facts.moe_router_load_balancing_type
+    return {given} if isinstance(given, str) else set(given)
+
+
+def _is_one_of(option: str, values: tuple[Any, ...]) -> Callable[[Any], bool]:
+    return lambda facts: getattr(facts, option) in values
+
+
+PACKING_RULES: tuple[Rule, ...] = (
+    _needs_packing("thd_max_packed_sequences"),
+    _needs_packing("thd_max_tokens"),
+    Rule(
+        "micro_batch_size",
+        _packs,
+        lambda f: f.micro_batch_size == 1 and f.eval_micro_batch_size in (None, 1),
+        "micro_batch_size={micro_batch_size} (eval_micro_batch_size={eval_micro_batch_size}) is "
+        "not supported with sequence_packing={sequence_packing} because a micro-batch is one "
+        "buffer of packed documents; set 1 and a larger seq_length",
+    ),
+    Rule(
+        "thd_max_tokens",
+        _packs,
+        lambda f: (
+            f.thd_max_tokens is None or f.thd_max_tokens * f.context_parallel_size == f.seq_length
+        ),
+        "thd_max_tokens={thd_max_tokens} is not supported with seq_length={seq_length} and "
+        "context_parallel_size={context_parallel_size} because pipeline stages exchange tensors of "
+        "seq_length / context_parallel_size tokens; set seq_length to thd_max_tokens times "
+        "context_parallel_size, or leave thd_max_tokens out",
+    ),
+    Rule(
+        "calculate_per_token_loss",
+        lambda f: _packs(f) and f.context_parallel_size > 1,
+        lambda f: f.calculate_per_token_loss,
+        "sequence_packing={sequence_packing} is not supported with context_parallel_size="
+        "{context_parallel_size} unless the loss is per token, because ranks have different "
+        "numbers of labels that count; set calculate_per_token_loss=True",
+    ),
+    _is_off(
+        "reset_position_ids", "packing begins positions anew in every document", "leave it out"
+    ),
+    _is_off("reset_attention_mask", "packing hides documents from each other", "leave it out"),
+    _is_off(
+        "dataloader_inter_document_masking",
+        "both pack documents, and only one can make the batches",
+        "leave one of them out",
+    ),
+    _is_off("sft", "its dataset makes packs of its own", "leave one of them out"),
+    _is_off(
+        "hybrid_context_parallel",
+        "its scheduler makes micro-batches of its own",
+        "leave one of them out",
+    ),
+    _is_off(
+        "dataloader_fast_cache_load",
+        "it expects the index files of megatron's own datasets",
+        "leave it out",
+    ),
+    _is_off(
+        "dataloader_defer_npy_index_mmap",
+        "it expects the index files of megatron's own datasets",
+        "leave it out",
+    ),
+    Rule(
+        "dataloader_type",
+        _packs,
+        _is_one_of("dataloader_type", (None, "single", "cyclic")),
+        "dataloader_type={dataloader_type} is not supported with sequence_packing="
+        "{sequence_packing} because the batches then come from elsewhere; set 'single'",
+    ),
+    Rule(
+        "dataloader_type",
+        _packs_balanced,
+        _is_one_of("dataloader_type", (None, "single")),
+        "dataloader_type={dataloader_type} is not supported with sequence_packing=balanced because "
+        "shuffled micro-batches no longer are a balanced batch; set 'single' (documents are "
+        "shuffled before they are packed), or sequence_packing=greedy",
+    ),
+    *(
+        Rule(
+            option,
+            _packs_balanced,
+            lambda facts, option=option: not getattr(facts, option),  # type: ignore[misc]
+            f"{option}={{{option}}} is not supported with sequence_packing=balanced because packs "
+            "are spread over batches of one size; set sequence_packing=greedy",
+        )
+        for option in ("rampup_batch_size", "step_batch_size_schedule")
+    ),
+    Rule(
+        "moe_router_load_balancing_type",
+        _packs,
+        lambda f: not _balancing_types(f) & {"sinkhorn", "quantile_balancing"},
+        "moe_router_load_balancing_type={moe_router_load_balancing_type} is not supported with "
+        "sequence_packing={sequence_packing} because it routes each token with regard to all "
+        "others, padding included; set aux_loss, seq_aux_loss, global_aux_loss or none",
+    ),
+    Rule(
+        "hybrid_layer_pattern",
+        _packs,
+        lambda f: not set(f.hybrid_layer_pattern or "") - set("*-E|/"),
+        "hybrid_layer_pattern={hybrid_layer_pattern!r} is not supported with sequence_packing="
+        "{sequence_packing} because the state of other layers than attention, MLP and MoE would "
+        "carry over from document to document; use only * (attention), - (MLP) and E (MoE)",
+    ),
+    Rule(
+        "position_embedding_type",
+        _packs,
+        lambda f: f.position_embedding_type != "mrope",
+        "position_embedding_type=mrope is not supported with sequence_packing={sequence_packing} "
+        "because its positions are not those of tokens in a document; set rope",
+    ),
+    Rule(
+        "mtp_num_layers",
+        lambda f: _packs(f) and f.context_parallel_size > 1,
+        lambda f: not f.mtp_num_layers,
+        "mtp_num_layers={mtp_num_layers} is not supported with sequence_packing={sequence_packing} "
+        "and context_parallel_size={context_parallel_size} because megatron-core looks for "
+        "documents where they would be without the padding between them; set one of them to none",
+    ),
+)
+"""Requirements on :class:`PackingOptions` and megatron's options beside them (duck-typed: an args
+namespace)."""
+
+
+def check_packing(args: Any) -> None:
+    """Check everything about packed training that the arguments alone can tell.
+
+    Args:
+        args: An object with megatron's option names and ours as attributes.
+
+    Raises:
+        ValueError: The first broken rule, naming option, value and cure.
+    """
+    facts = SimpleNamespace(**{rule.option: None for rule in PACKING_RULES})
+    for name in ("sequence_packing", "eval_micro_batch_size", "seq_length"):
+        setattr(facts, name, None)
+    vars(facts).update(_DEFAULTS)
+    vars(facts).update(vars(args))
+    check_rules(PACKING_RULES, facts)
+    if _packs(facts):
+        pack_limits(facts)
+
+
+def pack_limits(args: Any) -> PackLimits:
+    """What a micro-batch of all context-parallel ranks together may hold.
+
+    Args:
+        args: With ``seq_length``, ``context_parallel_size`` and ``thd_max_packed_sequences``.
+
+    Raises:
+        ValueError: See :class:`~megatron.slipstream.packed_sequences.packing.PackLimits`.
+    """
+    context_parallel_size = args.context_parallel_size
+    max_sequences = args.thd_max_packed_sequences
+    if max_sequences is None:
+        max_sequences = -(-args.seq_length // _TOKENS_PER_SEQUENCE)
+    return PackLimits(
+        max_tokens=args.seq_length,
+        max_sequences=max_sequences,
+        alignment=2 * context_parallel_size if context_parallel_size > 1 else 1,
+    )

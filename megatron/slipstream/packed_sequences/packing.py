@@ -1,0 +1,307 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""From a stream of documents to packs: which documents share a micro-batch's buffer.
+
+A pack becomes one micro-batch of packed sequences. Both packers take documents in the order of the
+stream, and both use integers only, so every rank and every machine gets the same packs.
+
+`greedy` fills one pack after the other. `balanced` then moves documents between the packs of one
+global batch, until their attention costs about the same: ranks of a data-parallel group wait for
+the slowest, and a document's attention costs the square of its length.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+LOOK_AHEAD = 64
+"""Pieces among which the next one of a pack is looked for. More fill packs better and mix the
+stream's order more."""
+
+_PARTS_FOR_COST = (1.0, 0.9, 0.75, 0.5)
+"""Which part of a batch's pieces, the longest, are placed by cost. The others fill what room is
+left; the first of these for which all find some is taken."""
+
+_CANDIDATES = 8
+"""How many of a pack's longest pieces, and how many of the cheapest packs, an exchange tries."""
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one document that share a pack's attention."""
+
+    document: int
+    """Index of the document in the corpus."""
+    offset: int
+    """Its first token in the document."""
+    length: int
+    """Number of tokens that the model reads; the one after the last is its label."""
+
+
+Pack = list[Piece]
+
+
+@dataclass(frozen=True)
+class PackLimits:
+    """What a pack may hold.
+
+    Args:
+        max_tokens: Size of the buffer in tokens, of all context-parallel ranks together: megatron's
+            ``seq_length``.
+        max_sequences: The most pieces.
+        alignment: Each piece takes a multiple of so many tokens of the buffer. Context parallelism
+            needs twice its size, because it divides every piece into as many equal parts.
+
+    Raises:
+        ValueError: No piece would fit, or pieces could not fill the buffer.
+    """
+
+    max_tokens: int
+    max_sequences: int
+    alignment: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_sequences < 1:
+            raise ValueError(
+                f"thd_max_packed_sequences={self.max_sequences} leaves no room for a document; "
+                "set 1 or more"
+            )
+        if self.alignment < 1 or self.max_tokens < 1 or self.max_tokens % self.alignment:
+            raise ValueError(
+                f"seq_length={self.max_tokens} is not a multiple of {self.alignment}, of which "
+                "every packed sequence takes a multiple; set one that is"
+            )
+
+    def footprint(self, length: int) -> int:
+        """Tokens of the buffer that a piece of ``length`` tokens takes."""
+        return -(-length // self.alignment) * self.alignment
+
+
+def split(document: int, length: int, max_tokens: int) -> list[Piece]:
+    """Cut a document into pieces that fill a pack, and a last one with the rest.
+
+    Not into equal ones: those of more than half a pack would leave the other half empty.
+
+    Args:
+        document: Its index.
+        length: Number of its tokens that the model reads; 0 gives no piece.
+        max_tokens: The longest that a piece may be.
+    """
+    return [
+        Piece(document, offset, min(max_tokens, length - offset))
+        for offset in range(0, length, max_tokens)
+    ]
+
+
+def attention_work(pack: Iterable[Piece]) -> int:
+    """What attention in a pack costs: the sum of the squares of its pieces' lengths."""
+    return sum(piece.length**2 for piece in pack)
+
+
+def greedy(
+    pieces: Iterable[Piece], limits: PackLimits, look_ahead: int = LOOK_AHEAD
+) -> Iterator[Pack]:
+    """Yield packs in the order of the stream, each filled as far as the next pieces allow.
+
+    A pack begins with the oldest piece that is left. Then it takes, again and again, the oldest of
+    the next ``look_ahead`` pieces that still fits. So no piece overtakes more than
+    ``look_ahead - 1`` others, and none waits for longer than it takes to be the oldest.
+
+    Args:
+        pieces: The stream, none longer than ``limits.max_tokens``. It may be endless.
+        limits: Of each pack.
+        look_ahead: 1 keeps the order of the stream exactly.
+    """
+    stream = iter(pieces)
+    ahead = deque(itertools.islice(stream, look_ahead))
+    while ahead:
+        pack: Pack = []
+        room = limits.max_tokens
+        place = 0
+        # What did not fit once does not fit later, as room only shrinks: one way through is enough.
+        while place < len(ahead) and len(pack) < limits.max_sequences and room > 0:
+            size = limits.footprint(ahead[place].length)
+            if size > room:
+                place += 1
+                continue
+            pack.append(ahead[place])
+            del ahead[place]
+            room -= size
+            ahead.extend(itertools.islice(stream, 1))
+        yield pack
+
+
+def balanced(
+    pieces: Iterable[Piece],
+    limits: PackLimits,
+    packs_per_batch: int,
+    num_ranks: int = 1,
+    look_ahead: int = LOOK_AHEAD,
+) -> Iterator[Pack]:
+    """Yield packs of which those of one global batch cost attention about the same.
+
+    Every ``packs_per_batch`` packs in a row hold the pieces that :func:`greedy` puts into as many,
+    so nothing is delayed by more than a batch. Their most expensive pack never costs more than
+    greedy's; a piece that costs more than the mean by itself, nothing can level. What differences
+    are left, their order levels: ranks that run side by side get packs of nearly the same cost, and
+    about the same cost in all.
+
+    Args:
+        pieces: As for :func:`greedy`.
+        limits: Of each pack.
+        packs_per_batch: Micro-batches of all data-parallel ranks in one iteration.
+        num_ranks: How many ranks these are. Rank r gets every ``num_ranks``-th pack from the r-th.
+        look_ahead: As for :func:`greedy`.
+    """
+    packs = greedy(pieces, limits, look_ahead)
+    while batch := list(itertools.islice(packs, packs_per_batch)):
+        yield from _deal(_level(batch, limits), num_ranks)
+
+
+def _deal(batch: Iterable[Pack], num_ranks: int) -> Iterator[Pack]:
+    """The packs by falling cost, one to each rank in turn.
+
+    The most expensive of each turn goes to the rank that has the least so far.
+    """
+    totals = [0] * num_ranks
+    by_cost = iter(sorted(batch, key=attention_work, reverse=True))
+    while turn := list(itertools.islice(by_cost, num_ranks)):
+        # Both sorts keep what is equal in its order, so the result is one and the same.
+        ranks = sorted(range(len(turn)), key=lambda rank: totals[rank])
+        dealt = dict(zip(ranks, turn, strict=True))
+        for rank in range(len(turn)):
+            totals[rank] += attention_work(dealt[rank])
+            yield dealt[rank]
+
+
+# Levelling one batch
+
+
+class _Bin:
+    """A pack in the making."""
+
+    def __init__(self, limits: PackLimits, pieces: Iterable[Piece] = ()) -> None:
+        self.limits = limits
+        self.pieces: Pack = []
+        self.room = limits.max_tokens
+        self.work = 0
+        for piece in pieces:
+            self.add(piece)
+
+    def add(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.room -= self.limits.footprint(piece.length)
+        self.work += piece.length**2
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.pieces) == self.limits.max_sequences
+
+    def remove(self, piece: Piece) -> None:
+        self.pieces.remove(piece)
+        self.room += self.limits.footprint(piece.length)
+        self.work -= piece.length**2
+
+
+def _level(batch: Sequence[Pack], limits: PackLimits) -> list[Pack]:
+    """The pieces of ``batch`` in as many packs, the most expensive of which costs no more."""
+    bins = [_Bin(limits, pack) for pack in batch]
+    pieces = sorted(itertools.chain(*batch), key=lambda piece: -piece.length)
+    for part in _PARTS_FOR_COST:
+        spread = _spread(pieces, len(batch), limits, int(len(pieces) * part))
+        if spread is not None:
+            bins = min(spread, bins, key=_highest)
+            break
+    for _ in range(4 * len(bins)):
+        heavy = max(bins, key=lambda item: item.work)
+        cheapest = sorted(bins, key=lambda item: item.work)[:_CANDIDATES]
+        if not any(_exchange(heavy, light) for light in cheapest if light is not heavy):
+            break
+    return [item.pieces for item in bins]
+
+
+def _highest(bins: Iterable[_Bin]) -> int:
+    return max(item.work for item in bins)
+
+
+def _spread(
+    pieces: Sequence[Piece], num_bins: int, limits: PackLimits, num_for_cost: int
+) -> Optional[list[_Bin]]:
+    """Each of the pieces, which come longest first, to one pack; None if one finds no room.
+
+    The first ``num_for_cost`` go to the cheapest pack with room (longest processing time first,
+    Graham 1969), the others where they leave the least room (best fit decreasing).
+    """
+    bins = [_Bin(limits) for _ in range(num_bins)]
+    by_cost = [(0, index) for index in range(num_bins)]  # a heap
+    # Those without room for the piece at hand, by room: shorter ones follow, which may fit.
+    waiting: list[tuple[int, int]] = []
+    for piece in pieces[:num_for_cost]:
+        size = limits.footprint(piece.length)
+        while waiting and -waiting[0][0] >= size:
+            _, index = heapq.heappop(waiting)
+            heapq.heappush(by_cost, (bins[index].work, index))
+        while by_cost and bins[by_cost[0][1]].room < size:
+            _, index = heapq.heappop(by_cost)
+            heapq.heappush(waiting, (-bins[index].room, index))
+        if not by_cost:
+            return None
+        index = heapq.heappop(by_cost)[1]
+        bins[index].add(piece)
+        if not bins[index].is_full:
+            heapq.heappush(by_cost, (bins[index].work, index))
+    by_room = sorted((item.room, index) for index, item in enumerate(bins) if not item.is_full)
+    for piece in pieces[num_for_cost:]:
+        place = bisect.bisect_left(by_room, (limits.footprint(piece.length), 0))
+        if place == len(by_room):
+            return None
+        index = by_room.pop(place)[1]
+        bins[index].add(piece)
+        if not bins[index].is_full:
+            bisect.insort(by_room, (bins[index].room, index))
+    return bins
+
+
+def _exchange(heavy: _Bin, light: _Bin) -> bool:
+    """Give ``light`` a piece of ``heavy`` if then both cost less than ``heavy`` did.
+
+    If ``light`` is full, ``heavy`` takes its shortest pieces in return, which cost least per token.
+    """
+    for piece in sorted(heavy.pieces, key=lambda item: -item.length)[:_CANDIDATES]:
+        back = _shortest_for(light, piece)
+        if back is None:
+            continue
+        gain = piece.length**2 - attention_work(back)
+        if gain <= 0 or light.work + gain >= heavy.work:
+            continue
+        heavy_room = heavy.room + heavy.limits.footprint(piece.length)
+        returned_tokens = sum(heavy.limits.footprint(item.length) for item in back)
+        num_pieces = len(heavy.pieces) - 1 + len(back)
+        if returned_tokens > heavy_room or num_pieces > heavy.limits.max_sequences:
+            continue
+        heavy.remove(piece)
+        for item in back:
+            light.remove(item)
+            heavy.add(item)
+        light.add(piece)
+        return True
+    return False
+
+
+def _shortest_for(light: _Bin, piece: Piece) -> Optional[Pack]:
+    """The shortest pieces that must leave ``light`` for ``piece`` to fit; None if it never does."""
+    limits = light.limits
+    missing = limits.footprint(piece.length) - light.room
+    too_many = len(light.pieces) + 1 - limits.max_sequences
+    back: Pack = []
+    for item in sorted(light.pieces, key=lambda item: item.length):
+        if missing <= 0 and len(back) >= too_many:
+            return back
+        back.append(item)
+        missing -= limits.footprint(item.length)
+    return back if missing <= 0 and len(back) >= too_many else None

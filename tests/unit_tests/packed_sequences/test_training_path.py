@@ -1,0 +1,344 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""From a corpus on disk through megatron's datasets, samplers and schedules to losses."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_gpt import ModelCase, build_chunks, initialize, make_config
+
+pytestmark = pytest.mark.releases
+
+SEQ_LENGTH = 64
+NUM_MICRO_BATCHES = 4
+END_OF_DOCUMENT = 0
+
+
+class Tokenizer:
+    eod = END_OF_DOCUMENT
+    vocab_size = 128
+    unique_identifiers = "none"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prefix of a corpus of 60 documents, most of them short, that end with token 0."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = str(tmp_path_factory.mktemp("corpus") / "text")
+    pick = np.random.RandomState(2)
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    for _ in range(60):
+        length = int(pick.choice([5, 11, 17, 30, 90]))
+        document = [*pick.randint(1, 128, length).tolist(), END_OF_DOCUMENT]
+        builder.add_document(torch.tensor(document), [len(document)])
+    builder.finalize(prefix + ".idx")
+    return prefix
+
+
+def case_of(**options: Any) -> ModelCase:
+    return ModelCase(num_layers=4, seq_length=SEQ_LENGTH, micro_batch_size=1, **options)
+
+
+def set_arguments(case: ModelCase, **options: Any) -> Any:
+    from megatron.core import mpu
+    from megatron.training import global_vars
+
+    args = SimpleNamespace(
+        sequence_packing="balanced",
+        thd_max_packed_sequences=5,
+        seq_length=SEQ_LENGTH,
+        context_parallel_size=1,
+        sequence_parallel=False,
+        num_experts=4 if case.kind == "moe" else None,
+        global_batch_size=NUM_MICRO_BATCHES * mpu.get_data_parallel_world_size(),
+        eval_global_batch_size=mpu.get_data_parallel_world_size(),
+        data_parallel_size=mpu.get_data_parallel_world_size(),
+        seed=5,
+    )
+    vars(args).update(options)
+    global_vars._GLOBAL_ARGS = args
+    return args
+
+
+def base_config(*prefixes: str, cache: Optional[Path] = None, **options: Any) -> Any:
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    return GPTDatasetConfig(
+        random_seed=5,
+        sequence_length=SEQ_LENGTH,
+        blend=(list(prefixes), None),
+        split="80,20,0",
+        path_to_cache=None if cache is None else str(cache),
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        **{"eod_mask_loss": False, "create_attention_mask": False, **options},
+    )
+
+
+def batches_of(dataset: Any, consumed_samples: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    """As megatron's loader of ``--dataloader-type single`` gives them to a rank."""
+    from megatron.core import mpu
+    from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+
+    sampler = MegatronPretrainingSampler(
+        total_samples=len(dataset),
+        consumed_samples=consumed_samples,
+        micro_batch_size=1,
+        data_parallel_rank=mpu.get_data_parallel_rank(),
+        data_parallel_size=mpu.get_data_parallel_world_size(),
+    )
+    return iter(torch.utils.data.DataLoader(dataset, batch_sampler=sampler))
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def fill_weights(chunk: torch.nn.Module) -> None:
+    """The same weights for the same layer, on whatever stage it is."""
+    for name, parameter in chunk.named_parameters():
+        place = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+        if place:
+            number = chunk.decoder.layers[int(place[1])].layer_number  # type: ignore[index,union-attr]
+            name = f"{number} {place[2]}"
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(noise * 0.05 + ("norm" in name))
+
+
+class Trained(NamedTuple):
+    """What a rank has after the forward and backward passes of an iteration."""
+
+    losses: list[tuple[float, float]]
+    """Summed loss and number of labels of each micro-batch; none but on the last stage."""
+    num_routed: list[int]
+    """Tokens that each MoE layer's router counted."""
+    work: tuple[float, float]
+    """Number of tokens and sum of squared lengths of the batch, as megatron logs its throughput."""
+
+
+def _train(
+    rank: int, num_ranks: int, port: int, corpus: str, cache: Path, case: ModelCase
+) -> Trained:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.training import training
+
+    from megatron.slipstream.integration import packed_sequences
+
+    initialize(case, rank, num_ranks, port)
+    set_arguments(case)
+    train, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
+    chunks = build_chunks(case, make_config(case))
+    for chunk in chunks:
+        fill_weights(chunk)
+
+    def forward_step(data: Any, model: torch.nn.Module) -> Any:
+        output, loss_mask = packed_sequences.forward(data, model)
+        return output, partial(loss, loss_mask)
+
+    def loss(mask: torch.Tensor, per_token: torch.Tensor) -> Any:
+        total = (per_token * mask).sum()
+        return total, mask.sum().int(), {"loss": (total.item(), mask.sum().item())}
+
+    data = batches_of(train) if train is not None else None
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[batches_of(train) for _ in chunks] if case.vpp else data,
+        model=chunks if case.vpp else chunks[0],
+        num_microbatches=NUM_MICRO_BATCHES,
+        seq_length=SEQ_LENGTH,
+        micro_batch_size=1,
+    )
+    gradients = [p.grad for chunk in chunks for p in chunk.parameters()]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+    routers = [module for chunk in chunks for module in chunk.modules()]
+    counts = [getattr(module, "local_tokens_per_expert", None) for module in routers]
+    consume = getattr(training, "consume_seqlen_stats_in_iteration", lambda: (0.0, 0.0))
+    return Trained(
+        [result["loss"] for result in results],
+        [int(count.sum()) for count in counts if count is not None],
+        consume(),
+    )
+
+
+COUNTED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+LAYOUTS = {
+    "PP2": case_of(pp=2),
+    "PP2 VPP2": case_of(pp=2, vpp=2),
+    "PP2, MoE": case_of(kind="moe", pp=2, overrides=COUNTED),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_stage_sees_documents_and_padding(
+    case: ModelCase, corpus: str, tmp_path: Path
+) -> None:
+    whole = case_of(kind=case.kind, overrides=case.overrides)
+    (expected,) = run_ranks(1, _train, corpus, tmp_path, whole)
+    stages = run_ranks(2, _train, corpus, tmp_path, case)
+    assert len(expected.losses) == NUM_MICRO_BATCHES
+    assert stages[-1].losses == expected.losses
+    num_tokens = sum(num_labels for _, num_labels in expected.losses)
+    assert num_tokens < SEQ_LENGTH * NUM_MICRO_BATCHES
+    num_layers = 4 if case.kind == "moe" else 0
+    assert sum((stage.num_routed for stage in stages), []) == [2 * num_tokens] * num_layers
+    if hasattr(import_module("megatron.training.training"), "consume_seqlen_stats_in_iteration"):
+        assert expected.work[0] == num_tokens < expected.work[1]
+    assert [stage.work for stage in stages] == [expected.work] * 2
+
+
+def _tokens_of_rank(
+    rank: int, num_ranks: int, port: int, corpus: str, cache: Path
+) -> tuple[list[Any], list[Any]]:
+    from megatron.slipstream.integration import packed_sequences
+
+    initialize(case_of(), rank, num_ranks, port)
+    set_arguments(case_of())
+    train, *_ = packed_sequences.datasets((16, 2, 0), base_config(corpus, cache=cache))
+    own = [batch["tokens"][0].tolist() for batch in batches_of(train)]
+    return own, [train[number]["tokens"].tolist() for number in range(16)]
+
+
+def test_data_parallel_ranks_take_turns(corpus: str, tmp_path: Path) -> None:
+    (first, samples), (second, same_samples) = run_ranks(2, _tokens_of_rank, corpus, tmp_path)
+    assert same_samples == samples
+    assert first == samples[0::2]
+    assert second == samples[1::2]
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def _batch_of_each_rank(
+    rank: int, num_ranks: int, port: int, corpus: str, cache: Path
+) -> dict[str, list[Any]]:
+    from megatron.slipstream.integration import packed_sequences
+    from megatron.slipstream.packed_sequences.batch import OFFSET_KEYS, SEQUENCE_KEYS
+
+    initialize(case_of(tp=2), rank, num_ranks, port)
+    args = set_arguments(case_of(tp=2))
+    train, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
+    assert (train is None) == (rank > 0)
+    data = None if train is None else batches_of(train)
+    needed = {*OFFSET_KEYS, *SEQUENCE_KEYS}
+    batch = packed_sequences._batch(data, needed, args)
+    mask = packed_sequences._padding_mask_for(
+        batch["padding_mask"], is_first=False, args=SimpleNamespace(sequence_parallel=True)
+    )
+    return {"my part": mask.tolist(), **{key: batch[key].tolist() for key in sorted(needed)}}
+
+
+def test_tensor_parallel_ranks_share_a_batch(corpus: str, tmp_path: Path) -> None:
+    first, second = run_ranks(2, _batch_of_each_rank, corpus, tmp_path)
+    # On later stages with sequence parallelism each rank is told of its own tokens.
+    parts = [first.pop("my part")[0], second.pop("my part")[0]]
+    assert parts[0] + parts[1] == first["padding_mask"][0]
+    assert len(parts[0]) == SEQ_LENGTH // 2
+    assert first == second
+    assert first["cu_seqlens"][0][1] > 0
+
+
+# --- datasets -------------------------------------------------------------------------------------
+
+
+def _datasets(
+    rank: int, num_ranks: int, port: int, corpus: str, cache: Optional[Path]
+) -> dict[str, Any]:
+    from megatron.slipstream.integration import packed_sequences
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("packed again")
+
+    initialize(case_of(), rank, num_ranks, port)
+    set_arguments(case_of())
+    train, valid, test = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
+    resumed = next(batches_of(train, consumed_samples=3))
+    packed_sequences.build_index, build = never, packed_sequences.build_index
+    again, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
+    packed_sequences.build_index = build
+    longer, *_ = packed_sequences.datasets((30, 2, 0), base_config(corpus, cache=cache))
+    set_arguments(case_of(), seed=6)
+    other, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
+    masked, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, eod_mask_loss=True))
+
+    def tokens(dataset: Any) -> list[list[int]]:
+        return [dataset[number]["tokens"].tolist() for number in range(8)]
+
+    return {
+        "sizes": (len(train), len(valid), test),
+        "again": tokens(again) == tokens(train),
+        "longer": tokens(longer) == tokens(train) and len(longer) == 30,
+        "other seed": tokens(other) == tokens(train),
+        "documents": {row[0] for row in train.samples.index.pieces.tolist()},
+        "valid documents": {row[0] for row in valid.samples.index.pieces.tolist()},
+        "resumed": resumed["tokens"][0].tolist() == train[3]["tokens"].tolist(),
+        "masked token": (train.samples.masked_token, masked.samples.masked_token),
+    }
+
+
+def check_datasets(found: dict[str, Any]) -> None:
+    assert found["sizes"] == (8, 2, None)
+    assert found["again"]
+    assert found["longer"]
+    assert not found["other seed"]
+    assert found["documents"] <= set(range(48))
+    assert found["valid documents"] <= set(range(48, 60))
+    assert found["resumed"]
+    assert found["masked token"] == (None, END_OF_DOCUMENT)
+
+
+def test_samples_are_packed_once_and_read_from_the_cache(corpus: str, tmp_path: Path) -> None:
+    (found,) = run_ranks(1, _datasets, corpus, tmp_path / "cache")
+    check_datasets(found)
+    names = {path.name.split("-", 1)[1] for path in (tmp_path / "cache").iterdir()}
+    assert "PackedGPTDataset-train-pieces.npy" in names
+
+
+def test_without_a_cache_folder_the_index_lies_beside_the_corpus(corpus: str) -> None:
+    (found,) = run_ranks(1, _datasets, corpus, None)
+    check_datasets(found)
+    assert (Path(corpus) / "cache" / "PackedGPTDataset_indices").is_dir()
+
+
+def _mock_and_refused(rank: int, num_ranks: int, port: int, corpus: str) -> list[str]:
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    from megatron.slipstream.integration import packed_sequences
+
+    initialize(case_of(), rank, num_ranks, port)
+    set_arguments(case_of())
+    base = base_config(corpus)
+    mock = GPTDatasetConfig(
+        random_seed=5, sequence_length=SEQ_LENGTH, tokenizer=Tokenizer(), reset_position_ids=False,
+        reset_attention_mask=False, eod_mask_loss=False,
+    )  # fmt: skip
+    train, _, test = packed_sequences.datasets((8, 2, 0), mock)
+    said = [f"{len(train)} mock samples"]
+    assert len(test) == 1  # none was asked for, but megatron wants one
+    try:
+        packed_sequences.dataset_config(base_config(corpus, corpus), set_arguments(case_of()))
+    except ValueError as error:
+        said.append(str(error))
+    greedy = set_arguments(case_of(), sequence_packing="greedy")
+    packed_sequences.dataset_config(base_config(corpus, corpus), greedy)
+    assert packed_sequences.dataset_config(base, greedy).blend == base.blend
+    return said
+
+
+def test_mock_data_is_packed_and_a_blend_is_not_balanced(corpus: str) -> None:
+    ((mock, refusal),) = run_ranks(1, _mock_and_refused, corpus)
+    assert mock == "8 mock samples"
+    assert re.match("sequence_packing=balanced is not supported with several .*; set", refusal)
