@@ -19,6 +19,7 @@ _HOMES = {
     "uninstall": "megatron.slipstream.integration.mcore",
     "suspended": "megatron.slipstream.integration.mcore",
     "report": "megatron.slipstream.integration.mcore",
+    "attach": "megatron.slipstream.integration.attach.handle",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -1,0 +1,307 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The engine where nobody says when a micro-batch or an iteration begins or ends.
+
+[Note: Where an iteration ends]
+A pass is one forward of the model with gradients. The passes that wait for backward at the same
+time make an iteration, so a plan covers every schedule that a loop can have: one backward after
+each forward (with or without accumulation each is an iteration of its own), several forwards before
+one backward, or forwards and backwards interleaved as in a pipeline. Whether a pass still waits is
+told by its :class:`Anchor` objects, which die with its graph. An iteration ends
+
+- at the end of the backward after which no pass waits, before the optimizer runs; or
+- at the next forward, if the newest pass does not wait for its first backward. That covers graphs
+  that somebody keeps (``retain_graph``, an output that the loss does not use).
+
+Passes of which backward reached nothing (a forward for a metric, an exception) teach nothing: an
+iteration of only such ones is dropped and the plan stays what it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.group import (
+    GroupState,
+    OffloadTensorGroup,
+)
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.plan.policy import PolicyOptions
+
+MAX_LOST_PASSES = 16
+"""Passes of an iteration whose graphs have gone without a backward: more of them are a loop over
+forwards (an evaluation that forgot ``no_grad``), not a part of training."""
+
+NO_GRAPH_TASK = -1
+
+
+class Kept:
+    """A tensor that stays with autograd.
+
+    Autograd refuses to read a tensor that was changed in place since it was saved, but not one that
+    hooks return. So the check is made here.
+    """
+
+    __slots__ = ("tensor", "version", "__weakref__")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # A result that its own operation saves would hold itself through its graph.
+        self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
+        self.version = tensor._version
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether it has not been changed since it was saved."""
+        return self.tensor._version == self.version
+
+    def read(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: It was changed in place after it was saved.
+        """
+        if not self.is_intact:
+            raise RuntimeError(
+                f"a tensor of shape {list(self.tensor.shape)} that was saved for backward was "
+                "changed by an in-place operation; change a copy of it instead"
+            )
+        return self.tensor
+
+
+class Anchor:
+    """Tells the engine when backward comes to a group. Autograd owns it: it dies with the graph."""
+
+    __slots__ = ("_engine", "_group", "__weakref__")
+
+    def __init__(self, engine: AttachedEngine, group: OffloadTensorGroup) -> None:
+        self._engine = engine
+        self._group = group
+
+    @torch.compiler.disable
+    def __call__(self, *_: object) -> None:
+        self._engine.use_group(self._group)
+
+
+class _Pass:
+    """One forward of the model."""
+
+    def __init__(self) -> None:
+        self._groups: list[tuple[OffloadTensorGroup, weakref.ref[Anchor]]] = []
+
+    def add(self, group: OffloadTensorGroup, anchor: Anchor) -> None:
+        self._groups.append((group, weakref.ref(anchor)))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a backward has reached any of it."""
+        return any(group.state is GroupState.IN_USE for group, _ in self._groups)
+
+    @property
+    def waits(self) -> bool:
+        """Whether backward can still come to a group that it has not come to."""
+        return any(
+            group.state is GroupState.COMMITTED and anchor() is not None
+            for group, anchor in self._groups
+        )
+
+
+class AttachedEngine(PipelineOffloadManager):
+    """Finds passes and iterations by itself: [Note: Where an iteration ends].
+
+    Args:
+        backend: The device.
+        options: How groups are chosen and timed.
+        rank: Global rank, for the report.
+        num_verified_iterations: See ``OffloadConfig.offload_verify``.
+        min_offloaded_tensor_size: Tensors of fewer elements stay on the device.
+        activation_offload_fraction: Fraction of a pass's groups that may move.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        options: PolicyOptions,
+        rank: int = 0,
+        num_verified_iterations: int = 0,
+        *,
+        min_offloaded_tensor_size: int,
+        activation_offload_fraction: float,
+    ) -> None:
+        super().__init__(backend, options, rank, num_verified_iterations)
+        self._min_numel = min_offloaded_tensor_size
+        self._fraction = activation_offload_fraction
+        self._own_passes: list[_Pass] = []
+        """Of this iteration, oldest first."""
+        self._is_model_running = False
+        """Between :meth:`begin_pass` and :meth:`end_pass`."""
+        self._watched_task = NO_GRAPH_TASK
+        """The backward at whose end :meth:`_end_backward` will be called."""
+        self._hooks: Optional[saved_tensors_hooks] = None
+        """Set in a region, unless the plan keeps its group."""
+        self._is_closing = False
+
+    @property
+    def is_training_forward(self) -> bool:
+        """Whether a group could begin here: with gradients, not suspended, not in backward."""
+        return self._is_training_forward()
+
+    # Passes, for the hooks on the model.
+
+    def begin_pass(self) -> None:
+        """The model's forward begins."""
+        self._is_model_running = True
+        self._open_pass()
+
+    def end_pass(self, failed: bool) -> None:
+        """The model's forward has ended, with an exception if ``failed``."""
+        self._is_model_running = False
+        self._chunk = None
+        if failed and self._own_passes:
+            # Its backward cannot come, even if a traceback keeps its graph.
+            self._own_passes.pop()
+            if not any(own.waits or own.is_used for own in self._own_passes):
+                self._clear_iteration()
+
+    # Groups. Regions do not nest.
+
+    def begin_region(self, name: str) -> None:
+        """The operations of a group follow. Where no pass is open, one begins.
+
+        That is the case where somebody calls a part of the model without the model.
+        """
+        if self._chunk is None and self.is_training_forward:
+            self._open_pass()
+        group = self._open_group(name)
+        if group is not None and not self._stays(group):
+            self._hooks = saved_tensors_hooks(partial(self.save, group), self.read)
+            self._hooks.__enter__()
+
+    def leave_region(self) -> None:
+        """The operations of the group end, or an exception has ended them."""
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None
+
+    def commit_region(self, name: str, nodes: Iterable[Node]) -> bool:
+        """The group has saved everything.
+
+        Args:
+            name: Of the group.
+            nodes: The operations that computed the module's outputs: the first of them that
+                backward reaches says that the group is needed.
+
+        Returns:
+            Whether backward will be noticed; not so if a group that saved something has no nodes.
+        """
+        group = self.commit_group(name)
+        if group is None:
+            return True
+        anchor = Anchor(self, group)
+        is_anchored = False
+        for node in nodes:
+            # Not a node of our own, which would make in-place changes of the output illegal.
+            node.register_prehook(anchor)
+            is_anchored = True
+        self._own_passes[-1].add(group, anchor)
+        return is_anchored or not group.held
+
+    def begin_inputs(self, name: str) -> Optional[OffloadTensorGroup]:
+        """A group begins whose tensors are given to it one by one; None if none can."""
+        if self._chunk is None:
+            return None
+        with torch.enable_grad():  # Checkpointing saves where gradients are switched off.
+            return self._open_group(name)
+
+    def commit_inputs(self, name: str, group: OffloadTensorGroup, anchor: Anchor) -> None:
+        """A group of :meth:`begin_inputs` has been given everything."""
+        self.commit_group(name)
+        self._own_passes[-1].add(group, anchor)
+
+    def _open_group(self, name: str) -> Optional[OffloadTensorGroup]:
+        self.pop_forward_chunk(name)
+        group, self._started = self._started, None
+        return group
+
+    def _open_pass(self) -> None:
+        newest = self._own_passes[-1] if self._own_passes else None
+        if newest is not None and (newest.is_used or not newest.waits):
+            self._end_iteration()
+        elif len(self._own_passes) > MAX_LOST_PASSES:
+            lost = [own for own in self._own_passes if not own.is_used and not own.waits]
+            if len(lost) > MAX_LOST_PASSES:
+                self._clear_iteration()
+        self.init_model_chunk_offload_handler(
+            pp_rank=0,
+            vp_size=None,
+            vp_stage=None,
+            min_offloaded_tensor_size=self._min_numel,
+            activation_offload_fraction=self._fraction,
+        )
+        self._own_passes.append(_Pass())
+
+    # Saved-tensor hooks. Autograd calls them wherever it runs, be it amid compiled code.
+
+    @torch.compiler.disable
+    def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
+        """Autograd saves ``tensor`` on account of ``group``. Returns what it keeps instead."""
+        saved = self.store.save(group, tensor)
+        return Kept(saved) if isinstance(saved, torch.Tensor) else saved
+
+    @torch.compiler.disable
+    def read(self, saved: Any) -> torch.Tensor:
+        """Autograd reads what :meth:`save` returned.
+
+        Raises:
+            RuntimeError: The tensor was changed in place after it was saved.
+        """
+        return saved.read() if type(saved) is Kept else self.store.read(saved)
+
+    # Backward.
+
+    def use_group(self, group: OffloadTensorGroup) -> None:
+        """Backward needs the group from here on."""
+        super().use_group(group)
+        if not self._is_model_running:
+            self._chunk = None  # A pass that no forward of the whole model ends, ends here.
+        task = torch._C._current_graph_task_id()
+        if task not in (NO_GRAPH_TASK, self._watched_task):
+            self._watched_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    @torch.compiler.disable
+    def _end_backward(self) -> None:
+        self._watched_task = NO_GRAPH_TASK
+        # A model may call backward in its forward.
+        if self._is_model_running or any(own.waits for own in self._own_passes):
+            return
+        self._end_iteration()
+        if self._is_closing:
+            self.close()
+
+    def _end_iteration(self) -> None:
+        if any(own.is_used for own in self._own_passes):
+            self.reset()
+        else:
+            self._clear_iteration()
+
+    def _clear_iteration(self) -> None:
+        super()._clear_iteration()
+        self._own_passes.clear()
+
+    def close_when_done(self) -> None:
+        """Return the host memory once no pass waits for backward."""
+        self._is_closing = True
+        if not any(own.waits for own in self._own_passes):
+            self.close()
+
+    def reset(self, **options: Any) -> None:
+        """The iteration has ended."""
+        super().reset(**options)
+        self._own_passes.clear()

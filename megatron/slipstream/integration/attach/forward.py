@@ -1,0 +1,354 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Follows a model's forward passes by hooks on the model and on the chosen modules.
+
+Hooks rather than another ``forward``: they survive what others do to a module's forward (mixed
+precision wrappers put theirs there and take it away again), and a copy of a module has none of
+ours. Where a region cannot be, nothing is done, so that whoever else decides about saved tensors
+there (a checkpoint, ``save_on_cpu``) finds the same in forward and in recomputation.
+
+[Note: Calls that never end]
+torch calls a hook after a forward that raised, but not if it was ended by ``KeyboardInterrupt`` or
+its like. Then the regions that were open stay open. So every call keeps the Python frame that runs
+it, and before the next one begins, calls whose frame no longer runs are undone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, Optional
+
+import torch
+from torch.autograd.graph import Node
+
+from megatron.slipstream.integration.attach.engine import AttachedEngine
+from megatron.slipstream.integration.attach.inputs import CheckpointInputs
+from megatron.slipstream.integration.attach.names import Match
+
+logger = logging.getLogger(__name__)
+
+_MODULE_FILE = torch.nn.Module.__call__.__code__.co_filename
+
+
+class _Role(enum.Enum):
+    """What is done during one call of a hooked module."""
+
+    ASIDE = "nothing: no gradients, in backward, in another region, or under somebody's hooks"
+    PASS = "the model runs: a pass is open"
+    REGION = "a chosen module runs: what it saves belongs to its group"
+    WITHOUT_GRADIENTS = "a chosen module runs as in a re-entrant checkpoint"
+
+
+class _Call:
+    """One call of a hooked module that is running."""
+
+    __slots__ = ("hooked", "role", "frame", "exception")
+
+    def __init__(self, hooked: _Hooked, role: _Role) -> None:
+        self.hooked = hooked
+        self.role = role
+        self.frame = _frame_of_call()
+        self.exception = sys.exception()
+        """Being handled when the call began; another one at its end was raised by it."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the call is still on the stack of the one who asks."""
+        frame: Optional[FrameType] = sys._getframe(1)
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is not None or self.frame is None
+
+
+def _frame_of_call() -> Optional[FrameType]:
+    """The frame in which torch calls the module whose hook is running."""
+    frame: Optional[FrameType] = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != _MODULE_FILE:
+        frame = frame.f_back
+    return frame
+
+
+class _Hooked:
+    """A module with hooks. It owns them, so it is referred to weakly."""
+
+    __slots__ = ("_module", "label")
+
+    def __init__(self, module: torch.nn.Module, label: str) -> None:
+        self._module = weakref.ref(module)
+        self.label = label
+        """Empty for the model itself."""
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        return self._module() is module
+
+
+class _Hook:
+    """What is registered with a module.
+
+    A copy of a module, deep or pickled, has a hook in its place that does nothing.
+    """
+
+    def __init__(self, function: Callable[..., None], hooked: _Hooked) -> None:
+        self._function = function
+        self._hooked = hooked
+
+    # torch.compile must neither trace the engine nor run it once and for all: the graph ends here.
+    @torch.compiler.disable
+    def __call__(self, *arguments: Any) -> None:
+        self._function(self._hooked, *arguments)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _hook_of_a_copy, ()
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+class ForwardHooks:
+    """The hooks of one :func:`attach`.
+
+    Args:
+        engine: Is told of passes and regions.
+        model: The model.
+        matches: The chosen modules.
+    """
+
+    def __init__(
+        self, engine: AttachedEngine, model: torch.nn.Module, matches: Sequence[Match]
+    ) -> None:
+        self._engine = engine
+        self._inputs = CheckpointInputs(engine)
+        self._calls: list[_Call] = []
+        """Innermost last."""
+        self._is_in_region = False
+        self._ran: dict[str, set[_Role]] = {match.label: set() for match in matches}
+        """What was done when modules of each label ran, until the first pass has ended."""
+        self._is_first_pass = True
+        self._told: set[str] = set()
+        self._handles: list[Any] = []
+        self._add(model, "", self._enter_model, self._leave_model)
+        for match in matches:
+            self._add(match.module, match.label, self._enter, self._leave)
+
+    def _add(
+        self,
+        module: torch.nn.Module,
+        label: str,
+        enter: Callable[..., None],
+        leave: Callable[..., None],
+    ) -> None:
+        hooked = _Hooked(module, label)
+        # Outermost: what other hooks of the module do belongs to its call.
+        self._handles += [
+            module.register_forward_pre_hook(_Hook(enter, hooked), prepend=True, with_kwargs=True),
+            module.register_forward_hook(_Hook(leave, hooked), with_kwargs=True, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        while self._calls:
+            self._undo(self._calls.pop())
+
+    # The model.
+
+    def _enter_model(self, hooked: _Hooked, module: Any, args: Any, kwargs: Any) -> None:
+        if not self._is_the_one(hooked, module):
+            return
+        self._undo_calls_that_never_end()
+        role = _Role.ASIDE
+        if self._engine.is_training_forward and all(c.role is not _Role.PASS for c in self._calls):
+            if _top_pack_hook() is None:
+                role = _Role.PASS
+            else:
+                self._tell("the model runs under other saved-tensor hooks, so nothing of it moves")
+        call = _Call(hooked, role)
+        if role is _Role.PASS:
+            _check_current_gpu(module)
+            self._engine.begin_pass()
+            self._inputs.start()
+        self._calls.append(call)
+
+    def _leave_model(
+        self, hooked: _Hooked, module: Any, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        call = self._take(hooked, module)
+        if call is None or call.role is not _Role.PASS:
+            return
+        self._inputs.stop()
+        has_raised = sys.exception() is not call.exception
+        self._engine.end_pass(failed=has_raised)
+        if self._is_first_pass and not has_raised:
+            self._is_first_pass = False
+            self._tell_of_labels_without_groups()
+
+    # A chosen module.
+
+    def _enter(self, hooked: _Hooked, module: Any, args: Any, kwargs: Any) -> None:
+        if not self._is_the_one(hooked, module):
+            return
+        self._undo_calls_that_never_end()
+        call = _Call(hooked, self._role_of_module())
+        if call.role is _Role.WITHOUT_GRADIENTS:
+            self._inputs.enter_without_gradients()
+        elif call.role is _Role.REGION:
+            pack = _top_pack_hook()
+            if pack is None or self._inputs.is_own(pack):
+                self._inputs.close()
+                self._engine.begin_region(hooked.label)
+                self._is_in_region = True
+            else:
+                call.role = _Role.ASIDE
+                self._inputs.enter(hooked.label, tensors_in((args, kwargs)))
+        if self._is_first_pass:
+            self._ran[hooked.label].add(call.role)
+        self._calls.append(call)
+
+    def _leave(self, hooked: _Hooked, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        call = self._take(hooked, module)
+        if call is None or call.role is _Role.ASIDE:
+            return
+        if call.role is _Role.WITHOUT_GRADIENTS:
+            self._inputs.leave(hooked.label, tensors_in((args, kwargs)))
+            return
+        self._engine.leave_region()
+        self._is_in_region = False
+        has_raised = sys.exception() is not call.exception
+        if not has_raised and not self._engine.commit_region(
+            hooked.label, nodes_of(output, (args, kwargs))
+        ):
+            self._tell(
+                f"no result is found in what {hooked.label} ({type(module).__name__}) returns, a "
+                f"{type(output).__name__}, so what it saves comes back late and slows training "
+                "down; let it return tensors, or tuples, dictionaries or data classes of them"
+            )
+
+    def _role_of_module(self) -> _Role:
+        engine = self._engine
+        if engine.is_training_forward:
+            return _Role.ASIDE if self._is_in_region else _Role.REGION
+        if torch.is_grad_enabled() or self._is_in_region:
+            return _Role.ASIDE
+        is_model_training = any(call.role is _Role.PASS for call in self._calls)
+        return _Role.WITHOUT_GRADIENTS if is_model_training else _Role.ASIDE
+
+    def _tell_of_labels_without_groups(self) -> None:
+        for label, roles in self._ran.items():
+            if not roles:
+                self._tell(f"no module of {label!r} ran in the model's forward, so nothing moves")
+            elif _Role.REGION not in roles and label not in self._inputs.labels:
+                self._tell(
+                    f"modules of {label!r} ran only where nothing is kept of them (in "
+                    "torch.utils.checkpoint or without gradients), so nothing of them moves; name "
+                    "the modules that are checkpointed, and their inputs move"
+                )
+
+    # Calls.
+
+    def _is_the_one(self, hooked: _Hooked, module: Any) -> bool:
+        """Whether the call is one of the module that was chosen, rather than of a copy.
+
+        Raises:
+            RuntimeError: The copy is one of ``torch.nn.DataParallel``, which run in threads.
+        """
+        if hooked.is_of(module):
+            return True
+        if getattr(module, "_is_replica", False):
+            raise RuntimeError(
+                "attach() is not supported with torch.nn.DataParallel because its copies of the "
+                "model run in threads; use DistributedDataParallel (torchrun), or show the process "
+                "one GPU only (CUDA_VISIBLE_DEVICES)"
+            )
+        return False
+
+    def _take(self, hooked: _Hooked, module: Any) -> Optional[_Call]:
+        """The call that ends; None if its beginning was not seen, since another hook raised."""
+        if not hooked.is_of(module) or all(call.hooked is not hooked for call in self._calls):
+            return None
+        while self._calls[-1].hooked is not hooked:
+            self._undo(self._calls.pop())
+        return self._calls.pop()
+
+    def _undo_calls_that_never_end(self) -> None:
+        """See [Note: Calls that never end]."""
+        while self._calls and not self._calls[-1].is_running:
+            self._undo(self._calls.pop())
+
+    def _undo(self, call: _Call) -> None:
+        if call.role is _Role.REGION:
+            self._engine.leave_region()
+            self._is_in_region = False
+        elif call.role is _Role.PASS:
+            self._inputs.stop()
+            self._engine.end_pass(failed=True)
+
+    def _tell(self, text: str) -> None:
+        """Warn once."""
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning("attach(): %s", text)
+
+
+def _check_current_gpu(model: torch.nn.Module) -> None:
+    parameter = next(model.parameters(), None)
+    if parameter is None or not parameter.is_cuda:
+        return
+    current = torch.cuda.current_device()
+    if parameter.device.index != current:
+        raise RuntimeError(
+            f"attach() is not supported with a model on GPU {parameter.device.index} while GPU "
+            f"{current} is the current one because copies follow the current one's stream; call "
+            f"torch.cuda.set_device({parameter.device.index})"
+        )
+
+
+def _top_pack_hook() -> Any:
+    """The saved-tensor hook that would be called now; None if there is none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks is not None else None
+
+
+def tensors_in(value: Any, opens_objects: bool = False) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists, dictionaries and data classes.
+
+    Args:
+        value: Anything.
+        opens_objects: Look at the attributes of other objects, too.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, opens_objects)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item, opens_objects)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), opens_objects)
+    elif opens_objects and not isinstance(value, torch.nn.Module):
+        yield from tensors_in(getattr(value, "__dict__", None))
+
+
+def nodes_of(output: Any, inputs: Any) -> list[Node]:
+    """The operations that computed the tensors in ``output``, those of ``inputs`` left out.
+
+    What a module only passes on was computed before it, so backward comes there after the module.
+    """
+    earlier = {tensor.grad_fn for tensor in tensors_in(inputs)}
+    tensors = list(tensors_in(output)) or tensors_in(output, opens_objects=True)
+    nodes = dict.fromkeys(tensor.grad_fn for tensor in tensors)
+    return [node for node in nodes if node is not None and node not in earlier]

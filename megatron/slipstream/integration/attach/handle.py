@@ -1,0 +1,240 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""``attach()``: one call that makes chosen sub-modules of any PyTorch model offload.
+
+The options are those of megatron-core's offloading and of :class:`OffloadConfig`; the rules that
+hold here beside theirs are in :data:`ATTACH_RULES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, Optional, Union
+
+import torch
+
+from megatron.slipstream import preflight
+from megatron.slipstream.config import MODEL_RULES, OffloadConfig, Rule, check_rules
+from megatron.slipstream.fine_grained_activation_offload.backend import CudaBackend, make_backend
+from megatron.slipstream.fine_grained_activation_offload.report import Report
+from megatron.slipstream.integration import numa
+from megatron.slipstream.integration.attach.engine import AttachedEngine
+from megatron.slipstream.integration.attach.forward import ForwardHooks
+from megatron.slipstream.integration.attach.names import Match, Pattern, find_modules
+from megatron.slipstream.plan import files
+from megatron.slipstream.plan.policy import PolicyOptions
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MIN_NUMEL = 1024 * 1024
+"""megatron-core's default."""
+
+
+def _is_none(option: str) -> Any:
+    return lambda config: getattr(config, option) is None
+
+
+ATTACH_RULES: tuple[Rule, ...] = (
+    Rule(
+        "offload_engine",
+        lambda _: True,
+        lambda c: c.offload_engine == "slipstream",
+        "offload_engine={offload_engine!r} is not supported with attach() because that engine "
+        "knows megatron-core's layers only; set offload_engine='slipstream'",
+    ),
+    Rule(
+        "offload_report_path",
+        lambda _: True,
+        _is_none("offload_report_path"),
+        "offload_report_path={offload_report_path!r} is not supported with attach() because nobody "
+        "tells it when training ends; leave it out and call report().save(path)",
+    ),
+    Rule(
+        "offload_trace_path",
+        lambda _: True,
+        _is_none("offload_trace_path"),
+        "offload_trace_path={offload_trace_path!r} is not supported with attach() because nobody "
+        "tells it when training ends; leave it out and call save_trace(path)",
+    ),
+)
+"""Requirements on an :class:`OffloadConfig` that is given to :func:`attach`."""
+
+_OWN_OPTIONS = ("min_offloaded_tensor_size", "activation_offload_fraction")
+
+_attached: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models and modules that have hooks."""
+
+
+def attach(
+    model: torch.nn.Module,
+    patterns: Union[Pattern, Iterable[Pattern]],
+    config: Optional[OffloadConfig] = None,
+    *,
+    min_offloaded_tensor_size: int = DEFAULT_MIN_NUMEL,
+    activation_offload_fraction: float = 1.0,
+) -> Attached:
+    """Offload what chosen sub-modules of ``model`` save for backward.
+
+    Nothing else changes: call the model, ``backward()`` and the optimizer as before. Loss and
+    gradients are bitwise those without it. What a module saves is whatever autograd keeps of it:
+    everything its operations save, or only its inputs where it runs in ``torch.utils.checkpoint``.
+
+    Args:
+        model: Any module whose ``forward`` takes one micro-batch. It may be wrapped by
+            ``torch.compile``, DistributedDataParallel or ``fully_shard``, before or after.
+        patterns: Which sub-modules: glob patterns over qualified names such as ``"layers.*.mlp"``
+            (``*`` is one part of a name, ``**`` any number), or module types. Each call of such a
+            module is a group, which is moved as one. Of matches inside each other the outer counts.
+        config: Slipstream's own settings; None for the defaults.
+        min_offloaded_tensor_size: Tensors of fewer elements stay on the device.
+        activation_offload_fraction: Fraction of each pass's groups that move, earliest first.
+
+    Returns:
+        A handle to end it, to suspend it and to ask what moved. It is also a context manager that
+        ends it. The handle need not be kept.
+
+    Raises:
+        ValueError: A pattern chooses nothing, an option or its value is not supported, a chosen
+            module is attached already, or the model lies on several GPUs.
+        RuntimeError: torch is older than 2.8.
+    """
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        raise RuntimeError(f"attach() needs torch 2.8 or newer, this is {torch.__version__}")
+    config = config or OffloadConfig()
+    check_rules(ATTACH_RULES, config)
+    own = SimpleNamespace(
+        fine_grained_activation_offloading=True,
+        min_offloaded_tensor_size=min_offloaded_tensor_size,
+        activation_offload_fraction=activation_offload_fraction,
+    )
+    check_rules((rule for rule in MODEL_RULES if rule.option in _OWN_OPTIONS), own)
+    if isinstance(patterns, (str, type)):
+        patterns = [patterns]
+    matches = find_modules(model, patterns)
+    _check_not_attached(model, matches)
+    _check_one_gpu(model)
+    backend = make_backend(config.offload_backend)
+    backend.names_ranges = config.offload_nvtx_ranges
+    if isinstance(backend, CudaBackend) and config.offload_numa == "auto":
+        backend.place_host_memory = numa.bind_to_gpu(torch.cuda.current_device())
+    engine = AttachedEngine(
+        backend,
+        _policy_options(config),
+        _rank(),
+        config.offload_verify,
+        min_offloaded_tensor_size=min_offloaded_tensor_size,
+        activation_offload_fraction=activation_offload_fraction,
+    )
+    attached = Attached(engine, model, matches)
+    logger.info(
+        "Slipstream moves activations of %d modules of %s (backend %s): %s",
+        len(matches),
+        type(model).__name__,
+        backend.name,
+        ", ".join(sorted({match.label for match in matches})),
+    )
+    return attached
+
+
+class Attached:
+    """What :func:`attach` has done to one model. Lives as long as the model does."""
+
+    def __init__(
+        self, engine: AttachedEngine, model: torch.nn.Module, matches: list[Match]
+    ) -> None:
+        self.engine = engine
+        self.modules = tuple(match.name for match in matches)
+        """Qualified names of the chosen modules, in the model's order."""
+        self._hooked = weakref.WeakSet([model, *(match.module for match in matches)])
+        self._hooks = ForwardHooks(engine, model, matches)
+        _attached.update(self._hooked)
+
+    def detach(self) -> None:
+        """Move nothing from here on. What has been moved still comes back for its backward.
+
+        Calling it again changes nothing.
+        """
+        self._hooks.remove()
+        _attached.difference_update(self._hooked)
+        self.engine.close_when_done()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Move nothing inside. Not needed for passes without gradients, which are never touched."""
+        before = self.engine.do_offload
+        self.engine.disable_offload()
+        try:
+            yield
+        finally:
+            self.engine.do_offload = before
+
+    def report(self) -> Report:
+        """This rank's figures of its last complete iteration.
+
+        An iteration is what runs until no forward waits for its backward: with gradient
+        accumulation, one micro-batch.
+        """
+        self.engine.finish_report()
+        return Report([self.engine.report])
+
+    def save_trace(self, path: str) -> None:
+        """Write the trace of this rank's last complete iteration, for ``slipstream plan``.
+
+        Raises:
+            RuntimeError: No iteration has been recorded.
+            OSError: It cannot be written.
+        """
+        if self.engine.plan is None:
+            raise RuntimeError("no iteration has been recorded; train with the model first")
+        files.save_trace(self.engine.plan.trace, path)
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+
+def _policy_options(config: OffloadConfig) -> PolicyOptions:
+    target_gib = config.offload_target_memory_gib
+    return PolicyOptions(
+        release_lag=config.offload_release_lag,
+        prefetch_depth=config.offload_prefetch_depth,
+        host_memory_limit_bytes=(
+            config.offload_host_memory_limit_bytes or preflight.default_host_memory_limit_bytes()
+        ),
+        target_memory_bytes=None if target_gib is None else int(target_gib * 2**30),
+        max_overhead_percent=config.max_overhead_percent,
+    )
+
+
+def _check_not_attached(model: torch.nn.Module, matches: list[Match]) -> None:
+    taken = [match.name for match in matches if match.module in _attached]
+    if model in _attached:
+        taken.insert(0, f"the model ({type(model).__name__})")
+    if taken:
+        raise ValueError(
+            f"attach() is not supported for {taken[0]} because it is attached already; call "
+            "detach() of the first attach(), or give all patterns to one call"
+        )
+
+
+def _check_one_gpu(model: torch.nn.Module) -> None:
+    """The engine's copies follow the stream of the current GPU."""
+    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.is_cuda})
+    if len(devices) > 1:
+        raise ValueError(
+            f"attach() is not supported with a model on several GPUs ({devices}) of one process "
+            "because copies follow the stream of one; use one process for each GPU"
+        )
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,191 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What checkpointing keeps of a module: its inputs.
+
+[Note: Inputs of checkpointed modules]
+Of a module that runs inside ``torch.utils.checkpoint`` autograd keeps the inputs only, and it is
+the checkpoint that saves them, outside of the module: without re-entry before the module runs, with
+re-entry after it. So hooks lie around the whole forward of the model and note what is saved there.
+Where a chosen module is found to run inside a checkpoint, those of its inputs that have been saved,
+or are saved next, become a group. A checkpoint *inside* of a chosen module needs none of this: what
+it saves is saved in the module's region.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Optional
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.integration.attach.engine import Anchor, AttachedEngine, Kept
+
+
+class _Saved:
+    """What autograd keeps in place of a tensor that is saved outside of regions."""
+
+    __slots__ = ("held", "anchor", "__weakref__")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.held: Any = Kept(tensor)
+        """Or what the engine gave for it."""
+        self.anchor: Optional[Anchor] = None
+        """Of the group that it is an input of."""
+
+    def lies_in(self, storages: frozenset[StorageWeakRef]) -> bool:
+        """Whether it is a tensor in one of these that has not been changed since it was saved."""
+        kept = self.held
+        return (
+            type(kept) is Kept
+            and _is_plain(kept.tensor)
+            and kept.is_intact
+            and storage_of(kept.tensor) in storages
+        )
+
+
+def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """Names the memory of a tensor. No other memory has that name while the result lives."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+
+
+class CheckpointInputs:
+    """Finds and hands over the inputs of modules that run inside ``torch.utils.checkpoint``.
+
+    See [Note: Inputs of checkpointed modules].
+    """
+
+    def __init__(self, engine: AttachedEngine) -> None:
+        self._engine = engine
+        self._is_wanted = True
+        """Whether hooks are set in the next pass: not if no chosen module ran in a checkpoint in
+        the last one."""
+        self._is_seen = False
+        """Whether one has run in a checkpoint in this pass."""
+        self.labels: set[str] = set()
+        """Of modules some of whose inputs a checkpoint kept, as far as hooks were set."""
+        self._hooks: Optional[saved_tensors_hooks] = None
+        self._recent: list[weakref.ref[_Saved]] = []
+        """Saved since a chosen module last ran."""
+        self._ran: list[tuple[str, frozenset[StorageWeakRef]]] = []
+        """Labels and inputs of chosen modules that have run without gradients since something was
+        saved last: what a re-entrant checkpoint saves next are inputs of the first of them."""
+        self._open: Optional[tuple[str, OffloadTensorGroup, Anchor]] = None
+        """The group of the re-entrant checkpoint that is saving its inputs."""
+
+    # Around the model's forward.
+
+    def start(self) -> None:
+        """The model's forward begins, and nobody else's hooks are set."""
+        if self._is_wanted:
+            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+
+    def stop(self) -> None:
+        """The model's forward ends."""
+        self.close()
+        self._recent.clear()
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None
+        self._is_wanted, self._is_seen = self._is_seen, False
+
+    def is_own(self, pack: Any) -> bool:
+        """Whether the pack hook is the one set here."""
+        return self._hooks is not None and pack is self._hooks.pack_hook
+
+    # Around a chosen module's forward.
+
+    def enter_without_gradients(self) -> None:
+        """A chosen module begins to run without gradients, though the model runs with them."""
+        if self._open is not None:
+            self.close()
+
+    def enter(self, label: str, inputs: Iterable[torch.Tensor]) -> None:
+        """A chosen module begins to run under other hooks: a checkpoint's, most likely."""
+        self.close()
+        self._is_seen = True
+        if self._hooks is None:
+            return
+        storages = self._storages(inputs)
+        found = [saved for saved in self._alive() if saved.lies_in(storages)]
+        self._recent.clear()
+        if found:
+            self._begin(label)
+            for saved in found:
+                self._give(saved)
+            self._commit()
+
+    def leave(self, label: str, inputs: Iterable[torch.Tensor]) -> None:
+        """A module of :meth:`enter_without_gradients` has run."""
+        self._is_seen = True
+        if self._hooks is not None:
+            self._ran.append((label, self._storages(inputs)))
+
+    def close(self) -> None:
+        """The next chosen module begins, or a checkpoint has saved its inputs."""
+        self._ran.clear()
+        if self._open is not None:
+            self._commit()
+
+    # Saved-tensor hooks.
+
+    @torch.compiler.disable
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        saved = _Saved(tensor)
+        if self._ran:
+            self._take_from_reentrant(saved)
+        self._recent.append(weakref.ref(saved))
+        return saved
+
+    @torch.compiler.disable
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if saved.anchor is not None:
+            saved.anchor()
+        return self._engine.read(saved.held)
+
+    def _take_from_reentrant(self, saved: _Saved) -> None:
+        for label, storages in self._ran:
+            if saved.lies_in(storages):
+                if self._open is None:
+                    self._begin(label)
+                    for earlier in self._alive():
+                        if earlier.lies_in(storages):
+                            self._give(earlier)
+                self._give(saved)
+                return
+        self.close()
+
+    # The group of inputs.
+
+    def _begin(self, label: str) -> None:
+        name = f"inputs of {label}"
+        group = self._engine.begin_inputs(name)
+        self.labels.add(label)
+        if group is not None:
+            self._open = (name, group, Anchor(self._engine, group))
+
+    def _give(self, saved: _Saved) -> None:
+        if self._open is not None:
+            _, group, saved.anchor = self._open
+            saved.held = self._engine.save(group, saved.held.tensor)
+
+    def _commit(self) -> None:
+        if self._open is not None:
+            name, group, anchor = self._open
+            self._open = None
+            self._engine.commit_inputs(name, group, anchor)
+
+    def _alive(self) -> list[_Saved]:
+        return [saved for reference in self._recent if (saved := reference()) is not None]
+
+    @staticmethod
+    def _storages(inputs: Iterable[torch.Tensor]) -> frozenset[StorageWeakRef]:
+        return frozenset(storage_of(tensor) for tensor in inputs if _is_plain(tensor))
