@@ -314,6 +314,24 @@ def test_compiled_modules(what: str, first: str) -> None:
     assert equal(run("layers.*"), run(None))
 
 
+@pytest.mark.parametrize("first", ["attached", "compiled"])
+@torch._dynamo.config.patch(skip_nnmodule_hook_guards=True)
+def test_code_that_was_compiled_for_a_model_without_hooks_is_not_used(first: str) -> None:
+    torch._dynamo.reset()
+    plain = torch.compile(make(partial(Decoder, 3))[0].eval(), backend="aot_eager")
+    expected = train(plain, one_backward_each, 2)
+    model, _ = make(partial(Decoder, 3))
+    model.eval()
+    if first == "attached":
+        attached = attach_to(model, "layers.*", LAZY)
+    call: Any = torch.compile(model, backend="aot_eager")
+    if first == "compiled":
+        attached = attach_to(call, "layers.*", LAZY)
+    one_backward_each(plain, 0)
+    assert equal(train(call, one_backward_each, 2), expected)
+    assert counters(attached)["layers.*"].num_groups_moved == 2
+
+
 @pytest.mark.parametrize("checkpointing", [None, False], ids=["", "checkpoint"])
 def test_the_engine_is_not_compiled_with_a_training_step(checkpointing: Optional[bool]) -> None:
     class Breaks(Layer):
