@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -201,7 +202,13 @@ def test_a_copy_in_on_another_stream_follows_the_copy_out(
     if stream == "another":
         monkeypatch.setattr(hand.backend, "current_stream_id", lambda: stream)
     waited_for = []
-    monkeypatch.setattr(hand.backend, "wait", lambda stream, event: waited_for.append(event))
+    wait = hand.backend.wait
+
+    def noted(stream: Any, event: Any) -> None:
+        waited_for.append(event)
+        wait(stream, event)
+
+    monkeypatch.setattr(hand.backend, "wait", noted)
     hand.store.copy_in(group.storages())
     assert (saved.storage.out_signal.event in waited_for) is waits
 

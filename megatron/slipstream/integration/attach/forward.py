@@ -138,7 +138,7 @@ class ForwardHooks:
         self._told: set[str] = set()
         self._handles: list[Any] = []
         # By default compiled code takes for granted that modules have the hooks that the first one
-        # of their kind had when it was compiled: it is compiled once more, and from now on it looks.
+        # of their kind had when it was compiled. It is compiled again, and from now on it looks.
         torch._dynamo.config.skip_nnmodule_hook_guards = False
         torch._dynamo.reset()
         self._add(model, "", self._enter_model, self._leave_model)
