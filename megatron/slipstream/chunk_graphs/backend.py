@@ -1,0 +1,203 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Recording work once and running it again: CUDA graphs, and what stands for them without a GPU."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+Work = Callable[[], Sequence[torch.Tensor]]
+"""Something to record. It returns tensors that are read after each replay."""
+
+
+class Graph(abc.ABC):
+    """Recorded work. Its results lie at the same place after every replay."""
+
+    @abc.abstractmethod
+    def replay(self) -> None:
+        """Run it on the current stream, without waiting for it."""
+
+
+class Recorded(NamedTuple):
+    """A graph and what its work returned."""
+
+    graph: Graph
+    results: tuple[torch.Tensor, ...]
+
+
+class Cost(NamedTuple):
+    """Device memory that work takes."""
+
+    peak_bytes: int
+    """The most at once, above what there was before."""
+
+
+class GraphBackend(abc.ABC):
+    """Makes graphs."""
+
+    @abc.abstractmethod
+    def session(self) -> contextlib.AbstractContextManager[None]:
+        """Around everything that is warmed up and recorded together.
+
+        Before and after, nothing else runs on the device, and what was random before goes on as if
+        nothing had been recorded.
+        """
+
+    @abc.abstractmethod
+    def new_pool(self) -> Any:
+        """Device memory of their own for graphs that are replayed in the order of recording."""
+
+    @abc.abstractmethod
+    def measure(self, work: Callable[[], None]) -> Cost:
+        """Run work once, within a session, and tell what it takes."""
+
+    @abc.abstractmethod
+    def record(self, work: Work, pool: Any) -> Recorded:
+        """Record work, within a session."""
+
+    @abc.abstractmethod
+    def free_bytes(self) -> Optional[int]:
+        """Device memory that graphs could still have; None if there is no limit to know."""
+
+    @abc.abstractmethod
+    def held_bytes(self) -> int:
+        """Device memory that the process has from the driver, in use or not."""
+
+
+class _CudaGraph(Graph):
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.replay = graph.replay  # type: ignore[method-assign]
+
+    def replay(self) -> None:
+        raise NotImplementedError
+
+
+class CudaGraphs(GraphBackend):
+    """CUDA graphs.
+
+    Args:
+        generators: Return the random number generators that recorded work may draw from, beside the
+            device's default one.
+        while_recording: Makes a context that is entered for the time of each recording.
+    """
+
+    def __init__(
+        self,
+        generators: Callable[[], Iterable[torch.Generator]] = tuple,
+        while_recording: Callable[[], contextlib.AbstractContextManager[Any]] = (
+            contextlib.nullcontext
+        ),
+    ) -> None:
+        self._generators = generators
+        self._while_recording = while_recording
+        self._stream: Optional[torch.cuda.Stream] = None
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        generators = [torch.cuda.default_generators[torch.cuda.current_device()]]
+        generators += self._generators()
+        states = [generator.get_state() for generator in generators]
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        # Work on the default stream cannot be recorded.
+        self._stream = torch.cuda.Stream()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._stream = None
+            torch.cuda.synchronize()
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def measure(self, work: Callable[[], None]) -> Cost:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return Cost(torch.cuda.max_memory_allocated() - before)
+
+    def record(self, work: Work, pool: Any) -> Recorded:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators():
+            graph.register_generator_state(generator)
+        # Other threads (NCCL's watchdog, pinned memory's) go on with what a recording forbids.
+        recording = torch.cuda.graph(
+            graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        was_collecting = gc.isenabled()
+        with self._while_recording(), recording:
+            gc.disable()  # A tensor that is freed by chance would be freed in the graph.
+            try:
+                results = tuple(work())
+            finally:
+                if was_collecting:
+                    gc.enable()
+        return Recorded(_CudaGraph(graph), results)
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info()
+        return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_reserved()
+
+
+class _WorkAgain(Graph):
+    """Runs the work again, and puts its results where those of the first time are."""
+
+    def __init__(self, work: Work, results: Sequence[torch.Tensor]) -> None:
+        self._work = work
+        self._results = results
+
+    def replay(self) -> None:
+        again = self._work()
+        with torch.no_grad():
+            for result, new in zip(self._results, again, strict=True):
+                result.copy_(new)
+
+
+class ImitatedGraphs(GraphBackend):
+    """Stands for CUDA graphs on a machine without a GPU: a replay runs the work once more.
+
+    What a graph would bake in is therefore not baked in; everything around graphs is as with them:
+    static inputs and outputs, slots, gradients that autograd does not see.
+    """
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        state = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+
+    def new_pool(self) -> Any:
+        return None
+
+    def measure(self, work: Callable[[], None]) -> Cost:
+        work()
+        return Cost(0)
+
+    def record(self, work: Work, pool: Any) -> Recorded:
+        results = tuple(result.detach().clone() for result in work())
+        return Recorded(_WorkAgain(work, results), results)
+
+    def free_bytes(self) -> None:
+        return None
+
+    def held_bytes(self) -> int:
+        return 0

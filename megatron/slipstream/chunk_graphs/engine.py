@@ -1,0 +1,478 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Replays a whole model chunk as one CUDA graph forward and one backward.
+
+A chunk has as many slots as its schedule has micro-batches in flight. A slot is a forward and a
+backward graph with the memory in which they were captured. A micro-batch takes a free slot when it
+goes forward and gives it back when the replay of its backward has been launched: whoever takes it
+next is launched later, on the same stream.
+
+[Note: Slots take turns freely]
+Every slot has a memory pool of its own, so no graph of one lies where a graph of another has its
+activations, and slots can be taken and given back in any order.
+
+[Note: Parameters stand in]
+While a slot is captured, every parameter is replaced by another one on the same memory. Backward
+then accumulates gradients in these, on the stream of the capture and without the hooks that a data
+parallel wrapper put on the model's own. Hooks of their own add each to ``main_grad`` when the
+wrapper's would have, as part of the graph. So autograd runs as in ``backward()``, which
+recomputation asks for, and outside of graphs it has nothing to do with parameters: a replay costs
+the host the same for any number of layers.
+
+[Note: Captured between iterations]
+What is captured is also run once, for all that happens on first use (workspaces, autotuning). That
+adds to gradients, so it is done right before an iteration sets them to zero. Whatever else the
+chunk changes by itself is put back (:class:`ChunkState`), and so is the state of random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+
+from megatron.slipstream.chunk_graphs.backend import Graph, GraphBackend
+from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments, TensorFacts
+from megatron.slipstream.plan.render import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_state() -> Callable[[], None]:
+    return _nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A model chunk, as the engine sees it.
+
+    Args:
+        name: For messages.
+        module: Holds the chunk's parameters, each with a ``main_grad``.
+        run: Computes hidden states from hidden states and other arguments by name, none of which
+            gets a gradient.
+        before_replay: Called before each forward replay: what hooks of the modules would wait for.
+        after_replay: Called after each backward replay: what hooks of the parameters would start.
+        save_state: Called before the chunk is run for capture; what it returns is called after, to
+            put back what runs of the chunk change beside gradients.
+    """
+
+    name: str
+    module: torch.nn.Module
+    run: Callable[..., torch.Tensor]
+    before_replay: Callable[[], None] = _nothing
+    after_replay: Callable[[], None] = _nothing
+    save_state: Callable[[], Callable[[], None]] = _no_state
+
+
+@dataclasses.dataclass(frozen=True)
+class CaptureFigures:
+    """What capturing a chunk took."""
+
+    num_slots: int
+    predicted_slot_bytes: int
+    """Peak of device memory of one forward and backward pass, run before the capture."""
+    slot_bytes: int
+    """Device memory that the graphs hold, divided by the number of slots."""
+    seconds: float
+
+    def render(self) -> str:
+        """One line."""
+        return (
+            f"{self.num_slots} slots of {format_bytes(self.slot_bytes)} "
+            f"(predicted {format_bytes(self.predicted_slot_bytes)}) in {self.seconds:.1f} s"
+        )
+
+
+class _Slot:
+    """One pair of graphs and the tensors through which they are fed and read."""
+
+    def __init__(self, hidden: torch.Tensor, arguments: StaticArguments) -> None:
+        self.hidden = hidden.detach().clone().requires_grad_()
+        self.tensors = tuple(tensor.detach().clone() for tensor in arguments.tensors)
+        self.output: torch.Tensor
+        self.grad_output: torch.Tensor
+        self.grad_hidden: torch.Tensor
+        self.forward: Graph
+        self.backward: Graph
+        self.is_free = True
+        """Whether no micro-batch has its activations in it."""
+        self._copied: list[tuple[Optional[torch.Tensor], int]] = [(None, 0)] * len(self.tensors)
+        """What each static tensor was copied from, and that one's version."""
+
+    def feed(self, hidden: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy a call's tensors to where the graphs read them."""
+        with torch.no_grad():
+            self.hidden.copy_(hidden)
+            for index, (static, tensor) in enumerate(zip(self.tensors, tensors, strict=True)):
+                # Tables of rotary embeddings come again and again.
+                source, version = self._copied[index]
+                if source is not tensor or version != tensor._version:
+                    static.copy_(tensor)
+                    self._copied[index] = (tensor, tensor._version)
+
+
+class _Lease:
+    """A micro-batch's hold on a slot. It ends with its backward, or when nobody can run that."""
+
+    def __init__(self, slot: _Slot) -> None:
+        self._slot: Optional[_Slot] = slot
+        slot.is_free = False
+
+    @property
+    def slot(self) -> _Slot:
+        """The slot.
+
+        Raises:
+            RuntimeError: It has been given back.
+        """
+        if self._slot is None:
+            raise RuntimeError(
+                "backward of a micro-batch ran twice, or after its graphs were deleted; a replayed "
+                "chunk keeps no activations for a second time"
+            )
+        return self._slot
+
+    def end(self) -> None:
+        """Give the slot back."""
+        if self._slot is not None:
+            self._slot.is_free = True
+            self._slot = None
+
+    # Autograd drops it with the loss, if backward never comes.
+    __del__ = end
+
+
+class ChunkGraphs:
+    """Runs one model chunk: eagerly at first, then by graphs.
+
+    Args:
+        chunk: The chunk.
+        num_slots: The most micro-batches that its schedule has in flight.
+        num_warmup_iterations: Iterations that run eagerly first, at least one: the arguments of
+            calls are learned from the last of them.
+        backend: Makes the graphs.
+    """
+
+    def __init__(
+        self, chunk: Chunk, num_slots: int, num_warmup_iterations: int, backend: GraphBackend
+    ) -> None:
+        self.chunk = chunk
+        self.num_slots = num_slots
+        self.figures: Optional[CaptureFigures] = None
+        """Of the last capture; None before one."""
+        self.num_replays = 0
+        """Forward passes that were replayed."""
+        self._num_warmup_iterations = max(1, num_warmup_iterations)
+        self._backend = backend
+        self._num_iterations = 0
+        self._sample: Optional[torch.Tensor] = None
+        self._arguments: Optional[StaticArguments] = None
+        """Hidden states and the rest of a micro-batch that ran eagerly; None before it did."""
+        self._slots: list[_Slot] = []
+        self._addresses: tuple[int, ...] = ()
+        self._anchor = torch.zeros((), requires_grad=True)
+        """Input of every replay: backward comes, even if nothing before the chunk is trained."""
+        self._has_warned = False
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there are graphs."""
+        return bool(self._slots)
+
+    def begin_iteration(self) -> None:
+        """An iteration begins, and gradients are about to be set to zero.
+
+        See [Note: Captured between iterations].
+
+        Raises:
+            ValueError: The graphs would not fit in device memory, or parameters have no
+                ``main_grad``.
+            RuntimeError: Memory that is baked into the graphs has been replaced.
+        """
+        self._num_iterations += 1
+        if self._slots:
+            self._check_addresses()
+        elif self._sample is not None and self._arguments is not None:
+            self._capture(self._sample, self._arguments)
+            self._sample = None
+
+    def delete(self) -> None:
+        """Delete the graphs. The next iterations run eagerly, then the chunk is captured again.
+
+        Say so when the shapes of micro-batches change, at the end of an iteration.
+
+        Raises:
+            RuntimeError: Micro-batches are in flight.
+        """
+        in_flight = sum(not slot.is_free for slot in self._slots)
+        if in_flight:
+            raise RuntimeError(
+                f"graphs of {self.chunk.name} can't be deleted while {in_flight} micro-batches are "
+                "between their forward and their backward pass; do it between iterations"
+            )
+        if self._slots:
+            logger.info(
+                "CUDA graphs of %s are deleted; it is captured again after %d iterations",
+                self.chunk.name,
+                self._num_warmup_iterations,
+            )
+        self._slots = []
+        self._num_iterations = 0
+        self._sample = self._arguments = None
+
+    def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        """One micro-batch's forward pass.
+
+        Args:
+            hidden: Float ``[s, b, h]``; gets a gradient.
+            arguments: All others that the chunk is run with, by name.
+
+        Returns:
+            Hidden states of the same shape, in memory of their own.
+
+        Raises:
+            ValueError: The graphs were captured with other arguments.
+        """
+        # Without a backward pass nothing would give a slot back.
+        if not (self.chunk.module.training and torch.is_grad_enabled()):
+            return self.chunk.run(hidden, **arguments)
+        if not self._slots:
+            self._learn(hidden, arguments)
+            return self.chunk.run(hidden, **arguments)
+        call = StaticArguments.take_apart(arguments)
+        self._check_call(hidden, call)
+        slot = next((slot for slot in self._slots if slot.is_free), None)
+        if slot is None:
+            self._warn_of_too_few_slots()
+            return self.chunk.run(hidden, **arguments)
+        self.chunk.before_replay()
+        self.num_replays += 1
+        lease = _Lease(slot)
+        slot.feed(hidden, call.tensors)
+        output: torch.Tensor = _Replay.apply(hidden, self._anchor, lease, self.chunk.after_replay)
+        return output
+
+    # Eager iterations.
+
+    def _learn(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> None:
+        """Keep copies of the arguments of one micro-batch of the last eager iteration."""
+        if self._num_iterations < self._num_warmup_iterations or self._sample is not None:
+            return
+        call = StaticArguments.take_apart(arguments)
+        for name, tensor in zip(call.names, call.tensors, strict=True):
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"{name} of {self.chunk.name} gets a gradient, which CUDA graphs of chunks "
+                    "give to hidden states only; train without them"
+                )
+        self._sample = hidden.detach().clone()
+        copies = tuple(tensor.detach().clone() for tensor in call.tensors)
+        self._arguments = dataclasses.replace(call, tensors=copies)
+
+    # Capture.
+
+    def _capture(self, sample: torch.Tensor, arguments: StaticArguments) -> None:
+        """Make the graphs of all slots."""
+        started = time.perf_counter()
+        parameters = _StandIns(self.chunk)
+        slots = [_Slot(sample, arguments) for _ in range(self.num_slots)]
+        put_back = self.chunk.save_state()
+        with self._backend.session():
+            try:
+                cost = self._backend.measure(lambda: self._run_once(slots[0], parameters))
+                self._check_room(cost.peak_bytes)
+                held_bytes = self._backend.held_bytes()
+                for slot in slots:
+                    self._record(slot, parameters)
+                held_bytes = self._backend.held_bytes() - held_bytes
+            finally:
+                put_back()
+        self._slots = slots
+        self._addresses = self._current_addresses()
+        self.figures = CaptureFigures(
+            num_slots=self.num_slots,
+            predicted_slot_bytes=cost.peak_bytes,
+            slot_bytes=held_bytes // self.num_slots,
+            seconds=time.perf_counter() - started,
+        )
+        logger.info("CUDA graphs of %s: %s", self.chunk.name, self.figures.render())
+
+    def _run(self, slot: _Slot) -> torch.Tensor:
+        assert self._arguments is not None
+        with torch.enable_grad():
+            output = self.chunk.run(slot.hidden, **self._arguments.put_together(slot.tensors))
+        if not torch.is_tensor(output):
+            raise ValueError(
+                f"{self.chunk.name} returns {type(output).__name__}, and CUDA graphs of chunks "
+                "return hidden states only; train without them"
+            )
+        return output
+
+    def _run_once(self, slot: _Slot, parameters: _StandIns) -> None:
+        with parameters.in_place():
+            output = self._run(slot)
+            output.backward(torch.ones_like(output))
+        slot.hidden.grad = None
+
+    def _record(self, slot: _Slot, parameters: _StandIns) -> None:
+        """Capture a slot's graphs: backward's frees activations as it goes, into the same pool."""
+        pool = self._backend.new_pool()
+        live: list[torch.Tensor] = []
+
+        def forward() -> Sequence[torch.Tensor]:
+            with parameters.in_place():
+                live[:] = [self._run(slot)]
+            return [live[0].detach()]
+
+        def backward() -> Sequence[torch.Tensor]:
+            # Layers are run again where their activations are recomputed.
+            with parameters.in_place():
+                live.pop().backward(slot.grad_output)
+            grad, slot.hidden.grad = slot.hidden.grad, None
+            assert grad is not None
+            return [grad]
+
+        slot.forward, (slot.output,) = self._backend.record(forward, pool)
+        slot.grad_output = torch.empty_like(slot.output)
+        slot.backward, (slot.grad_hidden,) = self._backend.record(backward, pool)
+
+    def _check_room(self, slot_bytes: int) -> None:
+        free = self._backend.free_bytes()
+        needed = slot_bytes * self.num_slots
+        if free is not None and needed > free:
+            raise ValueError(
+                f"CUDA graphs of {self.chunk.name} do not fit in device memory: {self.num_slots} "
+                f"slots of {format_bytes(slot_bytes)} are {format_bytes(needed)}, and "
+                f"{format_bytes(free)} are free; train with smaller micro-batches, with "
+                "recomputation, or without cuda_graph_granularity=chunk"
+            )
+
+    # Replay.
+
+    def _check_call(self, hidden: torch.Tensor, call: StaticArguments) -> None:
+        assert self._arguments is not None
+        static = self._slots[0].hidden
+        is_same = static.shape == hidden.shape and static.dtype == hidden.dtype
+        if is_same and self._arguments.matches(call):
+            return
+        differences = self._arguments.differences(call)
+        if not is_same:
+            was, now = TensorFacts.of(static), TensorFacts.of(hidden)
+            differences.insert(0, f"hidden_states was {was} and is {now}")
+        raise ValueError(
+            f"{self.chunk.name} is called with other arguments than its CUDA graphs were captured "
+            f"with: {'; '.join(differences)}. Give every micro-batch the same shapes, or delete "
+            "the graphs where the shapes change, and they are captured again"
+        )
+
+    def _warn_of_too_few_slots(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "more than %d micro-batches of %s are in flight at the same time, so some of them "
+                "run without CUDA graphs, which gives the same result more slowly; is the "
+                "pipeline schedule another than megatron-core's?",
+                self.num_slots,
+                self.chunk.name,
+            )
+
+    def _current_addresses(self) -> tuple[int, ...]:
+        parameters: list[Any] = [p for p in self.chunk.module.parameters() if p.requires_grad]
+        gradients = [parameter.main_grad for parameter in parameters]
+        return tuple(tensor.data_ptr() for tensor in (*parameters, *gradients))
+
+    def _check_addresses(self) -> None:
+        if self._current_addresses() != self._addresses:
+            raise RuntimeError(
+                f"parameters or main gradients of {self.chunk.name} lie elsewhere than when its "
+                "CUDA graphs were captured, so that replays would read and write freed memory; "
+                "delete the graphs first (ChunkGraphs.delete), and they are captured again"
+            )
+
+
+class _Replay(torch.autograd.Function):
+    """Replays a slot's graphs, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        anchor: torch.Tensor,
+        lease: _Lease,
+        after_replay: Callable[[], None],
+    ) -> torch.Tensor:
+        slot = lease.slot
+        slot.forward.replay()
+        ctx.lease = lease
+        ctx.after_replay = after_replay
+        # A copy: schedules send it, then empty it, and the slot's is overwritten by the next one.
+        return slot.output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        slot = ctx.lease.slot
+        slot.grad_output.copy_(grad_outputs[0])
+        slot.backward.replay()
+        grad = slot.grad_hidden.clone() if ctx.needs_input_grad[0] else None
+        ctx.lease.end()
+        ctx.after_replay()
+        return grad, None, None, None
+
+
+class _StandIns:
+    """See [Note: Parameters stand in].
+
+    Raises:
+        ValueError: A parameter has no ``main_grad``.
+    """
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._own = [
+            (part._parameters, name, parameter)
+            for part in chunk.module.modules()
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        """Where each parameter is; one that is shared is at several places."""
+        self._others: dict[torch.nn.Parameter, Any] = {}
+        for name, parameter in chunk.module.named_parameters():
+            if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
+                raise ValueError(
+                    f"{name} of {chunk.name} has no main_grad, which CUDA graphs of chunks add "
+                    "gradients to; wrap the model in megatron-core's DistributedDataParallel"
+                )
+            other: Any = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+            other.__dict__.update(parameter.__dict__)
+            other.grad_added_to_main_grad = False
+            if other.requires_grad:
+                other.register_post_accumulate_grad_hook(_add_to_main_grad)
+            self._others[parameter] = other
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the module use the stand-ins."""
+        try:
+            for place, name, parameter in self._own:
+                place[name] = self._others[parameter]
+            yield
+        finally:
+            for place, name, parameter in self._own:
+                place[name] = parameter
+
+
+@torch.no_grad()
+def _add_to_main_grad(parameter: Any) -> None:
+    # Layers that add by themselves hand out a gradient that is none.
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None

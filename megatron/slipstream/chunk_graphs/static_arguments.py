@@ -1,0 +1,177 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What a model chunk is called with, apart into tensors and the form they have been in.
+
+A captured graph reads its inputs where they were when it was captured, so each call's are copied
+there. Everything that is no tensor is baked in: it has to be the same in every call.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class TensorFacts(NamedTuple):
+    """What of a tensor a graph takes for granted."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorFacts:
+        """Those of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, self.shape))
+        return f"{str(self.dtype).removeprefix('torch.')} [{sizes}] on {self.device}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Stands where a tensor was."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticArguments:
+    """The arguments of one call: its tensors, each once, and all the rest.
+
+    Two arguments that are one tensor stay one tensor: Transformer Engine takes that to mean
+    something (offsets of sequences with and without padding).
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    rest: Mapping[str, Any]
+    """By argument name, with a :class:`_Place` for every tensor."""
+
+    names: tuple[str, ...]
+    """Where each tensor was first met, such as ``packed_seq_params.cu_seqlens_q``."""
+
+    @classmethod
+    def take_apart(cls, arguments: Mapping[str, Any]) -> StaticArguments:
+        """Find the tensors in the arguments, in tuples, lists, dictionaries and data classes too.
+
+        Args:
+            arguments: By name.
+        """
+        tensors: list[torch.Tensor] = []
+        names: list[str] = []
+        places: dict[int, _Place] = {}
+
+        def replace(tensor: torch.Tensor, name: str) -> _Place:
+            place = places.get(id(tensor))
+            if place is None:
+                place = places[id(tensor)] = _Place(len(tensors))
+                tensors.append(tensor)
+                names.append(name)
+            return place
+
+        rest = {name: _with_places(value, replace, name) for name, value in arguments.items()}
+        return cls(tuple(tensors), rest, tuple(names))
+
+    def put_together(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The arguments again, with other tensors in the place of the call's own.
+
+        Args:
+            tensors: As many as :attr:`tensors`.
+        """
+        return {name: _with_tensors(value, tensors) for name, value in self.rest.items()}
+
+    def differences(self, call: StaticArguments) -> list[str]:
+        """What a later call has that a graph made of this one cannot take; empty if nothing.
+
+        Args:
+            call: The later one.
+        """
+        found = []
+        for name in {**self.rest, **call.rest}:
+            was, now = _plainly(self.rest.get(name)), _plainly(call.rest.get(name))
+            if was != now:
+                found.append(f"{name} was {was} and is {now}")
+        facts = {
+            name: TensorFacts.of(tensor)
+            for name, tensor in zip(self.names, self.tensors, strict=True)
+        }
+        for name, tensor in zip(call.names, call.tensors, strict=True):
+            if name in facts and facts[name] != TensorFacts.of(tensor):
+                found.append(f"{name} was {facts[name]} and is {TensorFacts.of(tensor)}")
+        if not found and self.rest != call.rest:
+            were, are = ", ".join(self.names), ", ".join(call.names)
+            found.append(f"different tensors were {were} and are {are}")
+        return found
+
+    def matches(self, call: StaticArguments) -> bool:
+        """Whether :meth:`differences` finds nothing; quick, for every micro-batch."""
+        if self.rest != call.rest or len(self.tensors) != len(call.tensors):
+            return False
+        for mine, other in zip(self.tensors, call.tensors, strict=True):
+            if mine.shape != other.shape or mine.dtype != other.dtype:
+                return False
+            if mine.device != other.device:
+                return False
+        return True
+
+
+def _with_places(value: Any, replace: Callable[[torch.Tensor, str], _Place], name: str) -> Any:
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return replace(value, name)
+    if isinstance(value, Mapping):
+        return {key: _with_places(item, replace, f"{name}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_with_places(item, replace, f"{name}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            field.name: _with_places(
+                getattr(value, field.name, None), replace, f"{name}.{field.name}"
+            )
+            for field in dataclasses.fields(value)
+        }
+        return _Instance(type(value), fields)
+    return value
+
+
+class _Instance(NamedTuple):
+    """Stands for an instance of a data class."""
+
+    kind: type
+    fields: Mapping[str, Any]
+
+
+def _with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    if isinstance(value, _Instance):
+        # Without its __post_init__, which may compute tensors of its own, and wait for the GPU.
+        instance: Any = object.__new__(value.kind)
+        for name, item in value.fields.items():
+            object.__setattr__(instance, name, _with_tensors(item, tensors))
+        return instance
+    if isinstance(value, Mapping):
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_with_tensors(item, tensors) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return copy.copy(value) if isinstance(value, set) else value
+
+
+def _plainly(value: Any) -> str:
+    if isinstance(value, _Place):
+        return "a tensor"
+    if isinstance(value, _Instance):
+        return f"{value.kind.__name__}({_plainly(value.fields)})"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_plainly(item)}" for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_plainly, value))}]"
+    return repr(value)

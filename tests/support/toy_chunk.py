@@ -1,0 +1,200 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A small model chunk with what megatron-core's have: main gradients, hooks, state, randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+
+from megatron.slipstream.chunk_graphs.backend import GraphBackend, ImitatedGraphs
+from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
+
+WIDTH, TOKENS = 8, 6
+
+
+class _OwnGradient(torch.autograd.Function):
+    """``x @ weight.T`` whose backward adds to ``main_grad`` itself, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.weight.main_grad.add_((grads[0].flatten(0, -2).t() @ x.flatten(0, -2)).float())
+        ctx.weight.grad_added_to_main_grad = True
+        return grads[0] @ weight, torch.full_like(weight, float("nan"))
+
+
+class ToyLayer(torch.nn.Module):
+    """Dropout, a linear layer with its own weight gradient, another one, and a count of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("num_tokens", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.num_tokens += x.shape[0] * scale.sum()
+        y = torch.nn.functional.dropout(_OwnGradient.apply(x, self.weight), 0.25)
+        return x + torch.tanh(self.linear(y)) * scale
+
+
+class ToyChunk(torch.nn.Module):
+    """Layers in a row; the last one shares the first one's linear layer.
+
+    Args:
+        num_layers: At least two.
+        checkpoint: Recomputes every layer in backward.
+    """
+
+    def __init__(self, num_layers: int = 3, checkpoint: bool = False) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(ToyLayer() for _ in range(num_layers))
+        self.layers[-1].linear = self.layers[0].linear
+        self.frozen = torch.nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.checkpoint = checkpoint
+        self.num_runs = 0
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        self.num_runs += 1
+        for layer in self.layers:
+            if self.checkpoint:
+                hidden = torch.utils.checkpoint.checkpoint(layer, hidden, scale, use_reentrant=True)
+            else:
+                hidden = layer(hidden, scale)
+        return hidden * self.frozen
+
+
+class Training:
+    """Trains a :class:`ToyChunk` between two linear layers, with or without graphs.
+
+    Args:
+        num_slots: None trains eagerly.
+        seed: Of weights and data.
+        backend: Makes the graphs.
+        chunk: Options of :class:`ToyChunk`.
+    """
+
+    def __init__(
+        self,
+        num_slots: Optional[int],
+        seed: int = 0,
+        num_warmup_iterations: int = 1,
+        backend: Optional[GraphBackend] = None,
+        **chunk: Any,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.before = torch.nn.Linear(WIDTH, WIDTH)
+        self.module = ToyChunk(**chunk)
+        self.hooks: list[str] = []
+        """What happened: 'before' and 'after' replays, and 'hook' for each of a parameter's."""
+        self.results: list[torch.Tensor] = []
+        self.graphs: Optional[ChunkGraphs] = None
+        self._keep: list[Any] = []
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                self._wrap(parameter)
+        if num_slots is not None:
+            self.graphs = ChunkGraphs(
+                Chunk(
+                    "chunk 0",
+                    self.module,
+                    self.module,
+                    before_replay=lambda: self.hooks.append("before"),
+                    after_replay=lambda: self.hooks.append("after"),
+                    save_state=self._save_state,
+                ),
+                num_slots,
+                num_warmup_iterations,
+                backend or ImitatedGraphs(),
+            )
+
+    def parameters(self) -> list[Any]:
+        """All of the model's."""
+        return [*self.before.parameters(), *self.module.parameters()]
+
+    def _wrap(self, parameter: Any) -> None:
+        """What DistributedDataParallel does: a hook adds gradients to ``main_grad``."""
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+        def hook(*_: Any) -> None:
+            self.hooks.append("hook")
+            if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+        accumulator.register_hook(hook)
+        self._keep.append(accumulator)
+
+    def _save_state(self) -> Callable[[], None]:
+        saved = [buffer.clone() for buffer in self.module.buffers()]
+
+        def put_back() -> None:
+            for buffer, value in zip(self.module.buffers(), saved, strict=True):
+                buffer.copy_(value)
+
+        return put_back
+
+    def begin_iteration(self) -> None:
+        """Set gradients to zero."""
+        if self.graphs is not None:
+            self.graphs.begin_iteration()
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                parameter.main_grad.zero_()
+                parameter.grad_added_to_main_grad = False
+
+    def forward(self, micro_batch: int) -> torch.Tensor:
+        """One micro-batch's loss."""
+        generator = torch.Generator().manual_seed(micro_batch)
+        data = torch.randn(TOKENS, 1, WIDTH, generator=generator)
+        scale = torch.rand(TOKENS, 1, 1, generator=generator)
+        hidden = self.before(data)
+        if self.graphs is not None:
+            output = self.graphs(hidden, {"scale": scale})
+        else:
+            output = self.module(hidden, scale=scale)
+        loss = (output * torch.randn(TOKENS, 1, WIDTH, generator=generator)).sum()
+        output.data = torch.empty(1)  # Pipeline schedules do, when they have sent it.
+        return loss
+
+    def iteration(self, schedule: str, first: int = 0) -> None:
+        """One iteration and its optimizer step.
+
+        Args:
+            schedule: ``F`` is the forward of the next micro-batch, ``B`` the oldest one's backward.
+            first: Number of the first micro-batch.
+        """
+        self.begin_iteration()
+        losses: list[torch.Tensor] = []
+        for letter in schedule:
+            if letter == "F":
+                losses.append(self.forward(first))
+                first += 1
+                self.results.append(losses[-1].detach().clone())
+            else:
+                losses.pop(0).backward()
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        self.results += [parameter.main_grad.clone() for parameter in trained]
+        self.results += [buffer.clone() for buffer in self.module.buffers()]
+        self.results.append(torch.get_rng_state())
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.sub_(parameter.main_grad, alpha=0.01)
+
+
+def equal(left: Training, right: Training) -> bool:
+    """Whether all results are the same to the bit, and none is missing."""
+    pairs = zip(left.results, right.results, strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)

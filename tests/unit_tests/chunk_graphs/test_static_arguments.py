@@ -1,0 +1,110 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The arguments of a chunk, taken apart into tensors and their form."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import pytest
+import torch
+
+from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments
+
+
+@dataclass
+class Packed:
+    offsets: torch.Tensor
+    padded: torch.Tensor
+    longest: int = 8
+    group: Optional[object] = None
+
+    def __post_init__(self) -> None:
+        self.num_made = getattr(self, "num_made", 0) + 1
+
+
+def arguments(**changed: Any) -> dict[str, Any]:
+    offsets = torch.arange(3)
+    given = {
+        "mask": None,
+        "table": torch.ones(4, 2),
+        "packed": Packed(offsets, offsets.clone()),
+        "more": {"scale": 0.5, "both": (torch.zeros(1), [torch.zeros(2)])},
+    }
+    return {**given, **changed}
+
+
+def test_what_is_taken_apart_goes_together_again() -> None:
+    given = arguments()
+    call = StaticArguments.take_apart(given)
+    assert len(call.tensors) == 5
+    again = call.put_together(call.tensors)
+    assert again["mask"] is None
+    assert again["table"] is given["table"]
+    assert again["packed"].offsets is given["packed"].offsets
+    assert again["packed"].longest == 8
+    assert again["more"]["scale"] == 0.5
+    assert type(again["more"]["both"]) is tuple
+    assert type(again["more"]["both"][1]) is list
+    assert again["more"]["both"][1][0] is given["more"]["both"][1][0]
+
+
+def test_other_tensors_take_the_places_of_the_calls_own() -> None:
+    call = StaticArguments.take_apart(arguments())
+    others = [torch.full_like(tensor, 7) for tensor in call.tensors]
+    again = call.put_together(others)
+    assert again["packed"].padded is others[call.names.index("packed.padded")]
+
+
+def test_one_tensor_at_two_places_stays_one() -> None:
+    offsets = torch.arange(3)
+    call = StaticArguments.take_apart(arguments(packed=Packed(offsets, offsets)))
+    again = call.put_together([tensor.clone() for tensor in call.tensors])
+    assert again["packed"].offsets is again["packed"].padded
+    two = StaticArguments.take_apart(arguments())
+    again = two.put_together([tensor.clone() for tensor in two.tensors])
+    assert again["packed"].offsets is not again["packed"].padded
+
+
+def test_a_data_class_is_made_without_running_its_code() -> None:
+    call = StaticArguments.take_apart(arguments())
+    assert not hasattr(call.put_together(call.tensors)["packed"], "num_made")
+
+
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        ({"table": torch.ones(5, 2)}, r"table was float32 \[4x2\] on cpu and is float32 \[5x2\]"),
+        ({"table": torch.ones(4, 2).half()}, "table was float32 .* and is float16"),
+        ({"mask": torch.ones(1)}, "mask was None and is a tensor"),
+        ({"mask": 3}, "mask was None and is 3"),
+        ({"new": 1}, "new was None and is 1"),
+        (
+            {"packed": Packed(torch.arange(3), torch.arange(3), longest=9)},
+            r"packed was Packed\(.*longest=8.*\) and is Packed\(.*longest=9",
+        ),
+    ],
+)
+def test_what_a_graph_cannot_take_is_told(changed: dict[str, Any], told: str) -> None:
+    call = StaticArguments.take_apart(arguments())
+    later = StaticArguments.take_apart(arguments(**changed))
+    assert not call.matches(later)
+    (difference,) = call.differences(later)
+    assert re.search(told, difference)
+
+
+def test_one_tensor_where_two_were_is_told() -> None:
+    call = StaticArguments.take_apart(arguments())
+    offsets = torch.arange(3)
+    later = StaticArguments.take_apart(arguments(packed=Packed(offsets, offsets)))
+    assert not call.matches(later)
+    assert call.differences(later)
+
+
+def test_other_values_are_no_difference() -> None:
+    call = StaticArguments.take_apart(arguments())
+    later = StaticArguments.take_apart(arguments(table=torch.zeros(4, 2)))
+    assert call.matches(later)
+    assert call.differences(later) == []
