@@ -64,13 +64,26 @@ def _eager_like(num_iterations: int) -> Training:
     return training
 
 
-def test_hooks_of_parameters_do_not_run_for_a_replay() -> None:
-    training = Training(2)
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_hooks_of_parameters_do_not_run_for_a_replay(checkpoint: bool) -> None:
+    training = Training(2, checkpoint=checkpoint)
     training.iteration("FFBB")
     training.hooks.clear()
     training.iteration("FFBB")
     outside = ["hook"] * len(list(training.before.parameters()))
     assert training.hooks == ["before"] * 2 + ["after", *outside] * 2
+
+
+def test_what_an_eager_layer_noted_of_a_gradient_does_not_count_for_the_graphs() -> None:
+    def run(num_slots: Optional[int]) -> Training:
+        training = Training(num_slots)
+        training.iteration("FB")
+        bias: Any = training.module.layers[0].linear.bias
+        bias.grad_added_to_main_grad = True
+        training.iteration("FB", 1)
+        return training
+
+    assert equal(run(1), run(None))
 
 
 def test_slots_are_taken_and_given_back_in_any_order() -> None:

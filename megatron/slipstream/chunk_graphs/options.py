@@ -1,0 +1,203 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The flag of chunk graphs, and what they do not go together with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from megatron.slipstream.config import Rule, check_rules
+
+
+@dataclass(frozen=True)
+class ChunkGraphOptions:
+    """Settings of CUDA graphs of whole model chunks."""
+
+    cuda_graph_granularity: Literal["layer", "chunk"] = "layer"
+    """What one CUDA graph holds with --cuda-graph-impl local. 'layer': megatron-core's own graphs,
+    as before. 'chunk': the forward or the backward of all layers that a pipeline stage (or virtual
+    stage) has in a row, replayed by Slipstream for any number of micro-batches. Micro-batches need
+    one shape: fixed sequences, or packed ones (--sequence-packing). The first
+    --cuda-graph-warmup-steps iterations run without."""
+
+
+_DEFAULTS: dict[str, Any] = {
+    "cuda_graph_granularity": "layer",
+    "cuda_graph_impl": "none",
+    "cuda_graph_modules": (),
+    "cuda_graph_warmup_steps": 3,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_flex_dispatcher_backend": "deepep",
+    "apply_rope_fusion": True,
+    "has_gpu": True,
+}
+"""Of options that rules look at; others are None. Not every release has every option."""
+
+
+def _is_chunk(facts: Any) -> bool:
+    return bool(facts.cuda_graph_granularity == "chunk")
+
+
+def _is_off(option: str, because: str, cure: str) -> Rule:
+    return Rule(
+        option,
+        _is_chunk,
+        lambda facts: not getattr(facts, option),
+        f"{option}={{{option}}} is not supported with cuda_graph_granularity=chunk because "
+        f"{because}; {cure}",
+    )
+
+
+def _drops_and_pads(facts: Any) -> bool:
+    return (
+        facts.moe_expert_capacity_factor is not None and facts.moe_pad_expert_input_to_capacity
+    ) and facts.moe_token_dispatcher_type == "alltoall"
+
+
+def _has_rank_capacity(facts: Any) -> bool:
+    return (
+        facts.moe_token_dispatcher_type == "flex"
+        and facts.moe_flex_dispatcher_backend == "hybridep"
+        and facts.moe_expert_rank_capacity_factor is not None
+    )
+
+
+CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
+    Rule(
+        "cuda_graph_impl",
+        _is_chunk,
+        lambda f: f.cuda_graph_impl == "local",
+        "cuda_graph_impl={cuda_graph_impl} is not supported with cuda_graph_granularity=chunk "
+        "because Slipstream captures the graphs itself; set cuda_graph_impl=local",
+    ),
+    Rule(
+        "cuda_graph_modules",
+        _is_chunk,
+        lambda f: not f.cuda_graph_modules,
+        "cuda_graph_modules={cuda_graph_modules} is not supported with cuda_graph_granularity="
+        "chunk because a chunk is captured as a whole; leave it out",
+    ),
+    Rule(
+        "cuda_graph_warmup_steps",
+        _is_chunk,
+        lambda f: f.cuda_graph_warmup_steps >= 1,
+        "cuda_graph_warmup_steps={cuda_graph_warmup_steps} is not supported with "
+        "cuda_graph_granularity=chunk because shapes are learned from an iteration without graphs; "
+        "set at least 1",
+    ),
+    Rule(
+        "num_experts",
+        lambda f: _is_chunk(f) and f.num_experts is not None,
+        lambda f: _drops_and_pads(f) or _has_rank_capacity(f),
+        "moe_token_dispatcher_type={moe_token_dispatcher_type} is not supported with "
+        "cuda_graph_granularity=chunk because it waits for the GPU to tell how many tokens each "
+        "expert gets; set moe_token_dispatcher_type=alltoall with moe_expert_capacity_factor and "
+        "moe_pad_expert_input_to_capacity, or flex with moe_flex_dispatcher_backend=hybridep and "
+        "moe_expert_rank_capacity_factor",
+    ),
+    _is_off(
+        "moe_input_jitter_eps",
+        "its noise is made on the host for every call",
+        "leave it out",
+    ),
+    _is_off(
+        "moe_expert_rank_capacity_factor",
+        "Slipstream does not yet know when the dispatcher's memory is ready to be captured",
+        "set moe_expert_capacity_factor with moe_pad_expert_input_to_capacity",
+    ),
+    _is_off(
+        "overlap_moe_expert_parallel_comm",
+        "its schedule runs the layers of two micro-batches by turns, never a chunk as a whole",
+        "leave it out",
+    ),
+    _is_off(
+        "delay_wgrad_compute",
+        "the weight gradients would be computed outside of the chunk's backward",
+        "leave it out",
+    ),
+    _is_off(
+        "fine_grained_activation_offloading",
+        "offloading inside chunk graphs is not built yet",
+        "leave one of them out, or set cuda_graph_impl=transformer_engine, which goes with it",
+    ),
+    _is_off(
+        "cpu_offloading_num_layers",
+        "its copies are issued by the host, layer by layer",
+        "leave it out",
+    ),
+    _is_off(
+        "fp8",
+        "which weights are cast again is decided by the host for every micro-batch",
+        "train in bf16",
+    ),
+    _is_off(
+        "fp4",
+        "which weights are cast again is decided by the host for every micro-batch",
+        "train in bf16",
+    ),
+    _is_off(
+        "use_megatron_fsdp",
+        "parameters have no fixed place in memory",
+        "use distributed data parallelism (use_distributed_optimizer)",
+    ),
+    _is_off(
+        "use_torch_fsdp2",
+        "parameters have no fixed place in memory",
+        "use distributed data parallelism (use_distributed_optimizer)",
+    ),
+    _is_off(
+        "tp_comm_overlap",
+        "its user buffers are one for all micro-batches in flight",
+        "leave it out",
+    ),
+    _is_off(
+        "hybrid_layer_pattern",
+        "only blocks of transformer layers are captured",
+        "leave it out",
+    ),
+    _is_off(
+        "hybrid_context_parallel",
+        "each micro-batch has another context-parallel group",
+        "leave it out",
+    ),
+    _is_off(
+        "variable_seq_lengths",
+        "a graph takes one shape",
+        "leave it out; sequence_packing gives documents of any length one shape",
+    ),
+    Rule(
+        "apply_rope_fusion",
+        lambda f: _is_chunk(f) and f.sequence_packing is not None and f.has_gpu,
+        lambda f: f.apply_rope_fusion,
+        "apply_rope_fusion={apply_rope_fusion} is not supported with cuda_graph_granularity=chunk "
+        "and sequence_packing={sequence_packing} because rotary embeddings that are not fused ask "
+        "the GPU for the lengths of sequences; leave --no-rope-fusion out",
+    ),
+)
+"""Requirements on :class:`ChunkGraphOptions` and megatron's options beside it (duck-typed: an args
+namespace)."""
+
+
+def check_chunk_graphs(args: Any, has_gpu: bool) -> None:
+    """Check everything about chunk graphs that the arguments alone can tell.
+
+    Args:
+        args: An object with megatron's option names and ours as attributes.
+        has_gpu: Whether there is one, or graphs are imitated.
+
+    Raises:
+        ValueError: The first broken rule, naming option, value and cure.
+    """
+    facts = SimpleNamespace(**{rule.option: None for rule in CHUNK_GRAPH_RULES})
+    for name in (
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "sequence_packing",
+    ):
+        setattr(facts, name, None)
+    vars(facts).update(_DEFAULTS)
+    vars(facts).update(vars(args))
+    facts.has_gpu = has_gpu
+    check_rules(CHUNK_GRAPH_RULES, facts)

@@ -1,0 +1,272 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""megatron-core's model chunks, replayed as CUDA graphs.
+
+What is captured is the ``TransformerBlock`` of a chunk: embedding, output layer, multi-token
+prediction and loss stay outside. Its ``forward`` is replaced on the instance, and so is
+``zero_grad_buffer`` of the data parallel wrapper around it, which every training loop calls at the
+beginning of an iteration. megatron-core's own graphs are off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    is_graph_safe_cuda_rng_tracker,
+)
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron.slipstream.chunk_graphs.backend import CudaGraphs, GraphBackend, ImitatedGraphs
+from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
+from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
+from megatron.slipstream.integration.schedules import chunk_slots
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_arguments(args: Any) -> None:
+    """Check the options of chunk graphs, and set what they need of megatron's; before it validates.
+
+    Args:
+        args: Parsed arguments, changed in place if they ask for chunk graphs.
+
+    Raises:
+        ValueError: Chunk graphs are asked for with something that they don't go with.
+    """
+    has_gpu = torch.cuda.is_available()
+    check_chunk_graphs(args, has_gpu)
+    if args.cuda_graph_granularity != "chunk":
+        return
+    # Else layers would be captured by megatron-core as well.
+    args.cuda_graph_impl = "none"
+    if has_gpu and not args.te_rng_tracker:
+        logger.info("cuda_graph_granularity=chunk: setting te_rng_tracker=True, as graphs need it")
+        args.te_rng_tracker = True
+
+
+def change_model_config(model_config: Any, num_warmup_iterations: int) -> None:
+    """Have the chunks of a model that ``megatron.training`` builds replayed.
+
+    Args:
+        model_config: ``megatron.training``'s. Changed in place.
+        num_warmup_iterations: See :class:`ChunkGraphs`.
+    """
+
+    def replay(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        replay_chunks(chunks, num_warmup_iterations)
+        return chunks
+
+    model_config.post_wrap_hooks.append(replay)
+
+
+def replay_chunks(
+    chunks: Sequence[torch.nn.Module],
+    num_warmup_iterations: int,
+    backend: Optional[GraphBackend] = None,
+) -> list[ChunkGraphs]:
+    """Replay the model chunks of this rank from some iteration on.
+
+    Args:
+        chunks: The rank's model chunks, in the order of their virtual stages, each wrapped in
+            megatron-core's ``DistributedDataParallel``.
+        num_warmup_iterations: Iterations that run eagerly first.
+        backend: Makes the graphs; None: CUDA graphs, or imitated ones without a GPU.
+
+    Returns:
+        The graphs of each chunk; :meth:`ChunkGraphs.delete` and :attr:`ChunkGraphs.figures` are for
+        callers.
+
+    Raises:
+        ValueError: A chunk is not of the kind that can be replayed.
+    """
+    for chunk in chunks:
+        _check(chunk)
+    config = get_attr_wrapped_model(chunks[0], "config")
+    if backend is None:
+        backend = _cuda_graphs() if torch.cuda.is_available() else ImitatedGraphs()
+    return [
+        _replay(chunk, index, num_slots, num_warmup_iterations, backend)
+        for index, (chunk, num_slots) in enumerate(zip(chunks, chunk_slots(config), strict=True))
+    ]
+
+
+def _check(chunk: torch.nn.Module) -> None:
+    if not isinstance(chunk, DistributedDataParallel):
+        raise ValueError(
+            f"a model chunk in {type(chunk).__name__} is not supported with cuda_graph_granularity="
+            "chunk because its gradients have no fixed place in memory; wrap it in megatron-core's "
+            "DistributedDataParallel"
+        )
+    block = get_attr_wrapped_model(chunk, "decoder")
+    if not isinstance(block, TransformerBlock):
+        raise ValueError(
+            f"a model of {type(block).__name__} is not supported with cuda_graph_granularity=chunk "
+            "because only blocks of transformer layers are captured; leave it out"
+        )
+    tracker = get_cuda_rng_tracker()
+    if torch.cuda.is_available() and not is_graph_safe_cuda_rng_tracker(tracker):
+        raise ValueError(
+            "te_rng_tracker=False is not supported with cuda_graph_granularity=chunk because "
+            "graphs cannot draw random numbers from other trackers; set te_rng_tracker=True"
+        )
+
+
+def _replay(
+    wrapper: Any, index: int, num_slots: int, num_warmup_iterations: int, backend: GraphBackend
+) -> ChunkGraphs:
+    block = get_attr_wrapped_model(wrapper, "decoder")
+    run = partial(_run, block, block.forward)
+    parallel = _DataParallel(wrapper, block)
+    chunk = Chunk(
+        name=f"model chunk {index}",
+        module=block,
+        run=run,
+        before_replay=parallel.wait_for_parameters,
+        after_replay=parallel.start_reducing,
+        save_state=partial(_save_state, block),
+    )
+    graphs = ChunkGraphs(chunk, num_slots, num_warmup_iterations, backend)
+
+    def forward(hidden_states: Optional[torch.Tensor], **arguments: Any) -> torch.Tensor:
+        # On later stages the schedule has put what arrived into the block.
+        hidden = hidden_states if block.pre_process else block.input_tensor
+        assert hidden is not None
+        return graphs(hidden, arguments)
+
+    zero_grad_buffer = wrapper.zero_grad_buffer
+
+    def begin_iteration() -> None:
+        with parallel.hooks_off():
+            graphs.begin_iteration()
+        zero_grad_buffer()
+
+    block.forward = forward
+    wrapper.zero_grad_buffer = begin_iteration
+    return graphs
+
+
+def _run(
+    block: TransformerBlock,
+    forward: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    **arguments: Any,
+) -> torch.Tensor:
+    """The block's own forward pass."""
+    if block.pre_process:
+        return forward(hidden, **arguments)
+    arrived = block.input_tensor
+    block.set_input_tensor(hidden)
+    try:
+        return forward(None, **arguments)
+    finally:
+        block.set_input_tensor(arrived)
+
+
+class _DataParallel:
+    """What hooks of the data parallel wrapper do for modules and parameters that run in graphs."""
+
+    def __init__(self, wrapper: Any, block: torch.nn.Module) -> None:
+        self._wrapper = wrapper
+        group_of = wrapper.param_to_bucket_group
+        self._groups = list(
+            {id(group_of[p]): group_of[p] for p in block.parameters() if p in group_of}.values()
+        )
+        """In the order in which the forward pass needs them."""
+        self._gradients = [(p, group_of[p]) for p in block.parameters() if p in group_of][::-1]
+        """In the order in which the backward pass computes them, as hooks count them."""
+
+    @property
+    def _gathers_late(self) -> bool:
+        """Whether parameters are still being gathered when the forward pass begins."""
+        return self._wrapper.use_forward_hook and bool(
+            self._wrapper.remove_forward_pre_hook_handles
+        )
+
+    def wait_for_parameters(self) -> None:
+        """Wait until the optimizer's new parameters are there."""
+        if not self._gathers_late:
+            return
+        wrapper = self._wrapper
+        is_dispatched_elsewhere = (
+            wrapper.ddp_config.align_param_gather
+            or wrapper.overlap_param_gather_with_optimizer_step
+        )
+        for group in self._groups:
+            if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                group.finish_param_sync(skip_next_bucket_dispatch=is_dispatched_elsewhere)
+
+    def start_reducing(self) -> None:
+        """After the last micro-batch's backward, start to reduce the gradients."""
+        if not self._wrapper.ddp_config.overlap_grad_reduce:
+            return
+        for parameter, group in self._gradients:
+            if group.is_last_microbatch:
+                # Recomputation can add to a gradient in several parts, each of which is counted.
+                for _ in range(group.golden_per_param_grad_ready_counts.get(parameter, 1)):
+                    group.register_grad_ready(parameter, self._wrapper.force_all_reduce)
+
+    @contextlib.contextmanager
+    def hooks_off(self) -> Iterator[None]:
+        """Without hooks that gather parameters: what is captured between iterations is no use."""
+        if not self._gathers_late:
+            yield
+            return
+        self._wrapper.disable_forward_pre_hook(param_sync=False)
+        try:
+            yield
+        finally:
+            self._wrapper.enable_forward_pre_hook()
+
+
+def _save_state(block: torch.nn.Module) -> Callable[[], None]:
+    """Keep what a forward pass changes beside gradients, until the function returned is called.
+
+    Buffers (counts of expert bias), metrics of experts, and the states of random numbers where they
+    are tensors: generators are the backend's to keep.
+    """
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    tensors = [*block.buffers()]
+    tensors += [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+    saved = [tensor.clone() for tensor in tensors]
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+
+    @torch.no_grad()
+    def put_back() -> None:
+        tracker.set_states(states)
+        for tensor, value in zip(tensors, saved, strict=True):
+            tensor.copy_(value)
+
+    return put_back
+
+
+def _cuda_graphs() -> CudaGraphs:
+    return CudaGraphs(_generators, _transformer_engine_captures)
+
+
+def _generators() -> list[torch.Generator]:
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+
+    return list(get_all_rng_states().values())
+
+
+@contextlib.contextmanager
+def _transformer_engine_captures() -> Iterator[None]:
+    """Tell Transformer Engine that its kernels are captured: some wait for the GPU otherwise."""
+    from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
+
+    set_capture_start()
+    try:
+        yield
+    finally:
+        set_capture_end()

@@ -1,0 +1,148 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Chunk graphs of real models: losses, gradients, randomness and metrics are those without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import pytest
+from ranks import run_ranks
+from replayed_gpt import DROP_AND_PAD, Replayed, compare
+from tiny_gpt import ModelCase
+
+DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+EXPERT_BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+ONE_RANK = {
+    "dense": ModelCase("dense", overrides=DROPOUT),
+    "dense, bf16": ModelCase("dense", bf16=True, overrides=DROPOUT),
+    "MLA": ModelCase("mla"),
+    "experts, drop and pad": ModelCase("moe", overrides={**DROP_AND_PAD, **DROPOUT}),
+    "expert bias": ModelCase("moe", overrides={**DROP_AND_PAD, **EXPERT_BIAS}),
+    "norms recomputed": ModelCase(
+        "dense",
+        overrides={
+            "recompute_granularity": "selective",
+            "recompute_modules": ["layernorm"],
+            **DROPOUT,
+        },
+    ),
+    "attention recomputed": ModelCase(
+        "dense",
+        overrides={
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn"],
+            **DROPOUT,
+        },
+    ),
+}
+PIPELINES = {
+    "PP2": (ModelCase("dense", pp=2, overrides=DROPOUT), (4, 3, 1, 6, 2)),
+    "PP2 VPP2": (ModelCase("dense", pp=2, vpp=2, overrides=DROPOUT), (4, 2, 6, 4)),
+    "PP2 VPP2, experts": (ModelCase("moe", pp=2, vpp=2, overrides=DROP_AND_PAD), (4, 2, 6)),
+}
+
+
+def check(
+    num_ranks: int,
+    case: ModelCase,
+    counts: Sequence[int],
+    wrapper: Optional[dict[str, Any]] = None,
+) -> list[Replayed]:
+    results = run_ranks(num_ranks, compare, case, tuple(counts), wrapper)
+    assert [result.difference for result in results] == [None] * num_ranks
+    for result in results:
+        print(*result.figures, sep="\n")
+        assert result.num_replays == (sum(counts[1:]),) * (case.vpp or 1)
+        assert (result.num_experts_metrics > 0) == (case.kind == "moe")
+    return results
+
+
+@pytest.mark.parametrize("case", ONE_RANK.values(), ids=ONE_RANK)
+def test_one_rank(case: ModelCase) -> None:
+    check(1, case, (2, 3, 1))
+
+
+@pytest.mark.parametrize("case, counts", PIPELINES.values(), ids=PIPELINES)
+def test_pipelines(case: ModelCase, counts: Sequence[int]) -> None:
+    check(2, case, counts)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
+def test_two_data_parallel_ranks(overlap: bool) -> None:
+    check(2, ModelCase("dense", overrides=DROPOUT), (2, 3, 1), {"overlap_grad_reduce": overlap})
+
+
+def test_tensor_parallel_ranks() -> None:
+    check(2, ModelCase("dense", tp=2, overrides=DROPOUT), (2, 3))
+
+
+# With a GPU: CUDA graphs of Transformer Engine's modules.
+
+GPU_SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "seq_length": 1024,
+    "micro_batch_size": 1,
+    "vocab_size": 1024,
+    "bf16": True,
+}
+MLA_SIZES = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+EXPERTS = {**DROP_AND_PAD, "moe_permute_fusion": True}
+
+
+def on_gpu(case: ModelCase, **overrides: Any) -> ModelCase:
+    merged = {**case.overrides, **overrides}
+    values = {**vars(case), **GPU_SIZES, "overrides": merged}
+    return ModelCase(**values)
+
+
+ON_GPU = {
+    "dense": on_gpu(ModelCase(), **DROPOUT),
+    "MLA": on_gpu(ModelCase("mla"), **MLA_SIZES),
+    "experts, drop and pad": on_gpu(ModelCase("moe"), **EXPERTS),
+    "expert bias": on_gpu(ModelCase("moe"), **EXPERTS, **EXPERT_BIAS),
+    "norms recomputed": on_gpu(ONE_RANK["norms recomputed"], **DROPOUT),
+    "attention recomputed": on_gpu(ONE_RANK["attention recomputed"]),
+}
+
+
+def random_counts(num_iterations: int, step: int = 1) -> tuple[int, ...]:
+    draw = random.Random(5)
+    return tuple(step * draw.randint(1, 8 // step) for _ in range(num_iterations))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_GPU.values(), ids=ON_GPU)
+def test_one_gpu(case: ModelCase) -> None:
+    check(1, case, random_counts(8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dense", "MLA", "experts, drop and pad"])
+def test_fifty_iterations(name: str) -> None:
+    check(1, on_gpu(ON_GPU[name]), random_counts(50))
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("name", ["dense", "experts, drop and pad"])
+@pytest.mark.parametrize("vpp", [None, 2], ids=["PP2", "PP2 VPP2"])
+def test_pipelines_of_two_gpus(name: str, vpp: Optional[int]) -> None:
+    case = ModelCase(**{**vars(ON_GPU[name]), "pp": 2, "vpp": vpp})
+    check(2, case, random_counts(20, 2))
+
+
+@pytest.mark.gpus2
+def test_overlapped_reduction_on_two_gpus() -> None:
+    check(2, ON_GPU["dense"], random_counts(10), {"overlap_grad_reduce": True})
+
+
+@pytest.mark.gpus4
+def test_a_pipeline_of_four_gpus() -> None:
+    check(4, ModelCase(**{**vars(ON_GPU["dense"]), "pp": 4}), random_counts(20))

@@ -1,0 +1,139 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Small models of megatron-core, wrapped for data parallelism, with and without chunk graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make_config, run_step
+
+from benchmarks.models import use_gpu
+
+DROP_AND_PAD = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
+"""Experts with static shapes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """What :func:`compare` found on one rank."""
+
+    difference: Optional[str]
+    """Where training with and without graphs differ; None if nowhere."""
+    num_replays: tuple[int, ...]
+    """Of each model chunk."""
+    figures: tuple[str, ...]
+    """What capture took, of each model chunk."""
+    num_experts_metrics: int
+
+
+def compare(
+    rank: int,
+    world_size: int,
+    port: int,
+    case: ModelCase,
+    counts: Sequence[int],
+    wrapper: Optional[dict[str, Any]] = None,
+) -> Replayed:
+    """Train ``case`` without and with chunk graphs; to be run on every rank.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        port: Where they meet.
+        case: The model.
+        counts: Micro-batches of each iteration.
+        wrapper: Options of ``DistributedDataParallelConfig``.
+    """
+    initialize(case, rank, world_size, port)
+    if not use_gpu():
+        torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
+    expected, _ = _train(case, counts, False, wrapper or {})
+    actual, graphs = _train(case, counts, True, wrapper or {})
+    return Replayed(
+        difference=first_difference(expected, actual),
+        num_replays=tuple(graph.num_replays for graph in graphs),
+        figures=tuple(graph.figures.render() for graph in graphs if graph.figures),
+        num_experts_metrics=len(_metrics()),
+    )
+
+
+def _train(
+    case: ModelCase, counts: Sequence[int], replays: bool, wrapper: dict[str, Any]
+) -> tuple[list[list[torch.Tensor]], list[Any]]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    from megatron.slipstream.integration.chunk_graphs import replay_chunks
+
+    destroy_moe_metrics_tracker()
+    config = make_config(case)
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **wrapper)
+    chunks: list[Any] = [
+        DistributedDataParallel(config, options, chunk) for chunk in build_chunks(case, config)
+    ]
+    torch.manual_seed(11)
+    # Graphs draw from the generators of Transformer Engine's tracker only.
+    model_parallel_cuda_manual_seed(11, te_rng_tracker=use_gpu(), force_reset_rng=True)
+    if options.overlap_grad_reduce:
+        config.no_sync_func = [chunk.no_sync for chunk in chunks]
+        config.grad_sync_func = None
+        if len(chunks) == 1:
+            config.no_sync_func = config.no_sync_func[0]
+    graphs = replay_chunks(chunks, num_warmup_iterations=1) if replays else []
+    results = []
+    for step, count in enumerate(counts):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        result = run_step(case, config, chunks, step, count)
+        for chunk in chunks:
+            chunk.finish_grad_sync()
+        result += _gradients_and_state(chunks)
+        _update(chunks)
+        if step % 2:
+            with torch.no_grad():
+                result += run_step(case, config, chunks, step + 1000, count, forward_only=True)
+        results.append(result)
+    return results, graphs
+
+
+def _gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    found: list[torch.Tensor] = [
+        parameter.main_grad.clone()
+        for chunk in chunks
+        for parameter in chunk.parameters()
+        if parameter.requires_grad
+    ]
+    buffers = itertools.chain.from_iterable(chunk.module.buffers() for chunk in chunks)
+    found += [buffer.clone() for buffer in buffers]
+    found += [values.clone() for values in _metrics()]
+    for state in (torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()):
+        found.append(state if torch.is_tensor(state) else state.get_state())
+    if use_gpu():
+        found.append(torch.cuda.get_rng_state())
+    return found
+
+
+def _metrics() -> list[torch.Tensor]:
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+
+
+@torch.no_grad()
+def _update(chunks: Sequence[torch.nn.Module]) -> None:
+    """Stands for an optimizer, and for megatron's log, which clears the metrics."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            gradient: Any = getattr(parameter, "main_grad", None)
+            if gradient is not None:
+                parameter.sub_(0.1 * gradient.to(parameter.dtype))
+    for values in _metrics():
+        values.zero_()

@@ -1,0 +1,106 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What chunk graphs go together with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.slipstream.chunk_graphs.options import CHUNK_GRAPH_RULES, check_chunk_graphs
+
+CHUNK = {"cuda_graph_granularity": "chunk", "cuda_graph_impl": "local"}
+EXPERTS = {
+    "num_experts": 8,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_expert_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True,
+}
+
+
+def check(has_gpu: bool = True, **options: Any) -> None:
+    check_chunk_graphs(SimpleNamespace(**options), has_gpu)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cuda_graph_impl": "transformer_engine", "fp8": "hybrid"},
+        CHUNK,
+        {**CHUNK, "sequence_packing": "greedy"},
+        {**CHUNK, **EXPERTS},
+        {**CHUNK, "recompute_granularity": "selective"},
+    ],
+    ids=str,
+)
+def test_what_goes_together(options: dict[str, Any]) -> None:
+    check(**options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"cuda_graph_impl": "none"}, "cuda_graph_impl=none is not .* set cuda_graph_impl=local"),
+        ({"cuda_graph_impl": "transformer_engine"}, "cuda_graph_impl=transformer_engine is not"),
+        ({"cuda_graph_modules": ["attn"]}, r"cuda_graph_modules=\['attn'\] .* leave it out"),
+        ({"cuda_graph_warmup_steps": 0}, "cuda_graph_warmup_steps=0 .* set at least 1"),
+        ({"num_experts": 8}, "moe_token_dispatcher_type=allgather .*waits for the GPU"),
+        (
+            {**EXPERTS, "moe_pad_expert_input_to_capacity": False},
+            "moe_token_dispatcher_type=alltoall .* moe_pad_expert_input_to_capacity",
+        ),
+        ({**EXPERTS, "moe_expert_capacity_factor": None}, "moe_token_dispatcher_type=alltoall"),
+        ({**EXPERTS, "moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type=flex"),
+        (
+            {
+                "num_experts": 8,
+                "moe_token_dispatcher_type": "flex",
+                "moe_flex_dispatcher_backend": "hybridep",
+                "moe_expert_rank_capacity_factor": 1.5,
+            },
+            "moe_expert_rank_capacity_factor=1.5 .*memory is ready",
+        ),
+        ({"sequence_packing": "greedy", "apply_rope_fusion": False}, "apply_rope_fusion=False"),
+        *(
+            ({option: value}, f"{option}={value} is not supported with cuda_graph_granularity")
+            for option, value in {
+                "moe_input_jitter_eps": 0.1,
+                "overlap_moe_expert_parallel_comm": True,
+                "delay_wgrad_compute": True,
+                "fine_grained_activation_offloading": True,
+                "cpu_offloading_num_layers": 2,
+                "fp8": "hybrid",
+                "fp4": "e2m1",
+                "use_megatron_fsdp": True,
+                "use_torch_fsdp2": True,
+                "tp_comm_overlap": True,
+                "hybrid_layer_pattern": "M-M-",
+                "hybrid_context_parallel": True,
+                "variable_seq_lengths": True,
+            }.items()
+        ),
+    ],
+)
+def test_what_does_not(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(**{**CHUNK, **options})
+
+
+def test_every_rule_can_be_broken() -> None:
+    """Each option with a rule is among the cases above; without chunk graphs none matters."""
+    tested = {
+        name
+        for mark in test_what_does_not.pytestmark  # type: ignore[attr-defined]
+        for options, _ in mark.args[1]
+        for name in options
+    }
+    assert {rule.option for rule in CHUNK_GRAPH_RULES} <= tested
+    assert not any(rule.when(SimpleNamespace(cuda_graph_granularity="layer", num_experts=8))
+                   for rule in CHUNK_GRAPH_RULES)  # fmt: skip
+
+
+def test_without_a_gpu_rotary_embeddings_need_not_be_fused() -> None:
+    check(False, **CHUNK, sequence_packing="greedy", apply_rope_fusion=False)
