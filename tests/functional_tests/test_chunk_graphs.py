@@ -60,6 +60,7 @@ def check(
     for result in results:
         print(*result.figures, sep="\n")
         assert result.num_replays == (sum(counts[1:]),) * (case.vpp or 1)
+        assert result.num_poisoned >= sum(counts[1:])
         assert (result.num_experts_metrics > 0) == (case.kind == "moe")
     return results
 

@@ -29,6 +29,8 @@ class Replayed:
     figures: tuple[str, ...]
     """What capture took, of each model chunk."""
     num_experts_metrics: int
+    num_poisoned: int
+    """How often a free slot's memory was filled."""
 
 
 def compare(
@@ -53,17 +55,71 @@ def compare(
     if not use_gpu():
         torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
     expected, _ = _train(case, counts, False, wrapper or {})
-    actual, graphs = _train(case, counts, True, wrapper or {})
+    poison = Poison()
+    actual, graphs = _train(case, counts, True, wrapper or {}, poison)
     return Replayed(
         difference=first_difference(expected, actual),
         num_replays=tuple(graph.num_replays for graph in graphs),
         figures=tuple(graph.figures.render() for graph in graphs if graph.figures),
         num_experts_metrics=len(_metrics()),
+        num_poisoned=poison.num_filled,
     )
 
 
+class Poison:
+    """Fills all that a graph may not rely on: the memory of every slot that is free, before each
+    forward pass. A replay that reads what it has not written gives NaN."""
+
+    def __init__(self) -> None:
+        self.num_filled = 0
+
+    def fill_before_forward(self, chunk: Any, graphs: Any) -> None:
+        """From now on, for this chunk."""
+        block = get_block(chunk)
+        forward = block.forward
+
+        def poisoned(*arguments: Any, **options: Any) -> Any:
+            for slot in graphs._slots:
+                if slot.is_free:
+                    self._fill(slot)
+            return forward(*arguments, **options)
+
+        block.forward = poisoned
+
+    @torch.no_grad()
+    def _fill(self, slot: Any) -> None:
+        self.num_filled += 1
+        for tensor in (slot.hidden, slot.output, slot.grad_output, slot.grad_hidden):
+            tensor.fill_(float("nan"))
+        if not use_gpu():
+            return
+        pieces = [
+            piece
+            for piece in torch.cuda.memory_snapshot()
+            if tuple(piece["segment_pool_id"]) == tuple(slot.pool)
+        ]
+        assert pieces, "the slot's memory is not found"
+        for piece in pieces:
+            storage = torch._C._construct_storage_from_data_pointer(
+                piece["address"], torch.device("cuda", piece["device"]), piece["total_size"]
+            )
+            # All bits set is NaN in every floating type, and -1 in integers.
+            torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).fill_(255)
+
+
+def get_block(chunk: Any) -> Any:
+    """The ``TransformerBlock`` of a wrapped model chunk."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    return get_attr_wrapped_model(chunk, "decoder")
+
+
 def _train(
-    case: ModelCase, counts: Sequence[int], replays: bool, wrapper: dict[str, Any]
+    case: ModelCase,
+    counts: Sequence[int],
+    replays: bool,
+    wrapper: dict[str, Any],
+    poison: Optional[Poison] = None,
 ) -> tuple[list[list[torch.Tensor]], list[Any]]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -86,6 +142,9 @@ def _train(
         if len(chunks) == 1:
             config.no_sync_func = config.no_sync_func[0]
     graphs = replay_chunks(chunks, num_warmup_iterations=1) if replays else []
+    for chunk, graph in zip(chunks, graphs, strict=False):
+        if poison is not None:
+            poison.fill_before_forward(chunk, graph)
     results = []
     for step, count in enumerate(counts):
         for chunk in chunks:

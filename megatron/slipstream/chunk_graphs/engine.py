@@ -104,6 +104,8 @@ class _Slot:
         self.grad_hidden: torch.Tensor
         self.forward: Graph
         self.backward: Graph
+        self.pool: Any = None
+        """Of its graphs."""
         self.is_free = True
         """Whether no micro-batch has its activations in it."""
         self._copied: list[tuple[Optional[torch.Tensor], int]] = [(None, 0)] * len(self.tensors)
@@ -326,7 +328,7 @@ class ChunkGraphs:
 
     def _record(self, slot: _Slot, parameters: _StandIns) -> None:
         """Capture a slot's graphs: backward's frees activations as it goes, into the same pool."""
-        pool = self._backend.new_pool()
+        slot.pool = self._backend.new_pool()
         live: list[torch.Tensor] = []
 
         def forward() -> Sequence[torch.Tensor]:
@@ -342,9 +344,9 @@ class ChunkGraphs:
             assert grad is not None
             return [grad]
 
-        slot.forward, (slot.output,) = self._backend.record(forward, pool)
+        slot.forward, (slot.output,) = self._backend.record(forward, slot.pool)
         slot.grad_output = torch.empty_like(slot.output)
-        slot.backward, (slot.grad_hidden,) = self._backend.record(backward, pool)
+        slot.backward, (slot.grad_hidden,) = self._backend.record(backward, slot.pool)
 
     def _check_room(self, slot_bytes: int) -> None:
         free = self._backend.free_bytes()
