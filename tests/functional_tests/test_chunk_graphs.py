@@ -38,7 +38,7 @@ ONE_RANK = {
         overrides={
             "recompute_granularity": "selective",
             "recompute_modules": ["core_attn"],
-            **DROPOUT,
+            "hidden_dropout": 0.1,
         },
     ),
 }

@@ -64,6 +64,18 @@ def _has_rank_capacity(facts: Any) -> bool:
     )
 
 
+def _recomputes_dropout(facts: Any) -> bool:
+    if facts.recompute_granularity == "full":
+        return bool(facts.hidden_dropout or facts.attention_dropout)
+    # What megatron-core recomputes if nothing is named.
+    modules = facts.recompute_modules or ["core_attn"]
+    return bool(
+        facts.recompute_granularity is not None
+        and "core_attn" in modules
+        and facts.attention_dropout
+    )
+
+
 CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
     Rule(
         "cuda_graph_impl",
@@ -96,6 +108,16 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "expert gets; set moe_token_dispatcher_type=alltoall with moe_expert_capacity_factor and "
         "moe_pad_expert_input_to_capacity, or flex with moe_flex_dispatcher_backend=hybridep and "
         "moe_expert_rank_capacity_factor",
+    ),
+    Rule(
+        "recompute_granularity",
+        _is_chunk,
+        lambda f: not _recomputes_dropout(f),
+        "recompute_granularity={recompute_granularity} of layers with dropout (hidden_dropout="
+        "{hidden_dropout}, attention_dropout={attention_dropout}, recompute_modules="
+        "{recompute_modules}) is not supported with cuda_graph_granularity=chunk because the "
+        "backward graph cannot draw the forward graph's random numbers again; set the dropout to "
+        "0, or recompute modules without it",
     ),
     _is_off(
         "moe_input_jitter_eps",
@@ -195,6 +217,9 @@ def check_chunk_graphs(args: Any, has_gpu: bool) -> None:
         "moe_expert_capacity_factor",
         "moe_pad_expert_input_to_capacity",
         "sequence_packing",
+        "hidden_dropout",
+        "attention_dropout",
+        "recompute_modules",
     ):
         setattr(facts, name, None)
     vars(facts).update(_DEFAULTS)

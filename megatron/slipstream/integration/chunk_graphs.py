@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -91,6 +92,9 @@ def replay_chunks(
     for chunk in chunks:
         _check(chunk)
     config = get_attr_wrapped_model(chunks[0], "config")
+    asked = {"cuda_graph_granularity": "chunk", "cuda_graph_impl": "local"}
+    facts = {**vars(config), "num_experts": config.num_moe_experts, **asked}
+    check_chunk_graphs(SimpleNamespace(**facts), torch.cuda.is_available())
     if backend is None:
         backend = _cuda_graphs() if torch.cuda.is_available() else ImitatedGraphs()
     return [

@@ -33,6 +33,14 @@ def check(has_gpu: bool = True, **options: Any) -> None:
         {**CHUNK, "sequence_packing": "greedy"},
         {**CHUNK, **EXPERTS},
         {**CHUNK, "recompute_granularity": "selective"},
+        {**CHUNK, "recompute_granularity": "full", "hidden_dropout": 0.0},
+        {**CHUNK, "recompute_granularity": "selective", "hidden_dropout": 0.1},
+        {
+            **CHUNK,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["layernorm"],
+            "attention_dropout": 0.1,
+        },
     ],
     ids=str,
 )
@@ -62,6 +70,14 @@ def test_what_goes_together(options: dict[str, Any]) -> None:
                 "moe_expert_rank_capacity_factor": 1.5,
             },
             "moe_expert_rank_capacity_factor=1.5 .*memory is ready",
+        ),
+        (
+            {"recompute_granularity": "full", "hidden_dropout": 0.1},
+            "recompute_granularity=full of layers with dropout .*draw",
+        ),
+        (
+            {"recompute_granularity": "selective", "attention_dropout": 0.1},
+            "recompute_granularity=selective of layers with dropout",
         ),
         ({"sequence_packing": "greedy", "apply_rope_fusion": False}, "apply_rope_fusion=False"),
         *(
