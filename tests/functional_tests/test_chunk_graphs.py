@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -11,7 +12,7 @@ from typing import Any, Optional
 import pytest
 from ranks import run_ranks
 from replayed_gpt import DROP_AND_PAD, Replayed, compare
-from tiny_gpt import ModelCase
+from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 EXPERT_BIAS = {
@@ -54,8 +55,12 @@ def check(
     case: ModelCase,
     counts: Sequence[int],
     wrapper: Optional[dict[str, Any]] = None,
+    offload_modules: Sequence[str] = (),
+    backend: str = "auto",
 ) -> list[Replayed]:
-    results = run_ranks(num_ranks, compare, case, tuple(counts), wrapper)
+    results = run_ranks(
+        num_ranks, compare, case, tuple(counts), wrapper, tuple(offload_modules), backend
+    )
     assert [result.difference for result in results] == [None] * num_ranks
     for result in results:
         print(*result.figures, sep="\n")
@@ -73,6 +78,18 @@ def test_one_rank(case: ModelCase) -> None:
 @pytest.mark.parametrize("case, counts", PIPELINES.values(), ids=PIPELINES)
 def test_pipelines(case: ModelCase, counts: Sequence[int]) -> None:
     check(2, case, counts)
+
+
+@pytest.mark.parametrize("name", ["PP2", "PP2 VPP2, experts"])
+def test_offloading_inside_the_graphs(name: str) -> None:
+    case, counts = PIPELINES[name]
+    case = dataclasses.replace(case, num_layers=8)  # the last layer of a chunk stays
+    modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
+    for result in check(2, case, counts, None, modules, "cpu-lazy"):
+        assert len(result.moved_bytes) == (case.vpp or 1)
+        assert min(result.moved_bytes) > 0
+        assert result.host_bytes[0] > sum(result.moved_bytes)
+        assert result.host_bytes[1] == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])

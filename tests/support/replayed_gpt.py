@@ -13,6 +13,8 @@ import torch
 from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make_config, run_step
 
 from benchmarks.models import use_gpu
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.integration import mcore
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 """Experts with static shapes."""
@@ -31,6 +33,10 @@ class Replayed:
     num_experts_metrics: int
     num_poisoned: int
     """How often a free slot's memory was filled."""
+    moved_bytes: tuple[int, ...]
+    """By one forward replay, of each model chunk that offloads."""
+    host_bytes: tuple[int, int]
+    """Of all slots, before and after their graphs were deleted."""
 
 
 def compare(
@@ -40,6 +46,8 @@ def compare(
     case: ModelCase,
     counts: Sequence[int],
     wrapper: Optional[dict[str, Any]] = None,
+    offload_modules: Sequence[str] = (),
+    backend: str = "auto",
 ) -> Replayed:
     """Train ``case`` without and with chunk graphs; to be run on every rank.
 
@@ -50,19 +58,32 @@ def compare(
         case: The model.
         counts: Micro-batches of each iteration.
         wrapper: Options of ``DistributedDataParallelConfig``.
+        offload_modules: What moves with graphs; nothing moves without.
+        backend: The engine's.
     """
     initialize(case, rank, world_size, port)
     if not use_gpu():
         torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
     expected, _ = _train(case, counts, False, wrapper or {})
     poison = Poison()
-    actual, graphs = _train(case, counts, True, wrapper or {}, poison)
+    if offload_modules:
+        mcore.install(OffloadConfig(offload_backend=backend))
+    actual, graphs = _train(case, counts, True, wrapper or {}, poison, offload_modules)
+    slots = [slot for graph in graphs for slot in graph._slots]
+    host_bytes = [slot.around.host_bytes for slot in slots if offload_modules]
+    for graph in graphs:
+        graph.delete()
+    left = [slot.around.host_bytes for slot in slots if offload_modules]
     return Replayed(
         difference=first_difference(expected, actual),
         num_replays=tuple(graph.num_replays for graph in graphs),
         figures=tuple(graph.figures.render() for graph in graphs if graph.figures),
         num_experts_metrics=len(_metrics()),
         num_poisoned=poison.num_filled,
+        moved_bytes=tuple(
+            graph.chunk.offloading.moved_bytes for graph in graphs if graph.chunk.offloading
+        ),
+        host_bytes=(sum(host_bytes), sum(left)),
     )
 
 
@@ -120,6 +141,7 @@ def _train(
     replays: bool,
     wrapper: dict[str, Any],
     poison: Optional[Poison] = None,
+    offload_modules: Sequence[str] = (),
 ) -> tuple[list[list[torch.Tensor]], list[Any]]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -128,7 +150,7 @@ def _train(
     from megatron.slipstream.integration.chunk_graphs import replay_chunks
 
     destroy_moe_metrics_tracker()
-    config = make_config(case)
+    config = make_config(case, offload_modules)
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **wrapper)
     chunks: list[Any] = [
         DistributedDataParallel(config, options, chunk) for chunk in build_chunks(case, config)

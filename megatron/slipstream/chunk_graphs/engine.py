@@ -32,11 +32,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Optional, Protocol
 
 import torch
 
 from megatron.slipstream.chunk_graphs.backend import Graph, GraphBackend
+from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
 from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments, TensorFacts
 from megatron.slipstream.plan.render import format_bytes
 
@@ -45,6 +48,29 @@ logger = logging.getLogger(__name__)
 
 def _nothing() -> None:
     pass
+
+
+class Around(Protocol):
+    """What is entered while the passes of one slot are recorded."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the forward pass."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the backward pass."""
+
+    def close(self) -> None:
+        """The graphs are no more."""
+
+
+class _NothingAround:
+    def forward(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    backward = forward
+
+    def close(self) -> None:
+        pass
 
 
 def _no_state() -> Callable[[], None]:
@@ -64,6 +90,7 @@ class Chunk:
         after_replay: Called after each backward replay: what hooks of the parameters would start.
         save_state: Called before the chunk is run for capture; what it returns is called after, to
             put back what runs of the chunk change beside gradients.
+        offloading: Moves activations inside the graphs; None: they stay.
     """
 
     name: str
@@ -72,6 +99,7 @@ class Chunk:
     before_replay: Callable[[], None] = _nothing
     after_replay: Callable[[], None] = _nothing
     save_state: Callable[[], Callable[[], None]] = _no_state
+    offloading: Optional[ChunkOffloading] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +134,7 @@ class _Slot:
         self.backward: Graph
         self.pool: Any = None
         """Of its graphs."""
+        self.around: Around = _NothingAround()
         self.is_free = True
         """Whether no micro-batch has its activations in it."""
         self._copied: list[tuple[Optional[torch.Tensor], int]] = [(None, 0)] * len(self.tensors)
@@ -228,6 +257,8 @@ class ChunkGraphs:
                 self.chunk.name,
                 self._num_warmup_iterations,
             )
+            for slot in self._slots:
+                slot.around.close()
         self._slots = []
         self._num_iterations = 0
         self._sample = self._arguments = None
@@ -291,7 +322,8 @@ class ChunkGraphs:
         put_back = self.chunk.save_state()
         with self._backend.session():
             try:
-                cost = self._backend.measure(lambda: self._run_once(slots[0], parameters))
+                with self._warmed_up(slots[0], parameters) as run:
+                    cost = self._backend.measure(run)
                 self._check_room(cost.peak_bytes)
                 held_bytes = self._backend.held_bytes()
                 for slot in slots:
@@ -308,6 +340,14 @@ class ChunkGraphs:
             seconds=time.perf_counter() - started,
         )
         logger.info("CUDA graphs of %s: %s", self.chunk.name, self.figures.render())
+        offloading = self.chunk.offloading
+        if offloading is not None:
+            logger.info(
+                "CUDA graphs of %s move %s in each replay (host memory: %s)",
+                self.chunk.name,
+                format_bytes(offloading.moved_bytes),
+                format_bytes(offloading.host_bytes),
+            )
 
     def _run(self, slot: _Slot) -> torch.Tensor:
         assert self._arguments is not None
@@ -326,19 +366,31 @@ class ChunkGraphs:
             output.backward(torch.ones_like(output))
         slot.hidden.grad = None
 
+    def _warmed_up(
+        self, slot: _Slot, parameters: _StandIns
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """What a slot's graphs will do, when all has happened that happens on first use."""
+        run = partial(self._run_once, slot, parameters)
+        if self.chunk.offloading is not None:
+            return self.chunk.offloading.planning(run)
+        run()
+        return contextlib.nullcontext(run)
+
     def _record(self, slot: _Slot, parameters: _StandIns) -> None:
         """Capture a slot's graphs: backward's frees activations as it goes, into the same pool."""
         slot.pool = self._backend.new_pool()
+        if self.chunk.offloading is not None:
+            slot.around = self.chunk.offloading.make_slot()
         live: list[torch.Tensor] = []
 
         def forward() -> Sequence[torch.Tensor]:
-            with parameters.in_place():
+            with parameters.in_place(), slot.around.forward():
                 live[:] = [self._run(slot)]
             return [live[0].detach()]
 
         def backward() -> Sequence[torch.Tensor]:
             # Layers are run again where their activations are recomputed.
-            with parameters.in_place():
+            with parameters.in_place(), slot.around.backward():
                 live.pop().backward(slot.grad_output)
             grad, slot.hidden.grad = slot.hidden.grad, None
             assert grad is not None

@@ -31,6 +31,7 @@ _DEFAULTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "allgather",
     "moe_flex_dispatcher_backend": "deepep",
     "apply_rope_fusion": True,
+    "offload_engine": "slipstream",
     "has_gpu": True,
 }
 """Of options that rules look at; others are None. Not every release has every option."""
@@ -139,10 +140,13 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "the weight gradients would be computed outside of the chunk's backward",
         "leave it out",
     ),
-    _is_off(
-        "fine_grained_activation_offloading",
-        "offloading inside chunk graphs is not built yet",
-        "leave one of them out, or set cuda_graph_impl=transformer_engine, which goes with it",
+    Rule(
+        "offload_engine",
+        lambda f: _is_chunk(f) and bool(f.fine_grained_activation_offloading),
+        lambda f: f.offload_engine == "slipstream",
+        "offload_engine={offload_engine} is not supported with cuda_graph_granularity=chunk "
+        "because megatron-core's engine cannot be captured with a whole chunk; set "
+        "offload_engine=slipstream",
     ),
     _is_off(
         "cpu_offloading_num_layers",
@@ -217,6 +221,7 @@ def check_chunk_graphs(args: Any, has_gpu: bool) -> None:
         "moe_expert_capacity_factor",
         "moe_pad_expert_input_to_capacity",
         "sequence_packing",
+        "fine_grained_activation_offloading",
         "hidden_dropout",
         "attention_dropout",
         "recompute_modules",

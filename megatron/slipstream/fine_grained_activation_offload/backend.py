@@ -501,6 +501,8 @@ class _LazyStream:
         ahead of ``compute_seen``: something has been computed before the first copy."""
         self.host_waited = 0
         """How many of its operations the host has waited for, rather than another stream."""
+        self.last_uses: dict[int, int] = {}
+        """By slab of host memory (address of its storage), the last operation that uses it."""
         self.compute_seen = 0
         """Copy streams only: the latest compute event that work put in from here on runs after."""
 
@@ -539,7 +541,7 @@ class LazyCpuBackend(CpuBackend):
       copy out that has not run yet copies NaN.
     - Dropping device memory that a copy in has yet to write raises ``RuntimeError``: the copy
       would overwrite whatever the memory is used for next. So does returning host memory without
-      the host having waited for every copy.
+      the host having waited for every copy that uses it.
     """
 
     name = "cpu-lazy"
@@ -548,6 +550,8 @@ class LazyCpuBackend(CpuBackend):
         super().__init__()
         self._compute = _LazyStream(is_compute=True)
         self._streams: list[_LazyStream] = []
+        self._slabs: set[int] = set()
+        """Host memory that has been given out, by the address of its storage."""
 
     def new_stream(self) -> Stream:
         stream = _LazyStream()
@@ -583,17 +587,28 @@ class LazyCpuBackend(CpuBackend):
     def run_copies(self, copies: Sequence[Copy], stream: _LazyStream) -> None:
         ordered = stream.compute_seen == self._compute.num_recorded
         stream.pending.extend(_LazyCopy(copy, ordered) for copy in copies)
+        for copy in copies:
+            for side in copy:
+                if side.storage._cdata in self._slabs:
+                    self._note_use(side.storage, stream)
 
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         return _poison(super().allocate_device(nbytes, device))
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        return super().allocate_host(nbytes).fill_(POISON_BYTE)
+        slab = super().allocate_host(nbytes).fill_(POISON_BYTE)
+        self._slabs.add(slab.untyped_storage()._cdata)
+        return slab
 
     def free_host(self, buffer: torch.Tensor) -> None:
+        slab = buffer.untyped_storage()._cdata
+        self._slabs.discard(slab)
         # That the compute stream has waited is not enough: the host runs ahead of it.
-        if any(s.num_done + len(s.pending) > s.host_waited for s in self._streams):
+        if any(stream.last_uses.pop(slab, 0) > stream.host_waited for stream in self._streams):
             raise RuntimeError("host memory returned before the host waited for the copy streams")
+
+    def _note_use(self, slab: torch.UntypedStorage, stream: _LazyStream) -> None:
+        stream.last_uses[slab._cdata] = stream.num_done + len(stream.pending)
 
     def drop_device(self, storage: torch.UntypedStorage) -> None:
         pending = self._pending_copies(storage)
@@ -605,6 +620,7 @@ class LazyCpuBackend(CpuBackend):
 
     def drop_host_contents(self, buffer: Bytes, stream: _LazyStream) -> None:
         stream.pending.append(lambda: buffer.view().fill_(POISON_BYTE))
+        self._note_use(buffer.storage, stream)
 
     def _pending_copies(self, storage: torch.UntypedStorage) -> list[Copy]:
         return [

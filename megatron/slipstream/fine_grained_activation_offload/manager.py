@@ -84,6 +84,8 @@ class PipelineOffloadManager:
         """The plan being followed; None where the iteration is not like any planned one."""
         self._last_plan: Optional[Plan] = None
         """The plan to begin the next iteration with."""
+        self._is_bound_to_plan = False
+        """Whether to follow any other is an error."""
         self._watch: Optional[Watch] = None
         """Measures this iteration, which follows its plan; None where it is not measured."""
         self._passes: list[ChunkOffloadHandler] = []
@@ -131,6 +133,11 @@ class PipelineOffloadManager:
     def h2d_stream(self) -> Stream:
         """The stream of copies to the device."""
         return self.store.copy_streams.h2d
+
+    @property
+    def options(self) -> PolicyOptions:
+        """What plans are made for."""
+        return self._book.options
 
     @property
     def plan(self) -> Optional[Plan]:
@@ -291,6 +298,27 @@ class PipelineOffloadManager:
         self._chunk = None
         if self._num_steps > 0:
             self._finish_iteration()
+        self._passes.clear()  # of which nothing was marked, as where a whole chunk is replayed
+
+    # A pass that is captured as a whole (chunk_graphs/offloading.py).
+
+    def follow(self, plan: Plan) -> None:
+        """Follow this plan in the pass that begins: it has to go as planned, and is not measured.
+
+        Args:
+            plan: Of another engine.
+        """
+        self._last_plan, self._is_bound_to_plan = plan, True
+
+    def release_all(self) -> None:
+        """Let go of all that is being copied out."""
+        for group in self._groups.values():
+            if group.state is GroupState.COMMITTED:
+                self.store.release(group)
+
+    def forget_pass(self) -> None:
+        """The pass has ended. Nothing is learned from it."""
+        self._clear_iteration()
 
     def finish_report(self) -> None:
         """Add what was timed, as far as the device has come."""
@@ -365,6 +393,12 @@ class PipelineOffloadManager:
     def _depart(self, index: int, step: Step) -> None:
         """The iteration is not the planned one: follow another plan that begins alike, or none."""
         assert self._plan is not None
+        if self._is_bound_to_plan:
+            planned = self._plan.trace.steps[index]
+            raise RuntimeError(
+                f"step {index} of a captured pass is {step} and was {planned} when it was planned; "
+                "the model has to do the same in every micro-batch"
+            )
         self._stop_watching()
         done = (*self._plan.trace.steps[:index], step)
         plan = self._book.find_beginning(done)

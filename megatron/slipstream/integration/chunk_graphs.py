@@ -18,7 +18,9 @@ from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     is_graph_safe_cuda_rng_tracker,
@@ -28,7 +30,10 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.slipstream.chunk_graphs.backend import CudaGraphs, GraphBackend, ImitatedGraphs
 from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
+from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
 from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.integration import mcore
 from megatron.slipstream.integration.schedules import chunk_slots
 
 logger = logging.getLogger(__name__)
@@ -137,6 +142,7 @@ def _replay(
         before_replay=parallel.wait_for_parameters,
         after_replay=parallel.start_reducing,
         save_state=partial(_save_state, block),
+        offloading=_offloading(block.config),
     )
     graphs = ChunkGraphs(chunk, num_slots, num_warmup_iterations, backend)
 
@@ -173,6 +179,51 @@ def _run(
         return forward(None, **arguments)
     finally:
         block.set_input_tensor(arrived)
+
+
+def _offloading(config: Any) -> Optional[ChunkOffloading]:
+    """Offloading inside the graphs of a chunk, if its model asks for any.
+
+    Raises:
+        ValueError: Megatron-core's engine is to do it.
+    """
+    if not config.fine_grained_activation_offloading:
+        return None
+    installed = mcore.installed()
+    if installed is None:
+        raise ValueError(
+            "offloading by megatron-core's own engine is not supported with cuda_graph_granularity="
+            "chunk because it cannot be captured with a whole chunk; call install() before the "
+            "model is built"
+        )
+
+    def make_engine() -> PipelineOffloadManager:
+        engine = PipelineOffloadManager(installed.store.backend, installed.options)
+        engine.region_context = installed.region_context
+        return engine
+
+    def begin_pass(engine: PipelineOffloadManager) -> None:
+        engine.init_model_chunk_offload_handler(
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            vp_size=None,
+            vp_stage=None,
+            min_offloaded_tensor_size=config.min_offloaded_tensor_size,
+            delta_offload_bytes_across_pp_ranks=config.delta_offload_bytes_across_pp_ranks,
+            activation_offload_fraction=config.activation_offload_fraction,
+        )
+
+    return ChunkOffloading(make_engine, begin_pass, _marks_go_to)
+
+
+@contextlib.contextmanager
+def _marks_go_to(engine: PipelineOffloadManager) -> Iterator[None]:
+    seam = mcore_offload.PipelineOffloadManager
+    usual = seam.OFFLOAD_MGR
+    seam.OFFLOAD_MGR = engine
+    try:
+        yield
+    finally:
+        seam.OFFLOAD_MGR = usual
 
 
 class _DataParallel:

@@ -32,6 +32,7 @@ def check(has_gpu: bool = True, **options: Any) -> None:
         CHUNK,
         {**CHUNK, "sequence_packing": "greedy"},
         {**CHUNK, **EXPERTS},
+        {**CHUNK, "fine_grained_activation_offloading": True},
         {**CHUNK, "recompute_granularity": "selective"},
         {**CHUNK, "recompute_granularity": "full", "hidden_dropout": 0.0},
         {**CHUNK, "recompute_granularity": "selective", "hidden_dropout": 0.1},
@@ -55,6 +56,10 @@ def test_what_goes_together(options: dict[str, Any]) -> None:
         ({"cuda_graph_impl": "transformer_engine"}, "cuda_graph_impl=transformer_engine is not"),
         ({"cuda_graph_modules": ["attn"]}, r"cuda_graph_modules=\['attn'\] .* leave it out"),
         ({"cuda_graph_warmup_steps": 0}, "cuda_graph_warmup_steps=0 .* set at least 1"),
+        (
+            {"fine_grained_activation_offloading": True, "offload_engine": "megatron"},
+            "offload_engine=megatron is not supported with cuda_graph_granularity=chunk",
+        ),
         ({"num_experts": 8}, "moe_token_dispatcher_type=allgather .*waits for the GPU"),
         (
             {**EXPERTS, "moe_pad_expert_input_to_capacity": False},
@@ -86,7 +91,6 @@ def test_what_goes_together(options: dict[str, Any]) -> None:
                 "moe_input_jitter_eps": 0.1,
                 "overlap_moe_expert_parallel_comm": True,
                 "delay_wgrad_compute": True,
-                "fine_grained_activation_offloading": True,
                 "cpu_offloading_num_layers": 2,
                 "fp8": "hybrid",
                 "fp4": "e2m1",

@@ -1,0 +1,160 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Offloading inside chunk graphs.
+
+A captured chunk is, to the engine, an iteration of one micro-batch and one chunk: its forward, then
+its backward pass. Before the capture such iterations are run with an engine of their own, which
+records, plans and times them as it would any. Then each slot is captured with an engine that
+follows the last plan: copies go to side streams inside the graph and are joined to its end (edge
+E9).
+
+Every slot has an engine, and with it host memory, of its own: what a graph copies to and from is
+baked in, and the slots of micro-batches in flight hold theirs at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Optional
+
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import SLACK
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.host_memory import size_class_bytes
+
+NUM_RUNS = 16
+"""Iterations that are run before the capture: one is recorded, and from the times of the others the
+plan is made anew up to three times."""
+
+
+class ChunkOffloading:
+    """Offloading inside the graphs of one chunk.
+
+    Args:
+        make_engine: Makes an engine that has moved nothing yet.
+        begin_pass: Tells an engine that a micro-batch enters the chunk, with the options of the
+            model's configuration.
+        marks_go_to: While what it returns is entered, the marks of layers go to an engine.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], PipelineOffloadManager],
+        begin_pass: Callable[[PipelineOffloadManager], None],
+        marks_go_to: Callable[[PipelineOffloadManager], AbstractContextManager[None]],
+    ) -> None:
+        self._make_engine = make_engine
+        self._begin_pass = begin_pass
+        self._marks_go_to = marks_go_to
+        self._plan: Optional[Plan] = None
+        self.moved_bytes = 0
+        """What one replay of a slot's forward graph copies out."""
+        self.host_bytes = 0
+        """Host memory of all slots."""
+
+    @contextlib.contextmanager
+    def planning(self, run: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Learn what a pass does by running it.
+
+        Args:
+            run: A forward and backward pass of the chunk.
+
+        Yields:
+            What runs it once more, as planned.
+        """
+        engine = self._make_engine()
+        self.host_bytes = self.moved_bytes = 0
+
+        def run_once() -> None:
+            self._begin_pass(engine)
+            with self._marks_go_to(engine):
+                run()
+            engine.reset()
+
+        try:
+            for _ in range(NUM_RUNS):
+                run_once()
+            yield run_once
+            self._plan = engine.plan
+        finally:
+            engine.close()
+
+    def make_slot(self) -> SlotOffloading:
+        """What is entered while one slot is captured, as planned."""
+        plan = self._plan
+        engine = self._make_engine()
+        slot = SlotOffloading(engine, plan, self._begin_pass, self._marks_go_to)
+        if plan is not None:
+            engine.store.host_pool.close()
+            engine.store.host_pool = HostPool(engine.store.backend, 0)
+            engine.store.host_pool.reserve(_needed_host_bytes(plan))
+            self.host_bytes += engine.store.host_pool.allocated_bytes
+            self.moved_bytes = sum(storage.nbytes for storage in plan.storages)
+        return slot
+
+
+class SlotOffloading:
+    """What moves while the graphs of one slot are captured."""
+
+    def __init__(
+        self,
+        engine: PipelineOffloadManager,
+        plan: Optional[Plan],
+        begin_pass: Callable[[PipelineOffloadManager], None],
+        marks_go_to: Callable[[PipelineOffloadManager], AbstractContextManager[None]],
+    ) -> None:
+        self._engine = engine
+        self._plan = plan
+        self._begin_pass = begin_pass
+        self._marks_go_to = marks_go_to
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward pass. All that moves has left the device at its end."""
+        if self._plan is None:
+            yield
+            return
+        self._begin_pass(self._engine)
+        self._engine.follow(self._plan)
+        streams = self._engine.store.copy_streams
+        streams.begin_graph()
+        try:
+            with self._marks_go_to(self._engine):
+                yield
+            self._engine.release_all()
+        finally:
+            streams.end_graph()
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward pass."""
+        if self._plan is None:
+            yield
+            return
+        streams = self._engine.store.copy_streams
+        streams.begin_graph()
+        try:
+            yield
+        finally:
+            streams.end_graph()
+            self._engine.forget_pass()
+
+    def close(self) -> None:
+        """Return the host memory, when no replay uses it any more."""
+        backend = self._engine.store.backend
+        backend.wait_on_host(backend.current_stream())
+        self._engine.close()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the graphs use."""
+        return self._engine.store.host_pool.allocated_bytes
+
+
+def _needed_host_bytes(plan: Plan) -> int:
+    """Host memory of a pass: all that moves is away at once, at the end of its forward."""
+    needed = sum(size_class_bytes(storage.nbytes) for storage in plan.storages)
+    return needed + int(SLACK * needed)
