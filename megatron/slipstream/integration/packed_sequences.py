@@ -38,7 +38,7 @@ from megatron.slipstream.packed_sequences.dataset import (
     load_index,
     save_index,
 )
-from megatron.slipstream.packed_sequences.options import pack_limits
+from megatron.slipstream.packed_sequences.options import check_corpora, pack_limits
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,10 @@ class PackedGPTDataset(MegatronDataset):
         return Path(self.dataset.path_prefix) / "cache" / f"{type(self).__name__}_indices"
 
 
+_WELL_FILLED = 0.95
+"""The part of a set's tokens above which nobody need be told how to fill more."""
+
+
 def _log_filling(name: str, index: PackIndex, plan: PackingPlan) -> None:
     limits = plan.limits
     logger.info(
@@ -147,6 +151,14 @@ def _log_filling(name: str, index: PackIndex, plan: PackingPlan) -> None:
         100 * index.part_with(limits.max_sequences),
         limits.max_sequences,
     )
+    if index.filling(limits) < _WELL_FILLED and index.part_with(limits.max_sequences) > 0.5:
+        logger.warning(
+            "thd_max_packed_sequences=%d leaves %.1f%% of the tokens of the %s set to padding, "
+            "which all layers but attention compute too; set thd_max_packed_sequences to more",
+            limits.max_sequences,
+            100 * (1 - index.filling(limits)),
+            name,
+        )
 
 
 def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
@@ -160,12 +172,7 @@ def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
         ValueError: Packs of several corpora are to be balanced.
     """
     blends = [base.blend, *(base.blend_per_split or [])]
-    if args.sequence_packing == "balanced" and any(blend and len(blend[0]) > 1 for blend in blends):
-        raise ValueError(
-            "sequence_packing=balanced is not supported with several corpora because each is "
-            "packed by itself, and a batch that mixes them is not balanced; set "
-            "sequence_packing=greedy, or data_path to one corpus"
-        )
+    check_corpora(args, [blend[0] for blend in blends if blend is not None])
     plan = PackingPlan(
         limits=pack_limits(args),
         packing=args.sequence_packing,
@@ -318,10 +325,12 @@ def forward(
 def _padding_mask_for(mask: torch.Tensor, is_first: bool, args: Any) -> torch.Tensor:
     """The padding mask as a stage's model wants it, bool ``[1, tokens]``.
 
-    With sequence parallelism layers have only a rank's part of the tokens. A model on the first
-    stage divides the mask itself; on later ones megatron-core passes it on as it came.
+    With sequence parallelism layers have only a rank's part of the tokens. A GPT model on the first
+    stage divides the mask itself; on later ones megatron-core passes it on as it came, and so does
+    a hybrid model everywhere.
     """
-    if is_first or not args.sequence_parallel:
+    divides_itself = is_first and args.hybrid_layer_pattern is None
+    if divides_itself or not args.sequence_parallel:
         return mask
     parts = mask.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)
     return parts[mpu.get_tensor_model_parallel_rank()].contiguous()

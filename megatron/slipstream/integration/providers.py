@@ -20,7 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron.slipstream.integration import compat
+from megatron.slipstream.integration import compat, packed_sequences
 from megatron.slipstream.integration.cpu_modules import local_hybrid_stack_spec
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ def model_config(args: Any) -> Any:
         from megatron.slipstream.integration.graph_layers import change_model_spec
 
         change_model_spec(config)
+    if args.cuda_graph_granularity == "chunk":
+        from megatron.slipstream.integration.chunk_graphs import change_model_config
+
+        change_model_config(config, args.cuda_graph_warmup_steps)
     return config
 
 
@@ -77,6 +81,7 @@ def _gpt_or_hybrid_config(args: Any) -> Any:
 def datasets(num_samples: tuple[int, Optional[int], int], vp_stage: Optional[int] = None) -> Any:
     """Train, validation and test set with at least ``num_samples`` samples each (None: all).
 
+    With ``sequence_packing`` a sample is a buffer of documents, else a cut of their concatenation.
     All ranks call it, because the builder synchronises them; ranks that read no data get None.
     """
     args = get_args()
@@ -85,6 +90,8 @@ def datasets(num_samples: tuple[int, Optional[int], int], vp_stage: Optional[int
         # Megatron does not count the evaluation that we add.
         one_evaluation = args.eval_iters * args.eval_global_batch_size
         num_samples = (num_samples[0], num_samples[1] + one_evaluation, num_samples[2])
+    if args.sequence_packing is not None:
+        return packed_sequences.datasets(num_samples, config)
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(
         dataset_class, num_samples, partial(_reads_data, vp_stage), config
@@ -189,17 +196,28 @@ def forward_step(
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """One micro-batch through one model chunk: its output, and the loss function to apply to it."""
     monitor.before_forward()
+    is_packed = get_args().sequence_packing is not None
+    forward = packed_sequences.forward if is_packed else _forward
+    output, loss_mask = forward(data_iterator, model)
+    return output, partial(_loss, loss_mask, monitor)
+
+
+def _forward(
+    data_iterator: Optional[Iterator[Any]], model: torch.nn.Module
+) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """One micro-batch without packed sequences: the chunk's output, and which labels count."""
     batch = _batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     output = model(
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
     )
-    return output, partial(_loss, batch["loss_mask"], monitor)
+    return output, batch["loss_mask"]
 
 
 def _loss(
-    loss_mask: torch.Tensor, monitor: Monitor, per_token_loss: torch.Tensor
+    loss_mask: Optional[torch.Tensor], monitor: Monitor, per_token_loss: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the loss over unmasked tokens, their number, and both as megatron reports them."""
+    assert loss_mask is not None, "only the last stage has a loss, and it has the mask"
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(per_token_loss.reshape(-1).float() * mask)
     num_tokens = mask.sum().to(torch.int)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, Optional
@@ -42,6 +42,8 @@ _DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 1,
     "calculate_per_token_loss": False,
     "moe_router_load_balancing_type": "none",
+    "attention_backend": "auto",
+    "cuda_graph_impl": "none",
 }
 """Of options that rules look at; others are None. Not every release has every option."""
 
@@ -72,6 +74,15 @@ def _needs_packing(option: str) -> Rule:
         f"{option}={{{option}}} has no effect without sequence_packing; set "
         f"sequence_packing=greedy or balanced, or leave {option} out",
     )
+
+
+def _predicts_more(facts: Any) -> bool:
+    """Whether there is multi-token prediction; hybrid models have it in their pattern."""
+    return bool(facts.mtp_num_layers) or "/" in (facts.hybrid_layer_pattern or "")
+
+
+def _predicts_more_with_experts(facts: Any) -> bool:
+    return _predicts_more(facts) and bool(facts.num_experts)
 
 
 def _balancing_types(facts: Any) -> set[str]:
@@ -161,7 +172,11 @@ PACKING_RULES: tuple[Rule, ...] = (
             f"{option}={{{option}}} is not supported with sequence_packing=balanced because packs "
             "are spread over batches of one size; set sequence_packing=greedy",
         )
-        for option in ("rampup_batch_size", "step_batch_size_schedule")
+        for option in (
+            "rampup_batch_size",
+            "step_batch_size_schedule",
+            "decrease_batch_size_if_needed",
+        )
     ),
     Rule(
         "moe_router_load_balancing_type",
@@ -176,8 +191,30 @@ PACKING_RULES: tuple[Rule, ...] = (
         _packs,
         lambda f: not set(f.hybrid_layer_pattern or "") - set("*-E|/"),
         "hybrid_layer_pattern={hybrid_layer_pattern!r} is not supported with sequence_packing="
-        "{sequence_packing} because the state of other layers than attention, MLP and MoE would "
-        "carry over from document to document; use only * (attention), - (MLP) and E (MoE)",
+        "{sequence_packing} because other layers than attention, MLP and MoE are not known to keep "
+        "documents apart (the state of some carries over); use only * (attention), - (MLP) and E "
+        "(MoE)",
+    ),
+    _is_off(
+        "experimental_attention_variant",
+        "such layers are not known to keep documents apart",
+        "leave it out",
+    ),
+    Rule(
+        "attention_backend",
+        lambda f: _packs(f) and f.transformer_impl == "transformer_engine",
+        _is_one_of("attention_backend", ("auto", "fused")),
+        "attention_backend={attention_backend} is not supported with sequence_packing="
+        "{sequence_packing} because Transformer Engine's FlashAttention 2 and unfused attention "
+        "take no padding between sequences; set fused",
+    ),
+    Rule(
+        "cuda_graph_impl",
+        lambda f: _packs(f) and f.cuda_graph_granularity != "chunk",
+        _is_one_of("cuda_graph_impl", ("none",)),
+        "cuda_graph_impl={cuda_graph_impl} is not supported with sequence_packing="
+        "{sequence_packing} because megatron-core's graphs take no packed sequences; set none, or "
+        "local with cuda_graph_granularity=chunk",
     ),
     Rule(
         "position_embedding_type",
@@ -189,10 +226,29 @@ PACKING_RULES: tuple[Rule, ...] = (
     Rule(
         "mtp_num_layers",
         lambda f: _packs(f) and f.context_parallel_size > 1,
-        lambda f: not f.mtp_num_layers,
-        "mtp_num_layers={mtp_num_layers} is not supported with sequence_packing={sequence_packing} "
-        "and context_parallel_size={context_parallel_size} because megatron-core looks for "
-        "documents where they would be without the padding between them; set one of them to none",
+        lambda f: not _predicts_more(f),
+        "mtp_num_layers={mtp_num_layers} (hybrid_layer_pattern={hybrid_layer_pattern}) is not "
+        "supported with sequence_packing={sequence_packing} and context_parallel_size="
+        "{context_parallel_size} because megatron-core looks for documents where they would be "
+        "without the padding between them; leave one of them out",
+    ),
+    Rule(
+        "mtp_num_layers",
+        lambda f: _packs(f) and f.sequence_parallel,
+        lambda f: not _predicts_more_with_experts(f),
+        "mtp_num_layers={mtp_num_layers} is not supported with sequence_packing="
+        "{sequence_packing}, num_experts={num_experts} and sequence_parallel={sequence_parallel} "
+        "because megatron-core shifts a rank's part of the padding mask as if it were all of it; "
+        "leave sequence_parallel or mtp_num_layers out",
+    ),
+    Rule(
+        "hybrid_layer_pattern",
+        lambda f: _packs(f) and f.hybrid_layer_pattern is not None,
+        lambda f: not _predicts_more_with_experts(f),
+        "hybrid_layer_pattern={hybrid_layer_pattern!r} (mtp_num_layers={mtp_num_layers}) is not "
+        "supported with sequence_packing={sequence_packing} and num_experts={num_experts} because "
+        "megatron-core's HybridModel does not tell the experts of multi-token prediction what is "
+        "padding; leave the parts after / out",
     ),
 )
 """Requirements on :class:`PackingOptions` and megatron's options beside them (duck-typed: an args
@@ -209,13 +265,42 @@ def check_packing(args: Any) -> None:
         ValueError: The first broken rule, naming option, value and cure.
     """
     facts = SimpleNamespace(**{rule.option: None for rule in PACKING_RULES})
-    for name in ("sequence_packing", "eval_micro_batch_size", "seq_length"):
+    for name in (
+        "sequence_packing",
+        "seq_length",
+        "eval_micro_batch_size",
+        "num_experts",
+        "sequence_parallel",
+        "transformer_impl",
+        "cuda_graph_granularity",
+    ):
         setattr(facts, name, None)
     vars(facts).update(_DEFAULTS)
     vars(facts).update(vars(args))
+    # Megatron parses this one to a member of an enum.
+    facts.attention_backend = getattr(facts.attention_backend, "name", facts.attention_backend)
     check_rules(PACKING_RULES, facts)
     if _packs(facts):
         pack_limits(facts)
+
+
+def check_corpora(args: Any, blends: Iterable[Sequence[str]]) -> None:
+    """Check that the corpora can be packed as asked for.
+
+    Args:
+        args: With ``sequence_packing``.
+        blends: The path prefixes of the corpora that each set of samples is mixed from.
+
+    Raises:
+        ValueError: Packs of several corpora are to be balanced.
+    """
+    largest = max(map(len, blends), default=0)
+    if args.sequence_packing == "balanced" and largest > 1:
+        raise ValueError(
+            f"data_path with {largest} corpora is not supported with sequence_packing=balanced "
+            "because each is packed by itself, and a batch that mixes them is not balanced; set "
+            "data_path to one corpus, or sequence_packing=greedy"
+        )
 
 
 def pack_limits(args: Any) -> PackLimits:
@@ -225,8 +310,14 @@ def pack_limits(args: Any) -> PackLimits:
         args: With ``seq_length``, ``context_parallel_size`` and ``thd_max_packed_sequences``.
 
     Raises:
-        ValueError: See :class:`~megatron.slipstream.packed_sequences.packing.PackLimits`.
+        ValueError: There is no ``seq_length``, or see
+            :class:`~megatron.slipstream.packed_sequences.packing.PackLimits`.
     """
+    if args.seq_length is None:
+        raise ValueError(
+            "seq_length=None is not supported with sequence_packing because it is the size of the "
+            "buffer that documents are packed into; set the number of tokens"
+        )
     context_parallel_size = args.context_parallel_size
     max_sequences = args.thd_max_packed_sequences
     if max_sequences is None:

@@ -62,6 +62,7 @@ MOE_STATIC = ModelCase(
     }
 )
 """Experts of a fixed capacity, for which tokens compete."""
+HYBRID = ModelCase(**vars(MOE) | {"kind": "hybrid", "num_layers": 4})
 MOE_STATIC_BY_POSITION = ModelCase(
     **vars(MOE) | {"overrides": {**MOE_STATIC.overrides, "moe_token_drop_policy": "position"}}
 )
@@ -191,6 +192,26 @@ def test_packed_documents_train_like_documents_one_by_one_with_latent_attention(
     check_against_documents_alone(MLA)
 
 
+def _gradients_beside_no_padding(
+    rank: int, num_ranks: int, port: int, case: ModelCase
+) -> dict[str, float]:
+    """Largest relative difference of gradients, auxiliary losses included."""
+    model = model_of(case, rank, num_ranks, port)
+    texts = documents(LENGTHS, case.vocab_size)
+    results = {
+        name: run(model, [packed(texts, limits, 57, True)]) for name, limits in PACKS.items()
+    }
+    expected = results.pop("no padding")
+    return {name: difference(expected, result)[1] for name, result in results.items()}
+
+
+def test_auxiliary_losses_are_those_of_the_documents_without_padding() -> None:
+    (found,) = run_ranks(1, _gradients_beside_no_padding, MOE)
+    assert len(found) == 3
+    for name, gradients in found.items():
+        assert gradients <= TOLERANCE, (name, gradients)
+
+
 # --- padding --------------------------------------------------------------------------------------
 
 
@@ -207,7 +228,7 @@ def _change_by_padding(
     num_routed = []
     for name, limits in PACKS.items():
         one, other = (
-            run(model, [packed(texts, limits, token, case.kind == "moe")]) for token in (0, 57)
+            run(model, [packed(texts, limits, token, bool(case.overrides))]) for token in (0, 57)
         )
         num_routed += [int(counts.sum()) for counts in (*one.num_routed, *other.num_routed)]
         for field in Result._fields:
@@ -230,8 +251,12 @@ def test_padding_takes_capacity_from_documents_unless_it_is_excluded() -> None:
     assert change == "losses with a sequence of padding"
 
 
-def test_routers_count_no_padding() -> None:
-    ((_, num_routed),) = run_ranks(1, _change_by_padding, MOE, True)
+@pytest.mark.parametrize("case", [MOE, HYBRID], ids=["GPT", "hybrid"])
+def test_routers_count_no_padding(case: ModelCase) -> None:
+    if case.kind == "hybrid" and not compat.has_hybrid_models():
+        pytest.skip(f"{compat.release()} has no HybridModel")
+    ((change, num_routed),) = run_ranks(1, _change_by_padding, case, True)
+    assert change is None
     assert set(num_routed) == {2 * sum(LENGTHS)}
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -15,6 +16,7 @@ from megatron.slipstream.packed_sequences import options as options_module
 from megatron.slipstream.packed_sequences.options import (
     PACKING_RULES,
     PackingOptions,
+    check_corpora,
     check_packing,
     pack_limits,
 )
@@ -32,9 +34,19 @@ def arguments(**options: Any) -> SimpleNamespace:
     return SimpleNamespace(**given | options)
 
 
+class Backend(enum.Enum):
+    """As megatron-core has them."""
+
+    unfused = 3
+    auto = 5
+
+
+IN_PARTS = {"context_parallel_size": 2, "calculate_per_token_loss": True}
+
 REFUSED: list[dict[str, Any]] = [
     {"sequence_packing": None, "thd_max_packed_sequences": 4},
     {"sequence_packing": None, "thd_max_tokens": 128},
+    {"seq_length": None},
     {"micro_batch_size": 2},
     {"eval_micro_batch_size": 2},
     {"thd_max_tokens": 64},
@@ -50,13 +62,21 @@ REFUSED: list[dict[str, Any]] = [
     {"sequence_packing": "balanced", "dataloader_type": "cyclic"},
     {"sequence_packing": "balanced", "rampup_batch_size": ["8", "8", "100"]},
     {"sequence_packing": "balanced", "step_batch_size_schedule": "0:8 100:16"},
+    {"sequence_packing": "balanced", "decrease_batch_size_if_needed": True},
     {"moe_router_load_balancing_type": "sinkhorn"},
     {"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]},
     {"hybrid_layer_pattern": "M*-"},
+    {"experimental_attention_variant": "gated_delta_net"},
+    {"attention_backend": "flash", "transformer_impl": "transformer_engine"},
+    {"attention_backend": Backend.unfused, "transformer_impl": "transformer_engine"},
+    {"cuda_graph_impl": "transformer_engine"},
     {"position_embedding_type": "mrope"},
-    {"context_parallel_size": 2, "calculate_per_token_loss": True, "mtp_num_layers": 1},
+    {"mtp_num_layers": 1, **IN_PARTS},
+    {"hybrid_layer_pattern": "*-/*-", **IN_PARTS},
+    {"mtp_num_layers": 1, "num_experts": 4, "sequence_parallel": True},
+    {"hybrid_layer_pattern": "*-E/*-E", "num_experts": 4},
     {"thd_max_packed_sequences": 0},
-    {"seq_length": 6, "context_parallel_size": 2, "calculate_per_token_loss": True},
+    {"seq_length": 6, **IN_PARTS},
 ]
 
 ACCEPTED: list[dict[str, Any]] = [
@@ -65,9 +85,18 @@ ACCEPTED: list[dict[str, Any]] = [
     {"sequence_packing": "balanced", "dataloader_type": "single", "eval_micro_batch_size": 1},
     {"dataloader_type": "cyclic", "rampup_batch_size": ["8", "8", "100"]},
     {"thd_max_tokens": 128, "thd_max_packed_sequences": 1},
-    {"context_parallel_size": 2, "calculate_per_token_loss": True, "thd_max_tokens": 64},
+    {"thd_max_tokens": 64, **IN_PARTS},
     {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "mtp_num_layers": 1},
-    {"hybrid_layer_pattern": "*-*E|*-"},
+    {"mtp_num_layers": 1, "num_experts": 4},
+    {"mtp_num_layers": 1, "sequence_parallel": True},
+    {"hybrid_layer_pattern": "*-*E|*-", "num_experts": 4, "sequence_parallel": True},
+    {"hybrid_layer_pattern": "*-/*-"},
+    {"attention_backend": Backend.auto, "transformer_impl": "transformer_engine"},
+    {"attention_backend": "fused", "transformer_impl": "transformer_engine"},
+    {"attention_backend": "unfused", "transformer_impl": "local"},
+    {"cuda_graph_impl": "none"},
+    {"cuda_graph_impl": "local", "cuda_graph_granularity": "chunk"},
+    {"sequence_packing": None, "cuda_graph_impl": "local", "mtp_num_layers": 1, **IN_PARTS},
 ]
 
 
@@ -100,6 +129,27 @@ def test_what_packing_goes_with_is_accepted(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "packing, blends, refused",
+    [
+        ("balanced", [["a"], ["b", "c"]], True),
+        ("balanced", [["a"], ["b"]], False),
+        ("balanced", [], False),
+        ("greedy", [["a", "b"]], False),
+        (None, [["a", "b"]], False),
+    ],
+)
+def test_packs_of_several_corpora_cannot_be_balanced(
+    packing: Any, blends: list[list[str]], refused: bool
+) -> None:
+    args = arguments(sequence_packing=packing)
+    if refused:
+        with pytest.raises(ValueError, match="data_path with 2 corpora.*; set data_path"):
+            check_corpora(args, blends)
+    else:
+        check_corpora(args, blends)
+
+
+@pytest.mark.parametrize(
     "options, limits",
     [
         ({}, PackLimits(128, 2)),
@@ -112,6 +162,19 @@ def test_limits_are_those_of_all_context_parallel_ranks(
     options: dict[str, Any], limits: PackLimits
 ) -> None:
     assert pack_limits(arguments(**options)) == limits
+
+
+def test_rules_look_at_options_that_megatron_has() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron.slipstream.integration.arguments import add_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(add_megatron_arguments(parser))
+    known = {action.dest for action in parser._actions}
+    looked_at = {rule.option for rule in PACKING_RULES}
+    looked_at |= {option for options in (*REFUSED, *ACCEPTED) for option in options}
+    assert looked_at - known == set()
 
 
 @pytest.mark.releases

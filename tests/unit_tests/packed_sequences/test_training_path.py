@@ -63,6 +63,8 @@ def set_arguments(case: ModelCase, **options: Any) -> Any:
         context_parallel_size=1,
         sequence_parallel=False,
         num_experts=4 if case.kind == "moe" else None,
+        hybrid_layer_pattern=None,
+        check_for_nan_in_loss_and_grad=False,
         global_batch_size=NUM_MICRO_BATCHES * mpu.get_data_parallel_world_size(),
         eval_global_batch_size=mpu.get_data_parallel_world_size(),
         data_parallel_size=mpu.get_data_parallel_world_size(),
@@ -136,7 +138,8 @@ def _train(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.training import training
 
-    from megatron.slipstream.integration import packed_sequences
+    from megatron.slipstream.integration import packed_sequences, providers
+    from megatron.slipstream.integration.monitor import Monitor
 
     initialize(case, rank, num_ranks, port)
     set_arguments(case)
@@ -144,18 +147,10 @@ def _train(
     chunks = build_chunks(case, make_config(case))
     for chunk in chunks:
         fill_weights(chunk)
-
-    def forward_step(data: Any, model: torch.nn.Module) -> Any:
-        output, loss_mask = packed_sequences.forward(data, model)
-        return output, partial(loss, loss_mask)
-
-    def loss(mask: torch.Tensor, per_token: torch.Tensor) -> Any:
-        total = (per_token * mask).sum()
-        return total, mask.sum().int(), {"loss": (total.item(), mask.sum().item())}
-
     data = batches_of(train) if train is not None else None
+    monitor = Monitor(num_iterations=1, iteration=lambda: 1, progress="none", record=False)
     results = get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=partial(providers.forward_step, monitor=monitor),
         data_iterator=[batches_of(train) for _ in chunks] if case.vpp else data,
         model=chunks if case.vpp else chunks[0],
         num_microbatches=NUM_MICRO_BATCHES,
@@ -168,7 +163,7 @@ def _train(
     counts = [getattr(module, "local_tokens_per_expert", None) for module in routers]
     consume = getattr(training, "consume_seqlen_stats_in_iteration", lambda: (0.0, 0.0))
     return Trained(
-        [result["loss"] for result in results],
+        [tuple(result["lm loss"].tolist()) for result in results],
         [int(count.sum()) for count in counts if count is not None],
         consume(),
     )
@@ -198,6 +193,46 @@ def test_every_stage_sees_documents_and_padding(
     if hasattr(import_module("megatron.training.training"), "consume_seqlen_stats_in_iteration"):
         assert expected.work[0] == num_tokens < expected.work[1]
     assert [stage.work for stage in stages] == [expected.work] * 2
+
+
+def _packed_and_alone(
+    rank: int, num_ranks: int, port: int, corpus: str, cache: Path
+) -> list[tuple[list[float], list[float]]]:
+    """For some batches the summed loss and number of labels: packed; document by document."""
+    from megatron.slipstream.integration import packed_sequences, providers
+    from megatron.slipstream.integration.monitor import Monitor
+
+    initialize(case_of(), rank, num_ranks, port)
+    set_arguments(case_of())
+    train, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
+    (model,) = build_chunks(case_of(), make_config(case_of()))
+    fill_weights(model)
+    monitor = Monitor(num_iterations=1, iteration=lambda: 1, progress="none", record=False)
+    data = batches_of(train)
+    found = []
+    for number in range(4):
+        output, loss = providers.forward_step(data, model, monitor=monitor)
+        packed = loss(output)[2]["lm loss"].tolist()
+        alone = [0.0, 0.0]
+        for piece in train.samples.index[number]:
+            text = train.samples.corpus.get(piece.document, piece.offset, piece.length + 1)
+            tokens = torch.from_numpy(text.astype(np.int64)).unsqueeze(0)
+            mask = torch.ones(1, 1, piece.length, piece.length, dtype=torch.bool).triu(1)
+            places = torch.arange(piece.length).unsqueeze(0)
+            losses = model(tokens[:, :-1], places, mask, labels=tokens[:, 1:])
+            alone = [alone[0] + losses.sum().item(), alone[1] + piece.length]
+        found.append((packed, alone))
+    return found
+
+
+def test_the_loss_of_a_batch_is_that_of_its_documents_one_by_one(
+    corpus: str, tmp_path: Path
+) -> None:
+    (batches,) = run_ranks(1, _packed_and_alone, corpus, tmp_path)
+    assert min(num_packed for (_, num_packed), _ in batches) < SEQ_LENGTH
+    for (packed, num_packed), (alone, num_alone) in batches:
+        assert num_packed == num_alone
+        assert packed / num_packed == pytest.approx(alone / num_alone, rel=1e-6)
 
 
 def _tokens_of_rank(
@@ -235,18 +270,24 @@ def _batch_of_each_rank(
     data = None if train is None else batches_of(train)
     needed = {*OFFSET_KEYS, *SEQUENCE_KEYS}
     batch = packed_sequences._batch(data, needed, args)
-    mask = packed_sequences._padding_mask_for(
-        batch["padding_mask"], is_first=False, args=SimpleNamespace(sequence_parallel=True)
-    )
-    return {"my part": mask.tolist(), **{key: batch[key].tolist() for key in sorted(needed)}}
+    args.sequence_parallel = True
+    masks = {}
+    for model, pattern in (("GPT", None), ("hybrid", "*E")):
+        args.hybrid_layer_pattern = pattern
+        for is_first in (True, False):
+            mask = packed_sequences._padding_mask_for(batch["padding_mask"], is_first, args)
+            masks[f"{model}, {is_first}"] = mask[0].tolist()
+    return {"masks": masks, **{key: batch[key].tolist() for key in sorted(needed)}}
 
 
 def test_tensor_parallel_ranks_share_a_batch(corpus: str, tmp_path: Path) -> None:
     first, second = run_ranks(2, _batch_of_each_rank, corpus, tmp_path)
-    # On later stages with sequence parallelism each rank is told of its own tokens.
-    parts = [first.pop("my part")[0], second.pop("my part")[0]]
-    assert parts[0] + parts[1] == first["padding_mask"][0]
-    assert len(parts[0]) == SEQ_LENGTH // 2
+    masks, other_masks = first.pop("masks"), second.pop("masks")
+    # With sequence parallelism each rank is told of its own tokens, unless the model divides them.
+    assert masks.pop("GPT, True") == other_masks.pop("GPT, True") == first["padding_mask"][0]
+    for where, mask in masks.items():
+        assert mask + other_masks[where] == first["padding_mask"][0], where
+        assert len(mask) == SEQ_LENGTH // 2
     assert first == second
     assert first["cu_seqlens"][0][1] > 0
 
@@ -341,4 +382,25 @@ def _mock_and_refused(rank: int, num_ranks: int, port: int, corpus: str) -> list
 def test_mock_data_is_packed_and_a_blend_is_not_balanced(corpus: str) -> None:
     ((mock, refusal),) = run_ranks(1, _mock_and_refused, corpus)
     assert mock == "8 mock samples"
-    assert re.match("sequence_packing=balanced is not supported with several .*; set", refusal)
+    assert re.match("data_path with 2 corpora is not .* sequence_packing=balanced.*; set", refusal)
+
+
+@pytest.mark.parametrize(
+    "most, length, is_told",
+    [(2, 20, True), (3, 20, False), (8, 20, False), (8, 40, False)],
+    ids=["too low", "as many as fit", "more than fit", "long documents"],
+)
+def test_a_limit_that_leaves_buffers_empty_is_told(
+    most: int, length: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.slipstream.integration import packed_sequences
+    from megatron.slipstream.packed_sequences.dataset import PackingPlan, build_index
+    from megatron.slipstream.packed_sequences.packing import PackLimits
+
+    plan = PackingPlan(PackLimits(60, most))
+    index = build_index(np.full(24, length + 1), np.arange(24), plan)
+    with caplog.at_level("WARNING", logger="megatron.slipstream"):
+        packed_sequences._log_filling("train", index, plan)
+    ours = [r.getMessage() for r in caplog.records if r.name.startswith("megatron.slipstream")]
+    told = [f"thd_max_packed_sequences={most} leaves 33.3%" in message for message in ours]
+    assert told == [True] * is_told

@@ -1,0 +1,145 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Whole training runs of packed sequences, from text to losses, with the entry's own flags.
+
+The text is one play, cut into its speeches: documents of 1 to some hundred tokens. Each layout
+trains twice, engine off and on; losses, the last gradients and the final weights are compared on
+every rank, as hashes of their bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+PLAY = ROOT / "examples" / "data" / "first_folio" / "macbeth.txt"
+
+COMMON = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --swiglu --disable-bias-linear
+    --seq-length 128 --max-position-embeddings 128 --position-embedding-type rope
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 8
+    --eval-interval 8 --eval-iters 1 --eval-before-training --split 90,10,0 --log-interval 1
+    --calculate-per-token-loss --thd-max-packed-sequences 12
+""".split()
+MOE = """
+    --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity
+""".split()
+MODULES = "attn_norm qkv_linear core_attn attn_proj mlp_norm".split()
+
+PP2 = "--sequence-packing balanced --pipeline-model-parallel-size 2".split()
+VPP2 = "--num-layers-per-virtual-pipeline-stage 1".split()
+
+LAYOUTS = [
+    pytest.param(1, "--sequence-packing greedy".split(), id="greedy"),
+    pytest.param(2, PP2, id="balanced, PP2"),
+    pytest.param(2, [*PP2, *VPP2, *MOE], id="balanced, PP2 VPP2, MoE", marks=pytest.mark.releases),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags that name the speeches of a play and their tokenizer."""
+    import megatron.slipstream.integration.providers  # noqa: F401  (once, for all that fork)
+
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import preprocess_text
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+    prefix = tmp_path_factory.mktemp("corpus") / "speeches"
+    preprocess_text.preprocess([PLAY], prefix, vocab_size=512, min_document_chars=1)
+    return ["--data-path", str(prefix), "--tokenizer-json", f"{prefix}-tokenizer.json"]
+
+
+def _main(rank: int, num_ranks: int, port: int, folder: Path, flags: list[str]) -> int:
+    from megatron.slipstream.integration import training
+
+    os.chdir(folder)
+    return training.main(flags)
+
+
+def _train(num_ranks: int, flags: list[str], record: Path) -> list[dict[str, Any]]:
+    """Train and return each rank's record."""
+    flags = [*COMMON, *flags, "--run-record-path", str(record)]
+    assert run_ranks(num_ranks, _main, record.parent, flags) == [0] * num_ranks
+    return _records(num_ranks, record)
+
+
+def _records(num_ranks: int, record: Path) -> list[dict[str, Any]]:
+    records = [record, *(record.with_suffix(f".rank{r}.json") for r in range(1, num_ranks))]
+    return [json.loads(path.read_text()) for path in records]
+
+
+def _result(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "losses": [iteration["loss"] for iteration in record["iterations"]],
+        "evaluations": record["evaluations"],
+        "gradients": record["gradients_sha256"],
+        "weights": record["weights_sha256"],
+    }
+
+
+@pytest.mark.parametrize("num_ranks, flags", LAYOUTS)
+def test_packed_training_learns_the_same_with_the_engine(
+    num_ranks: int, flags: list[str], corpus: list[str], tmp_path: Path
+) -> None:
+    modules = [*MODULES, "expert_fc1", "moe_act"] if "--num-experts" in flags else MODULES
+    offload = ["--fine-grained-activation-offloading", "--offload-modules", *modules]
+    offload += ["--min-offloaded-tensor-size", "1"]
+    off = _train(num_ranks, [*corpus, *flags], tmp_path / "off.json")
+    on = _train(num_ranks, [*corpus, *flags, *offload], tmp_path / "on.json")
+    assert [_result(record) for record in on] == [_result(record) for record in off]
+    assert all(record["iterations"][-1]["bytes_offloaded"] > 0 for record in on)
+    last = _result(off[-1])
+    assert last["losses"][-1] < last["losses"][0] - 0.3
+    before, after = (evaluation["loss"] for evaluation in last["evaluations"][:2])
+    assert after < before - 0.3
+
+
+CHUNK_GRAPHS = "--cuda-graph-impl local --cuda-graph-granularity chunk".split()
+
+
+def _main_replayed(rank: int, num_ranks: int, port: int, folder: Path, flags: list[str]) -> int:
+    """Train; returns how many forward passes were replayed."""
+    from megatron.slipstream.integration import chunk_graphs
+
+    made: list[Any] = []
+    replay_chunks = chunk_graphs.replay_chunks
+
+    def noted(*arguments: Any) -> Any:
+        made.extend(replay_chunks(*arguments))
+        return made
+
+    chunk_graphs.replay_chunks = noted
+    assert _main(rank, num_ranks, port, folder, flags) == 0
+    return sum(graphs.num_replays for graphs in made)
+
+
+@pytest.mark.parametrize(
+    "num_ranks, flags",
+    [(1, ["--sequence-packing", "greedy"]), (2, [*PP2, *VPP2, *MOE])],
+    ids=["greedy", "balanced, PP2 VPP2, MoE"],
+)
+def test_packed_training_learns_the_same_with_chunk_graphs(
+    num_ranks: int, flags: list[str], corpus: list[str], tmp_path: Path
+) -> None:
+    flags = [*corpus, *flags, "--cuda-graph-warmup-steps", "2"]
+    off = _train(num_ranks, flags, tmp_path / "off.json")
+    record = tmp_path / "on.json"
+    more = [*COMMON, *flags, *CHUNK_GRAPHS, "--run-record-path", str(record)]
+    num_replays = run_ranks(num_ranks, _main_replayed, tmp_path, more)
+    on = _records(num_ranks, record)
+    assert [_result(record) for record in on] == [_result(record) for record in off]
+    num_chunks = 2 if num_ranks == 2 else 1
+    assert num_replays == [(8 - 2) * 4 * num_chunks] * num_ranks
