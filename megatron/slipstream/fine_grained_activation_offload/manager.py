@@ -10,6 +10,7 @@ that departs from the plan is therefore slower, never wrong.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,6 +35,7 @@ from megatron.slipstream.fine_grained_activation_offload.report import RankRepor
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
+from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.plan.build import Action, ActionKind, Plan
 from megatron.slipstream.plan.check import PlanFacts
 from megatron.slipstream.plan.policy import PolicyOptions
@@ -45,6 +47,9 @@ from megatron.slipstream.plan.trace import (
 )
 
 logger = logging.getLogger(__name__)
+
+MAX_ITERATIONS_SHOWN = 500
+"""Of the last iterations, how many have their time in the report."""
 
 
 class PipelineOffloadManager:
@@ -71,6 +76,9 @@ class PipelineOffloadManager:
         """Entered around the operations of every group, beside the saved-tensor hooks."""
         self.report = RankReport(rank=rank)
         """Figures of the last complete iteration."""
+        keep_warnings()
+        self._ended_at: Optional[float] = None
+        """When the host came to the end of an iteration last."""
         self._recorder = Recorder(backend)
         self.store = ActivationStore(backend, self._recorder)
         """The saved activations."""
@@ -328,6 +336,9 @@ class PipelineOffloadManager:
             counters.stall_ms = times.stall_ms_by_module.get(name, 0.0) if times else 0.0
         if times is not None:
             self.report.measured_ms = times.total_ms
+        if self._last_plan is not None:
+            self._book.report_plan(self._last_plan)
+        self.report.warnings = keep_warnings()
 
     def close(self) -> None:
         """Return the host memory. Nothing that was saved can be read afterwards."""
@@ -507,7 +518,9 @@ class PipelineOffloadManager:
     def _update_report(self) -> None:
         report, pool = self.report, self.store.host_pool
         report.modules = self.store.modules
+        report.late_groups = {str(key): num for key, num in self.store.late_groups.items()}
         report.num_iterations += 1
+        self._note_time()
         report.host_growth_bytes = pool.allocated_bytes - report.host_allocated_bytes
         report.host_allocated_bytes = pool.allocated_bytes
         report.host_high_water_bytes = pool.high_water_bytes
@@ -519,10 +532,18 @@ class PipelineOffloadManager:
         if self._last_plan is not None:
             report.num_kept_for_host_memory = self._last_plan.num_kept_for_host_memory
 
+    def _note_time(self) -> None:
+        now = time.perf_counter()
+        if self._ended_at is not None:
+            self.report.iteration_ms.append(round(1e3 * (now - self._ended_at), 1))
+            del self.report.iteration_ms[:-MAX_ITERATIONS_SHOWN]
+        self._ended_at = now
+
     def _clear_iteration(self) -> None:
         self.store.copy_streams.forget_waits()
         self._stop_watching()
         self.store.modules = {}
+        self.store.late_groups = {}
         self._recorder.clear()
         self._passes.clear()
         self._groups.clear()

@@ -33,12 +33,16 @@ from megatron.slipstream.plan.check import PlanFacts, check_plan
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes, render_plan
 from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.timeline import device_memory
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Step, Trace
 
 logger = logging.getLogger(__name__)
 
 MAX_PLANS = 32
 """Plans kept, one per sequence of marks (that is, per number of micro-batches)."""
+
+_DIGITS = 4
+"""Of milliseconds in a report: events do not tell a ten-thousandth apart."""
 
 Steps = tuple[Step, ...]
 
@@ -166,14 +170,11 @@ class PlanBook:
         entry = self._entries[trace.steps] = _Entry(plan)
         if len(self._entries) > MAX_PLANS:
             del self._entries[next(iter(self._entries))]
+        if trace.step_ms and trace.bandwidth is not None:
+            entry.planned_ms = simulate(plan).total_ms
         report = self._report
         report.num_plans += 1
-        report.plan = render_plan(plan)
-        peaks = plan.peak_bytes()
-        if peaks is not None:
-            report.baseline_peak_bytes, report.planned_peak_bytes = peaks
-        if trace.step_ms and trace.bandwidth is not None:
-            report.planned_ms = entry.planned_ms = simulate(plan).total_ms
+        self.report_plan(plan)
         first = report.rank == 0 and report.num_plans == 1
         logger.log(logging.INFO if first else logging.DEBUG, "plan:\n%s", report.plan)
         return plan
@@ -204,6 +205,22 @@ class PlanBook:
             self._read_later.append((plan, watch.clock))
         if watch.memory is not None:
             entry.memory = watch.memory.readings(plan.absent_bytes)
+
+    def report_plan(self, plan: Plan) -> None:
+        """Put a plan into the report, and what was measured of iterations that followed it."""
+        entry = self._entries.get(plan.trace.steps)
+        if entry is None or entry.plan is not plan:
+            return
+        report = self._report
+        report.plan, report.options, report.notes = render_plan(plan), plan.options, [*plan.notes]
+        report.baseline_peak_bytes, report.planned_peak_bytes = plan.peak_bytes() or (0, 0)
+        report.planned_ms = entry.planned_ms
+        times = entry.times[-1:]
+        report.step_ms = [round(ms, _DIGITS) for one in times for ms in one.step_ms]
+        report.step_stall_ms = [round(ms, _DIGITS) for one in times for ms in one.stall_ms]
+        report.step_peak_bytes = [reading.peak_bytes for reading in entry.memory]
+        pairs = zip(report.step_peak_bytes, device_memory(plan).with_plan, strict=False)
+        report.later_bytes = max(0, min((now - then for now, then in pairs), default=0))
 
     def read_clocks(self) -> None:
         """Take the times of iterations that the device has ended; plan anew from enough of them."""

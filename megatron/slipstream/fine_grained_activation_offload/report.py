@@ -5,11 +5,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
+from pydantic import TypeAdapter, ValidationError
+
+from megatron.slipstream.plan.files import describe
+from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes
 
 
@@ -71,6 +76,38 @@ class RankReport:
     """What one replay of all CUDA graphs moves, by module name. Not a part of ``modules``."""
     graph_host_bytes: int = 0
     """Host memory that only graphs use."""
+    options: Optional[PolicyOptions] = None
+    """What the newest plan was made for: with its trace, ``build_plan`` makes it again."""
+    notes: list[str] = field(default_factory=list)
+    """The newest plan's, which say what the options could not bring about."""
+    step_ms: list[float] = field(default_factory=list)
+    """Of the iteration of the newest plan that was timed last, for each of the plan's steps: what
+    compute took until the next one, beside waits for copies. Empty if none was timed."""
+    step_stall_ms: list[float] = field(default_factory=list)
+    """Of the same steps, how long compute waited for copies."""
+    step_peak_bytes: list[int] = field(default_factory=list)
+    """For each of the newest plan's steps, the most device memory that was allocated at once until
+    the next one, in an iteration that followed the plan. Empty if none was read."""
+    later_bytes: int = 0
+    """Device memory that was there at every step of that iteration and not of the one that the plan
+    was made from: if that was the first, the optimizer had no state yet."""
+    late_groups: dict[str, int] = field(default_factory=dict)
+    """Of :attr:`ModuleCounters.num_late`, how many by the group that saved the storage first; a
+    group is named as in plans, without its module (``0.3``)."""
+    iteration_ms: list[float] = field(default_factory=list)
+    """Host time between the ends of the last iterations, the oldest first: with the optimizer and
+    whatever came between."""
+    warnings: dict[str, int] = field(default_factory=dict)
+    """What Slipstream warned of in this process, with how often."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The options in effect, by name."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Versions and machine."""
+
+    @property
+    def measured_peak_bytes(self) -> int:
+        """Device peak of an iteration that followed the newest plan; 0 if none was read."""
+        return max(self.step_peak_bytes, default=0)
 
     @property
     def host_waste_fraction(self) -> float:
@@ -131,13 +168,18 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read :meth:`to_json`'s text.
+        """Read :meth:`to_json`'s text. Nothing in it is believed: fields have their types.
 
         Raises:
             ValueError: The text is not a report.
         """
         try:
-            return cls([_rank_from(data) for data in json.loads(text)["ranks"]])
+            data = json.loads(text, parse_constant=_refuse_constant)
+            for rank in data["ranks"]:
+                rank["modules"]  # A rank's report always has them.
+            return _adapter().validate_json(text, strict=True, extra="forbid")
+        except ValidationError as error:
+            raise ValueError(f"not a Slipstream report: {describe(error)}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a Slipstream report: {error}") from error
 
@@ -159,12 +201,14 @@ class Report:
         return cls(sorted(ranks, key=lambda rank: rank.rank))
 
 
-def _rank_from(data: Mapping[str, Any]) -> RankReport:
-    fields = dict(data)
-    for key in ("modules", "graphs"):
-        counters = fields[key] if key == "modules" else fields.get(key, {})
-        fields[key] = {name: ModuleCounters(**item) for name, item in counters.items()}
-    return RankReport(**fields)
+@cache
+def _adapter() -> TypeAdapter[Report]:
+    # To make one takes tens of milliseconds, so not on import.
+    return TypeAdapter(Report)
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no figure")
 
 
 def _host_memory(rank: RankReport) -> str:

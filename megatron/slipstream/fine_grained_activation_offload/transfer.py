@@ -31,7 +31,7 @@ from megatron.slipstream.fine_grained_activation_offload.storage import (
     SavedTensor,
 )
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
-from megatron.slipstream.plan.trace import Bandwidth
+from megatron.slipstream.plan.trace import Bandwidth, GroupKey
 
 BANDWIDTH_NBYTES = 64 << 20
 """What is copied, half of it each way, to measure the link: a millisecond's worth."""
@@ -48,6 +48,8 @@ class ActivationStore:
         """Compares what comes back with what left, while there is one."""
         self.modules: dict[str, ModuleCounters] = {}
         """This iteration's figures by module name."""
+        self.late_groups: dict[GroupKey, int] = {}
+        """This iteration's late copies in by the group that saved the storage first."""
         self._recorder = recorder
         self._by_memory: weakref.WeakValueDictionary[int, SavedStorage] = (
             weakref.WeakValueDictionary()
@@ -232,6 +234,9 @@ class ActivationStore:
             counters = self.counters(storage.owner.name)
             counters.freed_bytes += storage.nbytes
             counters.num_late += late
+            if late:
+                key = storage.owner.key
+                self.late_groups[key] = self.late_groups.get(key, 0) + 1
 
     def measure_bandwidth(self) -> Optional[Bandwidth]:
         """What copies reach; None where that cannot be measured. Blocks the host for a while."""

@@ -139,7 +139,7 @@ def _read(path: str | Path, kind: type, schema: str) -> Any:
     try:
         header = _adapter(_Header).validate_json(data, strict=True, extra="ignore")
     except ValidationError as error:
-        raise ValueError(f"{path} is not a whole {schema}: {_describe(error)}; {cure}") from error
+        raise ValueError(f"{path} is not a whole {schema}: {describe(error)}; {cure}") from error
     if header.schema != schema:
         raise ValueError(f"{path} holds a {header.schema!r}, not a {schema}; {cure}")
     if header.version != VERSION:
@@ -150,11 +150,11 @@ def _read(path: str | Path, kind: type, schema: str) -> Any:
     try:
         return _adapter(kind).validate_json(data, strict=True, extra="forbid")
     except ValidationError as error:
-        raise ValueError(f"{path} is not a whole {schema}: {_describe(error)}; {cure}") from error
+        raise ValueError(f"{path} is not a whole {schema}: {describe(error)}; {cure}") from error
 
 
-def _describe(error: ValidationError) -> str:
-    """The first thing that is wrong, and where."""
+def describe(error: ValidationError) -> str:
+    """The first thing that is wrong with the content of a file, and where."""
     first, *others = error.errors(include_url=False, include_context=False)
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     text = first["msg"][:1].lower() + first["msg"][1:]

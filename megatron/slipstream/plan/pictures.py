@@ -75,7 +75,7 @@ def frontier_png(frontier: Frontier) -> bytes:
     """
     figure = _new_figure(9.0, 5.6)
     axes = figure.subplots()
-    unit = _unit_of(max((point.peak_bytes for point in frontier.points), default=0))
+    unit = unit_of(max((point.peak_bytes for point in frontier.points), default=0))
     line = frontier.pareto
     axes.plot(
         [point.peak_bytes / unit.nbytes for point in line],
@@ -142,17 +142,19 @@ def _png(figure: Figure) -> bytes:
     return stream.getvalue()
 
 
-class _Unit(NamedTuple):
+class Unit(NamedTuple):
+    """A unit that sizes are drawn in."""
+
     name: str
     nbytes: int
 
 
-def _unit_of(nbytes: float) -> _Unit:
-    """GiB, unless that would be a small fraction."""
-    for unit in (_Unit("GiB", 1 << 30), _Unit("MiB", 1 << 20)):
+def unit_of(nbytes: float) -> Unit:
+    """The unit for sizes up to ``nbytes``: GiB, unless that would be a small fraction."""
+    for unit in (Unit("GiB", 1 << 30), Unit("MiB", 1 << 20)):
         if nbytes >= 0.5 * unit.nbytes:
             return unit
-    return _Unit("KiB", 1 << 10)
+    return Unit("KiB", 1 << 10)
 
 
 # The timeline.
@@ -223,6 +225,9 @@ def _draw_labels(axes: Axes, y: float, spans: Sequence[Span], inches_per_ms: flo
 
 
 def _draw_stalls(axes: Axes, simulation: Simulation) -> None:
+    # An empty line has no place, and the layout of the figure makes room for it everywhere.
+    if not simulation.stalls:
+        return
     bars = [(stall.start_ms, stall.ms) for stall in simulation.stalls]
     axes.broken_barh(bars, (-0.38, 0.76), color=_STALL_COLOUR, linewidth=0)
     # A stall may be narrower than a pixel, so each has a mark of its own above the bars.
@@ -236,7 +241,7 @@ def _draw_passes(axes: Axes, simulation: Simulation) -> None:
     """Where each pass through a model chunk begins: F and B with its number, as in the groups'."""
     compute = [span for span in simulation.spans if span.queue is Queue.COMPUTE]
     inches_per_ms = _inches_per_ms(simulation)
-    for name, group in groupby(compute, _pass_of):
+    for name, group in groupby(compute, pass_of):
         spans = list(group)
         start_ms, end_ms = spans[0].start_ms, spans[-1].end_ms
         axes.axvline(start_ms, color=_MUTED, linewidth=0.5, zorder=0)
@@ -245,7 +250,8 @@ def _draw_passes(axes: Axes, simulation: Simulation) -> None:
             axes.text(x, 0.72, name, fontsize=7, ha="center", va="center", color=_MUTED)
 
 
-def _pass_of(span: Span) -> str:
+def pass_of(span: Span) -> str:
+    """The pass through a model chunk that computation belongs to: F or B with its number."""
     is_backward = span.cause.kind is StepKind.BACKWARD_USE
     return f"{'B' if is_backward else 'F'}{span.cause.key.chunk_pass}"
 
@@ -274,7 +280,7 @@ def _draw_legend(axes: Axes, colours: dict[str, str], simulation: Simulation) ->
 def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
     memory = device_memory(plan)
     times = [entry.ms for entry in simulation.memory]
-    unit = _unit_of(max(memory.without_plan, default=0))
+    unit = unit_of(max(memory.without_plan, default=0))
 
     def curve(values: Sequence[int]) -> tuple[list[float], list[float]]:
         """Each value holds until the next step; the last until the end."""
@@ -313,7 +319,7 @@ _SERIES = {
 }
 
 
-def _draw_points(axes: Axes, frontier: Frontier, unit: _Unit) -> None:
+def _draw_points(axes: Axes, frontier: Frontier, unit: Unit) -> None:
     for option, (label, marker, colour) in _SERIES.items():
         points = [point for point in frontier.points if point.option == option]
         if points:
@@ -330,7 +336,7 @@ def _draw_points(axes: Axes, frontier: Frontier, unit: _Unit) -> None:
 
 
 def _annotate(
-    axes: Axes, point: FrontierPoint, text: str, unit: _Unit, offset_points: tuple[int, int]
+    axes: Axes, point: FrontierPoint, text: str, unit: Unit, offset_points: tuple[int, int]
 ) -> None:
     is_above = offset_points[1] > 0
     axes.annotate(

@@ -16,12 +16,13 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
     RankReport,
     Report,
 )
+from megatron.slipstream.plan.policy import PolicyOptions
 
 MIB = 1 << 20
 
 
 def make_rank(rank: int, modules: Sequence[str] = ("core_attn", "attn_proj")) -> RankReport:
-    """A rank's report in which every figure differs from its default."""
+    """A rank's report in which figures differ from their defaults."""
     counters = {
         name: ModuleCounters(
             num_groups=8 + place,
@@ -52,6 +53,17 @@ def make_rank(rank: int, modules: Sequence[str] = ("core_attn", "attn_proj")) ->
         num_kept_for_host_memory=6,
         num_iterations=4,
         num_plans=2,
+        options=PolicyOptions(release_lag=2, max_overhead_percent=1.5),
+        notes=["it is so"],
+        step_ms=[1.25, 2.0],
+        step_stall_ms=[0.5, 0.0],
+        step_peak_bytes=[90, 110],
+        later_bytes=10,
+        late_groups={"0.3": 5},
+        iteration_ms=[12.5, 11.0],
+        warnings={"it is late": 2},
+        settings={"num_layers": 4, "offload_modules": ["core_attn"], "bf16": True},
+        environment={"torch": "2.11.0"},
     )
 
 
@@ -96,11 +108,37 @@ def test_json_gives_back_the_same_report() -> None:
         '{"ranks": [{"modules": {"core_attn": 3}}]}',
         '{"ranks": [{"modules": {"core_attn": {"num_sheep": 3}}}]}',
         '{"ranks": [{"modules": {}, "num_sheep": 3}]}',
+        '{"ranks": [{"modules": {}, "rank": "0"}]}',
+        '{"ranks": [{"modules": {}, "step_ms": [1, "2"]}]}',
+        '{"ranks": [{"modules": {}, "planned_ms": NaN}]}',
+        '{"ranks": [{"modules": {}, "step_ms": [Infinity]}]}',
+        '{"ranks": [{"modules": {}, "warnings": {"text": null}}]}',
+        '{"ranks": [{"modules": {}, "options": {"num_sheep": 3}}]}',
+        '{"ranks": [{"modules": {}, "options": {"release_lag": "1"}}]}',
     ],
 )
 def test_what_is_not_a_report_is_refused_as_one(text: str) -> None:
     with pytest.raises(ValueError, match="not a Slipstream report"):
         Report.from_json(text)
+
+
+def test_what_is_wrong_with_a_report_is_told_with_its_place() -> None:
+    text = '{"ranks": [{"modules": {}}, {"modules": {"a": {"num_late": 0.5}}}]}'
+    with pytest.raises(
+        ValueError, match=r"^not a Slipstream report: ranks\[1\]\.modules\.a\.num_late"
+    ):
+        Report.from_json(text)
+
+
+def test_a_report_of_an_earlier_version_can_be_read() -> None:
+    (rank,) = Report.from_json('{"ranks": [{"modules": {}, "rank": 3}]}').ranks
+    assert rank == RankReport(3)
+    assert rank.options is None
+
+
+def test_the_measured_peak_is_the_highest_of_its_steps() -> None:
+    assert make_rank(0).measured_peak_bytes == 110
+    assert RankReport().measured_peak_bytes == 0
 
 
 def test_half_a_file_is_not_a_report() -> None:

@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Optional
 
 import pytest
-import torch
+from timed_backend import TimedBackend
 from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.backend import (
@@ -27,26 +26,6 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
 )
 from megatron.slipstream.fine_grained_activation_offload.transfer import BANDWIDTH_NBYTES
 from megatron.slipstream.plan.policy import PolicyOptions
-
-
-class TimedBackend(CpuBackend):
-    """Time on its streams is that of the wall; events complete when the test says so."""
-
-    takes_time = True
-    host_slab_bytes = BANDWIDTH_NBYTES
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_come = True
-
-    def timed_event(self, stream: Stream) -> Event:
-        return time.perf_counter()
-
-    def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
-        return 1e3 * (stop - start) if self.has_come else None
-
-    def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
-        return self.allocate_device(nbytes, torch.device("cpu"))
 
 
 class TimedAdversary(TimedBackend, LazyCpuBackend):

@@ -26,6 +26,7 @@ from megatron.slipstream.integration import numa
 from megatron.slipstream.integration.attach.engine import AttachedEngine
 from megatron.slipstream.integration.attach.forward import ForwardHooks
 from megatron.slipstream.integration.attach.names import Match, Pattern, find_modules
+from megatron.slipstream.integration.environment import environment, settings
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.policy import PolicyOptions
 
@@ -130,6 +131,7 @@ def attach(
         min_offloaded_tensor_size=min_offloaded_tensor_size,
         activation_offload_fraction=activation_offload_fraction,
     )
+    engine.report.settings = settings(own, config)
     attached = Attached(engine, model, matches)
     logger.info(
         "Slipstream moves activations of %d modules of %s (backend %s): %s",
@@ -180,6 +182,7 @@ class Attached:
         accumulation, one micro-batch.
         """
         self.engine.finish_report()
+        self.engine.report.environment = environment()
         return Report([self.engine.report])
 
     def save_trace(self, path: str) -> None:

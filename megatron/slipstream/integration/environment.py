@@ -1,0 +1,75 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Versions, machine and options of a run, for its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from functools import cache
+from typing import Any
+
+import torch
+
+from megatron.slipstream import __version__, preflight
+from megatron.slipstream.config import OffloadConfig
+
+MODEL_SETTINGS = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_experts", "seq_length"),
+    *("micro_batch_size", "global_batch_size", "bf16", "fp16", "fp8"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("virtual_pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "data_parallel_size"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("cuda_graph_impl", "fine_grained_activation_offloading", "offload_modules"),
+    *("min_offloaded_tensor_size", "activation_offload_fraction"),
+    "delta_offload_bytes_across_pp_ranks",
+)
+"""Of megatron's options, those that decide what there is to move and where."""
+
+
+def environment() -> dict[str, str]:
+    """Versions of what takes part, and the machine, by name."""
+    return dict(_environment())
+
+
+@cache
+def _environment() -> dict[str, str]:
+    # A report may be asked for after every step, and to look takes tens of milliseconds.
+    facts = preflight.collect()
+    found = {
+        "host": socket.gethostname(),
+        "slipstream": __version__,
+        "python": facts.python,
+        "torch": facts.torch,
+        "megatron-core": facts.megatron_core,
+        "transformer-engine": facts.transformer_engine,
+    }
+    if torch.cuda.is_available():
+        found["GPU"] = torch.cuda.get_device_name()
+        found["CUDA"] = torch.version.cuda
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def settings(*sources: Any) -> dict[str, Any]:
+    """The options of a run by name, as JSON can hold them; without those that are not set.
+
+    Args:
+        sources: Objects with options as attributes: megatron's, an :class:`OffloadConfig`, or both.
+    """
+    names = (*MODEL_SETTINGS, *(field.name for field in dataclasses.fields(OffloadConfig)))
+    found = {}
+    for source in sources:
+        for name in names:
+            value = getattr(source, name, None)
+            if value is not None:
+                found[name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value)

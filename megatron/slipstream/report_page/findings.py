@@ -1,0 +1,252 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What is wrong with a run, or worth knowing, and what to do about it, from its report alone.
+
+Each check is one function from a rank's report to what it found; :data:`CHECKS` has them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
+from megatron.slipstream.plan.render import format_bytes
+
+Level = Literal["problem", "note"]
+
+MAX_WAIT_SHARE = 0.01
+"""Of the step time."""
+MAX_PREDICTION_ERROR = 0.05
+MAX_PEAK_ERROR = 0.02
+MAX_WASTE_SHARE = 0.25
+MIN_WASTE_BYTES = 64 << 20
+MAX_UNFREED_SHARE = 0.05
+WARM_ITERATIONS = 4
+"""From here on nothing should be new."""
+MAX_PLANS = 8
+"""A few are made anew from times; more tell that iterations differ."""
+MAX_NAMED = 6
+"""Groups that are named one by one."""
+
+
+class Found(NamedTuple):
+    """What one check found on one rank."""
+
+    level: Level
+    title: str
+    detail: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The same on one rank or several."""
+
+    level: Level
+    title: str
+    cure: str
+    details: tuple[tuple[tuple[int, ...], str], ...]
+    """Which ranks, and what was found there."""
+
+
+def findings(report: Report) -> list[Finding]:
+    """All that was found, problems first; the same on several ranks is one finding."""
+    found: dict[tuple[Level, str, str], dict[str, list[int]]] = {}
+    for rank in report.ranks:
+        for check in CHECKS:
+            for level, title, detail, cure in check(rank):
+                details = found.setdefault((level, title, cure), {})
+                details.setdefault(detail, []).append(rank.rank)
+    merged = [
+        Finding(*key, tuple((tuple(ranks), detail) for detail, ranks in details.items()))
+        for key, details in found.items()
+    ]
+    return sorted(merged, key=lambda finding: finding.level != "problem")
+
+
+def _warnings(rank: RankReport) -> Iterator[Found]:
+    for text, count in rank.warnings.items():
+        # Those of a rank name it, and the page does so too.
+        plain = re.sub(rf"^rank {rank.rank}: ", "", text)
+        times = f"{count} times" if count > 1 else ""
+        yield Found("problem", plain, times, "")
+    for note in rank.notes:
+        if not any(note in text for text in rank.warnings):
+            yield Found("problem", note, "", "")
+
+
+def _late_starts(rank: RankReport) -> Iterator[Found]:
+    num_late = rank.total.num_late
+    if not num_late:
+        return
+    modules = {name: item.num_late for name, item in rank.modules.items() if item.num_late}
+    text = ", ".join(f"{name}: {num}" for name, num in modules.items())
+    if rank.late_groups:
+        groups = sorted(rank.late_groups.items(), key=lambda item: -item[1])
+        text += f"; groups {', '.join(key for key, _ in groups[:MAX_NAMED])}"
+        text += f" and {len(groups) - MAX_NAMED} more" if len(groups) > MAX_NAMED else ""
+    yield Found(
+        "problem",
+        "Copies back started only when backward asked for them",
+        f"{num_late} in the last iteration ({text})",
+        "The last iteration was not one that had been planned: its marks came in another order or "
+        "number. Keep the number of micro-batches from one iteration to the next, or train for one "
+        "more of the new kind: it is then planned.",
+    )
+
+
+def _waits(rank: RankReport) -> Iterator[Found]:
+    waited_ms = rank.total.stall_ms
+    if not rank.measured_ms or waited_ms <= MAX_WAIT_SHARE * rank.measured_ms:
+        return
+    by_module = sorted(rank.modules.items(), key=lambda item: -item[1].stall_ms)
+    parts = [f"{name} {item.stall_ms:.1f} ms" for name, item in by_module if item.stall_ms > 0]
+    yield Found(
+        "problem",
+        "Compute waits for copies",
+        f"{waited_ms:.1f} of {rank.measured_ms:.1f} ms "
+        f"({waited_ms / rank.measured_ms:.1%}): {', '.join(parts)}",
+        "Move less: --offload-max-overhead-percent 1, or fewer --offload-modules. Or give copies "
+        "more time, at a higher peak: --offload-release-lag 2 (out), --offload-prefetch-depth 2 "
+        "(back). See the waits in the timeline.",
+    )
+
+
+def _time_as_planned(rank: RankReport) -> Iterator[Found]:
+    planned, measured = rank.planned_ms, rank.measured_ms
+    if planned and measured > planned * (1 + MAX_PREDICTION_ERROR):
+        yield Found(
+            "problem",
+            "The iteration takes longer than planned",
+            f"{measured:.1f} ms, {planned:.1f} ms planned",
+            "Something slows copies or computation that was not there when they were measured: "
+            "other processes on the link or the host's CPUs, or a process that runs off its GPU's "
+            "NUMA node (the log's line that starts with NUMA tells).",
+        )
+
+
+def _peak_as_planned(rank: RankReport) -> Iterator[Found]:
+    # What came later, such as the optimizer's state, would be there without offloading too.
+    planned = rank.planned_peak_bytes + rank.later_bytes
+    measured = rank.measured_peak_bytes
+    if rank.planned_peak_bytes and measured > planned * (1 + MAX_PEAK_ERROR):
+        yield Found(
+            "problem",
+            "The device peak is higher than planned",
+            f"{format_bytes(measured)}, {format_bytes(planned)} planned",
+            "Something keeps memory that was copied out, or sizes have changed. Train for more "
+            "iterations; if it stays, compare the curves of memory.",
+        )
+
+
+def _target(rank: RankReport) -> Iterator[Found]:
+    target = rank.options.target_memory_bytes if rank.options is not None else None
+    if target is not None and rank.measured_peak_bytes > target:
+        yield Found(
+            "problem",
+            "The target for the device peak is missed",
+            f"{format_bytes(rank.measured_peak_bytes)}, the target is {format_bytes(target)}",
+            "Name more --offload-modules, or raise --offload-target-memory-gib.",
+        )
+
+
+def _host_limit(rank: RankReport) -> Iterator[Found]:
+    num_kept = rank.num_kept_for_host_memory + rank.total.num_kept_for_host_memory
+    # The engine warns of the limit with what would be needed.
+    if num_kept and not any("offload_host_memory_limit_bytes=" in w for w in rank.warnings):
+        limit = rank.host_memory_limit_bytes
+        yield Found(
+            "problem",
+            "Groups stay on the device because host memory is short",
+            f"{num_kept} groups"
+            + (f", the limit is {format_bytes(limit)}" if limit is not None else ""),
+            "Give the job more host memory, raise --offload-host-memory-limit-bytes, or name fewer "
+            "--offload-modules.",
+        )
+
+
+def _host_growth(rank: RankReport) -> Iterator[Found]:
+    if rank.host_growth_bytes and rank.num_iterations >= WARM_ITERATIONS:
+        yield Found(
+            "problem",
+            "Host memory still grows",
+            f"{format_bytes(rank.host_growth_bytes)} new in iteration {rank.num_iterations}",
+            "Sizes change from iteration to iteration. It ends once every size has been seen, at "
+            "the latest at --offload-host-memory-limit-bytes.",
+        )
+
+
+def _host_waste(rank: RankReport) -> Iterator[Found]:
+    if rank.host_waste_bytes > MIN_WASTE_BYTES and rank.host_waste_fraction > MAX_WASTE_SHARE:
+        yield Found(
+            "note",
+            "Host memory is used badly",
+            f"{format_bytes(rank.host_waste_bytes)} could serve nobody when most was lent "
+            f"({rank.host_waste_fraction:.0%} of it)",
+            "Sizes that differ much share badly; leave out the module that moves the smallest "
+            "tensors, or raise --min-offloaded-tensor-size.",
+        )
+
+
+def _unfreed(rank: RankReport) -> Iterator[Found]:
+    for name, item in rank.modules.items():
+        kept = item.d2h_bytes - item.freed_bytes
+        if kept > MAX_UNFREED_SHARE * item.d2h_bytes:
+            yield Found(
+                "note",
+                "Copies that freed no device memory",
+                f"{name}: {format_bytes(kept)} of {format_bytes(item.d2h_bytes)}",
+                "Something else held the memory until backward. Leave a module out of "
+                "--offload-modules if that is most of what it moves.",
+            )
+
+
+def _plans(rank: RankReport) -> Iterator[Found]:
+    if rank.num_plans > MAX_PLANS and rank.num_plans > rank.num_iterations / 4:
+        yield Found(
+            "problem",
+            "Iterations differ, so that plans are made again and again",
+            f"{rank.num_plans} plans in {rank.num_iterations} iterations",
+            "Keep the number of micro-batches the same from one iteration to the next.",
+        )
+
+
+def _moves(rank: RankReport) -> Iterator[Found]:
+    if rank.num_iterations > 1 and not rank.d2h_bytes and not rank.graphs:
+        yield Found(
+            "problem",
+            "Nothing moves",
+            "",
+            "See why in the groups' table or in the plan: each group that stays has its reason.",
+        )
+
+
+def _timed(rank: RankReport) -> Iterator[Found]:
+    if rank.num_iterations and not rank.measured_ms:
+        yield Found(
+            "note",
+            "Nothing was timed",
+            "",
+            "Copies and computation are timed on a GPU, from the fourth iteration on. Without "
+            "times, the timeline shows the time that copies have instead of what they take.",
+        )
+
+
+CHECKS: Sequence[Callable[[RankReport], Iterator[Found]]] = (
+    _warnings,
+    _late_starts,
+    _waits,
+    _time_as_planned,
+    _peak_as_planned,
+    _target,
+    _host_limit,
+    _host_growth,
+    _plans,
+    _moves,
+    _host_waste,
+    _unfreed,
+    _timed,
+)

@@ -1,0 +1,213 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""One rank's iteration over time: what its plan is predicted to do, and what was measured of it.
+
+All that is drawn and listed comes from here, and here from ``simulate``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple, Optional
+
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.plan.build import Action, ActionKind, Plan
+from megatron.slipstream.plan.operations import Queue
+from megatron.slipstream.plan.pictures import pass_of
+from megatron.slipstream.plan.simulate import Simulation, Span, simulate
+from megatron.slipstream.plan.timeline import QUEUE_NAMES, DeviceMemory, device_memory
+from megatron.slipstream.plan.trace import Bandwidth, GroupKey, Step, StepKind
+from megatron.slipstream.plan.workload import is_timed
+
+AT_ONCE_GB_PER_S = 1e18
+"""A bandwidth at which copies take no time, for traces that say nothing of it."""
+
+
+class Bar(NamedTuple):
+    """Something that takes time: computation behind a step, a copy, or a wait."""
+
+    start: float
+    end: float
+    cause: Action | Step
+    nbytes: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The last part of the action string."""
+        return self.cause.kind.value
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A row of the timeline."""
+
+    name: str
+    bars: tuple[Bar, ...]
+    waits: tuple[Bar, ...] = ()
+    """Where compute stood still, by what it waited for."""
+    are_windows: bool = False
+    """The bars are the time that copies have, since nothing says how much of it they take."""
+
+
+class Pass(NamedTuple):
+    """One micro-batch through one model chunk, forward or backward."""
+
+    start: float
+    end: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """A plan's iteration.
+
+    Args:
+        plan: The plan.
+        simulation: Of the plan, or of the plan with other times: see :func:`iteration_of`.
+        unit: Of all times.
+        measured: What compute did in an iteration that followed the plan, if that was timed.
+        peak_bytes: What was read of device memory for each step, if it was.
+    """
+
+    plan: Plan
+    simulation: Simulation
+    unit: Literal["ms", "marks"]
+    is_predicted: bool
+    """Whether copies have times; else they have windows."""
+    measured: Optional[Lane]
+    peak_bytes: tuple[int, ...]
+
+    @cached_property
+    def compute(self) -> tuple[Bar, ...]:
+        """One bar for each step."""
+        return tuple(self._bars(Queue.COMPUTE))
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """What was measured, and what is predicted."""
+        names = QUEUE_NAMES
+        if not self.is_predicted:
+            out, back = self._windows(ActionKind.D2H), self._windows(ActionKind.H2D)
+            compute = self.measured or Lane(names[Queue.COMPUTE], self.compute)
+            return (
+                replace(compute, name=names[Queue.COMPUTE]),
+                Lane(names[Queue.D2H], out, are_windows=True),
+                Lane(names[Queue.H2D], back, are_windows=True),
+            )
+        stalls = tuple(
+            Bar(stall.start_ms, stall.start_ms + stall.ms, stall.cause)
+            for stall in self.simulation.stalls
+        )
+        predicted = (
+            Lane(names[Queue.COMPUTE], self.compute, stalls),
+            Lane(names[Queue.D2H], tuple(self._bars(Queue.D2H))),
+            Lane(names[Queue.H2D], tuple(self._bars(Queue.H2D))),
+        )
+        return predicted if self.measured is None else (self.measured, *predicted)
+
+    @cached_property
+    def total(self) -> float:
+        """The latest end of anything; above 0."""
+        ends = (bar.end for lane in self.lanes for bar in (*lane.bars, *lane.waits))
+        return max([*ends, 1e-6])
+
+    @cached_property
+    def passes(self) -> tuple[Pass, ...]:
+        """In the order of the compute queue."""
+        spans = [span for span in self.simulation.spans if span.queue is Queue.COMPUTE]
+        found = []
+        for name, group in itertools.groupby(spans, pass_of):
+            run = list(group)
+            found.append(Pass(run[0].start_ms, run[-1].end_ms, name))
+        return tuple(found)
+
+    @cached_property
+    def memory(self) -> DeviceMemory:
+        """Device memory for each step."""
+        return device_memory(self.plan)
+
+    @property
+    def step_starts(self) -> list[float]:
+        """When compute reaches each step."""
+        return [bar.start for bar in self.compute]
+
+    def _bars(self, queue: Queue) -> Iterator[Bar]:
+        for span in self.simulation.spans:
+            if span.queue is queue:
+                yield _bar(span)
+
+    def _windows(self, kind: ActionKind) -> tuple[Bar, ...]:
+        """From where each copy may start to where it has to have ended."""
+        starts = self.step_starts
+        bars = []
+        for group in self.plan.groups:
+            if group.moves and group.moved_nbytes:
+                is_out = kind is ActionKind.D2H
+                first = group.commit_step if is_out else group.h2d_step
+                last = group.free_step if is_out else group.use_step
+                cause = Action(kind, group.key, group.name)
+                bars.append(Bar(starts[first], starts[last], cause, group.moved_nbytes))
+        return tuple(sorted(bars, key=lambda bar: bar[:2]))
+
+
+def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
+    """What is known of a rank's iteration.
+
+    A trace without times is laid out along what was measured of the rank, or else with its marks
+    evenly spread; copies then have the time that the plan gives them.
+
+    Args:
+        plan: The rank's plan.
+        rank: What was measured. What does not fit the plan's steps is left out.
+    """
+    trace = plan.trace
+    num_steps = len(trace.steps)
+    is_measured = num_steps > 0 and len(rank.step_ms) == len(rank.step_stall_ms) == num_steps
+    measured = _measured(plan, rank.step_ms, rank.step_stall_ms) if is_measured else None
+    peak_bytes = tuple(rank.step_peak_bytes if len(rank.step_peak_bytes) == num_steps else ())
+    if is_timed(trace):
+        return Iteration(plan, simulate(plan), "ms", True, measured, peak_bytes)
+    step_ms = (1.0,) * num_steps
+    if is_measured:
+        step_ms = tuple(map(float.__add__, rank.step_ms, rank.step_stall_ms))
+    spread = replace(
+        trace,
+        step_ms=step_ms,
+        bandwidth=Bandwidth(*[AT_ONCE_GB_PER_S] * 4),
+        ms_per_moved_group=0.0,
+    )
+    simulation = simulate(replace(plan, trace=spread))
+    unit: Literal["ms", "marks"] = "ms" if is_measured else "marks"
+    return Iteration(plan, simulation, unit, False, measured, peak_bytes)
+
+
+def _bar(span: Span) -> Bar:
+    return Bar(span.start_ms, span.end_ms, span.cause, span.nbytes)
+
+
+def _measured(plan: Plan, step_ms: Sequence[float], stall_ms: Sequence[float]) -> Lane:
+    """A wait is drawn at the beginning of its step: where in it compute waited was not noted."""
+    bars, waits = [], []
+    now = 0.0
+    for step, ms, waited_ms in zip(plan.trace.steps, step_ms, stall_ms, strict=True):
+        if waited_ms > 0:
+            waits.append(Bar(now, now + waited_ms, step))
+        bars.append(Bar(now + waited_ms, now + waited_ms + ms, step))
+        now += waited_ms + ms
+    return Lane("measured", tuple(bars), tuple(waits))
+
+
+def waits_by_group(lane: Optional[Lane]) -> dict[GroupKey, float]:
+    """How long compute waited at the steps and for the copies of each group."""
+    found: dict[GroupKey, float] = {}
+    for wait in lane.waits if lane is not None else ():
+        found[wait.cause.key] = found.get(wait.cause.key, 0.0) + wait.end - wait.start
+    return found
+
+
+def is_between_groups(bar: Bar) -> bool:
+    """After its commit a group has saved what it saves: what runs then belongs to no group."""
+    return bar.cause.kind is StepKind.FORWARD_COMMIT

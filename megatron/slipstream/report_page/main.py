@@ -1,0 +1,178 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The ``report`` sub-command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.slipstream.report_page import PAGE_SUFFIXES
+
+if TYPE_CHECKING:
+    from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
+    from megatron.slipstream.plan.build import Plan
+
+_EPILOG = """\
+Examples:
+
+  What a run moved, as text:
+    slipstream report report.json
+
+  The same and more as a page for a browser, with a timeline, memory curves and all groups:
+    slipstream report report.json --trace trace.json --html report.html
+
+  All ranks of a run on one page; each trace belongs to the report in the same place:
+    slipstream report report*.json --trace trace*.json --html report.html
+
+A run writes the files if started with --offload-report-path FILE and --offload-trace-path FILE. The
+page needs no network: it can be kept or sent as it is.
+"""
+
+
+def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command."""
+    parser = commands.add_parser(
+        "report",
+        help="show what a training run moved",
+        description="Show the report of a training run: per rank and module the bytes copied out "
+        "and back, the device memory given up, the stalls, and the plan as a grid. Or write it as "
+        "an HTML page.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="report of one or more ranks, as written by --offload-report-path",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE.html",
+        help="write a page instead of text: what was saved, what it cost, what is wrong, how ranks "
+        "differ",
+    )
+    drawn = parser.add_mutually_exclusive_group()
+    drawn.add_argument(
+        "--trace",
+        nargs="+",
+        type=Path,
+        default=(),
+        metavar="TRACE.json",
+        help="traces that the same ranks wrote (--offload-trace-path), in the reports' order: "
+        "the page then has a timeline, memory curves and a table of all groups",
+    )
+    drawn.add_argument(
+        "--plan",
+        nargs="+",
+        type=Path,
+        default=(),
+        metavar="PLAN.json",
+        help="instead of traces, plans to draw (slipstream plan --output)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Show the text, or write the page."""
+    # Imported here so that `slipstream --help` answers at once.
+    from megatron.slipstream.fine_grained_activation_offload.report import Report
+
+    _check(options)
+    reports = [_load(path) for path in options.files]
+    report = Report.merge(reports)
+    if options.html is None:
+        sys.stdout.write(report.render() + "\n")
+    else:
+        _write_page(options, reports, report)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Before anything is read."""
+    drawn, name = (options.plan, "--plan") if options.plan else (options.trace, "--trace")
+    if options.html is None:
+        if drawn:
+            raise ValueError(
+                f"{name} is not supported without --html because only the page has a timeline; "
+                "add --html report.html"
+            )
+        return
+    if options.html.suffix not in PAGE_SUFFIXES:
+        raise ValueError(f"--html={options.html} is no name of a page; name a .html file")
+    if len(drawn) > len(options.files):
+        raise ValueError(
+            f"{name} has {len(drawn)} files for {len(options.files)} reports; give each report's "
+            "in the same place"
+        )
+
+
+def _load(path: Path) -> Report:
+    from megatron.slipstream.fine_grained_activation_offload.report import Report
+
+    try:
+        return Report.from_json(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist; train with --offload-report-path {path} to write it"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _write_page(options: argparse.Namespace, reports: Sequence[Report], report: Report) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megatron.slipstream.report_page.page import save_page
+
+    drawn = options.plan or options.trace
+    plans = {}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("planning", total=len(drawn) + len(report.ranks))
+        for done, (path, source) in enumerate(zip(drawn, reports, strict=False)):
+            progress.update(task, completed=done)
+            rank = _only_rank(path, source)
+            plans[rank.rank] = _plan(rank, path, is_plan=bool(options.plan))
+        progress.update(task, description="drawing")
+        save_page(
+            options.html,
+            report,
+            plans,
+            lambda done, _: progress.update(task, completed=len(drawn) + done),
+        )
+    size = options.html.stat().st_size
+    sys.stdout.write(f"{options.html}: {size / 1e6:.1f} MB, {len(report.ranks)} ranks\n")
+
+
+def _only_rank(path: Path, report: Report) -> RankReport:
+    if len(report.ranks) != 1:
+        raise ValueError(
+            f"{path} belongs to a report of {len(report.ranks)} ranks, and a trace is of one; give "
+            "the reports of single ranks, as a run writes them"
+        )
+    return report.ranks[0]
+
+
+def _plan(rank: RankReport, path: Path, is_plan: bool) -> Plan:
+    """The plan of a file; from a trace, the one that the rank made of it."""
+    from megatron.slipstream.plan.build import build_plan
+    from megatron.slipstream.plan.check import check_plan
+    from megatron.slipstream.plan.files import load_plan, load_trace
+    from megatron.slipstream.plan.policy import PolicyOptions
+
+    try:
+        if is_plan:
+            return load_plan(path)
+        trace = load_trace(path)
+    except FileNotFoundError:
+        how = "run slipstream plan with --output" if is_plan else "train with --offload-trace-path"
+        raise ValueError(f"{path} does not exist; {how} {path} to write it") from None
+    plan = build_plan(trace, rank.options or PolicyOptions())
+    check_plan(plan)
+    return plan

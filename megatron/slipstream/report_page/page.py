@@ -1,0 +1,211 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A run's report as one HTML file that needs nothing else.
+
+[Note: Nothing in the page is believed]
+Names of modules, warnings and options come from models, users and files. The template escapes all
+of them (jinja2 with autoescape), data for the script is JSON with every ``<`` escaped, and the
+script writes texts only. Beside that the page's security policy allows its own style and script, by
+their hashes, and nothing else: no request leaves it, and what were injected would not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import statistics
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from jinja2 import Environment, StrictUndefined, Template
+
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.files import write_whole
+from megatron.slipstream.plan.render import format_bytes, render_plan
+from megatron.slipstream.report_page import charts
+from megatron.slipstream.report_page.findings import findings
+from megatron.slipstream.report_page.groups import GroupTable, group_table
+from megatron.slipstream.report_page.iteration import Iteration, iteration_of
+from megatron.slipstream.report_page.summary import (
+    cards,
+    differing_rows,
+    format_ms,
+    name_ranks,
+    rank_differences,
+    rank_table,
+)
+
+MAX_STATIC_ROWS = 100
+"""Rows of groups that a page has without its script; the script shows all."""
+GRID_WIDTH = 64
+MAX_GRID_ROWS = 200
+MAX_FINDINGS_SHOWN = 8
+"""The others are folded away."""
+MAX_DETAILS_SHOWN = 8
+"""What was found on each rank, where that differs."""
+
+
+class _RankView(NamedTuple):
+    """What the template shows of one rank."""
+
+    report: RankReport
+    remark: str
+    iteration: Optional[Iteration]
+    timeline: Optional[charts.Timeline]
+    memory: Optional[charts.MemoryCurve]
+    groups: Optional[GroupTable]
+    data: Optional[dict[str, Any]]
+    grid: str
+    sparkline: str
+
+
+def render_page(
+    report: Report,
+    plans: Optional[Mapping[int, Plan]] = None,
+    progress: Optional[Callable[[int, int], None]] = None,
+) -> str:
+    """The page.
+
+    Args:
+        report: Of one or more ranks.
+        plans: By rank, what the timeline, the memory curve and the table of groups are drawn from.
+            A rank without a plan has none of these.
+        progress: Called before each rank with how many are done, of how many, and at the end.
+
+    Raises:
+        ValueError: A plan's times or bandwidth make no sense.
+    """
+    views = []
+    for place, rank in enumerate(report.ranks):
+        if progress is not None:
+            progress(place, len(report.ranks))
+        views.append(_view(rank, (plans or {}).get(rank.rank)))
+    if progress is not None:
+        progress(len(report.ranks), len(report.ranks))
+    style, script = _file("page.css"), _file("page.js")
+    heads, rows = rank_table(report)
+    return _template().render(
+        style=style,
+        script=script,
+        policy=_policy(style, script),
+        subtitle=_subtitle(report),
+        cards=cards(report),
+        findings=findings(report),
+        max_findings=MAX_FINDINGS_SHOWN,
+        max_details=MAX_DETAILS_SHOWN,
+        rank_heads=heads,
+        rank_rows=rows,
+        differences=rank_differences(report),
+        ranks=views,
+        settings=differing_rows(report, lambda rank: rank.settings),
+        environment=differing_rows(report, lambda rank: rank.environment),
+        max_rows=MAX_STATIC_ROWS,
+        width=charts.WIDTH,
+        height=charts.HEIGHT,
+        lane_height=charts.LANE_HEIGHT,
+        min_label=charts.MIN_LABEL_SHARE,
+    )
+
+
+def save_page(
+    path: str | Path,
+    report: Report,
+    plans: Optional[Mapping[int, Plan]] = None,
+    progress: Optional[Callable[[int, int], None]] = None,
+) -> None:
+    """Write :func:`render_page`'s page, whole or not at all.
+
+    Raises:
+        ValueError: A plan's times or bandwidth make no sense.
+        OSError: It cannot be written.
+    """
+    write_whole(path, render_page(report, plans, progress).encode())
+
+
+def _view(rank: RankReport, plan: Optional[Plan]) -> _RankView:
+    spark = charts.sparkline(rank.iteration_ms) if len(rank.iteration_ms) > 2 else ""
+    if plan is None or not plan.trace.steps:
+        return _RankView(rank, "", None, None, None, None, None, rank.plan, spark)
+    iteration = iteration_of(plan, rank)
+    groups = group_table(iteration, rank)
+    remark = ""
+    if rank.plan and render_plan(plan) != rank.plan:
+        remark = (
+            f"What is drawn of rank {rank.rank} is of another plan than the one that it followed: "
+            "its figures above and in the grid are of the run, all below of the plan that was given"
+        )
+    return _RankView(
+        report=rank,
+        remark=remark,
+        iteration=iteration,
+        timeline=charts.draw_timeline(iteration),
+        memory=charts.draw_memory(iteration),
+        groups=groups,
+        data=charts.figures(iteration) | {"table": _table_data(groups)},
+        grid=render_plan(plan, GRID_WIDTH, MAX_GRID_ROWS),
+        sparkline=spark,
+    )
+
+
+def _table_data(table: GroupTable) -> dict[str, Any]:
+    """The table by columns, since a number is sorted by another value than it shows."""
+    columns = []
+    for place, column in enumerate(table.columns):
+        cells = [row[place] for row in table.rows]
+        columns.append(
+            {
+                "title": column.title,
+                "isNumber": column.is_number,
+                "text": [cell.text for cell in cells],
+                "order": [c.order for c in cells]
+                if any(c.order is not None for c in cells)
+                else [],
+            }
+        )
+    return {"columns": columns, "states": table.states, "waits": table.waits}
+
+
+def _subtitle(report: Report) -> list[str]:
+    parts = [f"{len(report.ranks)} rank{'s' if len(report.ranks) != 1 else ''}"]
+    if report.ranks:
+        first = report.ranks[0]
+        parts.append(f"{max(rank.num_iterations for rank in report.ranks)} iterations")
+        names = ("GPU", "megatron-core", "torch", "slipstream")
+        found = {name: first.environment[name] for name in names if name in first.environment}
+        parts += [text if name == "GPU" else f"{name} {text}" for name, text in found.items()]
+    return parts
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing but this style and this script; see [Note: Nothing in the page is believed]."""
+    return (
+        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _source(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def _file(name: str) -> str:
+    return (resources.files(__package__) / name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment.filters["size"] = format_bytes
+    environment.filters["ms"] = format_ms
+    environment.filters["percent"] = "{:.4%}".format
+    environment.filters["median"] = statistics.median
+    environment.filters["ranks"] = name_ranks
+    return environment.from_string(_file("page.html"))

@@ -1,0 +1,221 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The top of the page: what was saved, what it cost, and how the ranks differ."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
+from megatron.slipstream.plan.render import format_bytes
+
+DIFFERS_BY = 0.1
+"""A rank is marked that is further from the median than this share of it."""
+NOT_KNOWN = "–"
+
+
+class Card(NamedTuple):
+    """One answer, in a large figure and a few words."""
+
+    title: str
+    figure: str
+    lines: list[str]
+
+
+class RankCell(NamedTuple):
+    """A figure of one rank."""
+
+    text: str
+    remark: str
+    """How it differs from the other ranks, if it does."""
+    is_above: bool
+
+
+class Row(NamedTuple):
+    """An option or a version: one value, or one for each rank where they differ."""
+
+    name: str
+    values: list[tuple[str, str]]
+    """Which ranks, and their value."""
+
+
+def format_ms(ms: float) -> str:
+    """Milliseconds, or seconds where that reads better."""
+    return f"{ms / 1e3:.1f} s" if ms >= 10_000 else f"{ms:.1f} ms"
+
+
+def cards(report: Report) -> list[Card]:
+    """The answers, of all ranks together."""
+    ranks = report.ranks
+    return [_memory_card(ranks), _time_card(ranks), _moved_card(ranks), _host_card(ranks)]
+
+
+def _memory_card(ranks: Sequence[RankReport]) -> Card:
+    title = "Device memory saved"
+    known = [rank for rank in ranks if rank.baseline_peak_bytes]
+    if not known:
+        freed = max((rank.freed_bytes for rank in ranks), default=0)
+        return Card(title, NOT_KNOWN, ["peaks were not read", f"{format_bytes(freed)} given up"])
+    before = max(rank.baseline_peak_bytes for rank in known)
+    after = max(rank.planned_peak_bytes for rank in known)
+    lines = [f"peak {format_bytes(before)} → {format_bytes(after)} planned"]
+    highest = max(known, key=lambda rank: rank.measured_peak_bytes)
+    if highest.measured_peak_bytes:
+        lines.append(f"{format_bytes(highest.measured_peak_bytes)} measured")
+        if highest.later_bytes:
+            lines[-1] += f", {format_bytes(highest.later_bytes)} of it new since the plan"
+    if len(ranks) > 1:
+        lines.append(f"highest of {len(ranks)} ranks")
+    share = (before - after) / before
+    return Card(title, f"{format_bytes(before - after)} ({share:.0%})", lines)
+
+
+def _time_card(ranks: Sequence[RankReport]) -> Card:
+    title = "Step time"
+    timed = [rank for rank in ranks if rank.measured_ms]
+    if timed:
+        slowest = max(timed, key=lambda rank: rank.measured_ms)
+        waited = slowest.total.stall_ms
+        share = f"{waited / slowest.measured_ms:.1%}"
+        lines = [f"{waited:.1f} ms waiting for copies ({share})" if waited else "never waits"]
+        if slowest.planned_ms:
+            lines.append(f"{format_ms(slowest.planned_ms)} planned")
+        if len(timed) > 1:
+            lines.append(f"slowest of {len(timed)} ranks")
+        return Card(title, format_ms(slowest.measured_ms), lines)
+    typical_ms = max(map(_typical_ms, ranks), default=0.0)
+    if typical_ms:
+        return Card(title, format_ms(typical_ms), ["by the host's clock, copies not timed"])
+    planned = max((rank.planned_ms for rank in ranks), default=0.0)
+    if planned:
+        return Card(title, format_ms(planned), ["planned, not measured"])
+    return Card(title, NOT_KNOWN, ["not timed"])
+
+
+def _moved_card(ranks: Sequence[RankReport]) -> Card:
+    totals = [rank.total for rank in ranks]
+    moved = [total.d2h_bytes for total in totals]
+    figure = format_bytes(max(moved, default=0))
+    lines = ["each way in an iteration"]
+    if moved and min(moved) != max(moved):
+        lines.append(f"{format_bytes(min(moved))} on the rank with the least")
+    num_groups = sum(total.num_groups for total in totals)
+    num_moved = sum(total.num_groups_moved for total in totals)
+    lines.append(f"{num_moved} of {num_groups} groups")
+    return Card("Moved", figure, lines)
+
+
+def _host_card(ranks: Sequence[RankReport]) -> Card:
+    total = sum(rank.host_allocated_bytes + rank.graph_host_bytes for rank in ranks)
+    lines = []
+    if len(ranks) > 1:
+        most = max(rank.host_allocated_bytes + rank.graph_host_bytes for rank in ranks)
+        lines.append(f"at most {format_bytes(most)} on a rank")
+    limits = {rank.host_memory_limit_bytes for rank in ranks}
+    if len(limits) == 1 and None not in limits:
+        (limit,) = limits
+        lines.append(f"limit {format_bytes(limit or 0)} per rank")
+    return Card("Host memory pinned", format_bytes(total), lines)
+
+
+# Ranks side by side.
+
+
+class _RankColumn(NamedTuple):
+    title: str
+    value: Callable[[RankReport], float]
+    show: Callable[[float], str]
+
+
+def _share_saved(rank: RankReport) -> float:
+    before = rank.baseline_peak_bytes
+    return (before - rank.planned_peak_bytes) / before if before else 0.0
+
+
+def _typical_ms(rank: RankReport) -> float:
+    return statistics.median(rank.iteration_ms) if rank.iteration_ms else 0.0
+
+
+_COLUMNS = (
+    _RankColumn("Peak without", lambda r: r.baseline_peak_bytes, format_bytes),
+    _RankColumn("Peak planned", lambda r: r.planned_peak_bytes, format_bytes),
+    _RankColumn("Peak measured", lambda r: r.measured_peak_bytes, format_bytes),
+    _RankColumn("Saved", _share_saved, lambda share: f"{share:.0%}"),
+    _RankColumn("Moved", lambda r: r.d2h_bytes, format_bytes),
+    _RankColumn("Step time", lambda r: r.measured_ms, format_ms),
+    _RankColumn("Waits", lambda r: r.total.stall_ms, lambda ms: f"{ms:.2f} ms"),
+    _RankColumn("Host time", _typical_ms, format_ms),
+    _RankColumn("Late starts", lambda r: r.total.num_late, lambda num: f"{num:.0f}"),
+    _RankColumn("Host memory", lambda r: r.host_allocated_bytes, format_bytes),
+    _RankColumn("Warnings", lambda r: len(r.warnings), lambda num: f"{num:.0f}"),
+)
+
+
+def rank_table(report: Report) -> tuple[list[str], list[tuple[int, list[RankCell]]]]:
+    """A row for each rank; columns that say nothing of any rank are left out."""
+    columns = [column for column in _COLUMNS if any(map(column.value, report.ranks))]
+    medians = [statistics.median_low(map(c.value, report.ranks)) for c in columns]
+    rows = []
+    for rank in report.ranks:
+        cells = [_rank_cell(c, c.value(rank), m) for c, m in zip(columns, medians, strict=True)]
+        rows.append((rank.rank, cells))
+    return [column.title for column in columns], rows
+
+
+def rank_differences(report: Report) -> list[str]:
+    """Which ranks are far from the median, and in what."""
+    heads, rows = rank_table(report)
+    found: dict[tuple[str, str], list[str]] = {}
+    for place, head in enumerate(heads):
+        for is_above, side in ((True, "above"), (False, "below")):
+            cells = [(rank, cells[place]) for rank, cells in rows]
+            far = [rank for rank, c in cells if c.remark and c.is_above is is_above]
+            if far:
+                found.setdefault((name_ranks(far), side), []).append(head.lower())
+    return [
+        f"{ranks} {side} the median: {', '.join(heads)}" for (ranks, side), heads in found.items()
+    ]
+
+
+def _rank_cell(column: _RankColumn, value: float, median: float) -> RankCell:
+    remark = ""
+    if abs(value - median) > DIFFERS_BY * abs(median):
+        remark = f"the median is {column.show(median)}"
+    return RankCell(column.show(value) if value else NOT_KNOWN, remark, value > median)
+
+
+# Configuration.
+
+
+def differing_rows(report: Report, of_rank: Callable[[RankReport], dict[str, Any]]) -> list[Row]:
+    """All names that any rank has, with one value if the ranks agree."""
+    names = dict.fromkeys(name for rank in report.ranks for name in of_rank(rank))
+    rows = []
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for rank in report.ranks:
+            ranks_of.setdefault(_plain(of_rank(rank).get(name)), []).append(rank.rank)
+        whose = [(name_ranks(ranks), value) for value, ranks in ranks_of.items()]
+        rows.append(Row(name, whose))
+    return rows
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return NOT_KNOWN
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Such as 'ranks 0, 2, 5 to 7'."""
+    parts: list[str] = []
+    # In a run of numbers, number and place go up together.
+    for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        first, *others = (rank for _, rank in run)
+        parts += [f"{first} to {others[-1]}"] if len(others) > 1 else map(str, [first, *others])
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"

@@ -1,0 +1,33 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The imitated device with a clock, so that iterations are timed and planned anew without a GPU."""
+
+from __future__ import annotations
+
+import time
+from typing import Optional
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend, Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.transfer import BANDWIDTH_NBYTES
+
+
+class TimedBackend(CpuBackend):
+    """Time on its streams is that of the wall; events complete when the test says so."""
+
+    takes_time = True
+    host_slab_bytes = BANDWIDTH_NBYTES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_come = True
+
+    def timed_event(self, stream: Stream) -> Event:
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
+        return 1e3 * (stop - start) if self.has_come else None
+
+    def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
+        return self.allocate_device(nbytes, torch.device("cpu"))

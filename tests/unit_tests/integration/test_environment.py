@@ -1,0 +1,99 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A report tells the options and versions of its run, as JSON can hold them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from argparse import Namespace
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from reported_runs import make_run
+
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.fine_grained_activation_offload.report import Report
+from megatron.slipstream.integration import mcore, training
+from megatron.slipstream.integration.environment import MODEL_SETTINGS, environment, settings
+from megatron.slipstream.report_page.page import render_page
+
+
+class Kind(enum.Enum):
+    """Some enumeration among megatron's options."""
+
+    ONE = 1
+
+
+def test_options_of_model_and_engine_are_told_if_they_are_set() -> None:
+    args = Namespace(num_layers=4, fp8=None, cuda_graph_impl=Kind.ONE, offload_modules=["a", "b"])
+    told = settings(args, OffloadConfig(offload_release_lag=3))
+    assert told["num_layers"] == 4
+    assert told["offload_modules"] == ["a", "b"]
+    assert told["cuda_graph_impl"] == "Kind.ONE"
+    assert told["offload_release_lag"] == 3
+    assert "fp8" not in told
+    assert "offload_trace_path" not in told
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_every_option_of_the_engine_is_told() -> None:
+    names = {field.name for field in dataclasses.fields(OffloadConfig)}
+    values = SimpleNamespace(**dict.fromkeys((*names, *MODEL_SETTINGS), 1))
+    assert settings(values).keys() == {*names, *MODEL_SETTINGS}
+
+
+def test_versions_are_those_of_what_is_installed() -> None:
+    found = environment()
+    assert found["torch"] == metadata.version("torch")
+    assert found["megatron-core"] == metadata.version("megatron-core")
+    assert "transformer-engine" not in found or found["transformer-engine"]
+    assert all(isinstance(value, str) for value in found.values())
+
+
+def test_an_installed_engines_report_has_both() -> None:
+    manager = mcore.install(OffloadConfig(offload_prefetch_depth=2))
+    try:
+        (rank,) = mcore.report().ranks
+        assert rank.settings["offload_prefetch_depth"] == 2
+        assert rank.environment == environment()
+        assert rank is manager.report
+        assert Report.from_json(Report([rank]).to_json()).ranks == [rank]
+    finally:
+        mcore.uninstall()
+
+
+class Engine:
+    """As the training entry sees one."""
+
+    def __init__(self, rank: int) -> None:
+        self._run = make_run(rank=rank)
+
+    def report(self) -> Report:
+        return self._run.report
+
+    def plans(self) -> dict[int, Any]:
+        return {self._run.rank.rank: self._run.plan}
+
+
+@pytest.mark.parametrize("name", ["report.json", "report.html"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_writes_its_report_as_what_its_name_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, name: str
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    both = Report([make_run(rank=0).rank, make_run(rank=1).rank])
+    training._save_report(str(tmp_path / name), both, Engine(rank))  # type: ignore[arg-type]
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    if name == "report.json":
+        (only,) = written
+        assert only == ("report.json" if rank == 0 else "report.rank1.json")
+        assert Report.from_json(written[only]) == make_run(rank=rank).report
+    elif rank == 0:
+        assert written == {"report.html": render_page(both, {0: make_run(rank=0).plan})}
+    else:
+        assert written == {}, "the first rank's page has all ranks"

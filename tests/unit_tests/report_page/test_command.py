@@ -1,0 +1,166 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""``slipstream report --html`` brings reports and traces together, and says what does not fit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from reported_runs import make_run, make_trace
+
+from megatron.slipstream.cli import main
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.files import save_plan, save_trace
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.report_page.page import render_page
+
+ROOT = Path(__file__).resolve().parents[3]
+TRACES = {0: make_trace(), 1: make_trace(num_layers=4)}
+OPTIONS = PolicyOptions(activation_offload_fraction=0.5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Reports and traces of two ranks, as a run leaves them."""
+    for rank, trace in TRACES.items():
+        suffix = f".rank{rank}" if rank else ""
+        make_run(trace, rank, OPTIONS).report.save(tmp_path / f"report{suffix}.json")
+        save_trace(trace, tmp_path / f"trace{suffix}.json")
+    return tmp_path
+
+
+def run(*arguments: object) -> int:
+    return main(["report", *map(str, arguments)])
+
+
+def page_of(*ranks: int, drawn: tuple[int, ...]) -> str:
+    report = Report([make_run(TRACES[rank], rank, OPTIONS).rank for rank in ranks])
+    return render_page(report, {rank: build_plan(TRACES[rank], OPTIONS) for rank in drawn})
+
+
+def test_traces_belong_to_the_reports_in_the_same_places(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = folder / "page.html"
+    # Not in the order of ranks: it is the places that count.
+    reports = [folder / "report.rank1.json", folder / "report.json"]
+    traces = [folder / "trace.rank1.json", folder / "trace.json"]
+    assert run(*reports, "--trace", *traces, "--html", page) == 0
+    assert page.read_text() == page_of(0, 1, drawn=(0, 1))
+    assert "another plan" not in page.read_text()
+    shown = capsys.readouterr()
+    assert shown.out == f"{page}: {page.stat().st_size / 1e6:.1f} MB, 2 ranks\n"
+
+
+def test_ranks_without_a_trace_have_no_timeline(folder: Path) -> None:
+    page = folder / "page.html"
+    reports = [folder / "report.json", folder / "report.rank1.json"]
+    assert run(*reports, "--trace", folder / "trace.json", "--html", page) == 0
+    assert page.read_text() == page_of(0, 1, drawn=(0,))
+    assert run(*reports, "--html", page) == 0
+    assert page.read_text() == page_of(0, 1, drawn=())
+
+
+def test_a_trace_of_another_rank_is_seen(folder: Path) -> None:
+    page = folder / "page.html"
+    trace = folder / "trace.rank1.json"
+    assert run(folder / "report.json", "--trace", trace, "--html", page) == 0
+    assert "What is drawn of rank 0 is of another plan" in page.read_text()
+
+
+def test_a_plan_is_drawn_as_it_is(folder: Path) -> None:
+    page, plan_file = folder / "page.html", folder / "plan.json"
+    save_plan(build_plan(TRACES[0], PolicyOptions()), plan_file)
+    assert run(folder / "report.json", "--plan", plan_file, "--html", page) == 0
+    report = make_run(TRACES[0], 0, OPTIONS).report
+    assert page.read_text() == render_page(report, {0: build_plan(TRACES[0], PolicyOptions())})
+
+
+def test_a_report_without_options_is_planned_with_the_defaults(folder: Path) -> None:
+    page = folder / "page.html"
+    old = RankReport(0, plan="")
+    Report([old]).save(folder / "old.json")
+    assert run(folder / "old.json", "--trace", folder / "trace.json", "--html", page) == 0
+    plan = build_plan(TRACES[0], PolicyOptions())
+    assert page.read_text() == render_page(Report([old]), {0: plan})
+
+
+WRONG = {
+    "no page": (["--trace", "trace.json"], "--trace is not supported without --html"),
+    "plan, no page": (["--plan", "plan.json"], "--plan is not supported without --html"),
+    "not a page's name": (["--html", "report.json"], "--html=report.json is no name of a page"),
+    "too many traces": (
+        ["--trace", "trace.json", "trace.rank1.json", "--html", "page.html"],
+        "--trace has 2 files for 1 reports",
+    ),
+    "missing trace": (
+        ["--trace", "none.json", "--html", "page.html"],
+        "none.json does not exist; train with --offload-trace-path none.json to write it",
+    ),
+    "missing plan": (
+        ["--plan", "none.json", "--html", "page.html"],
+        "none.json does not exist; run slipstream plan with --output none.json to write it",
+    ),
+    "no trace": (
+        ["--trace", "report.json", "--html", "page.html"],
+        "report.json is not a whole slipstream-trace",
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments, message", WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_refused_with_its_cure(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    before = Path("report.json").read_text()
+    assert run("report.json", *arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1].startswith(f"error: {message}")
+    assert shown.out == ""
+    assert not Path("page.html").exists()
+    assert Path("report.json").read_text() == before
+
+
+def test_a_trace_does_not_say_which_of_several_ranks_it_is_of(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Report([RankReport(0), RankReport(1)]).save(folder / "both.json")
+    trace, page = folder / "trace.json", folder / "page.html"
+    assert run(folder / "both.json", "--trace", trace, "--html", page) == 2
+    assert "belongs to a report of 2 ranks" in capsys.readouterr().err
+
+
+def test_trace_and_plan_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run("a", "--trace", "b", "--plan", "c", "--html", "d.html")
+    assert stopped.value.code == 2
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--help")
+    shown = capsys.readouterr().out
+    assert "slipstream report report*.json --trace trace*.json --html report.html" in shown
+
+
+def test_a_page_needs_neither_torch_nor_megatron(folder: Path) -> None:
+    code = (
+        "import sys\n"
+        "from megatron.slipstream.cli import main\n"
+        "status = main(sys.argv[1:])\n"
+        "sys.exit(status or ('torch' in sys.modules) or ('megatron.core' in sys.modules))"
+    )
+    files = ["report.json", "--trace", "trace.json", "--html", "page.html"]
+    command = [sys.executable, "-c", code, "report", *files]
+    environment = {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=60)

@@ -1,0 +1,199 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What is wrong with a run is found, with a cure; a run in which nothing is has no finding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from make_trace import Model, one_pass
+from reported_runs import make_run, with_waits
+
+from megatron.slipstream.fine_grained_activation_offload.report import (
+    ModuleCounters,
+    RankReport,
+    Report,
+)
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.report_page.findings import CHECKS, Finding, findings
+
+GIB = 1 << 30
+
+
+def found(rank: RankReport) -> list[Finding]:
+    return findings(Report([rank]))
+
+
+def good_rank() -> RankReport:
+    return make_run().rank
+
+
+def test_nothing_is_found_in_a_good_run() -> None:
+    assert found(good_rank()) == []
+
+
+MODULE = ModuleCounters(num_groups=4, num_groups_moved=4, d2h_bytes=100, freed_bytes=100)
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "warning": ({"warnings": {"rank 0: it is late; do this": 1}}, "it is late; do this", ""),
+    "note": ({"notes": ["offload_x is not followed"]}, "offload_x is not followed", ""),
+    "late": (
+        {"modules": {"core_attn": replace(MODULE, num_late=2)}, "late_groups": {"0.3": 2}},
+        "Copies back started only when backward asked for them",
+        "2 in the last iteration (core_attn: 2; groups 0.3)",
+    ),
+    "waits": (
+        {"measured_ms": 100.0, "planned_ms": 100.0, "modules": {"a": replace(MODULE, stall_ms=2)}},
+        "Compute waits for copies",
+        "2.0 of 100.0 ms (2.0%): a 2.0 ms",
+    ),
+    "slower": (
+        {"measured_ms": 110.0, "planned_ms": 100.0},
+        "The iteration takes longer than planned",
+        "110.0 ms, 100.0 ms planned",
+    ),
+    "peak": (
+        {"planned_peak_bytes": 10 * GIB, "step_peak_bytes": [GIB, 11 * GIB]},
+        "The device peak is higher than planned",
+        "11.0 GiB, 10.0 GiB planned",
+    ),
+    "target": (
+        {
+            "options": PolicyOptions(target_memory_bytes=9 * GIB),
+            "planned_peak_bytes": 10 * GIB,
+            "step_peak_bytes": [10 * GIB],
+        },
+        "The target for the device peak is missed",
+        "10.0 GiB, the target is 9.0 GiB",
+    ),
+    "host limit": (
+        {"num_kept_for_host_memory": 3, "host_memory_limit_bytes": GIB},
+        "Groups stay on the device because host memory is short",
+        "3 groups, the limit is 1.0 GiB",
+    ),
+    "host growth": (
+        {"host_growth_bytes": GIB},
+        "Host memory still grows",
+        "1.0 GiB new in iteration 20",
+    ),
+    "plans": (
+        {"num_plans": 10},
+        "Iterations differ, so that plans are made again and again",
+        "10 plans in 20 iterations",
+    ),
+    "nothing moves": ({"modules": {"a": ModuleCounters(num_groups=4)}}, "Nothing moves", ""),
+    "waste": (
+        {"host_waste_bytes": GIB, "host_high_water_bytes": 2 * GIB},
+        "Host memory is used badly",
+        "1.0 GiB could serve nobody when most was lent (50% of it)",
+    ),
+    "unfreed": (
+        {"modules": {"core_attn": replace(MODULE, freed_bytes=90)}},
+        "Copies that freed no device memory",
+        "core_attn: 10 B of 100 B",
+    ),
+    "untimed": ({"measured_ms": 0.0}, "Nothing was timed", ""),
+}
+
+
+@pytest.mark.parametrize("changes, title, detail", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_found_alone_with_its_figures(
+    changes: dict[str, Any], title: str, detail: str
+) -> None:
+    (finding,) = found(replace(good_rank(), **changes))
+    assert finding.title == title
+    assert finding.details == (((0,), detail),)
+    # A warning's own text has the cure.
+    assert bool(finding.cure) == (title[0].isupper())
+
+
+ALMOST: dict[str, dict[str, Any]] = {
+    "waits": {
+        "measured_ms": 100.0,
+        "planned_ms": 100.0,
+        "modules": {"a": replace(MODULE, stall_ms=1)},
+    },
+    "slower": {"measured_ms": 105.0, "planned_ms": 100.0},
+    "peak": {"planned_peak_bytes": 100, "step_peak_bytes": [102]},
+    "peak with the optimizer's state": {
+        "planned_peak_bytes": 100,
+        "step_peak_bytes": [150],
+        "later_bytes": 50,
+    },
+    "target": {
+        "options": PolicyOptions(target_memory_bytes=100),
+        "planned_peak_bytes": 100,
+        "step_peak_bytes": [100],
+    },
+    "the engine has warned of the limit": {
+        "num_kept_for_host_memory": 3,
+        "warnings": {"offload_host_memory_limit_bytes=3 (3 B) is less than ...": 1},
+    },
+    "host growth of a cold run": {"host_growth_bytes": GIB, "num_iterations": 3},
+    "plans": {"num_plans": 8},
+    "plans of a long run": {"num_plans": 30, "num_iterations": 200},
+    "graphs move": {"modules": {}, "graphs": {"a": MODULE}},
+    "waste": {"host_waste_bytes": GIB, "host_high_water_bytes": 4 * GIB},
+    "unfreed": {"modules": {"core_attn": replace(MODULE, freed_bytes=95)}},
+}
+
+
+@pytest.mark.parametrize("changes", ALMOST.values(), ids=ALMOST)
+def test_what_is_not_quite_wrong_is_not_found(changes: dict[str, Any]) -> None:
+    warned = len(changes.get("warnings", ()))
+    assert len(found(replace(good_rank(), **changes))) == warned
+
+
+def test_every_check_is_tried_here() -> None:
+    for check in CHECKS:
+        ranks = [replace(good_rank(), **changes) for changes, _, _ in WRONG.values()]
+        assert any(list(check(rank)) for rank in ranks), check.__name__
+
+
+def test_a_note_that_was_warned_of_is_told_once() -> None:
+    rank = replace(good_rank(), notes=["it is so"], warnings={"rank 0: it is so": 2})
+    (finding,) = found(rank)
+    assert finding.details == (((0,), "2 times"),)
+
+
+def test_the_same_on_several_ranks_is_one_finding_with_the_ranks_that_agree() -> None:
+    ranks = [replace(good_rank(), rank=number) for number in range(4)]
+    for rank, measured_ms in zip(ranks, (110.0, 0.0, 110.0, 120.0), strict=True):
+        rank.measured_ms, rank.planned_ms = measured_ms, 100.0 if measured_ms else 0.0
+    slow, untimed = findings(Report(ranks))
+    assert slow.details == (
+        ((0, 2), "110.0 ms, 100.0 ms planned"),
+        ((3,), "120.0 ms, 100.0 ms planned"),
+    )
+    assert (slow.level, untimed.level) == ("problem", "note")
+    assert untimed.details == (((1,), ""),)
+
+
+def test_many_late_groups_are_not_all_named() -> None:
+    late = {f"0.{place}": 20 - place for place in range(9)}
+    modules = {"core_attn": replace(MODULE, num_late=9)}
+    (finding,) = found(replace(good_rank(), modules=modules, late_groups=late))
+    ((_, detail),) = finding.details
+    assert "groups 0.0, 0.1, 0.2, 0.3, 0.4, 0.5 and 3 more" in detail
+
+
+def test_waits_are_named_by_module_the_longest_first() -> None:
+    run = make_run()
+    steps = run.plan.trace.steps
+    places = {step.name: place for place, step in enumerate(steps)}
+    run = with_waits(run, {places["core_attn"]: 1.0, places["moe_act"]: 2.0})
+    rank = replace(run.rank, planned_ms=run.rank.measured_ms)
+    (finding,) = found(rank)
+    assert "moe_act 2.0 ms, core_attn 1.0 ms" in finding.details[0][1]
+
+
+def test_a_run_that_never_began_has_nothing_wrong() -> None:
+    assert found(RankReport()) == []
+    assert findings(Report([])) == []
+
+
+def test_the_example_of_these_tests_moves() -> None:
+    # Or "nothing is found" would be said of a run that does nothing.
+    assert good_rank().d2h_bytes > 0
+    assert one_pass(Model()).steps
