@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
 
+from megatron.slipstream.plan.schedules import Pass as Pass  # Tests have them from here.
+from megatron.slipstream.plan.schedules import Schedule, one_f_one_b
+from megatron.slipstream.plan.schedules import interleaved as interleaved
 from megatron.slipstream.plan.trace import (
     Bandwidth,
     GroupKey,
@@ -22,52 +24,6 @@ from megatron.slipstream.plan.workload import saved_bytes
 
 DEFAULT_NBYTES = 1000
 """Size of a storage that a test gives no other; not a power of two, so that sums tell."""
-
-
-class Pass(NamedTuple):
-    """One micro-batch's forward or backward through one model chunk."""
-
-    direction: Literal["F", "B"]
-    micro_batch: int
-    vp_stage: int = 0
-
-
-Schedule = Sequence[Pass]
-
-
-def one_f_one_b(pp_size: int, pp_rank: int, num_micro_batches: int) -> Schedule:
-    """The non-interleaved schedule (PipeDream-Flush): warm-up, steady state, cool-down."""
-    return _alternate(
-        [Pass("F", index) for index in range(num_micro_batches)],
-        [Pass("B", index) for index in range(num_micro_batches)],
-        num_warmup=pp_size - pp_rank - 1,
-    )
-
-
-def interleaved(pp_size: int, pp_rank: int, num_micro_batches: int, vp_size: int) -> Schedule:
-    """The interleaved schedule of Megatron-LM (arXiv:2104.04473, section 2.2).
-
-    Each model chunk takes ``pp_size`` micro-batches before the next chunk has its turn, so
-    ``num_micro_batches`` must be a multiple of ``pp_size``.
-    """
-    assert num_micro_batches % pp_size == 0
-    forward, backward = [], []
-    for index in range(num_micro_batches * vp_size):
-        round_, place = divmod(index, pp_size * vp_size)
-        chunk, within = divmod(place, pp_size)
-        micro_batch = round_ * pp_size + within
-        forward.append(Pass("F", micro_batch, chunk))
-        backward.append(Pass("B", micro_batch, vp_size - 1 - chunk))
-    return _alternate(forward, backward, (pp_size - pp_rank - 1) * 2 + (vp_size - 1) * pp_size)
-
-
-def _alternate(forward: list[Pass], backward: list[Pass], num_warmup: int) -> Schedule:
-    num_warmup = min(num_warmup, len(forward))
-    num_steady = len(forward) - num_warmup
-    steady = zip(forward[num_warmup:], backward[:num_steady], strict=True)
-    return [*forward[:num_warmup], *(item for pair in steady for item in pair)] + backward[
-        num_steady:
-    ]
 
 
 def passes_that_turn_around(schedule: Schedule) -> list[int]:

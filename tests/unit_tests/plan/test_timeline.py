@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import io
 import json
 import struct
 from collections import Counter
@@ -132,6 +133,16 @@ def test_any_plan_has_a_picture(trace: Trace) -> None:
     width, height = png_size(timeline_png(plan, simulate(plan)))
     assert width > 1200
     assert height > 600
+
+
+def test_a_timeline_without_stalls_fills_its_picture() -> None:
+    image = pytest.importorskip("matplotlib.image")
+    plan = build_plan(measured(LARGE, 1e3), PolicyOptions())
+    simulation = simulate(plan)
+    assert not simulation.stalls
+    pixels = image.imread(io.BytesIO(timeline_png(plan, simulation)))
+    is_blank = (pixels == 1.0).all(axis=(1, 2))
+    assert is_blank.mean() < 0.25
 
 
 def test_the_same_plan_gives_the_same_picture() -> None:

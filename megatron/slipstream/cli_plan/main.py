@@ -1,0 +1,256 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What the ``plan`` sub-command does and shows."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from megatron.slipstream.cli_plan.options import TRAINING, UNTIMED, add_options
+
+if TYPE_CHECKING:
+    from megatron.slipstream.plan.build import Plan
+    from megatron.slipstream.plan.configured import Configured
+    from megatron.slipstream.plan.gpus import Speed
+    from megatron.slipstream.plan.policy import PolicyOptions
+    from megatron.slipstream.plan.shape_tables import RankPlan
+    from megatron.slipstream.plan.simulate import Simulation
+    from megatron.slipstream.plan.trace import Trace
+
+GRID_ROWS = 16
+"""Of the grid of a plan that nobody has run: enough to see two layers."""
+
+
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command."""
+    add_options(commands, show_plan)
+
+
+def show_plan(options: argparse.Namespace) -> None:
+    """Plan what the options name, and show it."""
+    # None of what is imported below imports torch, megatron's flags apart: a plan can be made where
+    # it is not installed.
+    _check_suffixes(options)
+    words = options.words[1:] if options.words[:1] == ["--"] else options.words
+    is_trace = len(words) == 1 and not words[0].startswith("-")
+    given = [
+        name
+        for name, is_given in (
+            ("a trace", is_trace),
+            ("flags after --", bool(words) and not is_trace),
+            ("--hf-config", options.hf_config is not None),
+            ("--args-file", options.args_file is not None),
+        )
+        if is_given
+    ]
+    if len(given) != 1:
+        found = " and ".join(given) or "nothing to plan"
+        raise ValueError(
+            f"{found} is given; name one of a trace, --hf-config, --args-file or flags after -- "
+            "(slipstream plan --help has examples)"
+        )
+    if given[0] != "--hf-config":
+        _refuse(options, tuple(TRAINING), given[0], "its own")
+    if is_trace:
+        _refuse(options, UNTIMED, given[0], "times and sizes of its own")
+        _show_trace(Path(words[0]), options)
+        return
+
+    from rich.console import Console
+
+    from megatron.slipstream.cli_plan.models import configured_by
+
+    with Console(stderr=True).status("reading the configuration"):
+        configured = configured_by(words, options)
+    _show_configured(configured, options)
+
+
+def _refuse(options: argparse.Namespace, names: tuple[str, ...], given: str, has: str) -> None:
+    for name in names:
+        if getattr(options, name) is not None:
+            flag = TRAINING[name][0][0] if name in TRAINING else "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} is not supported with {given} because that has {has}; leave {flag} out"
+            )
+
+
+def _check_suffixes(options: argparse.Namespace) -> None:
+    """Before minutes are spent on what cannot be written."""
+    for name in ("timeline", "frontier"):
+        path = getattr(options, name)
+        if path and path.suffix not in (".png", ".json"):
+            raise ValueError(f"--{name}={path} is not supported; name a .png or a .json file")
+
+
+# A trace
+
+
+def _show_trace(path: Path, options: argparse.Namespace) -> None:
+    from megatron.slipstream.plan.files import load_trace
+
+    try:
+        trace = load_trace(path)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist; train with --offload-trace-path {path} to write it"
+        ) from None
+    policy = _policy_options(options)
+    plan, simulation = _plan(trace, policy, bool(options.timeline or options.frontier))
+    _show(plan, simulation, 64)
+    _write(plan, simulation, policy, options)
+
+
+def _plan(
+    trace: Trace, policy: PolicyOptions, needs_times: bool
+) -> tuple[Plan, Optional[Simulation]]:
+    """A plan, proved safe, and what it would cost; None for a trace without times."""
+    from megatron.slipstream.plan.build import build_plan
+    from megatron.slipstream.plan.simulate import simulate
+
+    plan = build_plan(trace, policy)
+    return plan, simulate(plan) if trace.step_ms or needs_times else None
+
+
+def _show(plan: Plan, simulation: Optional[Simulation], max_rows: int) -> None:
+    from megatron.slipstream.plan.check import check_plan
+    from megatron.slipstream.plan.render import render_plan
+
+    facts = check_plan(plan)
+    sys.stdout.write(render_plan(plan, max_rows=max_rows) + "\n")
+    sys.stdout.write(f"Proved safe at any speed of the copies: {facts.num_operations} operations\n")
+    if simulation is None:
+        sys.stdout.write("The trace has no times, so the step time is not predicted.\n")
+    else:
+        sys.stdout.write(f"\nPredicted\n{simulation.render()}\n")
+
+
+def _write(
+    plan: Plan,
+    simulation: Optional[Simulation],
+    policy: PolicyOptions,
+    options: argparse.Namespace,
+) -> None:
+    from megatron.slipstream.plan.files import save_plan, write_whole
+
+    if options.output:
+        save_plan(plan, options.output)
+    if options.timeline and simulation is not None:
+        write_whole(options.timeline, _timeline(plan, simulation, options.timeline.suffix))
+    if options.frontier:
+        write_whole(options.frontier, _frontier(plan.trace, policy, options.frontier.suffix))
+
+
+def _policy_options(options: argparse.Namespace) -> PolicyOptions:
+    from megatron.slipstream.plan.policy import PolicyOptions
+
+    given: dict[str, Any] = {}
+    if options.fraction is not None:
+        if not 0 <= options.fraction <= 1:
+            raise ValueError(f"--fraction={options.fraction} is no share; give one from 0 to 1")
+        given["activation_offload_fraction"] = options.fraction
+    if options.target_memory is not None:
+        if not 0 < options.target_memory < math.inf:
+            raise ValueError(f"--target-memory={options.target_memory} must be above 0 GiB")
+        given["target_memory_bytes"] = int(options.target_memory * 2**30)
+    if options.max_overhead is not None:
+        if not 0 <= options.max_overhead < math.inf:
+            raise ValueError(f"--max-overhead={options.max_overhead} must be 0 percent or more")
+        given["max_overhead_percent"] = options.max_overhead
+    return PolicyOptions(**given)
+
+
+def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
+    from megatron.slipstream.plan.pictures import timeline_png
+    from megatron.slipstream.plan.timeline import perfetto_json
+
+    return (timeline_png if suffix == ".png" else perfetto_json)(plan, simulation)
+
+
+def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
+    """Sweep behind a progress bar, show the table, and give the file's content."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megatron.slipstream.plan.frontier import sweep
+    from megatron.slipstream.plan.pictures import frontier_png, require_matplotlib
+
+    if suffix == ".png":
+        require_matplotlib()  # Not to find out after the sweep.
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("planning for many targets", total=None)
+        frontier = sweep(
+            trace,
+            policy,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    sys.stdout.write(f"\nMemory against time\n{frontier.render()}\n")
+    return frontier_png(frontier) if suffix == ".png" else frontier.to_json()
+
+
+# A configuration
+
+
+def _show_configured(configured: Configured, options: argparse.Namespace) -> None:
+    from megatron.slipstream.cli_plan.models import speed_for
+    from megatron.slipstream.plan.shape_tables import describe, layer_tables, rank_table, write
+
+    speed = speed_for(configured, options)
+    policy = replace(
+        _policy_options(options),
+        delta_offload_bytes_across_pp_ranks=configured.delta_bytes,
+    )
+    if options.fraction is None:
+        policy = replace(policy, activation_offload_fraction=configured.fraction)
+    ranks = _plan_ranks(configured, speed, policy, options)
+    write(describe(configured, speed), sys.stdout)
+    write(layer_tables(configured, speed), sys.stdout)
+    write(rank_table(ranks, speed.memory_gib), sys.stdout)
+    shown = ranks[0]
+    if shown.plan is None:
+        sys.stdout.write(f"\nPipeline rank {shown.pp_rank} has no layer with one of the modules.\n")
+        return
+    sys.stdout.write(f"\nPlan of pipeline rank {shown.pp_rank}\n")
+    _show(shown.plan, shown.simulation, GRID_ROWS)
+    _write(shown.plan, shown.simulation, policy, options)
+    if not (options.frontier or options.max_overhead or options.target_memory):
+        sys.stdout.write(
+            "\n--frontier FILE.png weighs memory against time; --max-overhead 1 moves what hides\n"
+        )
+
+
+def _plan_ranks(
+    configured: Configured, speed: Speed, policy: PolicyOptions, options: argparse.Namespace
+) -> list[RankPlan]:
+    """Plan the pipeline ranks, or the one that was asked for, behind a progress bar."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megatron.slipstream.plan.model_state import state_bytes
+    from megatron.slipstream.plan.shape_tables import RankPlan
+    from megatron.slipstream.plan.synthetic import Workplan, synthetic_trace
+
+    pp = configured.shape.parallelism.pp
+    if options.rank is not None and not 0 <= options.rank < pp:
+        raise ValueError(f"--rank={options.rank} is no pipeline rank; set 0 to {pp - 1}")
+    if options.state_gib is not None and not 0 <= options.state_gib < math.inf:
+        raise ValueError(f"--state-gib={options.state_gib} must be 0 or more")
+    work = Workplan(
+        configured.shape, speed, configured.modules, configured.num_micro_batches,
+        configured.min_numel,
+    )  # fmt: skip
+    found = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        ranks = range(pp) if options.rank is None else [options.rank]
+        for rank in progress.track(ranks, description="planning pipeline ranks"):
+            state = state_bytes(configured.shape, rank)
+            if options.state_gib is not None:
+                state = int(options.state_gib * 2**30)
+            trace = synthetic_trace(work, rank, state)
+            plan, simulation = _plan(trace, policy, True) if trace.steps else (None, None)
+            found.append(RankPlan(work, rank, state, plan, simulation))
+    return found

@@ -1,0 +1,131 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The training that the options of the ``plan`` sub-command describe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.slipstream.plan.configured import (
+    Configured,
+    default_micro_batches,
+    usable_modules,
+)
+from megatron.slipstream.plan.flags_file import read_flags
+from megatron.slipstream.plan.gpus import DEFAULT_ACHIEVED_SHARE, Speed, find_speed
+from megatron.slipstream.plan.hugging_face import load_hub_config
+from megatron.slipstream.plan.model_shapes import ModelShape, Parallelism
+
+
+def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configured:
+    """The training of a config.json, of a file of flags, or of flags.
+
+    Args:
+        words: What came after ``--``.
+        options: Of the sub-command.
+
+    Raises:
+        ValueError: They describe none that can be planned.
+        OSError: A file cannot be read.
+    """
+    if options.hf_config is not None:
+        return _by_hub_config(options)
+    from megatron.slipstream.doctor.command import split_command
+
+    source = "flags after --"
+    if options.args_file is not None:
+        source = f"--args-file={options.args_file}"
+        words = read_flags(options.args_file)
+    command = split_command(list(words))
+    try:
+        from megatron.slipstream.integration.model_arguments import configured_by_flags
+    except ImportError as error:
+        raise ValueError(
+            f"{source} need megatron-core, whose parser reads them, and {error.name} cannot be "
+            "imported; install megatron-core, or give --hf-config"
+        ) from error
+    num_processes = command.ranks_per_host and command.ranks_per_host * command.num_hosts
+    return configured_by_flags(command.flags, num_processes, options.num_micro_batches)
+
+
+def _by_hub_config(options: argparse.Namespace) -> Configured:
+    model = load_hub_config(options.hf_config)
+    if options.seq_length is None:
+        raise ValueError(
+            "--seq-length is not set, and the config.json does not say how long sequences are in "
+            "training; set it"
+        )
+    shape = _hub_shape(model.fields, options)
+    count = options.num_micro_batches
+    given = {"min_numel": options.min_offloaded_tensor_size}
+    return Configured(
+        f"{options.hf_config.name} ({model.model_type})",
+        shape,
+        tuple(options.offload_modules or usable_modules(shape)),
+        default_micro_batches(shape.parallelism) if count is None else count,
+        notes=model.notes,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _hub_shape(fields: dict[str, Any], options: argparse.Namespace) -> ModelShape:
+    def chosen(*names: str) -> dict[str, Any]:
+        found = {name: getattr(options, name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
+
+    names = ("tp", "sequence_parallel", "cp", "pp", "vpp", "ep", "etp", "dp")
+    parallelism = Parallelism(**chosen(*names))
+    return ModelShape(
+        **fields,
+        **chosen("seq_length", "micro_batch_size", "precision", "attention_backend"),
+        recompute_modules=frozenset(options.recompute_modules or ()),
+        parallelism=parallelism,
+        layers_per_chunk=_layers_per_chunk(fields["num_layers"], parallelism.pp, options),
+    )
+
+
+def _layers_per_chunk(
+    num_layers: int, pp: int, options: argparse.Namespace
+) -> tuple[tuple[int, ...], ...]:
+    """Layers of each chunk where the first or the last pipeline rank has a number of its own."""
+    given = {0: options.first, pp - 1: options.last}
+    given = {rank: count for rank, count in given.items() if count is not None}
+    if not given:
+        return ()
+    num_stages = options.vpp or 1
+    rest, others = num_layers - sum(given.values()), pp - len(given)
+    if pp == 1 or rest < 0 or (rest % others if others else rest):
+        raise ValueError(
+            f"--decoder-first-pipeline-num-layers={options.first} and "
+            f"--decoder-last-pipeline-num-layers={options.last} leave {rest} layers for {others} "
+            "pipeline ranks, which cannot be divided evenly; change one of them"
+        )
+    counts = [given.get(rank, rest // others if others else 0) for rank in range(pp)]
+    if any(count % num_stages for count in counts):
+        raise ValueError(
+            f"layers of the pipeline ranks, {counts}, are no multiples of "
+            f"virtual_pipeline_model_parallel_size={num_stages}; change one of them"
+        )
+    return tuple((count // num_stages,) * num_stages for count in counts)
+
+
+def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
+    """How fast the GPU of the options is.
+
+    Raises:
+        ValueError: It is not known, or not for this precision.
+    """
+    if configured.shape.precision == "fp32" and options.tflops is None:
+        raise ValueError(
+            "precision=fp32 is not supported without --tflops because the table has GPUs' rates "
+            "in 16 bits only; set --tflops to what matrix products reach"
+        )
+    share = options.achieved_share
+    return find_speed(
+        options.gpu or "h200",
+        DEFAULT_ACHIEVED_SHARE if share is None else share,
+        options.tflops,
+        options.gb_per_s,
+    )

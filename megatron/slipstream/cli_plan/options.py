@@ -1,0 +1,233 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The options of the ``plan`` sub-command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.slipstream.config import AUTO_OVERHEAD_PERCENT, parse_percent
+
+_EPILOG = """\
+Examples with a recorded trace (training writes one with --offload-trace-path trace.json):
+
+  What would move, when, and what it would cost:
+    slipstream plan trace.json
+
+  The fastest plan under 60 GiB; keep it, and see where it stalls:
+    slipstream plan trace.json --target-memory 60 --output plan.json --timeline plan.png
+
+  The most memory that 1 percent of the step time buys:
+    slipstream plan trace.json --max-overhead 1
+
+  All that can be had, as a picture of memory against time:
+    slipstream plan trace.json --frontier frontier.png
+
+Examples before the first run, without a GPU (sizes follow from shapes, times are estimated):
+
+  From megatron's flags, or the whole command; needs megatron-core:
+    slipstream plan --gpu h200 -- --num-layers 32 --hidden-size 4096 ...
+    slipstream plan --gpu h200 -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
+    slipstream plan --gpu h200 --args-file model.yaml
+
+  From the config.json of a model, and how it is to be trained:
+    slipstream plan --hf-config config.json --seq-length 8192 --pp 4 --gpu h200
+
+  Some modules only, on a GPU that is not in the table:
+    slipstream plan --hf-config config.json --seq-length 8192 \\
+        --offload-modules core_attn attn_proj --gpu h100 --tflops 400 --gb-per-s 25
+
+A timeline as .json opens in https://ui.perfetto.dev. A frontier as .json holds every plan of the
+sweep. Times are simulated from those in the trace: a real step stalls at least as long.
+"""
+
+TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "seq_length": (("--seq-length",), {"type": int, "help": "tokens of a sequence"}),
+    "micro_batch_size": (("--micro-batch-size",), {"type": int, "help": "sequences (default: 1)"}),
+    "precision": (
+        ("--precision",),
+        {"choices": ("bf16", "fp16", "fp32"), "help": "of activations (default: bf16)"},
+    ),
+    "attention_backend": (
+        ("--attention-backend",),
+        {
+            "choices": ("fused", "flash", "unfused", "local"),
+            "help": "core attention of Transformer Engine, or 'local': megatron-core's plain "
+            "modules without it (default: fused)",
+        },
+    ),
+    "tp": (
+        ("--tensor-model-parallel-size", "--tp"),
+        {"type": int, "help": "tensor parallelism"},
+    ),
+    "sequence_parallel": (
+        ("--sequence-parallel",),
+        {"action": "store_true", "default": None, "help": "divide norms and residuals too"},
+    ),
+    "cp": (
+        ("--context-parallel-size", "--cp"),
+        {"type": int, "help": "context parallelism"},
+    ),
+    "pp": (
+        ("--pipeline-model-parallel-size", "--pp"),
+        {"type": int, "help": "pipeline ranks"},
+    ),
+    "vpp": (
+        ("--virtual-pipeline-model-parallel-size", "--vpp"),
+        {"type": int, "help": "model chunks of each rank, interleaved"},
+    ),
+    "first": (
+        ("--decoder-first-pipeline-num-layers",),
+        {"type": int, "help": "layers of the first pipeline rank"},
+    ),
+    "last": (
+        ("--decoder-last-pipeline-num-layers",),
+        {"type": int, "help": "layers of the last one"},
+    ),
+    "ep": (
+        ("--expert-model-parallel-size", "--ep"),
+        {"type": int, "help": "expert parallelism"},
+    ),
+    "etp": (
+        ("--expert-tensor-parallel-size", "--etp"),
+        {"type": int, "help": "tensor parallelism of experts (default: 1)"},
+    ),
+    "dp": (
+        ("--data-parallel-size", "--dp"),
+        {"type": int, "help": "ranks that divide the optimizer's state (default: 1)"},
+    ),
+    "recompute_modules": (
+        ("--recompute-modules",),
+        {"nargs": "+", "metavar": "MODULE", "help": "what is recomputed selectively"},
+    ),
+    "offload_modules": (
+        ("--offload-modules",),
+        {"nargs": "+", "metavar": "MODULE", "help": "what may move (default: all that can)"},
+    ),
+    "min_offloaded_tensor_size": (
+        ("--min-offloaded-tensor-size",),
+        {"type": int, "metavar": "N", "help": "tensors of fewer elements stay (default: 1048576)"},
+    ),
+}
+"""Options for a model from --hf-config, by their names in the namespace."""
+
+UNTIMED = ("gpu", "achieved_share", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib")
+"""Options for models that nobody has timed."""
+
+
+def add_options(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    run: Callable[[argparse.Namespace], None],
+) -> None:
+    """Add the sub-command, which calls ``run`` with the options."""
+    plan = commands.add_parser(
+        "plan",
+        help="plan a recorded iteration, or one of a configuration; predict its time and memory",
+        description="Plan the iteration of a trace file, or one that follows from a model's "
+        "configuration, and show what moves when. Predict step time, stalls and memory peaks. "
+        "Needs no GPU.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_argument(
+        "words",
+        nargs="*",
+        metavar="TRACE.json | -- FLAGS",
+        help="trace of one rank; or, after --, megatron's flags of a training that nobody has run",
+    )
+    other = plan.add_argument_group("a model in place of a trace")
+    other.add_argument(
+        "--hf-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model"
+    )
+    other.add_argument(
+        "--args-file",
+        type=Path,
+        metavar="FILE",
+        help="megatron's flags as text, or as YAML ('--num-layers: 32'; MODEL_ARGS at the top)",
+    )
+    training = plan.add_argument_group(
+        "how it is trained (with --hf-config)", "The names are megatron's."
+    )
+    for destination, (names, options) in TRAINING.items():
+        if options.get("type") is int:
+            options = {"metavar": "N", **options}
+        training.add_argument(*names, dest=destination, **options)
+    _add_gpu(plan.add_argument_group("what it runs on (without a trace)"))
+    _add_aim(plan.add_argument_group("what to aim for"))
+    _add_files(plan.add_argument_group("what to write"))
+    plan.set_defaults(run=run)
+
+
+def _add_gpu(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--gpu", metavar="NAME", help="a100, b200, h100, h20, h200 or l40s (default: h200)"
+    )
+    group.add_argument(
+        "--achieved-share",
+        type=float,
+        metavar="SHARE",
+        help="of its peak, what matrix products reach on average (default: 0.65)",
+    )
+    group.add_argument("--tflops", type=float, metavar="T", help="TFLOP/s that they reach, instead")
+    group.add_argument(
+        "--gb-per-s",
+        type=float,
+        metavar="GB",
+        help="what copies reach each way (slipstream doctor)",
+    )
+    group.add_argument(
+        "--num-micro-batches",
+        type=int,
+        metavar="N",
+        help="of an iteration (default: two rounds of the pipeline, which show what repeats)",
+    )
+    group.add_argument(
+        "--rank", type=int, metavar="N", help="plan this pipeline rank only (default: all)"
+    )
+    group.add_argument(
+        "--state-gib",
+        type=float,
+        metavar="GIB",
+        help="weights, gradients and optimizer of a rank (default: from the parameters)",
+    )
+
+
+def _add_aim(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--target-memory",
+        type=float,
+        metavar="GIB",
+        help="move as little as brings the device peak down to this many GiB",
+    )
+    group.add_argument(
+        "--max-overhead",
+        type=parse_percent,
+        metavar="PERCENT",
+        help="move no more than makes the step this much longer than its computation ('auto' is "
+        f"{AUTO_OVERHEAD_PERCENT:g})",
+    )
+    group.add_argument(
+        "--fraction",
+        type=float,
+        metavar="F",
+        help="move this share of each pass's groups, 0 to 1; the latest ones stay",
+    )
+
+
+def _add_files(files: argparse._ArgumentGroup) -> None:
+    files.add_argument("--output", type=Path, metavar="PLAN.json", help="the plan, with its trace")
+    files.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE.{png,json}",
+        help="compute, copies, stalls and memory over time: a picture, or a trace for Perfetto",
+    )
+    files.add_argument(
+        "--frontier",
+        type=Path,
+        metavar="FILE.{png,json}",
+        help="plan for many targets, and draw or write device peak against overhead",
+    )

@@ -1,0 +1,87 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A training that is planned before anybody has run it, wherever its configuration comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from megatron.slipstream.config import check_model_options
+from megatron.slipstream.plan.model_shapes import ModelShape, Parallelism
+from megatron.slipstream.plan.saved_tensors import MODULES, marked_modules
+from megatron.slipstream.plan.synthetic import DEFAULT_MIN_NUMEL
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A model, and what of it may move."""
+
+    title: str
+    """What it is, for people."""
+    shape: ModelShape
+    modules: tuple[str, ...]
+    num_micro_batches: int
+    """Of an iteration."""
+    min_numel: int = DEFAULT_MIN_NUMEL
+    fraction: float = 1.0
+    """megatron-core's ``activation_offload_fraction``."""
+    delta_bytes: int = 0
+    """megatron-core's ``delta_offload_bytes_across_pp_ranks``."""
+    notes: tuple[str, ...] = ()
+    """What the plan leaves out, or takes for granted."""
+
+    def __post_init__(self) -> None:
+        if self.num_micro_batches < 1:
+            raise ValueError(
+                f"--num-micro-batches={self.num_micro_batches} is no number of micro-batches; set "
+                "1 or more"
+            )
+        check_modules(self.shape, self.modules)
+
+
+def usable_modules(shape: ModelShape) -> tuple[str, ...]:
+    """The modules that some layer of the model marks, in the order of a layer.
+
+    With 'attn_proj' comes 'core_attn', marked or not: megatron-core asks for both.
+    """
+    found = {name for layer in range(shape.num_layers) for name in marked_modules(shape, layer)}
+    found.add("core_attn")
+    return tuple(name for name in MODULES if name in found)
+
+
+def default_micro_batches(parallelism: Parallelism) -> int:
+    """How many show a steady state: two rounds of the pipeline."""
+    if parallelism.pp == 1:
+        return 2
+    return 2 * max(parallelism.pp, parallelism.group_size or 0)
+
+
+def check_modules(shape: ModelShape, modules: tuple[str, ...]) -> None:
+    """Refuse modules that cannot move.
+
+    Raises:
+        ValueError: As megatron-core's rules would, or a module is not modelled.
+    """
+    # Of all that the rules ask for, only the modules and the experts are in question.
+    facts = SimpleNamespace(
+        fine_grained_activation_offloading=True,
+        offload_modules=list(modules),
+        num_moe_experts=shape.experts and shape.experts.num_experts,
+        activation_offload_fraction=1.0,
+        min_offloaded_tensor_size=0,
+        delta_offload_bytes_across_pp_ranks=0,
+        cpu_offloading=False,
+    )
+    check_model_options(facts)
+    for name in modules:
+        if name not in MODULES:
+            raise ValueError(
+                f"offload_modules contains {name!r}, which a plan from a configuration does not "
+                f"know the sizes of; use {', '.join(MODULES)}, or plan a recorded trace"
+            )
+    if shape.recomputes("moe") and {"expert_fc1", "moe_act"} & set(modules):
+        raise ValueError(
+            "offload_modules contains expert modules, which is not supported with 'moe' in "
+            "recompute_modules because nothing is kept of the experts then; remove one of them"
+        )

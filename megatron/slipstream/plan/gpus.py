@@ -1,0 +1,127 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""How fast GPUs compute and copy, for planning a training that nobody has timed."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Optional
+
+from megatron.slipstream.plan.trace import Bandwidth
+
+DEFAULT_ACHIEVED_SHARE = 0.65
+"""Of a GPU's peak, what matrix products of a training step reach on average. With it the dense
+case of the benchmarks is predicted to compute 3% faster than it did on an H200, and no more hides
+than did (docs/user-guide/planning.md)."""
+
+HBM_SHARE = 0.8
+"""Of the memory's bandwidth, what operations that only read and write it reach."""
+
+
+class GpuFacts(NamedTuple):
+    """What a GPU's maker says of it."""
+
+    tflops: float
+    """Dense matrix products in bfloat16, 1e12 operations a second, without sparsity."""
+    hbm_gb_per_s: float
+    memory_gib: float
+    """As the driver shows it, rounded."""
+    link_gb_per_s: float
+    """To the host, each way."""
+    measured: Optional[Bandwidth] = None
+    """What pinned copies reached, where that was measured."""
+
+
+GPUS: Mapping[str, GpuFacts] = {
+    "a100": GpuFacts(312, 2039, 80, 32),
+    "b200": GpuFacts(2250, 8000, 179, 64),
+    "h100": GpuFacts(989, 3350, 80, 64),
+    "h20": GpuFacts(148, 4000, 96, 64),
+    # benchmarks/results/overhead_h200_202611/moe_by_time.jsonl
+    "h200": GpuFacts(989, 4800, 140, 64, Bandwidth(55.3, 55.4, 50.7, 52.0)),
+    "l40s": GpuFacts(362, 864, 45, 32),
+}
+"""SXM boards (the L40S is a PCIe card) on PCIe 4 or 5 with 16 lanes, by the name on the command
+line."""
+
+_REFERENCE = GPUS["h200"]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a plan of an untimed training assumes of the GPU."""
+
+    name: str
+    tflops: float
+    """That matrix products reach."""
+    hbm_gb_per_s: float
+    """That memory-bound operations reach."""
+    bandwidth: Bandwidth
+    memory_gib: Optional[float] = None
+    """None if it is not known."""
+    is_link_measured: bool = False
+    """Whether ``bandwidth`` was measured on that GPU, or given."""
+
+    def compute_ms(self, flops: float, traffic_bytes: float = 0.0) -> float:
+        """Milliseconds of matrix products, then of operations that only move data in memory."""
+        return flops / (1e9 * self.tflops) + traffic_bytes / (1e6 * self.hbm_gb_per_s)
+
+
+def find_speed(
+    name: str,
+    achieved_share: float = DEFAULT_ACHIEVED_SHARE,
+    tflops: Optional[float] = None,
+    gb_per_s: Optional[float] = None,
+) -> Speed:
+    """The speed of a GPU of :data:`GPUS`.
+
+    A link that nobody measured is taken to reach the share of its rate that the H200's does.
+
+    Args:
+        name: Of the GPU.
+        achieved_share: Of its peak, what matrix products reach.
+        tflops: What they reach, instead.
+        gb_per_s: What a copy to the host or to the device reaches, instead of what the table says.
+
+    Raises:
+        ValueError: The GPU is not in the table, or a number makes no sense.
+    """
+    facts = GPUS.get(name.lower())
+    if facts is None:
+        near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"--gpu={name} is not in the table; {hint}Known: {', '.join(GPUS)}. For another, name "
+            "the nearest and set --tflops and --gb-per-s"
+        )
+    if not 0 < achieved_share <= 1:
+        raise ValueError(f"--achieved-share={achieved_share} is no share; set above 0, to 1")
+    for option, value in (("--tflops", tflops), ("--gb-per-s", gb_per_s)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{option}={value} must be above 0")
+    speed = Speed(
+        name.lower(),
+        tflops or facts.tflops * achieved_share,
+        facts.hbm_gb_per_s * HBM_SHARE,
+        facts.measured or _scaled(facts.link_gb_per_s / _REFERENCE.link_gb_per_s),
+        facts.memory_gib,
+        facts.measured is not None,
+    )
+    if gb_per_s is not None:
+        factor = gb_per_s / _measured().d2h_gb_per_s
+        given = _scaled(factor)._replace(d2h_gb_per_s=gb_per_s, h2d_gb_per_s=gb_per_s)
+        return replace(speed, bandwidth=given, is_link_measured=True)
+    return speed
+
+
+def _measured() -> Bandwidth:
+    assert _REFERENCE.measured is not None
+    return _REFERENCE.measured
+
+
+def _scaled(factor: float) -> Bandwidth:
+    """The reference's bandwidth, both ways at once included, for a faster or slower link."""
+    return Bandwidth(*(round(rate * factor, 2) for rate in _measured()))

@@ -1,0 +1,190 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A model's shape from the ``config.json`` that Hugging Face keeps beside its weights.
+
+Only numbers are taken from it, and nothing is downloaded. How the model is trained is not in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from megatron.slipstream.plan.model_shapes import Experts, LatentAttention
+
+
+class HubModel(NamedTuple):
+    """What a ``config.json`` says."""
+
+    model_type: str
+    fields: dict[str, Any]
+    """Of :class:`~megatron.slipstream.plan.model_shapes.ModelShape`."""
+    notes: tuple[str, ...] = ()
+    """What of it a plan leaves out."""
+
+
+def load_hub_config(path: Path) -> HubModel:
+    """Read a ``config.json``.
+
+    Raises:
+        ValueError: It is none, its ``model_type`` is not known, or a number is missing.
+        OSError: It cannot be read.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"--hf-config={path} does not exist; give the config.json of a model (it is not "
+            "downloaded)"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; give the config.json of a model") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(f"{path} has no 'model_type'; give the config.json of a model")
+    reader = _Config(path, config)
+    convert = _CONVERTERS.get(config["model_type"])
+    if convert is None:
+        raise ValueError(
+            f"model_type={config['model_type']!r} of {path} is not supported because nobody has "
+            f"written down which of its numbers is what; known are {', '.join(_CONVERTERS)}. Give "
+            "megatron's own flags after -- instead"
+        )
+    return HubModel(config["model_type"], convert(reader), tuple(_notes(config)))
+
+
+class _Config:
+    """Numbers by name."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self._path = path
+        self._config = config
+
+    def number(self, name: str) -> int:
+        """A number that must be there."""
+        value = self.optional(name)
+        if value is None:
+            raise ValueError(
+                f"{self._path}: {name!r} is missing, which model_type="
+                f"{self._config['model_type']!r} has; give the whole config.json"
+            )
+        return value
+
+    def optional(self, name: str) -> Optional[int]:
+        """A number, or None where it is null or missing."""
+        value = self._config.get(name)
+        if value is not None and (type(value) is not int or value < 0):
+            raise ValueError(f"{self._path}: {name}={value!r} is not a number")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Whether something is on; off if it is missing."""
+        return bool(self._config.get(name, False))
+
+    def numbers(self, name: str) -> list[int]:
+        """A list of numbers; empty if it is missing."""
+        return list(self._config.get(name) or ())
+
+
+def _notes(config: Mapping[str, Any]) -> list[str]:
+    notes = []
+    if config.get("num_nextn_predict_layers"):
+        notes.append(
+            f"num_nextn_predict_layers={config['num_nextn_predict_layers']}: the layers for "
+            "multi-token prediction are left out"
+        )
+    if config.get("quantization_config"):
+        notes.append("quantization_config: planned as if trained in 16 bits")
+    return notes
+
+
+def _llama(config: _Config) -> dict[str, Any]:
+    """Llama, and all that differ from it in little."""
+    return {
+        "num_layers": config.number("num_hidden_layers"),
+        "hidden_size": config.number("hidden_size"),
+        "num_attention_heads": config.number("num_attention_heads"),
+        "num_query_groups": config.optional("num_key_value_heads"),
+        "kv_channels": config.optional("head_dim"),
+        "ffn_hidden_size": config.number("intermediate_size"),
+        "vocab_size": config.number("vocab_size"),
+        "share_embeddings_and_output_weights": config.flag("tie_word_embeddings"),
+    }
+
+
+def _mistral(config: _Config) -> dict[str, Any]:
+    return _llama(config) | {"window_size": config.optional("sliding_window")}
+
+
+def _mixtral(config: _Config) -> dict[str, Any]:
+    experts = Experts(
+        config.number("num_local_experts"),
+        config.number("num_experts_per_tok"),
+        config.number("intermediate_size"),
+    )
+    return _mistral(config) | {"experts": experts}
+
+
+def _qwen2(config: _Config) -> dict[str, Any]:
+    window = config.optional("sliding_window") if config.flag("use_sliding_window") else None
+    return _llama(config) | {"window_size": window}
+
+
+def _qwen3(config: _Config) -> dict[str, Any]:
+    return _qwen2(config) | {"qk_layernorm": True}
+
+
+def _qwen3_moe(config: _Config) -> dict[str, Any]:
+    step = config.optional("decoder_sparse_step") or 1
+    dense = config.numbers("mlp_only_layers")
+    layers = range(config.number("num_hidden_layers"))
+    experts = Experts(
+        config.number("num_experts"),
+        config.number("num_experts_per_tok"),
+        config.number("moe_intermediate_size"),
+    )
+    has_experts = tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
+    return _qwen3(config) | {"experts": experts, "moe_layers": has_experts}
+
+
+def _deepseek_v3(config: _Config) -> dict[str, Any]:
+    width = config.number("moe_intermediate_size")
+    first = config.number("first_k_dense_replace")
+    step = config.optional("moe_layer_freq") or 1
+    layers = range(config.number("num_hidden_layers"))
+    latent = LatentAttention(
+        config.optional("q_lora_rank"),
+        config.number("kv_lora_rank"),
+        config.number("qk_nope_head_dim"),
+        config.number("qk_rope_head_dim"),
+        config.number("v_head_dim"),
+    )
+    experts = Experts(
+        config.number("n_routed_experts"),
+        config.number("num_experts_per_tok"),
+        width,
+        width * (config.optional("n_shared_experts") or 0),
+    )
+    return _llama(config) | {
+        "num_query_groups": None,
+        "kv_channels": None,
+        "qk_layernorm": True,
+        "latent_attention": latent,
+        "experts": experts,
+        "moe_layers": tuple(layer >= first and layer % step == 0 for layer in layers),
+    }
+
+
+_CONVERTERS: Mapping[str, Callable[[_Config], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3,
+}
+
+MODEL_TYPES = tuple(_CONVERTERS)
+"""The values of ``model_type`` that are known."""

@@ -1,0 +1,357 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A model and the way it is trained as plain numbers: what decides how much its layers save.
+
+Names are megatron-core's, shortened as everybody shortens them (``tp``, ``pp``, ``ep``). What a
+layer saves follows in :mod:`saved_tensors`, how long it computes in :mod:`layer_costs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple, Optional
+
+AttentionBackend = Literal["fused", "flash", "unfused", "local"]
+ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = ("fused", "flash", "unfused", "local")
+ContextParallelism = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+CONTEXT_PARALLELISMS: tuple[ContextParallelism, ...] = ("p2p", "all_gather", "a2a", "a2a+p2p")
+Precision = Literal["bf16", "fp16", "fp32"]
+BYTES_OF: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+RECOMPUTE_MODULES = (
+    *("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "moe", "shared_experts"),
+)
+"""megatron-core's ``recompute_modules`` that are modelled."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-latent attention, with megatron-core's option names."""
+
+    q_lora_rank: Optional[int]
+    """None: queries are projected from the hidden state directly."""
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture-of-experts layers; routing is taken to be even."""
+
+    num_experts: int
+    topk: int
+    ffn_hidden_size: int
+    """Of each expert."""
+    shared_ffn_hidden_size: int = 0
+    """Of all shared experts together; 0 is none."""
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How the model is divided."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    cp_comm_type: ContextParallelism = "p2p"
+    pp: int = 1
+    vpp: Optional[int] = None
+    """Model chunks of each rank in the interleaved schedule; None is the one without."""
+    group_size: Optional[int] = None
+    """``microbatch_group_size_per_vp_stage``; None is ``pp``."""
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
+    """Data-parallel ranks that divide the optimizer's state among them; 1 if none do."""
+
+
+class Chunk(NamedTuple):
+    """One model chunk: virtual pipeline stage ``vp_stage`` of pipeline rank ``pp_rank``."""
+
+    pp_rank: int
+    vp_stage: int
+    layers: tuple[int, ...]
+    """Numbers of its layers in the model, from 0."""
+    is_first: bool
+    """Holds the embedding."""
+    is_last: bool
+    """Holds the output layer."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A GPT model and how it is trained.
+
+    Raises:
+        ValueError: The numbers do not go together; names the option and the cure.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    """Of dense layers. With ``gated_linear_unit`` the first projection is twice as wide."""
+    vocab_size: int
+    seq_length: int
+    """Tokens of a sequence, before context parallelism divides it."""
+    micro_batch_size: int = 1
+    num_query_groups: Optional[int] = None
+    """Heads of keys and values; None is ``num_attention_heads``."""
+    kv_channels: Optional[int] = None
+    """Size of a head; None is ``hidden_size / num_attention_heads``."""
+    gated_linear_unit: bool = True
+    """SwiGLU and its like."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    qk_layernorm: bool = False
+    share_embeddings_and_output_weights: bool = False
+    window_size: Optional[int] = None
+    """How many tokens back attention looks; None is all. It changes times only."""
+    latent_attention: Optional[LatentAttention] = None
+    experts: Optional[Experts] = None
+    moe_layers: tuple[bool, ...] = ()
+    """For each layer whether it has experts; empty is all of them, if there are experts."""
+    precision: Precision = "bf16"
+    attention_backend: AttentionBackend = "fused"
+    """``fused``, ``flash`` and ``unfused`` are core attentions of Transformer Engine, in layers
+    made of its modules; ``local`` is a layer of megatron-core's plain PyTorch modules
+    (``--transformer-impl local``) as they run without a GPU."""
+    bias_activation_fusion: bool = True
+    """The activation function is one kernel (megatron's ``--no-bias-swiglu-fusion`` turns it
+    off)."""
+    apply_rope_fusion: bool = True
+    attention_softmax_in_fp32: bool = False
+    """Of ``local`` core attention."""
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    recompute_modules: frozenset[str] = frozenset()
+    """Those of ``recompute_granularity='selective'``; empty recomputes nothing."""
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    layers_per_chunk: tuple[tuple[int, ...], ...] = ()
+    """Layers of each chunk, ``[pp rank][virtual stage]``; empty divides them evenly."""
+
+    def __post_init__(self) -> None:
+        for message in self._problems():
+            raise ValueError(message)
+
+    # Derived sizes
+
+    @property
+    def query_groups(self) -> int:
+        """``num_query_groups`` with its default."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """``kv_channels`` with its default."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an activation."""
+        return BYTES_OF[self.precision]
+
+    @property
+    def heads(self) -> int:
+        """Query heads on a rank."""
+        return self.num_attention_heads // self.parallelism.tp
+
+    @property
+    def groups(self) -> int:
+        """Key-value heads on a rank; where ranks outnumber groups each has a copy of one."""
+        return max(1, self.query_groups // self.parallelism.tp)
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence on a context-parallel rank."""
+        return self.seq_length // self.parallelism.cp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch inside attention and MLP of a rank."""
+        return self.sequence * self.micro_batch_size
+
+    @property
+    def region_tokens(self) -> int:
+        """Tokens of a micro-batch between these (norms, residuals), which SP divides."""
+        is_divided = self.parallelism.sequence_parallel
+        return self.tokens // (self.parallelism.tp if is_divided else 1)
+
+    @property
+    def expert_tokens(self) -> int:
+        """Rows that the experts of a rank take in, with even routing.
+
+        Each of a rank's tokens goes to ``topk`` experts, and as many come from elsewhere; ranks
+        that share an expert's weights (ETP) all take in the same rows.
+        """
+        return self.region_tokens * self._experts.topk * self.parallelism.etp
+
+    @property
+    def uses_transformer_engine(self) -> bool:
+        """Whether layers are made of its modules."""
+        return self.attention_backend != "local"
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.experts is not None and (not self.moe_layers or self.moe_layers[layer])
+
+    def recomputes(self, module: str) -> bool:
+        """Whether a module is recomputed in backward."""
+        return module in self.recompute_modules
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All model chunks in the order of the layers."""
+        pp, num_stages = self.parallelism.pp, self.parallelism.vpp or 1
+        found = []
+        first = 0
+        for stage in range(num_stages):
+            for rank in range(pp):
+                count = self.num_layers // (pp * num_stages)
+                if self.layers_per_chunk:
+                    count = self.layers_per_chunk[rank][stage]
+                layers = tuple(range(first, first + count))
+                first += count
+                is_last = (rank, stage) == (pp - 1, num_stages - 1)
+                found.append(Chunk(rank, stage, layers, rank == stage == 0, is_last))
+        return tuple(found)
+
+    def chunks_of(self, pp_rank: int) -> tuple[Chunk, ...]:
+        """The chunks of a pipeline rank by virtual stage."""
+        return tuple(chunk for chunk in self.chunks if chunk.pp_rank == pp_rank)
+
+    @property
+    def _experts(self) -> Experts:
+        if self.experts is None:
+            raise ValueError("the model has no experts (num_experts is not set)")
+        return self.experts
+
+    # What must hold
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._wrong_sizes()
+        yield from self._wrong_choices()
+        yield from self._indivisible()
+        yield from self._wrong_layers()
+
+    def _wrong_sizes(self) -> Iterator[str]:
+        sizes = {
+            name: getattr(self, name)
+            for name in (
+                *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"),
+                *("vocab_size", "seq_length", "micro_batch_size"),
+            )
+        }
+        for part in (self.parallelism, self.latent_attention, self.experts):
+            if part is not None:
+                sizes |= {k: v for k, v in vars(part).items() if type(v) is int}
+        sizes.pop("shared_ffn_hidden_size", None)
+        for name, value in sizes.items():
+            if value < 1:
+                yield f"{name}={value} is no size; set 1 or more"
+
+    def _wrong_choices(self) -> Iterator[str]:
+        for name, value, choices in (
+            ("precision", self.precision, tuple(BYTES_OF)),
+            ("attention_backend", self.attention_backend, ATTENTION_BACKENDS),
+            ("cp_comm_type", self.parallelism.cp_comm_type, CONTEXT_PARALLELISMS),
+        ):
+            if value not in choices:
+                yield f"{name}={value!r} is not modelled; set one of {', '.join(choices)}"
+        for name in sorted(self.recompute_modules - set(RECOMPUTE_MODULES)):
+            yield (
+                f"recompute_modules contains {name!r}, which is not modelled; "
+                f"set some of {', '.join(RECOMPUTE_MODULES)}"
+            )
+        if self.attention_backend == "local" and self.parallelism.cp > 1:
+            yield (
+                f"context_parallel_size={self.parallelism.cp} is not supported with "
+                "attention_backend='local' because megatron-core's own core attention is not "
+                "divided; set 'fused' or 'flash'"
+            )
+        if self.attention_backend == "unfused" and self.parallelism.cp > 1:
+            yield (
+                f"context_parallel_size={self.parallelism.cp} is not supported with "
+                "attention_backend='unfused' because Transformer Engine divides fused kernels "
+                "only; set 'fused' or 'flash'"
+            )
+        if self.attention_backend in ("fused", "flash") and self.precision == "fp32":
+            yield (
+                f"attention_backend={self.attention_backend!r} is not supported with "
+                "precision='fp32' because its kernels have 16-bit inputs; set 'unfused' or 'local'"
+            )
+        if "mla_up_proj" in self.recompute_modules and self.latent_attention is None:
+            yield (
+                "recompute_modules contains 'mla_up_proj', but the model has no multi-latent "
+                "attention; remove it"
+            )
+
+    def _indivisible(self) -> Iterator[str]:
+        par, experts = self.parallelism, self.experts
+        shares = [
+            ("num_attention_heads", self.num_attention_heads, "tensor_model_parallel_size", par.tp),
+            ("ffn_hidden_size", self.ffn_hidden_size, "tensor_model_parallel_size", par.tp),
+            (
+                "num_attention_heads",
+                self.num_attention_heads,
+                "num_query_groups",
+                self.query_groups,
+            ),
+            # Each rank of context parallelism has a part of both ends, for an even load.
+            ("seq_length", self.seq_length, "2 * context_parallel_size", 2 * par.cp),
+        ]
+        if par.cp == 1:
+            shares.pop()
+        if par.sequence_parallel:
+            name = "tensor_model_parallel_size (sequence_parallel)"
+            shares.append(("seq_length / context_parallel_size", self.sequence, name, par.tp))
+        if experts is not None:
+            count, width = experts.num_experts, experts.ffn_hidden_size
+            shares.append(("num_experts", count, "expert_model_parallel_size", par.ep))
+            shares.append(("moe_ffn_hidden_size", width, "expert_tensor_parallel_size", par.etp))
+        for name, value, by, divisor in shares:
+            if value % divisor:
+                yield f"{name}={value} is not a multiple of {by}={divisor}; change one of them"
+        if max(self.query_groups, par.tp) % min(self.query_groups, par.tp):
+            yield (
+                f"num_query_groups={self.query_groups} and tensor_model_parallel_size={par.tp} "
+                "do not divide one another; change one of them"
+            )
+
+    def _wrong_layers(self) -> Iterator[str]:
+        par = self.parallelism
+        if self.moe_layers and len(self.moe_layers) != self.num_layers:
+            yield (
+                f"moe_layer_freq says of {len(self.moe_layers)} layers which have experts, but "
+                f"num_layers={self.num_layers}; give one entry a layer"
+            )
+        if self.experts is None and any(self.moe_layers):
+            yield "moe_layer_freq names layers with experts, but num_experts is not set; set it"
+        if self.experts is not None and par.tp > 1 and not par.sequence_parallel:
+            yield (
+                f"tensor_model_parallel_size={par.tp} is not supported with experts without "
+                "sequence_parallel because megatron-core does not train so; set sequence_parallel"
+            )
+        if par.vpp is not None and par.pp == 1:
+            yield (
+                f"virtual_pipeline_model_parallel_size={par.vpp} is not supported with "
+                "pipeline_model_parallel_size=1 because only the chunks of several stages can be "
+                "interleaved; leave it out"
+            )
+        num_stages = par.vpp or 1
+        if not self.layers_per_chunk:
+            if self.num_layers % (par.pp * num_stages):
+                yield (
+                    f"num_layers={self.num_layers} cannot be divided evenly among "
+                    f"pipeline_model_parallel_size={par.pp} times {num_stages} chunks; give the "
+                    "layers of each chunk"
+                )
+            return
+        is_table = [len(stages) for stages in self.layers_per_chunk] == [num_stages] * par.pp
+        if not is_table or sum(map(sum, self.layers_per_chunk)) != self.num_layers:
+            yield (
+                f"layers_per_chunk={self.layers_per_chunk} does not give {par.pp} ranks with "
+                f"{num_stages} chunks and {self.num_layers} layers in all; give one count for each"
+            )

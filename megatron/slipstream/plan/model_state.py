@@ -1,0 +1,97 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What stays on a rank between iterations: weights, gradients and the optimizer's state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron.slipstream.plan.model_shapes import ModelShape
+
+OPTIMIZER_BYTES = 12
+"""Of each parameter: Adam's two moments, and the master copy of a 16-bit weight, in float32."""
+GRADIENT_BYTES = 4
+"""megatron gathers gradients in float32 (``accumulate_allreduce_grads_in_fp32``)."""
+
+
+class NumParameters(NamedTuple):
+    """Parameters on one rank."""
+
+    dense: int
+    """Of all but experts."""
+    experts: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.dense + self.experts
+
+
+def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
+    """The parameters of a pipeline rank. Biases and the norms' weights, which are few, are not in.
+
+    Args:
+        shape: The model.
+        pp_rank: Pipeline rank.
+    """
+    dense = experts = 0
+    vocabulary = shape.vocab_size * shape.hidden_size // shape.parallelism.tp
+    for chunk in shape.chunks_of(pp_rank):
+        for layer in chunk.layers:
+            dense += _attention(shape)
+            if shape.is_moe(layer):
+                more_dense, more_experts = _experts(shape)
+                dense, experts = dense + more_dense, experts + more_experts
+            else:
+                dense += _linears(shape, shape.ffn_hidden_size // shape.parallelism.tp)
+        dense += vocabulary * chunk.is_first
+        is_shared = shape.share_embeddings_and_output_weights and chunk.is_first
+        dense += vocabulary * (chunk.is_last and not is_shared)
+    return NumParameters(dense, experts)
+
+
+def state_bytes(shape: ModelShape, pp_rank: int) -> int:
+    """Bytes of weights, gradients and the optimizer's state of a pipeline rank.
+
+    Data-parallel ranks (``Parallelism.dp``) divide the optimizer's state among them, context-
+    parallel ones too, as megatron's distributed optimizer does.
+    """
+    par = shape.parallelism
+    found = num_parameters(shape, pp_rank)
+    optimizer = OPTIMIZER_BYTES - (4 if shape.precision == "fp32" else 0)
+    ranks = par.dp * par.cp if par.dp > 1 else 1
+    expert_ranks = max(1, ranks * par.tp // (par.ep * par.etp)) if par.dp > 1 else 1
+    each = shape.element_bytes + GRADIENT_BYTES
+    return int(
+        found.total * each
+        + optimizer * found.dense / ranks
+        + optimizer * found.experts / expert_ranks
+    )
+
+
+def _attention(shape: ModelShape) -> int:
+    hidden, latent = shape.hidden_size, shape.latent_attention
+    if latent is None:
+        return hidden * (2 * shape.heads + 2 * shape.groups) * shape.head_dim
+    key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
+    # Down projections are whole on every tensor-parallel rank.
+    count = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+    count += latent.kv_lora_rank * shape.heads * (latent.qk_head_dim + latent.v_head_dim)
+    if latent.q_lora_rank is None:
+        count += hidden * shape.heads * key_width
+    else:
+        count += latent.q_lora_rank * (hidden + shape.heads * key_width)
+    return count + hidden * shape.heads * latent.v_head_dim
+
+
+def _experts(shape: ModelShape) -> tuple[int, int]:
+    experts, par = shape.experts, shape.parallelism
+    assert experts is not None
+    dense = shape.hidden_size * experts.num_experts
+    dense += _linears(shape, experts.shared_ffn_hidden_size // par.tp)
+    each = _linears(shape, experts.ffn_hidden_size // par.etp)
+    return dense, each * experts.num_experts // par.ep
+
+
+def _linears(shape: ModelShape, width: int) -> int:
+    return shape.hidden_size * width * (3 if shape.gated_linear_unit else 2)

@@ -1,0 +1,348 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What each part of a transformer layer saves for backward, from the model's shape.
+
+A part is a run of operations of one layer; those that megatron-core marks have the names of its
+``offload_modules``. Two makes of layers are modelled: of Transformer Engine's modules, and of
+megatron-core's plain PyTorch ones (``attention_backend='local'``). Sizes were checked against
+recorded traces of both (docs/user-guide/planning.md says which).
+
+[Note: What Transformer Engine fuses]
+Its linear layers take the norm before them in, so that norm has no mark: the query/key/value
+projection has it except in multi-latent attention, the first projection of a dense MLP always. Such
+a linear layer saves the norm's input and its output. Transformer Engine's core attention copies
+values that are strided views of the projection's output, so that output is not kept.
+
+[Note: What recomputation leaves]
+megatron-core recomputes a norm or an activation function by emptying its output and running it
+again. The output takes no memory then; the input is read by that second run and so is held beside
+the module that saved it, so that moving it would free nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron.slipstream.plan.model_shapes import LatentAttention, ModelShape
+
+MODULES = (
+    *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
+    *("expert_fc1", "moe_act"),
+)
+"""megatron-core's ``offload_modules`` that are modelled, in the order of a layer."""
+
+KEPT_BY_RECOMPUTATION = "recomputation reads it too"
+"""See [Note: What recomputation leaves]."""
+
+_MASKED_SOFTMAX_MAX_SEQUENCE = 16384
+"""Up to this length Transformer Engine's unfused attention has a softmax kernel."""
+
+
+class SavedTensor(NamedTuple):
+    """One storage that a layer keeps for backward. Parts that save the same one give its name."""
+
+    name: str
+    numel: int
+    nbytes: int
+    kept_by: str = ""
+    """Why moving it would free nothing, if it would not."""
+
+
+Saved = dict[str, tuple[SavedTensor, ...]]
+"""By part."""
+
+
+def saved_tensors(shape: ModelShape, layer: int) -> Saved:
+    """What the parts of a layer save in one micro-batch on one rank.
+
+    Args:
+        shape: The model.
+        layer: Number of the layer, from 0.
+
+    Returns:
+        By part, those that save anything, in the order of forward.
+    """
+    maker = _Layer(shape, shape.is_moe(layer))
+    found = {**maker.attention(), **maker.feed_forward()}
+    return {part: tensors for part, tensors in found.items() if tensors}
+
+
+def marked_modules(shape: ModelShape, layer: int) -> tuple[str, ...]:
+    """The parts of a layer that megatron-core can mark as groups, in their order."""
+    moe, recomputes = shape.is_moe(layer), shape.recomputes
+    is_there = {
+        "attn_norm": not _is_input_norm_fused(shape),
+        "core_attn": not recomputes("core_attn"),
+        "mlp_norm": moe or not shape.uses_transformer_engine,
+        "expert_fc1": moe and not recomputes("moe"),
+        "moe_act": moe and not recomputes("moe"),
+    }
+    return tuple(name for name in MODULES if is_there.get(name, True))
+
+
+def _is_input_norm_fused(shape: ModelShape) -> bool:
+    """See [Note: What Transformer Engine fuses]."""
+    return shape.uses_transformer_engine and shape.latent_attention is None
+
+
+class _Layer:
+    """Makes the tensors of one layer."""
+
+    def __init__(self, shape: ModelShape, is_moe: bool) -> None:
+        self._shape = shape
+        self._is_moe = is_moe
+        self._hidden = shape.region_tokens * shape.hidden_size
+
+    def attention(self) -> Saved:
+        """From the layer's input to the sum of attention's output and the residual."""
+        shape = self._shape
+        recomputes_norm = shape.recomputes("layernorm") and not _is_input_norm_fused(shape)
+        norm = self._norm("layer_input", shape.region_tokens, shape.hidden_size, recomputes_norm)
+        saved: Saved = {}
+        linear = [] if recomputes_norm else [self._tensor("normed_input", self._hidden)]
+        if _is_input_norm_fused(shape):
+            linear = [*norm, *linear]
+        else:
+            saved["attn_norm"] = norm
+        latent = shape.latent_attention
+        saved["qkv_linear"] = (
+            *linear,
+            *(self._latent_projections(latent) if latent else self._qk_norms()),
+        )
+        rotary = None if shape.apply_rope_fusion or latent else shape.head_dim
+        saved["rotary"] = self._rotary_tables(rotary)
+        saved["core_attn"] = self._core_attention()
+        saved["attn_proj"] = (self._attention_output(),)
+        saved["attn_residual"] = self._hidden_dropout("attn_dropout_mask")
+        return saved
+
+    def feed_forward(self) -> Saved:
+        """From there to the layer's output."""
+        shape = self._shape
+        is_fused = shape.uses_transformer_engine and not self._is_moe
+        recomputes_norm = shape.recomputes("layernorm") and not is_fused
+        norm = self._norm("attended", shape.region_tokens, shape.hidden_size, recomputes_norm)
+        normed = () if recomputes_norm else (self._tensor("normed_attended", self._hidden),)
+        saved: Saved = {}
+        if is_fused and shape.recomputes("mlp"):
+            saved["mlp_fc1"] = norm[:1]
+        elif is_fused:
+            saved["mlp_fc1"] = (*norm, *normed)
+        else:
+            saved["mlp_norm"] = norm
+        saved |= self._experts(normed) if self._is_moe else self._mlp(normed, is_fused)
+        saved["mlp_residual"] = self._hidden_dropout("mlp_dropout_mask")
+        return saved
+
+    # Parts
+
+    def _qk_norms(self) -> tuple[SavedTensor, ...]:
+        """Norms of queries and keys, each head by itself."""
+        shape = self._shape
+        if not shape.qk_layernorm:
+            return ()
+        return (
+            *self._norm("query_before_norm", shape.tokens * shape.heads, shape.head_dim),
+            *self._norm("key_before_norm", shape.tokens * shape.groups, shape.head_dim),
+        )
+
+    def _latent_projections(self, latent: LatentAttention) -> tuple[SavedTensor, ...]:
+        shape, tokens = self._shape, self._shape.region_tokens
+        recomputes = shape.recomputes("mla_up_proj")
+        kept = KEPT_BY_RECOMPUTATION if recomputes else ""
+        tensors: list[SavedTensor] = []
+        if latent.q_lora_rank is not None:
+            compressed = self._tensor("query_latent", tokens * latent.q_lora_rank, kept_by=kept)
+            tensors += self._latent_norm(compressed, tokens, latent.q_lora_rank)
+        # A view of the projection's output, which holds the keys' positional part as well.
+        width = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+        compressed = self._tensor("key_value_latent", tokens * width, kept_by=kept)
+        tensors += self._latent_norm(compressed, tokens, latent.kv_lora_rank)
+        if not (shape.apply_rope_fusion or recomputes):
+            tensors += self._rotary_tables(latent.qk_pos_emb_head_dim)
+        return tuple(tensors)
+
+    def _latent_norm(self, latent: SavedTensor, tokens: int, width: int) -> list[SavedTensor]:
+        """What the norm of a latent vector and the projection after it save."""
+        if not self._shape.qk_layernorm:
+            return [latent]
+        normed = self._tensor(f"normed_{latent.name}", tokens * width, kept_by=latent.kept_by)
+        norm = self._norm(latent.name, tokens, width)
+        if self._shape.uses_transformer_engine:
+            # The projection has the norm in it, which recomputation runs again with it.
+            if latent.kept_by:
+                return [latent]
+            return [latent, *norm[1:], normed]
+        return [*norm, normed]
+
+    def _core_attention(self) -> tuple[SavedTensor, ...]:
+        shape = self._shape
+        query, key, value = self._query_key_value()
+        if shape.recomputes("core_attn"):
+            return tuple(
+                tensor._replace(kept_by=KEPT_BY_RECOMPUTATION) for tensor in (query, key, value)
+            )
+        inputs = () if shape.recomputes("mla_up_proj") else (query, key, value)
+        if shape.attention_backend in ("fused", "flash"):
+            statistics = shape.tokens * shape.heads
+            output = self._attention_output()
+            if shape.parallelism.cp > 1 and "a2a" in shape.parallelism.cp_comm_type:
+                # Saved before heads and tokens change places again.
+                output = output._replace(name="attention_output_by_heads")
+            return (*inputs, output, self._float32("log_sum_exp", statistics))
+        return (*inputs, *self._scores())
+
+    def _query_key_value(self) -> tuple[SavedTensor, SavedTensor, SavedTensor]:
+        shape = self._shape
+        latent = shape.latent_attention
+        groups, key_width, value_width = shape.groups, shape.head_dim, shape.head_dim
+        if latent:
+            groups = shape.heads
+            key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
+            value_width = latent.v_head_dim
+        value_numel = value_stored = shape.tokens * groups * value_width
+        if shape.attention_backend in ("unfused", "local"):
+            if groups == shape.heads and not latent and shape.attention_backend == "local":
+                # A view of the projection's output, which is kept whole.
+                value_stored = shape.tokens * (shape.heads + 2 * groups) * shape.head_dim
+            groups = shape.heads  # Keys and values are repeated for each query head.
+            value_numel = shape.tokens * groups * value_width
+            value_stored = max(value_stored, value_numel)
+        return (
+            self._tensor("query", shape.tokens * shape.heads * key_width),
+            self._tensor("key", shape.tokens * groups * key_width),
+            SavedTensor("value", value_numel, value_stored * shape.element_bytes),
+        )
+
+    def _scores(self) -> list[SavedTensor]:
+        """What softmax and the product with the values save, ``[b, heads, s, s]``."""
+        shape = self._shape
+        numel = shape.micro_batch_size * shape.heads * shape.sequence**2
+        probabilities = self._tensor("probabilities", numel)
+        tensors = [probabilities]
+        is_16_bit = shape.precision != "fp32"
+        if shape.attention_backend == "unfused":
+            has_kernel = is_16_bit and shape.sequence <= _MASKED_SOFTMAX_MAX_SEQUENCE
+            if not has_kernel:
+                tensors.append(SavedTensor("mask", shape.sequence**2, shape.sequence**2))
+            if is_16_bit and not has_kernel:
+                tensors.append(self._float32("softmax", numel))
+        elif is_16_bit and shape.attention_softmax_in_fp32:
+            tensors.append(self._float32("softmax", numel))
+        if shape.attention_dropout > 0:
+            tensors.append(self._dropout_mask("attention_dropout_mask", numel))
+            if "softmax" not in [tensor.name for tensor in tensors]:
+                # Beside what softmax gave; else that is in float32, and these are all there is.
+                tensors.append(self._tensor("dropped_probabilities", numel))
+        return tensors
+
+    def _attention_output(self) -> SavedTensor:
+        latent = self._shape.latent_attention
+        width = latent.v_head_dim if latent else self._shape.head_dim
+        return self._tensor("attention_output", self._shape.tokens * self._shape.heads * width)
+
+    def _mlp(self, normed: tuple[SavedTensor, ...], is_fused: bool) -> Saved:
+        """A dense MLP; ``normed`` is its input if that is not saved with the norm."""
+        shape = self._shape
+        if shape.recomputes("mlp"):
+            return {} if is_fused else {"mlp_fc1": normed}
+        width = shape.ffn_hidden_size // shape.parallelism.tp
+        saved: Saved = {} if is_fused else {"mlp_fc1": normed}
+        saved["mlp_act"] = self._activation("mlp", shape.tokens, width)
+        saved["mlp_fc2"] = (self._tensor("mlp_activated", shape.tokens * width),)
+        return saved
+
+    def _experts(self, normed: tuple[SavedTensor, ...]) -> Saved:
+        shape, experts = self._shape, self._shape.experts
+        assert experts is not None
+        if shape.recomputes("moe"):
+            return {"router": normed}
+        scores = self._float32("router_scores", shape.region_tokens * experts.num_experts)
+        saved: Saved = {"router": (*normed, scores)}
+        if experts.shared_ffn_hidden_size:
+            saved["shared_experts"] = normed
+            if not shape.recomputes("shared_experts"):
+                width = experts.shared_ffn_hidden_size // shape.parallelism.tp
+                saved["shared_experts"] = (
+                    *normed,
+                    *self._activation("shared", shape.tokens, width),
+                    self._tensor("shared_activated", shape.tokens * width),
+                )
+        rows, width = shape.expert_tokens, experts.ffn_hidden_size // shape.parallelism.etp
+        saved["expert_fc1"] = (self._tensor("expert_input", rows * shape.hidden_size),)
+        saved["moe_act"] = self._expert_activation(rows, width)
+        if not shape.recomputes("moe_act"):
+            saved["expert_fc2"] = (self._tensor("expert_activated", rows * width),)
+        return saved
+
+    def _expert_activation(self, rows: int, width: int) -> tuple[SavedTensor, ...]:
+        """The activation function and the product with the routing probabilities."""
+        shape = self._shape
+        probabilities = self._tensor("routing_probabilities", rows)
+        tensors = self._activation("expert", rows, width)
+        if shape.recomputes("moe_act"):
+            kept = (tensors[0], probabilities)
+            return tuple(tensor._replace(kept_by=KEPT_BY_RECOMPUTATION) for tensor in kept)
+        if not shape.bias_activation_fusion:
+            tensors = (*tensors, self._tensor("expert_unweighted", rows * width))
+        return (*tensors, probabilities)
+
+    def _activation(self, prefix: str, rows: int, width: int) -> tuple[SavedTensor, ...]:
+        shape = self._shape
+        factor = 2 if shape.gated_linear_unit else 1
+        projected = self._tensor(f"{prefix}_projected", rows * width * factor)
+        if shape.bias_activation_fusion or not shape.gated_linear_unit:
+            return (projected,)
+        return (
+            projected,
+            self._tensor(f"{prefix}_gate", rows * width),
+            self._tensor(f"{prefix}_linear", rows * width),
+        )
+
+    # Tensors
+
+    def _norm(
+        self, name: str, rows: int, width: int, is_recomputed: bool = False
+    ) -> tuple[SavedTensor, ...]:
+        """What the norm of ``[rows, width]`` saves, its input first."""
+        shape = self._shape
+        if is_recomputed:
+            return (self._tensor(name, rows * width, kept_by=KEPT_BY_RECOMPUTATION),)
+        taken = self._tensor(name, rows * width)
+        if shape.uses_transformer_engine:
+            statistics = [self._float32(f"{name}_deviation", rows)]
+            if shape.normalization == "LayerNorm":
+                statistics.append(self._float32(f"{name}_mean", rows))
+            return (taken, *statistics)
+        if shape.normalization == "LayerNorm":
+            names = (f"{name}_mean", f"{name}_deviation")
+            return (taken, *(self._tensor(each, rows) for each in names))
+        # Plain PyTorch computes an RMS norm step by step, in float32.
+        return (
+            self._float32(name if shape.precision == "fp32" else f"{name}_fp32", rows * width),
+            self._float32(f"{name}_deviation", rows),
+            self._float32(f"{name}_scaled", rows * width),
+        )
+
+    def _rotary_tables(self, width: int | None) -> tuple[SavedTensor, ...]:
+        """Cosines and sines for queries and for keys."""
+        if width is None:
+            return ()
+        names = ("query_cosines", "query_sines", "key_cosines", "key_sines")
+        return tuple(self._tensor(name, self._shape.sequence * width) for name in names)
+
+    def _hidden_dropout(self, name: str) -> tuple[SavedTensor, ...]:
+        has_dropout = self._shape.hidden_dropout > 0
+        return (self._dropout_mask(name, self._hidden),) if has_dropout else ()
+
+    def _dropout_mask(self, name: str, numel: int) -> SavedTensor:
+        # Of numbers without a GPU, of booleans with one.
+        if self._shape.uses_transformer_engine:
+            return SavedTensor(name, numel, numel)
+        return self._tensor(name, numel)
+
+    def _tensor(self, name: str, numel: int, kept_by: str = "") -> SavedTensor:
+        return SavedTensor(name, numel, numel * self._shape.element_bytes, kept_by)
+
+    def _float32(self, name: str, numel: int) -> SavedTensor:
+        return SavedTensor(name, numel, 4 * numel)

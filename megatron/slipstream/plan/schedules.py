@@ -1,0 +1,151 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The order in which a pipeline rank runs its micro-batches, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Optional
+
+
+class Pass(NamedTuple):
+    """One micro-batch's forward or backward through one model chunk."""
+
+    direction: Literal["F", "B"]
+    micro_batch: int
+    vp_stage: int = 0
+
+
+Schedule = Sequence[Pass]
+
+
+def one_f_one_b(pp_size: int, pp_rank: int, num_micro_batches: int) -> Schedule:
+    """The non-interleaved schedule (PipeDream-Flush): warm-up, steady state, cool-down."""
+    return _alternate(
+        [Pass("F", index) for index in range(num_micro_batches)],
+        [Pass("B", index) for index in range(num_micro_batches)],
+        num_warmup=pp_size - pp_rank - 1,
+    )
+
+
+def interleaved(
+    pp_size: int,
+    pp_rank: int,
+    num_micro_batches: int,
+    vp_size: int,
+    group_size: Optional[int] = None,
+) -> Schedule:
+    """The interleaved schedule of Megatron-LM (arXiv:2104.04473, section 2.2).
+
+    Each model chunk takes ``group_size`` micro-batches before the next chunk has its turn.
+
+    Args:
+        pp_size: Number of pipeline ranks.
+        pp_rank: This one.
+        num_micro_batches: Of an iteration.
+        vp_size: Model chunks of a rank.
+        group_size: megatron's ``microbatch_group_size_per_vp_stage``; None is ``pp_size``.
+
+    Raises:
+        ValueError: The schedule does not take so many micro-batches.
+    """
+    group = group_size or pp_size
+    if group < pp_size or num_micro_batches < group or 0 < num_micro_batches % group < pp_size:
+        raise ValueError(
+            f"num_microbatches={num_micro_batches} is not supported with "
+            f"microbatch_group_size_per_vp_stage={group} and "
+            f"pipeline_model_parallel_size={pp_size} because the pipeline would run dry; set a "
+            f"multiple of {max(group, pp_size)}"
+        )
+    forward, backward = [], []
+    for first in range(0, num_micro_batches, group):
+        members = range(first, min(first + group, num_micro_batches))
+        for stage in range(vp_size):
+            forward += [Pass("F", index, stage) for index in members]
+            backward += [Pass("B", index, vp_size - 1 - stage) for index in members]
+    num_warmup = (pp_size - pp_rank - 1) * 2 + (vp_size - 1) * group
+    return _alternate(forward, backward, num_warmup)
+
+
+def _alternate(forward: list[Pass], backward: list[Pass], num_warmup: int) -> Schedule:
+    num_warmup = min(num_warmup, len(forward))
+    num_steady = len(forward) - num_warmup
+    steady = zip(forward[num_warmup:], backward[:num_steady], strict=True)
+    return [*forward[:num_warmup], *(item for pair in steady for item in pair)] + backward[
+        num_steady:
+    ]
+
+
+def rank_schedule(
+    pp_size: int,
+    pp_rank: int,
+    num_micro_batches: int,
+    vp_size: Optional[int] = None,
+    group_size: Optional[int] = None,
+) -> Schedule:
+    """The schedule that megatron-core runs; ``vp_size=None`` is the one without interleaving.
+
+    Raises:
+        ValueError: There is none for so many micro-batches.
+    """
+    if vp_size is None:
+        return one_f_one_b(pp_size, pp_rank, num_micro_batches)
+    return interleaved(pp_size, pp_rank, num_micro_batches, vp_size, group_size)
+
+
+def idle_ms(
+    schedules: Sequence[Schedule], duration_ms: Callable[[int, Pass], float]
+) -> list[list[float]]:
+    """How long each rank waits for others before each of its passes, when nothing is copied.
+
+    Args:
+        schedules: Of every pipeline rank.
+        duration_ms: How long a rank takes for a pass.
+
+    Returns:
+        ``[rank][pass]``, in milliseconds.
+
+    Raises:
+        ValueError: The ranks wait for each other in a circle.
+    """
+    num_stages = 1 + max(item.vp_stage for item in schedules[0])
+    ends: dict[tuple[int, Pass], float] = {}
+    now = [0.0] * len(schedules)
+    waits: list[list[float]] = [[] for _ in schedules]
+    is_stuck = False
+    while not is_stuck:
+        is_stuck = True
+        for rank, schedule in enumerate(schedules):
+            while len(waits[rank]) < len(schedule):
+                item = schedule[len(waits[rank])]
+                source = _source(rank, item, len(schedules), num_stages)
+                if source is not None and source not in ends:
+                    break
+                ready = 0.0 if source is None else ends[source]
+                waits[rank].append(max(0.0, ready - now[rank]))
+                now[rank] = max(now[rank], ready) + duration_ms(rank, item)
+                ends[rank, item] = now[rank]
+                is_stuck = False
+    if any(len(wait) < len(schedule) for wait, schedule in zip(waits, schedules, strict=True)):
+        raise ValueError("the pipeline's ranks wait for each other in a circle")
+    return waits
+
+
+def _source(rank: int, item: Pass, pp_size: int, num_stages: int) -> Optional[tuple[int, Pass]]:
+    """The rank and pass that a pass takes its input from; None if it needs none."""
+    if item.direction == "F":
+        rank, stage = (rank - 1, item.vp_stage) if rank else (pp_size - 1, item.vp_stage - 1)
+        return None if stage < 0 else (rank, item._replace(vp_stage=stage))
+    if rank == pp_size - 1 and item.vp_stage == num_stages - 1:
+        return None  # Its own forward, which came before.
+    rank, stage = (rank + 1, item.vp_stage) if rank < pp_size - 1 else (0, item.vp_stage + 1)
+    return rank, item._replace(vp_stage=stage)
+
+
+def most_in_flight(schedule: Schedule) -> int:
+    """The most passes that are past their forward and not past their backward at once."""
+    held = most = 0
+    for item in schedule:
+        held += 1 if item.direction == "F" else -1
+        most = max(most, held)
+    return most

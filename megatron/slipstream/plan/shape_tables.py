@@ -1,0 +1,277 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What a model's layers save, and what of it hides, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Optional, Union
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.configured import Configured
+from megatron.slipstream.plan.gpus import Speed
+from megatron.slipstream.plan.layer_costs import layer_costs
+from megatron.slipstream.plan.model_shapes import ModelShape, Parallelism
+from megatron.slipstream.plan.model_state import num_parameters
+from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.saved_tensors import SavedTensor, marked_modules, saved_tensors
+from megatron.slipstream.plan.schedules import most_in_flight
+from megatron.slipstream.plan.simulate import Simulation
+from megatron.slipstream.plan.synthetic import Workplan
+
+WIDTH = 110
+"""Columns where the output is no terminal."""
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """What one part of a layer saves in one micro-batch."""
+
+    name: str
+    nbytes: int
+    """Of storages that no part before it saves."""
+    movable_bytes: int
+    """Of these, what moves if all chosen modules do."""
+
+
+def part_bytes(configured: Configured, layer: int) -> list[PartBytes]:
+    """The parts of a layer that save anything, in the order of forward."""
+    shape = configured.shape
+    chosen = [name for name in marked_modules(shape, layer) if name in configured.modules]
+    saved = saved_tensors(shape, layer)
+    savers: dict[str, list[str]] = {}
+    for part, tensors in saved.items():
+        for tensor in tensors:
+            savers.setdefault(tensor.name, []).append(part)
+
+    def is_movable(tensor: SavedTensor) -> bool:
+        return (
+            not tensor.kept_by
+            and tensor.numel >= configured.min_numel
+            and all(part in chosen for part in savers[tensor.name])
+        )
+
+    found = []
+    for part, tensors in saved.items():
+        own = [tensor for tensor in tensors if savers[tensor.name][0] == part]
+        movable = sum(tensor.nbytes for tensor in own if is_movable(tensor))
+        found.append(PartBytes(part, sum(tensor.nbytes for tensor in own), movable))
+    return found
+
+
+@dataclass(frozen=True)
+class LayerWindow:
+    """How long a layer computes in one micro-batch, in milliseconds."""
+
+    forward_ms: float
+    backward_ms: float
+
+
+def layer_window(shape: ModelShape, speed: Speed, layer: int) -> LayerWindow:
+    """The time in which a layer's copies can hide."""
+    costs = layer_costs(shape, layer).values()
+    return LayerWindow(
+        sum(speed.compute_ms(cost.flops, cost.traffic_bytes) for cost in costs),
+        sum(speed.compute_ms(cost.backward_flops, cost.backward_traffic_bytes) for cost in costs),
+    )
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What was found for one pipeline rank."""
+
+    work: Workplan
+    pp_rank: int
+    state_bytes: int
+    plan: Optional[Plan] = None
+    """None where nothing can move."""
+    simulation: Optional[Simulation] = None
+
+    @property
+    def layers(self) -> str:
+        """The numbers of its layers, chunk by chunk."""
+        texts = []
+        for chunk in self.work.shape.chunks_of(self.pp_rank):
+            first, *others = chunk.layers or (None,)
+            texts.append(
+                "-" if first is None else f"{first}-{others[-1]}" if others else f"{first}"
+            )
+        return ", ".join(texts)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Passes through model chunks whose activations are kept at once, at most."""
+        return most_in_flight(self.work.schedules[self.pp_rank])
+
+    @property
+    def saved_bytes(self) -> int:
+        """The most that passes in flight keep at once."""
+        held = most = 0
+        for item in self.work.schedules[self.pp_rank]:
+            nbytes = self.work.chunks[self.pp_rank, item.vp_stage].saved_bytes
+            held += nbytes if item.direction == "F" else -nbytes
+            most = max(most, held)
+        return most
+
+
+Line = Union[Table, str]
+
+
+def write(lines: Iterable[Line], stream: IO[str]) -> None:
+    """Write tables and lines of text. With colours only to a terminal."""
+    console = Console(file=stream, highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    with console.capture() as drawn:
+        for line in lines:
+            console.print(Text(line) if isinstance(line, str) else line)
+    # Cells are filled up with blanks.
+    stream.write("".join(line.rstrip() + "\n" for line in drawn.get().splitlines()))
+
+
+def describe(configured: Configured, speed: Speed) -> Iterator[Line]:
+    """What is planned, and what for."""
+    shape, par = configured.shape, configured.shape.parallelism
+    whole = replace(shape, parallelism=Parallelism(), layers_per_chunk=())
+    parts = [
+        f"{shape.num_layers} layers, {num_parameters(whole, 0).total / 1e9:.3g}e9 parameters",
+        f"sequence {shape.seq_length}, micro-batch {shape.micro_batch_size}",
+        f"{configured.num_micro_batches} micro-batches",
+        f"{shape.precision}, {shape.attention_backend} attention",
+    ]
+    sizes = {"TP": par.tp, "CP": par.cp, "PP": par.pp, "VPP": par.vpp, "EP": par.ep}
+    sizes["ETP"] = par.etp if shape.experts else 1
+    divided = [f"{name}{size}" for name, size in sizes.items() if size and size > 1]
+    if par.sequence_parallel:
+        divided.insert(1, "SP")
+    if divided:
+        parts.append(" ".join(divided))
+    if shape.recompute_modules:
+        parts.append("recomputing " + " ".join(sorted(shape.recompute_modules)))
+    yield f"{configured.title}: {', '.join(parts)}"
+    link = speed.bandwidth
+    origin = "" if speed.is_link_measured else ", assumed"
+    memory = f", {speed.memory_gib:g} GiB" if speed.memory_gib else ""
+    yield (
+        f"{speed.name}{memory}: {speed.tflops:.0f} TFLOP/s, copies {link.d2h_gb_per_s:.1f} GB/s "
+        f"out, {link.h2d_gb_per_s:.1f} back ({link.d2h_both_gb_per_s:.1f} and "
+        f"{link.h2d_both_gb_per_s:.1f} at once{origin})"
+    )
+    yield from (f"Note: {note}" for note in configured.notes)
+
+
+def layer_tables(configured: Configured, speed: Speed) -> Iterator[Line]:
+    """For each kind of layer what its parts save, and what of it a layer's time hides."""
+    shape = configured.shape
+    kinds: dict[bool, int] = {}
+    for layer in range(shape.num_layers):
+        kinds.setdefault(shape.is_moe(layer), layer)
+    for is_moe, layer in kinds.items():
+        count = sum(shape.is_moe(each) == is_moe for each in range(shape.num_layers))
+        kind = "a layer with experts" if is_moe else "a dense layer"
+        yield ""
+        yield _layer_table(f"Saved by {kind} ({count} of them) in one micro-batch", configured,
+                           speed, layer)  # fmt: skip
+        yield _what_hides(part_bytes(configured, layer), layer_window(shape, speed, layer), speed)
+
+
+def _layer_table(title: str, configured: Configured, speed: Speed, layer: int) -> Table:
+    parts = part_bytes(configured, layer)
+    window = layer_window(configured.shape, speed, layer)
+    total = sum(part.nbytes for part in parts)
+    marked = marked_modules(configured.shape, layer)
+    table = _table(title, "part", "saved", "share", "can move", "copy out", "of forward")
+    for part in parts:
+        name = part.name if part.name in marked else f"({part.name})"
+        copy_ms = _copy_ms(part.movable_bytes, speed)
+        moved = [format_bytes(part.movable_bytes), f"{copy_ms:.2f} ms",
+                 f"{copy_ms / window.forward_ms:.0%}"]  # fmt: skip
+        table.add_row(
+            name,
+            format_bytes(part.nbytes),
+            f"{part.nbytes / total:.1%}",
+            *(moved if part.movable_bytes else ["-", "", ""]),
+        )
+    movable = sum(part.movable_bytes for part in parts)
+    copy_ms = _copy_ms(movable, speed)
+    table.add_section()
+    table.add_row(
+        "all",
+        format_bytes(total),
+        "100%",
+        format_bytes(movable),
+        f"{copy_ms:.2f} ms",
+        f"{copy_ms / window.forward_ms:.0%}",
+    )
+    return table
+
+
+def _what_hides(parts: Sequence[PartBytes], window: LayerWindow, speed: Speed) -> str:
+    movable = sum(part.movable_bytes for part in parts)
+    out = 1e6 * speed.bandwidth.d2h_gb_per_s * window.forward_ms
+    back = 1e6 * speed.bandwidth.h2d_gb_per_s * window.backward_ms
+    hides = min(out, back)
+    verdict = "all of it hides"
+    if movable > hides:
+        verdict = f"{hides / movable:.0%} of it hides behind the layer itself"
+    return (
+        f"It computes {window.forward_ms:.2f} ms in forward and {window.backward_ms:.2f} ms in "
+        f"backward, in which the link carries {format_bytes(out)} out and {format_bytes(back)} "
+        f"back: {verdict}.\nIn brackets: not marked by megatron-core, so it stays. 0 B: what it "
+        "saves is counted with a part before it."
+    )
+
+
+def rank_table(ranks: Sequence[RankPlan], memory_gib: Optional[float]) -> Iterator[Line]:
+    """What each pipeline rank keeps, and what a plan would do for it."""
+    table = _table(
+        "Pipeline ranks",
+        *("rank", "layers", "in flight", "state", "saved", "peak", "planned peak", "moved"),
+        *("step", "overhead"),
+    )
+    for rank in ranks:
+        row = [str(rank.pp_rank), rank.layers, str(rank.num_in_flight)]
+        row += [format_bytes(rank.state_bytes), format_bytes(rank.saved_bytes)]
+        plan, simulation = rank.plan, rank.simulation
+        if plan is not None and simulation is not None and simulation.peak_bytes is not None:
+            row += [format_bytes(nbytes) for nbytes in simulation.peak_bytes]
+            row += [format_bytes(plan.moved_nbytes), f"{simulation.total_ms:.0f} ms"]
+            row.append(f"{simulation.overhead_percent:.1f}%")
+        table.add_row(*row)
+    yield ""
+    yield table
+    text = (
+        "in flight: passes through model chunks that wait for their backward, at most; saved: what "
+        "these keep;\nstate: weights, gradients, optimizer; moved: each way in an iteration."
+    )
+    yield text
+    if memory_gib:
+        over = [
+            str(rank.pp_rank)
+            for rank in ranks
+            if rank.simulation is not None
+            and rank.simulation.peak_bytes is not None
+            and rank.simulation.peak_bytes[1] > memory_gib * 2**30
+        ]
+        if over:
+            yield (
+                f"Even so rank {', '.join(over)} needs more than the GPU's {memory_gib:g} GiB: "
+                "divide the model further, or recompute"
+            )
+
+
+def _copy_ms(nbytes: int, speed: Speed) -> float:
+    return nbytes / (1e6 * speed.bandwidth.d2h_gb_per_s)
+
+
+def _table(title: str, *heads: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.padding = (0, 2, 0, 0)
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place == 0 else "right", no_wrap=True)
+    return table

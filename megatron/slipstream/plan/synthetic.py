@@ -1,0 +1,362 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A trace of an iteration that nobody has run: from a model's shape, for the planner.
+
+Its marks are those that megatron-core's layers make and its storages what they save, in the order
+of a pipeline rank's schedule; its times are estimates. Device memory is the state, what passes in
+flight have saved, and in backward the gradients of what is being computed; memory that lives within
+one operation, and what the allocator wastes, is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Union
+
+from megatron.slipstream.plan.gpus import Speed
+from megatron.slipstream.plan.layer_costs import Cost, head_cost, layer_costs
+from megatron.slipstream.plan.model_shapes import Chunk, ModelShape
+from megatron.slipstream.plan.saved_tensors import (
+    SavedTensor,
+    marked_modules,
+    saved_tensors,
+)
+from megatron.slipstream.plan.schedules import Pass, Schedule, idle_ms, rank_schedule
+from megatron.slipstream.plan.trace import (
+    GroupKey,
+    GroupTrace,
+    MemoryReading,
+    Step,
+    StepKind,
+    StorageTrace,
+    Trace,
+)
+
+DEFAULT_MIN_NUMEL = 1 << 20
+"""megatron-core's ``min_offloaded_tensor_size``, in elements."""
+
+KEPT_BY_SCHEDULE = "the pipeline schedule holds the stage's input"
+
+
+@dataclass(frozen=True)
+class Workplan:
+    """What is to be planned: a model, how fast it runs, and what of it may move.
+
+    Args:
+        shape: The model.
+        speed: Of the GPU.
+        modules: megatron-core's ``offload_modules``.
+        num_micro_batches: Of an iteration.
+        min_numel: Tensors of fewer elements stay.
+
+    Raises:
+        ValueError: The pipeline has no schedule for so many micro-batches.
+    """
+
+    shape: ModelShape
+    speed: Speed
+    modules: tuple[str, ...]
+    num_micro_batches: int
+    min_numel: int = DEFAULT_MIN_NUMEL
+
+    @cached_property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """Of every pipeline rank."""
+        par = self.shape.parallelism
+        return tuple(
+            rank_schedule(par.pp, rank, self.num_micro_batches, par.vpp, par.group_size)
+            for rank in range(par.pp)
+        )
+
+    @cached_property
+    def chunks(self) -> dict[tuple[int, int], ChunkWork]:
+        """What one pass through each chunk is, by pipeline rank and virtual stage."""
+        return {
+            (chunk.pp_rank, chunk.vp_stage): ChunkWork(self, chunk) for chunk in self.shape.chunks
+        }
+
+    @cached_property
+    def idle_ms(self) -> list[list[float]]:
+        """For each rank how long it waits for other ranks before each pass."""
+
+        def duration_ms(rank: int, item: Pass) -> float:
+            chunk = self.chunks[rank, item.vp_stage]
+            return chunk.forward_ms if item.direction == "F" else chunk.backward_ms
+
+        return idle_ms(self.schedules, duration_ms)
+
+
+def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace:
+    """One iteration of one pipeline rank.
+
+    Args:
+        work: What is planned.
+        pp_rank: The rank.
+        state_bytes: Device memory that is in use all the time.
+
+    Returns:
+        A trace with times, bandwidth and memory. It has no steps if the rank has no layer with one
+        of the modules.
+    """
+    recorder = _Recorder(state_bytes)
+    in_flight: dict[tuple[int, int], int] = {}
+    for item, wait_ms in zip(work.schedules[pp_rank], work.idle_ms[pp_rank], strict=True):
+        chunk = work.chunks[pp_rank, item.vp_stage]
+        recorder.spend(wait_ms)
+        if item.direction == "F":
+            in_flight[item.micro_batch, item.vp_stage] = recorder.run_forward(chunk)
+        else:
+            recorder.run_backward(chunk, in_flight[item.micro_batch, item.vp_stage])
+    return recorder.finish(work, pp_rank)
+
+
+class Mark(NamedTuple):
+    """The start or the end of a group, by the group's index in its pass."""
+
+    kind: StepKind
+    group: int
+    name: str
+
+
+class Work(NamedTuple):
+    """A part of a layer."""
+
+    forward_ms: float
+    backward_ms: float
+    saved_bytes: int = 0
+    """That appear with it in forward and go after it in backward."""
+    gradient_bytes: int = 0
+    """Beside those, in its backward."""
+
+
+class Managed(NamedTuple):
+    """A storage that groups of one pass save."""
+
+    tensor: SavedTensor
+    groups: tuple[int, ...]
+    held_outside: bool
+    lingers: bool
+    """Something else holds it until the pass's forward has returned."""
+
+
+@dataclass
+class ChunkWork:
+    """One micro-batch's pass through one model chunk.
+
+    Args:
+        plan: What is planned.
+        chunk: The chunk.
+    """
+
+    plan: Workplan
+    chunk: Chunk
+    events: list[Union[Mark, Work]] = field(default_factory=list)
+    """In the order of forward."""
+    groups: list[str] = field(default_factory=list)
+    """The module names of the pass's groups."""
+    storages: list[Managed] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for place, layer in enumerate(self.chunk.layers):
+            self._add_layer(layer, is_first=place == 0)
+        if self.chunk.is_last:
+            self.events.append(self._head())
+
+    @property
+    def forward_ms(self) -> float:
+        """How long its forward computes."""
+        return sum(item.forward_ms for item in self.events if isinstance(item, Work))
+
+    @property
+    def backward_ms(self) -> float:
+        """How long its backward computes."""
+        return sum(item.backward_ms for item in self.events if isinstance(item, Work))
+
+    @property
+    def saved_bytes(self) -> int:
+        """All that a pass keeps for its backward."""
+        return sum(item.saved_bytes for item in self.events if isinstance(item, Work))
+
+    def _add_layer(self, layer: int, is_first: bool) -> None:
+        shape = self.plan.shape
+        saved = saved_tensors(shape, layer)
+        marked = [name for name in marked_modules(shape, layer) if name in self.plan.modules]
+        group_of = {name: len(self.groups) + place for place, name in enumerate(marked)}
+        self.groups += marked
+        self._add_events(saved, layer_costs(shape, layer), group_of)
+        savers: dict[str, list[str]] = {}
+        tensors: dict[str, SavedTensor] = {}
+        for part, items in saved.items():
+            for tensor in items:
+                savers.setdefault(tensor.name, []).append(part)
+                tensors.setdefault(tensor.name, tensor)
+        for name, tensor in tensors.items():
+            groups = tuple(group_of[part] for part in savers[name] if part in group_of)
+            if groups and tensor.numel >= self.plan.min_numel:
+                is_input = is_first and name == "layer_input"
+                held_outside = (
+                    len(groups) < len(savers[name])
+                    or bool(tensor.kept_by)
+                    or (is_input and not self.chunk.is_first)
+                )
+                lingers = is_input and self.chunk.is_first
+                self.storages.append(Managed(tensor, groups, held_outside, lingers))
+
+    def _add_events(
+        self,
+        saved: dict[str, tuple[SavedTensor, ...]],
+        costs: dict[str, Cost],
+        group_of: dict[str, int],
+    ) -> None:
+        """The marks and the work of a layer."""
+        seen: set[str] = set()
+        for part, cost in costs.items():
+            tensors = saved.get(part, ())
+            nbytes = sum(tensor.nbytes for tensor in tensors if tensor.name not in seen)
+            seen.update(tensor.name for tensor in tensors)
+            # The gradients of what it took in, and of what it gave to the next part.
+            gradients = sum(tensor.nbytes for tensor in (*tensors, *_after(part, saved, costs)))
+            self._mark(StepKind.FORWARD_START, part, group_of)
+            self.events.append(self._work(cost, nbytes, gradients))
+            for module, last in _LAST_PARTS.items():
+                if part in last:
+                    self._mark(StepKind.FORWARD_COMMIT, module, group_of)
+
+    def _mark(self, kind: StepKind, name: str, group_of: dict[str, int]) -> None:
+        if name in group_of:
+            self.events.append(Mark(kind, group_of[name], name))
+
+    def _head(self) -> Work:
+        """The final norm, the output layer and the loss."""
+        shape = self.plan.shape
+        hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
+        logits = shape.tokens * shape.vocab_size // shape.parallelism.tp
+        return self._work(head_cost(shape), 2 * hidden + logits * (shape.element_bytes + 4), 0)
+
+    def _work(self, cost: Cost, saved_bytes: int, gradient_bytes: int) -> Work:
+        compute_ms = self.plan.speed.compute_ms
+        return Work(
+            _round(compute_ms(cost.flops, cost.traffic_bytes)),
+            _round(compute_ms(cost.backward_flops, cost.backward_traffic_bytes)),
+            saved_bytes,
+            gradient_bytes,
+        )
+
+
+def _round(ms: float) -> float:
+    """To a multiple of a power of two: sums of these are exact, in whatever order."""
+    return round(ms * 4096) / 4096
+
+
+_LAST_PARTS: dict[str, tuple[str, ...]] = {
+    "qkv_linear": ("qkv_linear",),
+    "core_attn": ("core_attn",),
+    "attn_proj": ("attn_proj",),
+    # megatron-core ends a norm's group where the residual, its input, has been read.
+    "attn_norm": ("attn_residual",),
+    "expert_fc1": ("expert_fc1",),
+    "moe_act": ("expert_fc2",),
+    "mlp_norm": ("mlp_residual",),
+}
+"""For each module the part of the layer at whose end its group ends."""
+
+
+def _after(
+    part: str, saved: dict[str, tuple[SavedTensor, ...]], parts: Collection[str]
+) -> tuple[SavedTensor, ...]:
+    order = list(parts)
+    following = order[order.index(part) + 1 :]
+    return saved.get(following[0], ()) if following else ()
+
+
+class _Recorder:
+    """Writes down passes as they run one after another."""
+
+    def __init__(self, state_bytes: int) -> None:
+        self._live_bytes = state_bytes
+        self._steps: list[Step] = []
+        self._step_ms: list[float] = []
+        self._peaks: list[int] = []
+        self._allocated: list[int] = []
+        self._groups: list[GroupTrace] = []
+        self._storages: list[StorageTrace] = []
+        self._num_passes = 0
+        self._early_ms, self._early_peak_bytes = 0.0, state_bytes
+
+    def run_forward(self, chunk: ChunkWork) -> int:
+        """A pass's forward. Returns the index of the pass."""
+        chunk_pass = self._num_passes
+        self._num_passes += 1
+        for event in chunk.events:
+            if isinstance(event, Mark):
+                self._mark(chunk_pass, event)
+            else:
+                self._live_bytes += event.saved_bytes
+                self.spend(event.forward_ms)
+                self._note_peak(0)
+        self._add_storages(chunk, chunk_pass)
+        return chunk_pass
+
+    def run_backward(self, chunk: ChunkWork, chunk_pass: int) -> None:
+        """The pass's backward."""
+        for event in reversed(chunk.events):
+            if isinstance(event, Work):
+                self._note_peak(event.gradient_bytes)
+                self.spend(event.backward_ms)
+                self._live_bytes -= event.saved_bytes
+            elif event.kind is StepKind.FORWARD_COMMIT:
+                self._mark(chunk_pass, event._replace(kind=StepKind.BACKWARD_USE))
+
+    def spend(self, ms: float) -> None:
+        """Time passes after the newest step."""
+        if self._steps:
+            self._step_ms[-1] += ms
+        else:
+            self._early_ms += ms
+
+    def finish(self, work: Workplan, pp_rank: int) -> Trace:
+        """All that was written down."""
+        readings = map(MemoryReading, self._allocated, self._peaks, [0] * len(self._steps))
+        return Trace(
+            tuple(self._steps),
+            tuple(self._groups),
+            tuple(self._storages),
+            pp_rank,
+            tuple(readings),
+            tuple(self._step_ms),
+            work.speed.bandwidth,
+        )
+
+    def _mark(self, chunk_pass: int, mark: Mark) -> None:
+        self._steps.append(Step(mark.kind, GroupKey(chunk_pass, mark.group), mark.name))
+        self._step_ms.append(self._early_ms)
+        self._peaks.append(max(self._live_bytes, self._early_peak_bytes))
+        self._allocated.append(self._live_bytes)
+        self._early_ms = self._early_peak_bytes = 0
+
+    def _note_peak(self, more_bytes: int) -> None:
+        peak = self._live_bytes + more_bytes
+        if self._peaks:
+            self._peaks[-1] = max(self._peaks[-1], peak)
+        else:
+            self._early_peak_bytes = max(self._early_peak_bytes, peak)
+
+    def _add_storages(self, chunk: ChunkWork, chunk_pass: int) -> None:
+        first = len(self._storages)
+        held: dict[int, list[int]] = {}
+        for place, managed in enumerate(chunk.storages):
+            holders = tuple(GroupKey(chunk_pass, group) for group in managed.groups)
+            lingers_until = len(self._steps) if managed.lingers else 0
+            self._storages.append(
+                StorageTrace(managed.tensor.nbytes, holders, managed.held_outside, lingers_until)
+            )
+            for group in managed.groups:
+                held.setdefault(group, []).append(first + place)
+        self._groups += [
+            GroupTrace(
+                GroupKey(chunk_pass, group), name, chunk.chunk.vp_stage, tuple(held.get(group, ()))
+            )
+            for group, name in enumerate(chunk.groups)
+        ]

@@ -1,0 +1,85 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Small models of megatron-core, with what the engine saw them save and their computed shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tiny_gpt import ModelCase, build_chunks, initialize, make_config, micro_batches, train
+
+from benchmarks.models import _causal_mask
+from megatron.slipstream.plan.model_shapes import ModelShape
+from megatron.slipstream.plan.trace import Trace
+
+
+class Recording(NamedTuple):
+    """One model."""
+
+    shape: ModelShape
+    trace: Trace
+    """Of an iteration that followed a plan."""
+    d2h_bytes: int
+    """That left in this iteration."""
+    saved_bytes: int
+    """Of all storages that autograd keeps of one micro-batch, weights and masks left out."""
+
+
+def record_all(
+    rank: int,
+    world_size: int,
+    port: int,
+    cases: Mapping[str, tuple[ModelCase, Sequence[str]]],
+    num_micro_batches: int,
+) -> dict[str, Recording]:
+    """Record every case, one after another; to be run on one rank."""
+    return {
+        name: _record(rank, world_size, port, case, modules, num_micro_batches)
+        for name, (case, modules) in cases.items()
+    }
+
+
+def _record(
+    rank: int, world_size: int, port: int, case: ModelCase, modules: Sequence[str], count: int
+) -> Recording:
+    from megatron.slipstream.config import OffloadConfig
+    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration.model_arguments import shape_of_config
+
+    initialize(case, rank, world_size, port)
+    config = make_config(case)
+    shape = shape_of_config(
+        config,
+        vocab_size=case.vocab_size,
+        seq_length=case.seq_length,
+        micro_batch_size=case.micro_batch_size,
+        attention_backend="local",
+    )
+    saved_bytes = _saved_bytes(case, build_chunks(case, config)[0])
+    mcore.uninstall()
+    manager: Any = mcore.install(OffloadConfig(offload_backend="cpu"))
+    config = make_config(case, modules)
+    train(case, config, build_chunks(case, config), (count, count))
+    trace, d2h_bytes = manager.plan.trace, manager.report.d2h_bytes
+    mcore.uninstall()
+    return Recording(shape, trace, d2h_bytes, saved_bytes)
+
+
+def _saved_bytes(case: ModelCase, model: torch.nn.Module) -> int:
+    """What a forward pass of one micro-batch leaves for backward."""
+    mask = _causal_mask(case.seq_length)
+    left_out = {item.untyped_storage()._cdata for item in (*model.parameters(), mask)}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in left_out:
+            storages[storage._cdata] = storage
+        return tensor
+
+    batch = next(micro_batches(case, 0, 1))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+    return sum(storage.nbytes() for storage in storages.values())

@@ -1,0 +1,136 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Operations are counted as everybody counts them, and GPUs are as fast as their table says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.slipstream.plan.gpus import GPUS, find_speed
+from megatron.slipstream.plan.layer_costs import attended_pairs, head_cost, layer_costs
+from megatron.slipstream.plan.model_shapes import (
+    Experts,
+    LatentAttention,
+    ModelShape,
+    Parallelism,
+)
+from megatron.slipstream.plan.model_state import num_parameters, state_bytes
+
+LLAMA = ModelShape(32, 4096, 32, 14336, 128256, 8192, 1, 8)
+MIXTRAL = replace(LLAMA, experts=Experts(8, 2, 14336))
+LATENT = replace(LLAMA, latent_attention=LatentAttention(1536, 512, 128, 64, 128))
+
+
+def flops(shape: ModelShape) -> float:
+    """Of matrix products in forward, attention's scores left out."""
+    return head_cost(shape).flops + sum(
+        cost.flops
+        for layer in range(shape.num_layers)
+        for part, cost in layer_costs(shape, layer).items()
+        if part != "core_attn"
+    )
+
+
+@pytest.mark.parametrize("shape", [LLAMA, LATENT], ids=["dense", "latent"])
+def test_every_parameter_is_used_twice_for_a_token(shape: ModelShape) -> None:
+    used = num_parameters(shape, 0).total - shape.vocab_size * shape.hidden_size  # embedding
+    assert flops(shape) == pytest.approx(2 * shape.seq_length * used)
+
+
+def test_every_parameter_of_the_chosen_experts_is() -> None:
+    dense, experts = num_parameters(MIXTRAL, 0)
+    used = dense - MIXTRAL.vocab_size * MIXTRAL.hidden_size + experts * 2 // 8
+    assert flops(MIXTRAL) == pytest.approx(2 * MIXTRAL.seq_length * used)
+
+
+def test_causal_attention_computes_half_of_the_pairs() -> None:
+    cost = layer_costs(LLAMA, 0)["core_attn"]
+    assert cost.flops == 2 * 2 * LLAMA.seq_length**2 / 2 * LLAMA.hidden_size
+    unfused = layer_costs(replace(LLAMA, attention_backend="unfused"), 0)["core_attn"]
+    assert unfused.flops == 2 * cost.flops
+    assert unfused.traffic_bytes > cost.traffic_bytes == 0
+
+
+def test_a_window_shortens_attention() -> None:
+    assert attended_pairs(replace(LLAMA, window_size=8192)) == attended_pairs(LLAMA)
+    narrow = replace(LLAMA, window_size=1024)
+    assert attended_pairs(narrow) == 8192 * 1024 - 1024**2 / 2
+
+
+@pytest.mark.parametrize("parallelism", [Parallelism(tp=4, sequence_parallel=True),
+                                         Parallelism(cp=4)], ids=["TP", "CP"])  # fmt: skip
+def test_parallelism_divides_the_work(parallelism: Parallelism) -> None:
+    whole, divided = layer_costs(LLAMA, 0), layer_costs(replace(LLAMA, parallelism=parallelism), 0)
+    for part, cost in whole.items():
+        assert divided[part].flops == pytest.approx(cost.flops / 4)
+        assert divided[part].traffic_bytes == pytest.approx(cost.traffic_bytes / 4)
+
+
+def test_backward_computes_products_twice_and_recomputed_ones_again() -> None:
+    plain = layer_costs(MIXTRAL, 0)
+    again = layer_costs(replace(MIXTRAL, recompute_modules=frozenset({"moe"})), 0)
+    assert plain["expert_fc1"].backward_flops == 2 * plain["expert_fc1"].flops
+    assert again["expert_fc1"].backward_flops == 3 * plain["expert_fc1"].flops
+    assert again["qkv_linear"] == plain["qkv_linear"]
+    assert plain["core_attn"].backward_flops == 2.5 * plain["core_attn"].flops
+
+
+def test_state_is_weights_gradients_and_a_share_of_the_optimizer() -> None:
+    count = num_parameters(LLAMA, 0).total
+    assert state_bytes(LLAMA, 0) == count * (2 + 4 + 12)
+    assert state_bytes(replace(LLAMA, parallelism=Parallelism(dp=8)), 0) == count * 7.5
+    fp32 = replace(LLAMA, precision="fp32", attention_backend="unfused")
+    assert state_bytes(fp32, 0) == count * (4 + 4 + 8)
+
+
+def test_experts_have_an_optimizer_of_fewer_shares() -> None:
+    shape = replace(MIXTRAL, parallelism=Parallelism(ep=8, dp=8))
+    dense, experts = num_parameters(shape, 0)
+    assert experts == num_parameters(MIXTRAL, 0).experts / 8
+    assert state_bytes(shape, 0) == dense * (6 + 12 / 8) + experts * (6 + 12)
+
+
+def test_pipeline_ranks_divide_the_parameters() -> None:
+    shape = replace(LLAMA, parallelism=Parallelism(pp=4))
+    counts = [num_parameters(shape, rank).total for rank in range(4)]
+    assert sum(counts) == num_parameters(LLAMA, 0).total
+    assert counts[1] == counts[2] < counts[0] == counts[3]
+    tied = replace(LLAMA, share_embeddings_and_output_weights=True)
+    assert num_parameters(tied, 0).total == counts[0] + sum(counts[1:3]) + counts[1]
+
+
+def test_a_measured_link_is_used_and_another_is_scaled() -> None:
+    h200, a100 = find_speed("h200"), find_speed("A100")
+    assert h200.is_link_measured
+    assert not a100.is_link_measured
+    assert a100.bandwidth == pytest.approx([rate / 2 for rate in h200.bandwidth], abs=0.01)
+
+
+def test_given_rates_take_the_place_of_the_table() -> None:
+    speed = find_speed("h100", tflops=400, gb_per_s=25)
+    assert speed.tflops == 400
+    assert speed.bandwidth[:2] == (25, 25)
+    assert speed.bandwidth.d2h_both_gb_per_s < 25
+    assert find_speed("h100", achieved_share=0.5).tflops == GPUS["h100"].tflops / 2
+    assert speed.compute_ms(400e9, 0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"name": "h2000"}, "--gpu=h2000 is not in the table; did you mean 'h200'?"),
+        ({"name": "tpu"}, "set --tflops and --gb-per-s"),
+        ({"name": "h200", "achieved_share": 0}, "--achieved-share=0 is no share"),
+        ({"name": "h200", "achieved_share": 1.5}, "--achieved-share=1.5 is no share"),
+        ({"name": "h200", "tflops": -1}, "--tflops=-1 must be above 0"),
+        ({"name": "h200", "gb_per_s": float("nan")}, "--gb-per-s=nan must be above 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_speeds_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        find_speed(**arguments)
+    assert message in str(error.value)

@@ -1,0 +1,289 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""``slipstream plan`` of a configuration: what it shows, what it needs, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.slipstream.cli import main
+from megatron.slipstream.plan.files import load_plan
+from megatron.slipstream.plan.gpus import find_speed
+from megatron.slipstream.plan.hugging_face import load_hub_config
+from megatron.slipstream.plan.model_shapes import ModelShape, Parallelism
+from megatron.slipstream.plan.saved_tensors import saved_tensors
+from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.synthetic import Workplan, synthetic_trace
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "models"
+LLAMA = EXAMPLES / "llama3_8b.json"
+
+
+def show(*arguments: object) -> int:
+    return main(["plan", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A model of four small layers."""
+    config = json.loads(LLAMA.read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    return path
+
+
+def row_of(output: str, first: str) -> list[str]:
+    """The cells of the table's row that begins so."""
+    (line,) = (line for line in output.splitlines() if re.match(rf"{re.escape(first)}\s", line))
+    return re.split(r"\s{2,}", line)
+
+
+def test_a_layer_is_shown_part_by_part(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show("--hf-config", small, "--seq-length", 8192) == 0
+    shown = capsys.readouterr().out
+    shape = ModelShape(seq_length=8192, **load_hub_config(small).fields)
+    (output, statistics) = (
+        sum(item.nbytes for item in saved_tensors(shape, 0)["core_attn"]),
+        8192 * 32 * 4,
+    )
+    assert row_of(shown, "core_attn")[1] == f"{output / 2**20:.1f} MiB"
+    assert row_of(shown, "core_attn")[3] == f"{(output - statistics) / 2**20:.1f} MiB"
+    assert row_of(shown, "attn_proj")[1:] == ["0 B", "0.0%", "-"]
+    assert row_of(shown, "(mlp_act)")[1:] == ["448.0 MiB", "41.1%", "-"]
+    copy_ms = 160 * 2**20 / find_speed("h200").bandwidth.d2h_gb_per_s / 1e6
+    assert row_of(shown, "core_attn")[4] == f"{copy_ms:.2f} ms"
+    assert "all of it hides" in shown
+
+
+def test_what_does_not_hide_is_said(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show("--hf-config", small, "--seq-length", 2048, "--gb-per-s", 8) == 0
+    assert "of it hides behind the layer itself" in capsys.readouterr().out
+
+
+def test_every_pipeline_rank_is_planned(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show("--hf-config", small, "--seq-length", 2048, "--pp", 2, "--state-gib", 3) == 0
+    shown = capsys.readouterr().out
+    rows = [row_of(shown, str(rank)) for rank in range(2)]
+    assert [row[:4] for row in rows] == [["0", "0-1", "2", "3.0 GiB"], ["1", "2-3", "1", "3.0 GiB"]]
+    assert all(row[-1].endswith("%") and row[-2].endswith("ms") for row in rows)
+    assert "Plan of pipeline rank 0" in shown
+    assert show("--hf-config", small, "--seq-length", 2048, "--pp", 2, "--rank", 1) == 0
+    shown = capsys.readouterr().out
+    assert "Plan of pipeline rank 1" in shown
+    assert not re.search(r"^0\s+0-1", shown, re.MULTILINE)
+
+
+def test_the_plan_is_that_of_the_shapes_trace(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plan.json"
+    arguments = ("--seq-length", 4096, "--tp", 2, "--pp", 2, "--vpp", 2, "--sequence-parallel",
+                 "--num-micro-batches", 6, "--offload-modules", "core_attn", "attn_proj",
+                 "--state-gib", 0, "--gpu", "h100", "--tflops", 300)  # fmt: skip
+    assert show("--hf-config", small, *arguments, "--max-overhead", 2, "--output", output) == 0
+    parallelism = Parallelism(tp=2, pp=2, vpp=2, sequence_parallel=True)
+    shape = ModelShape(seq_length=4096, parallelism=parallelism, **load_hub_config(small).fields)
+    speed = find_speed("h100", tflops=300)
+    work = Workplan(shape, speed, ("core_attn", "attn_proj"), 6)
+    plan = load_plan(output)
+    assert plan.trace == synthetic_trace(work, 0)
+    assert plan.options.max_overhead_percent == 2
+    assert simulate(plan).render() in capsys.readouterr().out
+
+
+def test_a_frontier_and_a_timeline_are_written(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frontier, timeline = tmp_path / "frontier.json", tmp_path / "timeline.json"
+    # One module and one micro-batch, since every plan of the sweep takes time.
+    arguments = ("--seq-length", 2048, "--offload-modules", "qkv_linear", "--num-micro-batches", 1)
+    arguments = (*arguments, "--frontier", frontier, "--timeline", timeline)
+    assert show("--hf-config", small, *arguments) == 0
+    assert "Memory against time" in capsys.readouterr().out
+    assert json.loads(frontier.read_text())["is_measured"]
+    assert timeline.read_bytes().startswith(b"{")
+
+
+def test_uneven_stages_are_planned(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    uneven = ("--pp", 2, "--decoder-first-pipeline-num-layers", 1)
+    assert show("--hf-config", small, "--seq-length", 2048, *uneven, "--rank", 1) == 0
+    assert row_of(capsys.readouterr().out, "1")[1] == "1-3"
+
+
+def test_a_stage_of_one_layer_has_one_number(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--seq-length", 2048, "--pp", 4, "--num-micro-batches", 4, "--rank", 3)
+    assert show("--hf-config", small, *arguments) == 0
+    assert row_of(capsys.readouterr().out, "3")[1:3] == ["3", "1"]
+
+
+def test_a_plan_that_does_not_fit_says_so(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show("--hf-config", small, "--seq-length", 2048, "--state-gib", 500) == 0
+    assert "rank 0 needs more than the GPU's 140 GiB" in capsys.readouterr().out
+
+
+def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # The first pipeline rank of this model has its dense layers only.
+    arguments = ("--seq-length", 4096, "--pp", 2, "--decoder-first-pipeline-num-layers", 3)
+    options = ("--ep", 64, "--offload-modules", "expert_fc1", "--rank", 0)
+    assert show("--hf-config", EXAMPLES / "deepseek_v3.json", *arguments, *options) == 0
+    shown = capsys.readouterr().out
+    assert "Pipeline rank 0 has no layer with one of the modules." in shown
+    assert row_of(shown, "0")[:3] == ["0", "0-2", "2"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "nothing to plan is given; name one of a trace, --hf-config"),
+        (["t.json", "--hf-config", LLAMA], "a trace and --hf-config is given"),
+        (["--args-file", "a", "--", "--x"], "flags after -- and --args-file is given"),
+        (["t.json", "--gpu", "h200"], "--gpu is not supported with a trace"),
+        (["t.json", "--seq-length", "8"], "--seq-length is not supported with a trace"),
+        (
+            ["--tp", "2", "--", "--num-layers", "2"],
+            "--tensor-model-parallel-size is not supported with flags after --",
+        ),
+        (["--hf-config", LLAMA], "--seq-length is not set"),
+        (["--hf-config", LLAMA, "--seq-length", "8", "--gpu", "x"], "--gpu=x is not in the table"),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--offload-modules", "core_atn"],
+            "contains 'core_atn', which is not a module megatron-core marks; did you mean 'core_at",
+        ),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--offload-modules", "attn_proj"],
+            "contains 'attn_proj' without 'core_attn'",
+        ),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--offload-modules", "moe_act"],
+            "names expert modules, but the model has no experts",
+        ),
+        (
+            ["--hf-config", EXAMPLES / "mixtral_8x7b.json", "--seq-length", "8",
+             "--offload-modules", "fused_group_mlp"],
+            "'fused_group_mlp', which a plan from a configuration does not know the sizes of",
+        ),
+        (
+            ["--hf-config", EXAMPLES / "mixtral_8x7b.json", "--seq-length", "8",
+             "--recompute-modules", "moe", "--offload-modules", "moe_act"],
+            "expert modules, which is not supported with 'moe' in recompute_modules",
+        ),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--pp", "4", "--vpp", "2",
+             "--num-micro-batches", "3"],
+            "num_microbatches=3 is not supported",
+        ),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--num-micro-batches", "0"],
+            "--num-micro-batches=0 is no number of micro-batches",
+        ),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--rank", "1"],
+            "--rank=1 is no pipeline rank; set 0 to 0",
+        ),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--state-gib", "-1"],
+            "--state-gib=-1.0 must be 0 or more",
+        ),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--precision", "fp32",
+             "--attention-backend", "unfused"],
+            "precision=fp32 is not supported without --tflops",
+        ),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--pp", "4",
+             "--decoder-last-pipeline-num-layers", "3"],
+            "leave 29 layers for 3 pipeline ranks",
+        ),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--pp", "2", "--vpp", "2",
+             "--decoder-last-pipeline-num-layers", "3"],
+            "are no multiples of virtual_pipeline_model_parallel_size=2",
+        ),
+        (["--hf-config", LLAMA, "--frontier", "f.gif"], "--frontier=f.gif is not supported"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_say_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], arguments: list[object], message: str
+) -> None:
+    assert show(*arguments) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.out == ""
+
+
+def test_help_teaches_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        show("--help")
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    for example in (
+        "slipstream plan trace.json --target-memory 60",
+        "slipstream plan --gpu h200 -- --num-layers 32",
+        "slipstream plan --hf-config config.json --seq-length 8192 --pp 4 --gpu h200",
+        "--args-file model.yaml",
+    ):
+        assert example in shown
+
+
+def test_flags_without_megatron_core_say_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    # As where it is not installed: a folder that comes first has none of it.
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from megatron.slipstream.cli import main\n"
+        "sys.exit(main(['plan', '--', '--num-layers', '2']))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "flags after -- need megatron-core" in result.stderr
+    assert "give --hf-config" in result.stderr
+
+
+def test_a_config_is_planned_without_importing_torch(small: Path) -> None:
+    code = (
+        "import sys\n"
+        "from megatron.slipstream.cli import main\n"
+        "status = main(sys.argv[1:])\n"
+        "assert 'torch' not in sys.modules and 'megatron.core' not in sys.modules\n"
+        "sys.exit(status)\n"
+    )
+    arguments = ["plan", "--hf-config", str(small), "--seq-length", "2048"]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60,
+        check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_commands_of_the_planning_page_work(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "user-guide" / "planning.md").read_text().replace("\\\n", " ")
+    commands = [
+        line.split() for line in page.splitlines() if line.startswith("slipstream plan --hf")
+    ]
+    assert {command[3] for command in commands} == {
+        f"examples/models/{path.name}" for path in EXAMPLES.glob("*.json")
+    }
+    for command in commands:
+        # One rank is as good as all, and no file is written.
+        files = [place for place, word in enumerate(command) if word == "--frontier"]
+        command = [word for place, word in enumerate(command)
+                   if place not in files and place - 1 not in files]  # fmt: skip
+        arguments = [str(ROOT / word) if "/" in word else word for word in command[2:]]
+        assert show(*arguments, *([] if "--rank" in arguments else ["--rank", 0])) == 0
+        assert "Predicted" in capsys.readouterr().out
