@@ -1,30 +1,44 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Write docs/user-guide/options.md from megatron/slipstream/config.py.
+"""Write the pages of the documentation that come from the source.
 
-    python tools/generate_docs.py            write the file
-    python tools/generate_docs.py --check    fail if the file is not what would be written
+    python tools/generate_docs.py            write them
+    python tools/generate_docs.py --check    fail if one is not what would be written
 
-Field docstrings, defaults and the rule tables are the source; whoever changes them runs this.
+docs/user-guide/options.md has the flags: field docstrings, defaults and the rule tables.
+docs/user-guide/compatibility.md is made by compatibility_page.py, messages.md by messages_page.py,
+and of doctor.md the part with the findings by doctor_page.py.
+Whoever changes an option, a rule, an error or a warning runs this.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from string import Formatter
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+# Found beside this script, installed or not.
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from megatron.slipstream import config  # noqa: E402  (found beside this script, installed or not)
+from compatibility_page import compatibility_page  # noqa: E402
+from docs_parts import (  # noqa: E402
+    PACKAGE,
+    ROOT,
+    OptionGroup,
+    generated_from,
+    message_with_gaps,
+    option_groups,
+    table,
+)
+from doctor_page import doctor_page  # noqa: E402
+from messages_page import messages_page  # noqa: E402
 
-TARGET = ROOT / "docs" / "user-guide" / "options.md"
+from megatron.slipstream import config  # noqa: E402
+
+USER_GUIDE = ROOT / "docs" / "user-guide"
 
 
 class MegatronOption(NamedTuple):
@@ -68,7 +82,7 @@ MEGATRON_OPTIONS = (
 
 
 class Field(NamedTuple):
-    """One field of ``OffloadConfig`` as its source declares it."""
+    """One field of a class of options as its source declares it."""
 
     name: str
     values: str
@@ -76,33 +90,40 @@ class Field(NamedTuple):
     docstring: str
 
 
-def config_fields() -> list[Field]:
-    """Read the fields of ``OffloadConfig`` with the docstring that follows each of them.
+def fields_of(cls_name: str, source: str) -> list[Field]:
+    """Read the fields of a data class with the docstring that follows each of them.
+
+    Args:
+        cls_name: The class.
+        source: Its file, relative to the package. It is not imported.
 
     Raises:
         ValueError: A field has no docstring.
     """
-    (cls,) = ast.parse(inspect.getsource(config.OffloadConfig)).body
-    assert isinstance(cls, ast.ClassDef)
+    tree = ast.parse((PACKAGE / source).read_text(encoding="utf-8"))
+    (cls,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls_name)
     fields = []
     for statement, following in zip(cls.body, [*cls.body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign):
             continue
+        name = ast.unparse(statement.target)
         match following:
             case ast.Expr(value=ast.Constant(value=str(docstring))):
-                pass
+                values, default = accepted_values(statement.annotation), default_of(statement)
+                fields.append(Field(name, values, default, " ".join(docstring.split())))
             case _:
-                raise ValueError(f"OffloadConfig.{ast.unparse(statement.target)} has no docstring")
-        name = ast.unparse(statement.target)
-        fields.append(
-            Field(
-                name,
-                accepted_values(statement.annotation),
-                getattr(config.OffloadConfig, name),
-                " ".join(docstring.split()),
-            )
-        )
+                raise ValueError(f"{cls_name}.{name} has no docstring")
     return fields
+
+
+def default_of(statement: ast.AnnAssign) -> object:
+    match statement.value:
+        case ast.Call(func=ast.Name(id="field"), keywords=keywords):
+            (default,) = (keyword.value for keyword in keywords if keyword.arg == "default")
+            return ast.literal_eval(default)
+        case ast.expr():
+            return ast.literal_eval(statement.value)
+    raise ValueError(f"{ast.unparse(statement)} has no default")
 
 
 def accepted_values(annotation: ast.expr) -> str:
@@ -130,33 +151,40 @@ def shown(default: object) -> str:
     return "off" if default is False else f"`{default}`"
 
 
-def message_with_gaps(message: str) -> str:
-    """Show a rule's format string with an ellipsis where the user's value goes."""
-    return "".join(
-        text + ("" if name is None else "…") for text, name, _, _ in Formatter().parse(message)
-    )
-
-
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    lines = [head, ("---",) * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines]
-
-
 def rules_table(rules: Iterable[config.Rule]) -> list[str]:
     rows = ((f"`{rule.option}`", message_with_gaps(rule.message)) for rule in rules)
     return table(("option", "message"), rows)
 
 
-def own_option(field: Field) -> list[str]:
-    return [
-        f"### `{flag(field.name)}`",
-        "",
-        field.docstring,
-        "",
-        f"In Python: `OffloadConfig({field.name}=...)`. Values: {field.values}. "
-        f"Default: {shown(field.default)}.",
-        "",
-    ]
+TITLES = {
+    "OffloadConfig": ("Slipstream's own options", "and settings for `install()` and `attach()`"),
+    "EntryOptions": ("The training script", "beside Megatron's"),
+}
+"""Of groups that are called otherwise here than in ``--help``, and what else to say of them."""
+
+
+def own_options(group: OptionGroup) -> list[str]:
+    title, more = TITLES.get(group.cls_name, (heading_of(group), ""))
+    lines = [f"## {title}", "", f"Flags of `./run train`{', ' if more else ''}{more}.", ""]
+    for field in fields_of(group.cls_name, group.source):
+        facts = f"Values: {field.values}. Default: {shown(field.default)}."
+        if group.cls_name == "OffloadConfig":
+            facts = f"In Python: `OffloadConfig({field.name}=...)`. {facts}"
+        lines += [f"### `{flag(field.name)}`", "", field.docstring, "", facts, ""]
+    return lines
+
+
+def heading_of(group: OptionGroup) -> str:
+    name = group.title.removeprefix("slipstream ")
+    return name[:1].upper() + name[1:]
+
+
+def rules_of_rooms() -> list[str]:
+    lines = []
+    for group in option_groups():
+        if group.cls_name != "OffloadConfig" and group.rules:
+            lines += ["", f"{heading_of(group)}:", "", *rules_table(group.rules)]
+    return lines
 
 
 def options_page() -> str:
@@ -165,11 +193,11 @@ def options_page() -> str:
     lines = [
         "# Options",
         "",
-        "<!-- Generated by tools/generate_docs.py from megatron/slipstream/config.py: edit there. "
-        "-->",
+        generated_from("config.py, the options.py of each room and integration/arguments.py"),
         "",
         "A flag of the command line and the configuration field of the same name (with `_` for "
-        "`-`) mean the same.",
+        "`-`) mean the same. `./run train --help` shows these too, `./run train --help-all` all "
+        "of Megatron's flags beside them.",
         "",
         "## Megatron-Core's own options",
         "",
@@ -194,13 +222,12 @@ def options_page() -> str:
             ),
         ),
         "",
-        "## Slipstream's own options",
-        "",
-        *(line for field in config_fields() for line in own_option(field)),
+        *(line for group in option_groups() for line in own_options(group)),
         "## What is refused",
         "",
         "A setting that cannot work is refused at start with one of these messages (`…` stands "
-        "for your value). No option is ever turned off in silence.",
+        "for your value). No option is ever turned off in silence. "
+        "[Compatibility](compatibility.md) shows what goes together.",
         "",
         *rules_table(config.RULES),
         "",
@@ -210,22 +237,35 @@ def options_page() -> str:
         "",
         "A name in `offload_modules` that Megatron-Core does not mark is refused with the nearest "
         "name that it does.",
+        *rules_of_rooms(),
     ]
     return "\n".join(lines) + "\n"
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "options.md": options_page,
+    "compatibility.md": compatibility_page,
+    "messages.md": messages_page,
+    "doctor.md": doctor_page,
+}
+"""What writes each page of docs/user-guide."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare only, and write nothing")
-    page = options_page()
-    if not parser.parse_args().check:
-        TARGET.write_text(page)
-        return 0
-    if TARGET.exists() and TARGET.read_text() == page:
+    is_check = parser.parse_args().check
+    stale = []
+    for name, page in PAGES.items():
+        path, text = USER_GUIDE / name, page()
+        if not is_check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(str(path.relative_to(ROOT)))
+    if not stale:
         return 0
     print(
-        f"{TARGET.relative_to(ROOT)} is not what config.py says; "
-        "run ./run python tools/generate_docs.py",
+        f"{', '.join(stale)}: not what the source says; run ./run python tools/generate_docs.py",
         file=sys.stderr,
     )
     return 1

@@ -19,7 +19,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def check_options_page(root: Path) -> subprocess.CompletedProcess[str]:
+def check_pages(root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, root / "tools" / "generate_docs.py", "--check"],
         cwd=root,
@@ -31,20 +31,18 @@ def check_options_page(root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def copy_of_sources(folder: Path) -> Path:
-    """Copy what the options page is generated from, and the page."""
-    for name in (
-        "megatron/slipstream/__init__.py",
-        "megatron/slipstream/config.py",
-        "tools/generate_docs.py",
-        "docs/user-guide/options.md",
-    ):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
+    """Copy what the generated pages come from, and the pages."""
+    for name in ("megatron/slipstream", "tools", "docs/user-guide", "tests"):
+        files = [*(ROOT / name).rglob("*.py"), *(ROOT / name).rglob("*.md")]
+        for path in files:
+            copy = folder / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
     return folder
 
 
-def test_the_options_page_is_what_the_configuration_says() -> None:
-    result = check_options_page(ROOT)
+def test_the_generated_pages_are_what_the_source_says() -> None:
+    result = check_pages(ROOT)
     assert result.returncode == 0, result.stderr
 
 
@@ -65,9 +63,24 @@ def test_a_change_of_the_configuration_makes_the_page_stale(
     text, num_changes = re.subn(pattern, replacement, source.read_text())
     assert num_changes
     source.write_text(text)
-    result = check_options_page(tmp_path)
+    result = check_pages(tmp_path)
     assert result.returncode == 1
+    assert "docs/user-guide/options.md" in result.stderr
     assert "run ./run python tools/generate_docs.py" in result.stderr
+
+
+def test_another_text_of_an_error_makes_the_page_of_messages_stale(tmp_path: Path) -> None:
+    source = copy_of_sources(tmp_path) / "megatron" / "slipstream" / "plan" / "pictures.py"
+    source.write_text(source.read_text().replace("so no picture can be drawn", "so none can be"))
+    result = check_pages(tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith("docs/user-guide/messages.md: ")
+
+
+def test_compatibility_is_claimed_of_tests_that_are_there_only(tmp_path: Path) -> None:
+    tests = copy_of_sources(tmp_path) / "tests" / "functional_tests" / "test_equality.py"
+    tests.write_text(tests.read_text().replace('"expert parallel"', '"experts"'))
+    assert "test_equality.py has no '\"expert parallel\"'" in check_pages(tmp_path).stderr
 
 
 def test_an_option_without_a_docstring_cannot_be_documented(tmp_path: Path) -> None:
@@ -76,7 +89,7 @@ def test_an_option_without_a_docstring_cannot_be_documented(tmp_path: Path) -> N
     head = "    def __post_init__"
     assert head in text
     source.write_text(text.replace(head, "    offload_margin: int = 0\n\n" + head))
-    assert "OffloadConfig.offload_margin has no docstring" in check_options_page(tmp_path).stderr
+    assert "OffloadConfig.offload_margin has no docstring" in check_pages(tmp_path).stderr
 
 
 @pytest.mark.releases

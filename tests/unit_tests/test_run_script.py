@@ -256,7 +256,10 @@ def test_no_command_runs_in_an_environment_that_failed_to_install(
         (["train", "--seed", "1"], "{root}/pretrain_gpt.py|--seed|1"),
         (["test", "-k", "two words"], "-m|pytest|-k|two words"),
         (["test-release", "0.18.2", "-x"], "-m|pytest|-m|releases|-x"),
+        (["functional-tests", "--list"], "-m|tools.functional_tests|--list"),
         (["report", "r.json"], "-m|megatron.slipstream.cli|report|r.json"),
+        (["slipstream", "plan", "t.json"], "-m|megatron.slipstream.cli|plan|t.json"),
+        (["docs", "--serve"], "-m|http.server|--bind|127.0.0.1|--directory|build/site|8000"),
         (["lint"], "-m|mypy"),
         (["lint", "--fix"], "-m|ruff|check|--fix"),
     ],
@@ -346,6 +349,38 @@ def test_lint_fails_when_any_of_its_checks_fails(machine: dict[str, str], clone:
         assert run("lint", env=machine, script=clone).returncode == 1, check
 
 
+def test_the_documentation_is_built_anew_and_as_strictly_as_can_be(
+    machine: dict[str, str], clone: Path
+) -> None:
+    stale = clone.parent / "build" / "site" / "gone.html"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    result = run("docs", env=machine, script=clone)
+    assert result.returncode == 0, result.stderr
+    (call,) = (c for c in Path(machine["CALLS"]).read_text().splitlines() if "|sphinx|" in c)
+    assert "|--fresh-env|--fail-on-warning|" in call
+    assert not stale.exists()
+
+
+def test_a_documentation_with_faults_fails_and_is_not_shown(
+    machine: dict[str, str], clone: Path
+) -> None:
+    run("python", env=machine, script=clone)
+    python = clone.parent / ".venv" / "bin" / "python"
+    make_script(python, FAKE_PYTHON + 'case "$*" in *sphinx*) exit 3 ;; esac\n')
+    assert run("docs", "--serve", env=machine, script=clone).returncode == 3
+    assert "http.server" not in Path(machine["CALLS"]).read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--sever"], ["--serve", "here"]], ids=str)
+def test_what_docs_does_not_know_is_an_error(
+    machine: dict[str, str], clone: Path, arguments: list[str]
+) -> None:
+    result = run("docs", *arguments, env=machine, script=clone)
+    assert result.returncode == 1
+    assert f"not '{arguments[-1]}'" in result.stderr
+
+
 def test_without_a_sub_command_the_script_explains_itself(machine: dict[str, str]) -> None:
     result = run(env=machine)
     assert result.returncode == 0
@@ -378,8 +413,8 @@ def test_scripts_can_be_executed(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
 
 
-@pytest.mark.parametrize("failing", ["", "lint", "test", "test-release"])
-def test_ci_runs_lint_and_tests_and_fails_with_any(tmp_path: Path, failing: str) -> None:
+@pytest.mark.parametrize("failing", ["", "lint", "docs", "test", "test-release"])
+def test_ci_runs_lint_docs_and_tests_and_fails_with_any(tmp_path: Path, failing: str) -> None:
     ci = tmp_path / ".ci" / "run"
     ci.parent.mkdir()
     shutil.copy(ROOT / ".ci" / "run", ci)
@@ -387,6 +422,6 @@ def test_ci_runs_lint_and_tests_and_fails_with_any(tmp_path: Path, failing: str)
     result = run(env=dict(os.environ), script=ci)
     ran = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("ran ")]
     releases = [release for command, *release in ran if command == "test-release"]
-    assert [command for command, *_ in ran][:2] == ["lint", "test"]
+    assert [command for command, *_ in ran][:3] == ["lint", "docs", "test"]
     assert releases == [["0.17.1"], ["0.18.2"]]
     assert result.returncode == (1 if failing else 0)

@@ -1,0 +1,349 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The examples in the documentation work: Python runs, commands and flags are those that exist.
+
+A page's ``python`` blocks run one after another in one namespace, without a GPU. What cannot says
+why in the line before it: ``<!-- not run: needs a GPU -->``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from doc_pages import FLAG, PAGES, ROOT, blocks_of, commands_in, inline_code, name_of
+
+from megatron.slipstream import cli
+
+RUN_ELSEWHERE = {
+    "docs/user-guide/any-pytorch-model.md": "tests/unit_tests/integration/test_attach_docs.py",
+    "docs/user-guide/frameworks/megatron-bridge.md": "tests/frameworks/test_megatron_bridge.py",
+}
+"""Pages whose Python needs more than a namespace, and the test that runs it."""
+
+PAGES_WITH_PYTHON = [
+    page
+    for page in PAGES
+    if name_of(page) not in RUN_ELSEWHERE
+    and any(block.language == "python" and not block.not_run for block in blocks_of(page))
+]
+
+GIVEN = {
+    "docs/user-guide/frameworks/README.md": """
+from megatron.core.transformer import TransformerConfig
+config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2)
+""",
+}
+"""What the reader of a page has when its first line runs."""
+
+OTHER_PROGRAMS = {
+    *("bash", "cat", "cd", "conda", "docker", "echo", "exit", "export", "git", "kubectl", "ls"),
+    *("megatron", "mkdir", "numactl", "nvidia-smi", "pip", "py-spy", "pyenv", "ray", "sbatch"),
+    *("source", "srun", "sudo", "ulimit", "unset", "uv"),
+}
+OTHER_FLAGS = {
+    *("--config", "--config-name", "--cpunodebind", "--cpuset-mems", "--custom-megatron-init-path"),
+    *("--external_plugins", "--gpus", "--ipc", "--megatron_extra_kwargs", "--mem", "--mem-bind"),
+    *("--membind", "--nnodes", "--no-build-isolation", "--no-deps", "--nproc-per-node", "--pid"),
+    *("--rm", "--runtime-env-json", "--shm-size", "--standalone", "--stat", "--ulimit"),
+}
+"""Of programs that are not ours."""
+
+
+# In a process of their own: install() and the shims are for a process.
+_TRY = """
+import argparse, json, os, sys, tempfile, traceback
+given = json.load(sys.stdin)
+os.chdir(tempfile.mkdtemp())
+
+from megatron.slipstream.integration import arguments, cpu_only, mcore
+failures = {}
+for page, blocks in given["pages"].items():
+    scope = {"__name__": "__main__"}
+    try:
+        for line, text in blocks:
+            exec(compile("\\n" * line + text, page, "exec"), scope)
+    except BaseException:
+        failures[page] = traceback.format_exc()
+    mcore.uninstall()
+
+cpu_only.install_training_shims()
+from megatron.training.arguments import add_megatron_arguments
+parser = argparse.ArgumentParser(allow_abbrev=False)
+add_megatron_arguments(parser)
+arguments.add_arguments(parser)
+refused = {}
+for where, flags in given["trainings"]:
+    try:
+        parser.parse_args(flags)
+    except ValueError as error:
+        refused[where] = str(error)
+options = [option for action in parser._actions for option in action.option_strings]
+print("\\n" + json.dumps({"failures": failures, "refused": refused, "options": options}))
+"""
+
+
+class Tried(NamedTuple):
+    """What became of the examples."""
+
+    failures: dict[str, str]
+    """Pages whose Python blocks do not run, with the traceback."""
+    refused: dict[str, str]
+    """Examples whose flags the training script refuses, with its error."""
+    options: list[str]
+    """Those of the training script."""
+
+
+@pytest.fixture(scope="module")
+def tried() -> Tried:
+    pages = {
+        name_of(page): [
+            (0, GIVEN.get(name_of(page), "")),
+            *(
+                (block.line, block.text)
+                for block in blocks_of(page)
+                if block.language == "python" and not block.not_run
+            ),
+        ]
+        for page in PAGES_WITH_PYTHON
+    }
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _TRY],
+        input=json.dumps({"pages": pages, "trainings": trainings()}),
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return Tried(**json.loads(result.stdout.splitlines()[-1]))
+
+
+# --- Python ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_PYTHON, ids=name_of)
+def test_the_python_of_a_page_runs(page: Path, tried: Tried) -> None:
+    assert name_of(page) not in tried.failures, tried.failures[name_of(page)]
+
+
+@pytest.mark.parametrize("page", RUN_ELSEWHERE)
+def test_python_that_runs_elsewhere_does(page: str) -> None:
+    assert Path(page).stem in (ROOT / RUN_ELSEWHERE[page]).read_text(encoding="utf-8")
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+class Example(NamedTuple):
+    """One command of a page."""
+
+    where: str
+    words: list[str]
+
+
+def examples() -> list[Example]:
+    return [
+        Example(f"{name_of(page)}:{block.line}", words)
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language == "bash" and not block.not_run
+        for words in commands_in(block.text)
+    ]
+
+
+def training_flags(words: Sequence[str]) -> list[str] | None:
+    """The flags that a command gives to the training script; None if it does not train."""
+    if words[0].startswith("--"):
+        return list(words)
+    if words[:2] == ["./run", "train"]:
+        return list(words[2:])
+    if "pretrain_gpt.py" in words and words[0] in ("python", "torchrun"):
+        return list(words[words.index("pretrain_gpt.py") + 1 :])
+    return None
+
+
+def trainings() -> list[tuple[str, list[str]]]:
+    found = [(example.where, training_flags(example.words)) for example in examples()]
+    return [(where, flags) for where, flags in found if flags]
+
+
+def test_the_flags_of_trainings_are_accepted(tried: Tried) -> None:
+    assert len(trainings()) > 5
+    assert tried.refused == {}
+
+
+@cache
+def sub_commands() -> set[str]:
+    return set(re.findall(r"^  ([a-z-]+)(?: \|[^)]*)?\)$", (ROOT / "run").read_text(), re.M))
+
+
+@cache
+def flags_in(*patterns: str) -> set[str]:
+    """The flags that the source of scripts names."""
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()]
+    assert paths, patterns
+    return {flag for path in paths for flag in FLAG.findall(path.read_text(encoding="utf-8"))}
+
+
+def problem_of(words: Sequence[str]) -> str:
+    """Why a command cannot be meant; empty if it can."""
+    match ["python" if word == "python3" else word for word in words]:
+        case ["./run", name, *_] if name not in sub_commands():
+            return f"./run has no sub-command {name}"
+        case ["./run", "slipstream", *rest] | ["slipstream", *rest]:
+            return problem_of_cli(rest)
+        case ["./run", "report", *rest]:
+            return problem_of_cli(["report", *rest])
+        case ["./run", "python", *rest]:
+            return problem_of(["python", *rest])
+        case ["./run", "functional-tests", *rest]:
+            return unknown(rest, flags_in("tools/functional_tests/*.py"))
+        case ["./run", "demo", *rest]:
+            return unknown(rest, flags_in("examples/demo.py"))
+        case ["./run", "docs" | "lint", *rest]:
+            return unknown(rest, flags_in("run"))
+        case ["python", "-m", module, *rest] if module.startswith(("benchmarks", "tools")):
+            path = module.replace(".", "/")
+            if not any((ROOT / f"{path}{end}").exists() for end in (".py", "/__main__.py")):
+                return f"there is no module {module}"
+            return unknown(rest, flags_in(f"{path}*.py", f"{path}/*.py", "benchmarks/run.py"))
+        case ["python", "-m", "pytest", *rest] | ["pytest", *rest] | ["./run", "test", *rest]:
+            missing = [w for w in rest if w.startswith("tests/") and not (ROOT / w).exists()]
+            return f"there is no {missing[0]}" if missing else ""
+        case ["python", script, *rest] if script.endswith(".py") and "/" in script:
+            if not (ROOT / script).exists():
+                return f"there is no {script}"
+            return unknown(rest, flags_in(script))
+        case ["pip", "install", *wanted] | ["uv", "pip", "install", *wanted]:
+            return problem_of_extras(wanted)
+        case [program, *_]:
+            known = {"./run", "python", "torchrun", *OTHER_PROGRAMS}
+            is_known = program in known or program.startswith("--")
+            return "" if is_known else f"{program} is no program of ours"
+    return "nothing is called"
+
+
+def problem_of_cli(words: list[str]) -> str:
+    try:
+        cli._parser().parse_args(words)
+    except SystemExit as end:
+        return f"slipstream refuses it (status {end.code})" if end.code else ""
+    return ""
+
+
+def problem_of_extras(wanted: Sequence[str]) -> str:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for word in wanted:
+        named = re.fullmatch(r"(?:megatron-slipstream|\.)\[([\w,]+)\]", word)
+        for extra in named[1].split(",") if named else ():
+            if extra not in project["optional-dependencies"]:
+                return f"there is no extra {extra}"
+    return ""
+
+
+def unknown(words: Sequence[str], known: set[str]) -> str:
+    strange = [w for w in words if w.startswith("--") and w.partition("=")[0] not in known]
+    return f"there is no {strange[0]}" if strange else ""
+
+
+def test_the_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    found = examples()
+    assert len(found) > 20
+    problems = [(example.where, problem_of(example.words)) for example in found]
+    assert [f"{where}: {problem}" for where, problem in problems if problem] == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "./run fly",
+        "./run docs --sever",
+        "slipstream report",
+        "slipstream plan trace.json --target-memry 60",
+        "slipstream fly",
+        "python -m benchmarks.fly",
+        "python -m benchmarks.run --fly",
+        "python tools/fly.py",
+        "./run python tools/generate_docs.py --fly",
+        "pytest tests/unit_tests/fly.py",
+        "./run test tests/fly",
+        'pip install "megatron-slipstream[fly]"',
+        "flyer --now",
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (words,) = commands_in(command)
+    assert problem_of(words)
+
+
+def test_every_flag_that_a_page_names_exists(tried: Tried) -> None:
+    known = {*tried.options, *OTHER_FLAGS} | flags_in(
+        *("run", ".ci/run", "tools/**/*.py", "examples/*.py", "benchmarks/*.py"),
+        *("tests/conftest.py", "megatron/slipstream/cli.py", "megatron/slipstream/*/*.py"),
+    )
+
+    def is_known(flag: str) -> bool:
+        # '--reset-...' stands for several.
+        return flag in known or (flag[-1] == "-" and any(k.startswith(flag) for k in known))
+
+    strange = {
+        name_of(page): {f for code in inline_code(page) for f in FLAG.findall(code)} - known
+        for page in PAGES
+    }
+    strange = {page: {f for f in flags if not is_known(f)} for page, flags in strange.items()}
+    assert {page: flags for page, flags in strange.items() if flags} == {}
+
+
+_PATH = re.compile(r"(?:docs|tools|examples|benchmarks|tests|megatron/slipstream)/[\w./-]*\w")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = [code for code in inline_code(page) if _PATH.fullmatch(code)]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+# --- the reading of pages -------------------------------------------------------------------------
+
+
+def test_an_example_is_read_with_its_language_and_what_keeps_it_from_running(
+    tmp_path: Path,
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nb\n```\n\n"
+        "1. One\n\n   ```\n   ./run demo\n   ```\n\n```\ntext\n```\n"
+    )
+    assert [(b.language, b.text, b.line, b.not_run) for b in blocks_of(page)] == [
+        ("python", "a = 1\n", 1, None),
+        ("python", "b\n", 6, "needs a GPU"),
+        ("bash", "./run demo\n", 12, None),
+        ("", "text\n", 16, None),
+    ]
+
+
+def test_a_shell_example_is_read_command_by_command() -> None:
+    text = (
+        "A=1 ./run train ... --lr 1 \\\n  --seed 2  # why\n\ncd x && slipstream plan $FILE t.json\n"
+    )
+    assert list(commands_in(text)) == [
+        ["./run", "train", "--lr", "1", "--seed", "2"],
+        ["cd", "x"],
+        ["slipstream", "plan", "t.json"],
+    ]
