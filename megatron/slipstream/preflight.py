@@ -4,7 +4,8 @@
 
 Nothing here imports megatron-core or starts CUDA, so it can run first. Functions that check return
 a list of :class:`Finding` and never raise for what they find; :func:`require` turns errors into one
-``ValueError``.
+``ValueError``. Every text stands once, in a :class:`Problem`: errors of training, the report of
+``slipstream doctor`` and its documentation are made from it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,41 @@ TE_SWITCH = "NVTE_CPU_OFFLOAD_V1"
 _TE_SWITCH_HOME = "transformer_engine.pytorch.cpu_offload"
 
 
-class Finding(NamedTuple):
-    """One thing that is wrong. An ``error`` would make training fail or give wrong results."""
+Severity = Literal["ok", "note", "warning", "error"]
+"""An ``error`` would make training fail or give wrong results, a ``warning`` make it slow or fail
+later; a ``note`` is to be known."""
 
-    severity: Literal["error", "warning"]
+
+class Finding(NamedTuple):
+    """One thing that was found."""
+
+    severity: Severity
     message: str
+    """What is wrong and why."""
+    cure: str = ""
+    """What to do about it; empty where nothing need be done."""
+    problem: str = ""
+    """Name of the :class:`Problem`."""
+
+    @property
+    def text(self) -> str:
+        """Message and cure in one sentence."""
+        return f"{self.message}; {self.cure}" if self.cure else self.message
+
+
+class Problem(NamedTuple):
+    """Something that may be found. Its texts are format strings."""
+
+    name: str
+    severity: Severity
+    message: str
+    cure: str
+
+    def found(self, **values: object) -> Finding:
+        """The finding, with its values filled in."""
+        return Finding(
+            self.severity, self.message.format(**values), self.cure.format(**values), self.name
+        )
 
 
 @dataclass(frozen=True)
@@ -68,9 +99,9 @@ def collect() -> Facts:
     switch, error = _transformer_engine_switch()
     return Facts(
         python=platform.python_version(),
-        torch=_version("torch"),
-        megatron_core=_version("megatron-core"),
-        transformer_engine=_version("transformer-engine"),
+        torch=installed_version("torch"),
+        megatron_core=installed_version("megatron-core"),
+        transformer_engine=installed_version("transformer-engine"),
         te_import_error=error,
         te_offload_v1=switch,
         te_offload_v1_environment=os.environ.get(TE_SWITCH),
@@ -80,6 +111,28 @@ def collect() -> Facts:
     )
 
 
+TE_BROKEN = Problem(
+    "transformer-engine-does-not-import",
+    "error",
+    "transformer_engine is installed but does not import ({error}), and megatron-core imports it",
+    "complete the installation (transformer_engine[pytorch]) or uninstall it",
+)
+TE_SWITCH_OFF = Problem(
+    "offload-switch-off",
+    "error",
+    TE_SWITCH + "{value} is not supported with fine_grained_activation_offloading because "
+    "{late}Transformer Engine, which reads it once at import, would offload weights as well",
+    f"set {TE_SWITCH}=1 in the environment before Python starts",
+)
+TOO_OLD_FOR_GRAPHS = Problem(
+    "too-old-for-graphs",
+    "error",
+    "cuda_graph_impl='transformer_engine' is not supported with offloading on {package} {found} "
+    "because {why} only from {needed} on",
+    "install {package} {needed} or newer, or set cuda_graph_impl='none'",
+)
+
+
 def check_process(facts: Facts, offloading: bool) -> list[Finding]:
     """Findings about the process.
 
@@ -87,19 +140,24 @@ def check_process(facts: Facts, offloading: bool) -> list[Finding]:
         facts: From :func:`collect`.
         offloading: Whether fine-grained activation offloading is on.
     """
-    findings = []
-    if facts.te_import_error is not None:
-        findings.append(
-            Finding(
-                "error",
-                "transformer_engine is installed but does not import "
-                f"({facts.te_import_error}), and megatron-core imports it; complete the "
-                "installation (transformer_engine[pytorch]) or uninstall it",
-            )
-        )
-    if offloading and facts.te_offload_v1 is False:
-        findings.append(Finding("error", _switch_message(facts)))
-    return findings
+    findings = check_transformer_engine(facts)
+    return findings + check_switch(facts) if offloading else findings
+
+
+def check_transformer_engine(facts: Facts) -> list[Finding]:
+    """Whether Transformer Engine, if it is there, imports."""
+    if facts.te_import_error is None:
+        return []
+    return [TE_BROKEN.found(error=facts.te_import_error)]
+
+
+def check_switch(facts: Facts) -> list[Finding]:
+    """Whether Transformer Engine has read its switch as offloading needs it."""
+    if facts.te_offload_v1 is not False:
+        return []
+    value = facts.te_offload_v1_environment
+    late = "it was set after Transformer Engine was imported: " if value == "1" else ""
+    return [TE_SWITCH_OFF.found(value=" (not set)" if value is None else f"={value}", late=late)]
 
 
 def check_graphs(facts: Facts) -> list[Finding]:
@@ -108,36 +166,19 @@ def check_graphs(facts: Facts) -> list[Finding]:
     Args:
         facts: From :func:`collect`.
     """
-    findings = []
-    for package, found, needed, why in (
-        ("torch", facts.torch, "2.9", "it records events for others inside of graphs"),
-        (
-            "transformer_engine",
-            facts.transformer_engine,
-            "2.14",
-            "it replays graphs on a stream of their own",
-        ),
-    ):
-        if found is not None and Version(found) < Version(needed):
-            findings.append(
-                Finding(
-                    "error",
-                    "cuda_graph_impl='transformer_engine' is not supported with offloading on "
-                    f"{package} {found} because {why} only from {needed} on; install {package} "
-                    f"{needed} or newer, or set cuda_graph_impl='none'",
-                )
-            )
-    return findings
-
-
-def _switch_message(facts: Facts) -> str:
-    value = facts.te_offload_v1_environment
-    late = "it was set after Transformer Engine was imported: " if value == "1" else ""
-    return (
-        f"{TE_SWITCH}={value} is not supported with fine_grained_activation_offloading because "
-        f"{late}Transformer Engine, which reads it once at import, would offload weights as well; "
-        f"set {TE_SWITCH}=1 in the environment before Python starts"
-    )
+    return [
+        TOO_OLD_FOR_GRAPHS.found(package=package, found=found, needed=needed, why=why)
+        for package, found, needed, why in (
+            ("torch", facts.torch, "2.9", "it records events for others inside of graphs"),
+            (
+                "transformer_engine",
+                facts.transformer_engine,
+                "2.14",
+                "it replays graphs on a stream of their own",
+            ),
+        )
+        if found is not None and Version(found) < Version(needed)
+    ]
 
 
 # Datasets. Layout of an index: magic, version (u64), dtype code (u8), number of sequences (u64),
@@ -150,6 +191,32 @@ _ITEM_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4
 """Numpy's names for the dtype codes of an index."""
 
 _MAX_BYTES_TO_SCAN = 64 * 2**20
+
+DATASET_MISSING = Problem(
+    "dataset-missing",
+    "error",
+    "data_path={prefix} does not exist (no {missing})",
+    "set the prefix without .bin or .idx, or make it with tools/preprocess_text.py",
+)
+DATASET_CORRUPT = Problem(
+    "dataset-corrupt",
+    "error",
+    "data_path={prefix} is corrupt: {what}",
+    "make it again with tools/preprocess_text.py",
+)
+TOKEN_OUTSIDE_VOCABULARY = Problem(
+    "token-outside-vocabulary",
+    "error",
+    "vocab_size={vocab_size} is not supported with data_path={prefix} because the data contains "
+    "token {largest}",
+    "set tokenizer_json to the file written with the data, or vocab_size to at least {needed}",
+)
+
+PROBLEMS = (
+    *(TE_BROKEN, TE_SWITCH_OFF, TOO_OLD_FOR_GRAPHS),
+    *(DATASET_MISSING, DATASET_CORRUPT, TOKEN_OUTSIDE_VOCABULARY),
+)
+"""All of this module."""
 
 
 def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding]:
@@ -167,33 +234,18 @@ def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     missing = [str(path) for path in (index, tokens) if not path.is_file()]
     if missing:
-        return [
-            Finding(
-                "error",
-                f"data_path={prefix} does not exist (no {' and no '.join(missing)}); set the "
-                "prefix without .bin or .idx, or make it with tools/preprocess_text.py",
-            )
-        ]
+        return [DATASET_MISSING.found(prefix=prefix, missing=" and no ".join(missing))]
     problem = _index_problem(index, tokens)
     if problem is not None:
-        return [
-            Finding(
-                "error",
-                f"data_path={prefix} is corrupt: {problem}; make it again with "
-                "tools/preprocess_text.py",
-            )
-        ]
+        return [DATASET_CORRUPT.found(prefix=prefix, what=problem)]
     if vocab_size is None:
         return []
     largest = _largest_token(index, tokens)
     if largest < vocab_size:
         return []
     return [
-        Finding(
-            "error",
-            f"vocab_size={vocab_size} is not supported with data_path={prefix} because the data "
-            f"contains token {largest}; set tokenizer_json to the file written with the data, or "
-            f"vocab_size to at least {largest + 1}",
+        TOKEN_OUTSIDE_VOCABULARY.found(
+            prefix=prefix, vocab_size=vocab_size, largest=largest, needed=largest + 1
         )
     ]
 
@@ -243,9 +295,9 @@ def require(findings: Iterable[Finding]) -> None:
     errors = []
     for finding in findings:
         if finding.severity == "error":
-            errors.append(finding.message)
-        else:
-            logger.warning("%s", finding.message)
+            errors.append(finding.text)
+        elif finding.severity == "warning":
+            logger.warning("%s", finding.text)
     if errors:
         raise ValueError(errors[0])
 
@@ -282,7 +334,8 @@ def is_installed(module: str) -> bool:
         return True
 
 
-def _version(distribution: str) -> Optional[str]:
+def installed_version(distribution: str) -> Optional[str]:
+    """The version of an installed distribution; None if there is none."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -302,8 +355,12 @@ def default_host_memory_limit_bytes(root: Path = Path("/")) -> Optional[int]:
     available = available_memory_bytes(root)
     if available is None:
         return None
-    num_processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return int(available * HOST_MEMORY_SHARE) // num_processes
+    return host_memory_share_bytes(available, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def host_memory_share_bytes(available_bytes: int, num_processes: int) -> int:
+    """What each of a node's processes may pin by default, in bytes."""
+    return int(available_bytes * HOST_MEMORY_SHARE) // max(1, num_processes)
 
 
 def available_memory_bytes(root: Path = Path("/")) -> Optional[int]:
@@ -316,8 +373,8 @@ def available_memory_bytes(root: Path = Path("/")) -> Optional[int]:
     Args:
         root: Where /proc and /sys are found.
     """
-    found = [left for left in _left_in_control_groups(root) if left is not None]
-    for line in _lines(root / "proc/meminfo"):
+    found = [group.left_bytes for group in control_groups(root)]
+    for line in read_lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             found.append(int(line.split()[1]) * 1024)
     return max(0, min(found)) if found else None
@@ -332,47 +389,64 @@ class _MemoryController(NamedTuple):
     droppable: str
 
 
-_CONTROLLERS = (
-    _MemoryController("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "),
-    _MemoryController(
+_CONTROLLERS = {
+    2: _MemoryController("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "),
+    1: _MemoryController(
         "sys/fs/cgroup/memory",
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
         "total_inactive_file ",
     ),
-)
+}
+"""By version."""
 
 
-def _left_in_control_groups(root: Path) -> Iterator[Optional[int]]:
-    """What each control group that the process is in leaves it; None for one without a limit."""
-    for line in _lines(root / "proc/self/cgroup"):
+class ControlGroup(NamedTuple):
+    """A control group with a limit of memory, as a container has."""
+
+    version: int
+    limit_bytes: int
+    left_bytes: int
+    """Of the limit, what is not used, or used for file caches that can be dropped."""
+
+
+def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
+    """The control groups with limits of memory that hold for this process.
+
+    Args:
+        root: Where /proc and /sys are found.
+    """
+    for line in read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        files = _CONTROLLERS[1 if controllers else 0]
-        mount = root / files.mount
+        version = 1 if controllers else 2
+        mount = root / _CONTROLLERS[version].mount
         # A limit of any group above holds too. Inside a container the path may be one that only
         # the host knows; then the mount point is the container's own group.
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):
-            yield _left_in_group(folder, files)
+            found = _control_group(folder, version)
+            if found is not None:
+                yield found
             if folder == mount:
                 break
 
 
-def _left_in_group(folder: Path, files: _MemoryController) -> Optional[int]:
-    limit, used = _lines(folder / files.limit), _lines(folder / files.used)
+def _control_group(folder: Path, version: int) -> Optional[ControlGroup]:
+    files = _CONTROLLERS[version]
+    limit, used = read_lines(folder / files.limit), read_lines(folder / files.used)
     if not limit or not used or limit[0] == "max":
         return None
     droppable = [
         int(line.split()[1])
-        for line in _lines(folder / "memory.stat")
+        for line in read_lines(folder / "memory.stat")
         if line.startswith(files.droppable)
     ]
-    return int(limit[0]) - int(used[0]) + sum(droppable)
+    return ControlGroup(version, int(limit[0]), int(limit[0]) - int(used[0]) + sum(droppable))
 
 
-def _lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
     """The lines of a file; none if it cannot be read."""
     try:
         # Names of control groups may be in any language.

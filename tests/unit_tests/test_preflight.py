@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from megatron.slipstream import preflight
-from megatron.slipstream.preflight import Facts, check_graphs, check_process, is_installed
+from megatron.slipstream.preflight import (
+    Facts,
+    Finding,
+    Problem,
+    check_graphs,
+    check_process,
+    is_installed,
+    require,
+)
 
 
 def make_package(root: Path, files: dict[str, str]) -> None:
@@ -100,14 +108,17 @@ def test_whatever_keeps_transformer_engine_from_importing_is_told(
 
 
 @pytest.mark.parametrize(
-    "environment, is_late", [("1", True), ("0", False), (None, False)], ids=str
+    "environment, shown, is_late",
+    [("1", "=1", True), ("0", "=0", False), (None, " (not set)", False)],
 )
-def test_a_switch_is_called_late_only_if_it_is_set(environment: str | None, is_late: bool) -> None:
+def test_a_switch_is_called_late_only_if_it_is_set(
+    environment: str | None, shown: str, is_late: bool
+) -> None:
     facts = Facts("3.12", None, None, "2.20", None, False, environment, None, True)
     (finding,) = check_process(facts, offloading=True)
-    assert finding.message.startswith(f"NVTE_CPU_OFFLOAD_V1={environment} is not supported")
+    assert finding.message.startswith(f"NVTE_CPU_OFFLOAD_V1{shown} is not supported")
     assert ("after Transformer Engine was imported" in finding.message) == is_late
-    assert "set NVTE_CPU_OFFLOAD_V1=1" in finding.message
+    assert finding.cure.startswith("set NVTE_CPU_OFFLOAD_V1=1")
 
 
 @pytest.mark.parametrize(
@@ -127,4 +138,26 @@ def test_graphs_need_newer_versions(torch: str, te: str | None, wrong: list[str]
     for finding, version in zip(findings, wrong, strict=True):
         assert version in finding.message
         assert "cuda_graph_impl='transformer_engine' is not supported" in finding.message
-        assert "install" in finding.message
+        assert finding.cure.startswith("install")
+
+
+# What becomes of findings.
+
+
+def test_a_finding_is_one_sentence_with_its_cure() -> None:
+    problem = Problem("p", "warning", "{option}=1 is odd because {why}", "set {option}=2")
+    finding = problem.found(option="a", why="it is")
+    assert finding == Finding("warning", "a=1 is odd because it is", "set a=2", "p")
+    assert finding.text == "a=1 is odd because it is; set a=2"
+    assert Finding("note", "that is all").text == "that is all"
+
+
+def test_the_first_error_is_raised_after_all_warnings_were_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    findings = [Finding(severity, severity, "mend it") for severity in ("ok", "note", "error")]
+    findings += [Finding("error", "another", ""), Finding("warning", "slow", "make it fast")]
+    with pytest.raises(ValueError, match="^error; mend it$"):
+        require(findings)
+    assert caplog.messages == ["slow; make it fast"]
+    require(findings[:2])

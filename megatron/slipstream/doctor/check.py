@@ -1,0 +1,45 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What a check is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron.slipstream.doctor.facts import Facts
+from megatron.slipstream.preflight import Finding, Problem
+
+NOT_LOOKED_AT = Problem("not-looked-at", "note", "not looked at: {why}", "{cure}")
+"""What any check may say."""
+
+
+class Seen(NamedTuple):
+    """What a check saw."""
+
+    value: str
+    """As shown beside the check's label; of several lines if it is about several things."""
+    findings: tuple[Finding, ...] = ()
+
+
+class Check(NamedTuple):
+    """Looks at one thing."""
+
+    label: str
+    look: Callable[[Facts], Seen]
+    problems: tuple[Problem, ...] = ()
+    """What it may find, beside :data:`NOT_LOOKED_AT`."""
+
+
+class Topic(NamedTuple):
+    """Checks that are shown together."""
+
+    title: str
+    about: str
+    """For the documentation: a paragraph."""
+    checks: tuple[Check, ...]
+
+
+def not_looked_at(why: str, cure: str = "") -> Seen:
+    """There was nothing to look at, or no way to."""
+    return Seen("unknown", (NOT_LOOKED_AT.found(why=why, cure=cure),))

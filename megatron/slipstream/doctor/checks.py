@@ -1,0 +1,59 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""All checks, and what they found together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron.slipstream.doctor import command, gpus, memory, nodes, variables, versions
+from megatron.slipstream.doctor.check import Topic
+from megatron.slipstream.doctor.facts import Facts
+from megatron.slipstream.preflight import Finding, Severity
+
+TOPICS: tuple[Topic, ...] = (
+    versions.TOPIC,
+    variables.TOPIC,
+    gpus.TOPIC,
+    nodes.TOPIC,
+    memory.TOPIC,
+    command.TOPIC,
+)
+
+SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
+"""From good to bad."""
+
+
+class Row(NamedTuple):
+    """What one check saw."""
+
+    topic: str
+    label: str
+    value: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def severity(self) -> Severity:
+        """Of the worst finding."""
+        return worst(self.findings)
+
+
+def examine(facts: Facts) -> list[Row]:
+    """Run every check."""
+    return [
+        Row(topic.title, check.label, *check.look(facts))
+        for topic in TOPICS
+        for check in topic.checks
+    ]
+
+
+def findings_of(rows: list[Row]) -> Iterator[Finding]:
+    """What all rows found."""
+    for row in rows:
+        yield from row.findings
+
+
+def worst(findings: tuple[Finding, ...]) -> Severity:
+    """The severity of the worst finding; 'ok' without any."""
+    return max((f.severity for f in findings), key=SEVERITIES.index, default="ok")

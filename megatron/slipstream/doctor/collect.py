@@ -1,0 +1,316 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Reading the machine: all that the doctor reads is read here."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import re
+import resource
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Optional
+
+from megatron.slipstream import preflight
+from megatron.slipstream.doctor import command, memory, variables
+from megatron.slipstream.doctor.facts import Facts, Gpu, Host, Link, Node, Numa, Ranks, Torch
+from megatron.slipstream.preflight import installed_version, read_lines
+
+VARIABLES = (
+    *variables.READ,
+    *("LOCAL_WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"),
+    *memory.RANKS_PER_HOST_OF_LAUNCHERS,
+)
+
+NVIDIA_SMI_S = 30
+"""How long nvidia-smi may take: with persistence mode off it loads the driver first."""
+
+_QUERIES = (
+    *("index", "name", "pci.bus_id", "driver_version", "memory.total"),
+    *("pcie.link.gen.current", "pcie.link.gen.max"),
+    *("pcie.link.width.current", "pcie.link.width.max"),
+)
+"""What nvidia-smi is asked for; the last four are the fields of :class:`Link`."""
+
+Progress = Callable[[str], None]
+"""Called with what is looked at next."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for."""
+
+    ranks_per_host: Optional[int] = None
+    measures: bool = True
+    """Whether to measure copies."""
+    words: Sequence[str] = ()
+    """Of a training command; see :func:`~megatron.slipstream.doctor.command.split_command`."""
+
+
+def collect(request: Request, progress: Progress = lambda _: None, root: Path = Path("/")) -> Facts:
+    """Look at the machine.
+
+    Args:
+        request: What for.
+        progress: Told of every step.
+        root: Where /proc, /sys and /dev are found.
+    """
+    progress("versions")
+    # Before anything is imported or set for the flags' sake.
+    environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    process = preflight.collect()
+    torch, torch_facts, error = _torch()
+    unseen: dict[str, str] = {}
+    progress("GPUs")
+    driver, gpus = _gpus(torch if torch_facts is not None and torch_facts.sees_gpus else None, root)
+    progress("NUMA")
+    numa, gpus = _numa(torch, gpus, root, unseen)
+    gpus = _measured(torch_facts, gpus, request, progress, unseen)
+    words = command.split_command(list(request.words))
+    ranks = _ranks(request, words, environment, len(gpus))
+    facts = Facts(
+        process=process,
+        environment=environment,
+        ranks=ranks,
+        host=_host(root),
+        torch=torch_facts,
+        torch_error=error,
+        flash_attn=installed_version("flash-attn") or installed_version("flash-attn-3"),
+        driver=driver,
+        gpus=gpus,
+        numa=numa,
+        unseen=unseen,
+    )
+    return _with_command(facts, words, progress)
+
+
+def _with_command(facts: Facts, words: command.Words, progress: Progress) -> Facts:
+    """Last: to read the flags replaces parts of torch where there is no GPU."""
+    if not words.flags:
+        return facts
+    broken = facts.torch is None or facts.process.megatron_core is None
+    if broken or facts.process.te_import_error is not None:
+        why = "torch, megatron-core and what they import have to work first"
+        return replace(facts, unseen={**facts.unseen, "command": why})
+    progress("flags")
+    return replace(facts, command=command.check_command(words))
+
+
+# Torch and GPUs
+
+
+def _torch() -> tuple[Optional[ModuleType], Optional[Torch], Optional[str]]:
+    """The module, what it says of itself, and why it does not import though it is installed."""
+    try:
+        module = importlib.import_module("torch")
+        facts = Torch(module.version.cuda, module.version.hip, module.cuda.is_available())
+    # A half-installed torch fails in many ways, which are what is to be reported.
+    except Exception as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        return None, None, None if is_missing else f"{type(error).__name__}: {error}"
+    return module, facts, None
+
+
+def _gpus(torch: Any, root: Path) -> tuple[Optional[str], tuple[Gpu, ...]]:
+    """The driver's version and the GPUs: those that torch sees, or else all."""
+    rows = query_nvidia_smi()
+    driver = rows[0]["driver_version"] if rows else driver_version(root)
+    if torch is None:
+        return driver, tuple(map(gpu_of, rows))
+    # A part of the package that needs torch.
+    from megatron.slipstream.integration.numa import gpu_pci_address
+
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        gpus.append(Gpu(index, facts.name, facts.total_memory, gpu_pci_address(index)))
+    return driver, tuple(gpus)
+
+
+def query_nvidia_smi() -> list[dict[str, str]]:
+    """A row for each GPU, by the names in ``_QUERIES``; none where nvidia-smi does not answer."""
+    try:
+        output = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_S,
+            check=False,  # With one GPU lost it fails, and tells of the others.
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return parse_nvidia_smi(output)
+
+
+def parse_nvidia_smi(output: str) -> list[dict[str, str]]:
+    """The rows that nvidia-smi printed, by the names in ``_QUERIES``."""
+    rows = csv.reader(output.splitlines(), skipinitialspace=True)
+    return [dict(zip(_QUERIES, row, strict=True)) for row in rows if len(row) == len(_QUERIES)]
+
+
+def gpu_of(row: Mapping[str, str]) -> Gpu:
+    """A GPU from a row of nvidia-smi."""
+    memory = _number(row["memory.total"])
+    return Gpu(
+        number=int(row["index"]),
+        name=row["name"],
+        memory_bytes=None if memory is None else memory << 20,
+        pci_address=_sysfs_address(row["pci.bus_id"]),
+    )
+
+
+def link_of(row: Mapping[str, str]) -> Optional[Link]:
+    """The link in a row of nvidia-smi; None if it does not tell."""
+    numbers = [_number(row[name]) for name in _QUERIES[-4:]]
+    return None if None in numbers else Link(*(number or 0 for number in numbers))
+
+
+def _number(text: str) -> Optional[int]:
+    """Of nvidia-smi, which writes '[N/A]' for what it does not know."""
+    return int(text) if text.isdigit() else None
+
+
+def _sysfs_address(bus_id: str) -> str:
+    """nvidia-smi's '00000000:1B:00.0' as '0000:1b:00.0'."""
+    return bus_id.lower()[-len("0000:00:00.0") :]
+
+
+def driver_version(root: Path) -> Optional[str]:
+    """The version of NVIDIA's driver, if it is loaded."""
+    for line in read_lines(root / "proc/driver/nvidia/version")[:1]:
+        found = re.search(r"\s(\d+\.[\d.]+)\s", line)
+        return found[1] if found else None
+    return None
+
+
+def _measured(
+    torch: Optional[Torch],
+    gpus: tuple[Gpu, ...],
+    request: Request,
+    progress: Progress,
+    unseen: dict[str, str],
+) -> tuple[Gpu, ...]:
+    """The GPUs with what copies reach, and with their links as they are right after."""
+    if not request.measures:
+        unseen["bandwidth"] = "--no-bandwidth was given"
+    elif torch is None or not torch.sees_gpus:
+        unseen["bandwidth"] = "it takes a torch that sees the GPU"
+    else:
+        from megatron.slipstream.doctor.bandwidth import measure
+
+        gpus = tuple(measure(gpu, progress) for gpu in gpus)
+    if not gpus:
+        return gpus
+    links = {_sysfs_address(row["pci.bus_id"]): link_of(row) for row in query_nvidia_smi()}
+    if not links:
+        unseen["link"] = "nvidia-smi does not answer"
+    return tuple(gpu._replace(link=links.get(gpu.pci_address or "")) for gpu in gpus)
+
+
+# NUMA
+
+
+def _numa(
+    torch: Optional[ModuleType], gpus: tuple[Gpu, ...], root: Path, unseen: dict[str, str]
+) -> tuple[Optional[Numa], tuple[Gpu, ...]]:
+    if torch is None:
+        unseen["numa"] = "it takes torch"
+        return None, gpus
+    from megatron.slipstream.integration import numa
+
+    sysfs, cpus, policy = root / "sys", frozenset(os.sched_getaffinity(0)), numa.get_memory_policy()
+    nodes = tuple(
+        Node(number, of_node, free_bytes(root, number))
+        for number, of_node in numa.cpus_of_nodes(sysfs).items()
+    )
+    placed = []
+    for gpu in gpus:
+        gpu = gpu._replace(node=gpu_node(root, gpu.pci_address))
+        decision = numa.decide(sysfs, gpu.pci_address, cpus, policy)
+        if isinstance(decision, str):
+            placed.append(gpu._replace(unbound_because=decision))
+        else:
+            placed.append(gpu._replace(bound_to=decision.node))
+    return Numa(nodes, cpus, allowed_nodes(root), policy), tuple(placed)
+
+
+def free_bytes(root: Path, node: int) -> Optional[int]:
+    """Host memory of a node that is free or holds only files that can be read again."""
+    found = {}
+    for line in read_lines(root / f"sys/devices/system/node/node{node}/meminfo"):
+        # 'Node 0 MemFree:  123 kB'
+        words = line.split()
+        if len(words) == 5:
+            found[words[2].rstrip(":")] = int(words[3]) * 1024
+    if "MemFree" not in found:
+        return None
+    return found["MemFree"] + found.get("Inactive(file)", 0)
+
+
+def gpu_node(root: Path, pci_address: Optional[str]) -> Optional[int]:
+    """The node that a PCI device is attached to; None if the kernel does not tell."""
+    if pci_address is None:
+        return None
+    lines = read_lines(root / "sys/bus/pci/devices" / pci_address / "numa_node")
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def allowed_nodes(root: Path) -> Optional[frozenset[int]]:
+    """The nodes whose memory this process may have."""
+    from megatron.slipstream.integration.numa import parse_cpus
+
+    for line in read_lines(root / "proc/self/status"):
+        name, _, value = line.partition(":")
+        if name == "Mems_allowed_list":
+            return parse_cpus(value)
+    return None
+
+
+# Host memory
+
+
+def _host(root: Path) -> Host:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Host(
+        total_bytes=total_bytes(root),
+        groups=tuple(preflight.control_groups(root)),
+        memlock_bytes=None if limit == resource.RLIM_INFINITY else limit,
+        shm_bytes=_size_of(root / "dev/shm"),
+        has_rdma=any((root / "sys/class/infiniband").glob("*")),
+    )
+
+
+def total_bytes(root: Path) -> Optional[int]:
+    """All host memory."""
+    for line in read_lines(root / "proc/meminfo"):
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _size_of(folder: Path) -> Optional[int]:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_blocks * found.f_frsize
+
+
+def _ranks(
+    request: Request, words: command.Words, environment: Mapping[str, str], num_gpus: int
+) -> Ranks:
+    if request.ranks_per_host is not None:
+        return Ranks(request.ranks_per_host, "--ranks-per-host")
+    if words.ranks_per_host is not None:
+        return Ranks(words.ranks_per_host, "--nproc-per-node of the command")
+    for name in ("LOCAL_WORLD_SIZE", *memory.RANKS_PER_HOST_OF_LAUNCHERS):
+        if environment.get(name, "").isdigit():
+            return Ranks(max(1, int(environment[name])), name)
+    if num_gpus:
+        return Ranks(num_gpus, "one for each GPU; --ranks-per-host N says otherwise")
+    return Ranks(1, "--ranks-per-host N says otherwise")

@@ -1,0 +1,130 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What the doctor knows of the machine. Checks look at nothing else, so tests make it by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
+
+from megatron.slipstream import preflight
+from megatron.slipstream.plan.trace import Bandwidth
+
+
+class Torch(NamedTuple):
+    """What torch says of itself."""
+
+    cuda: Optional[str]
+    """The CUDA runtime that it was built for; None for a build without."""
+    hip: Optional[str]
+    sees_gpus: bool
+
+
+class Link(NamedTuple):
+    """A GPU's PCI Express link. An idle GPU may lower the generation."""
+
+    generation: int
+    max_generation: int
+    width: int
+    """Lanes."""
+    max_width: int
+
+
+class Gpu(NamedTuple):
+    """A GPU as torch numbers it; as nvidia-smi does, where torch sees none."""
+
+    number: int
+    name: str
+    memory_bytes: Optional[int] = None
+    pci_address: Optional[str] = None
+    """As sysfs writes it."""
+    node: Optional[int] = None
+    """The NUMA node that it is attached to."""
+    bound_to: Optional[int] = None
+    """The node that training binds the process of this GPU to."""
+    unbound_because: str = ""
+    """Why it binds it to none."""
+    link: Optional[Link] = None
+    bandwidth: Optional[Bandwidth] = None
+    bandwidth_error: Optional[str] = None
+    """Why it could not be measured."""
+
+
+class Node(NamedTuple):
+    """A NUMA node with CPUs."""
+
+    number: int
+    cpus: frozenset[int]
+    free_bytes: Optional[int]
+    """Host memory without content, or with the content of files that can be read again."""
+
+
+class Numa(NamedTuple):
+    """Where memory and CPUs are, and where this process may be."""
+
+    nodes: tuple[Node, ...]
+    cpus: frozenset[int]
+    """That this process may run on."""
+    allowed_nodes: Optional[frozenset[int]]
+    """Whose memory it may have; None if unknown."""
+    policy: Optional[int]
+    """Its memory policy as the kernel numbers them, 0 for the default; None if unknown."""
+
+
+class Ranks(NamedTuple):
+    """How many processes of the training run on this host."""
+
+    number: int
+    source: str
+    """What says so."""
+
+
+class Host(NamedTuple):
+    """Host memory and its limits. None where nothing tells."""
+
+    total_bytes: Optional[int]
+    groups: tuple[preflight.ControlGroup, ...]
+    memlock_bytes: Optional[int]
+    """RLIMIT_MEMLOCK; None for no limit."""
+    shm_bytes: Optional[int]
+    """Size of /dev/shm."""
+    has_rdma: bool
+    """Whether there are RDMA adapters, such as InfiniBand."""
+
+
+class Command(NamedTuple):
+    """What the flags of a training command ask for, and what is wrong with them."""
+
+    findings: tuple[preflight.Finding, ...]
+    num_processes: int
+    """That the flags were checked for."""
+    offloads: bool = False
+    graphs: str = "none"
+    """megatron-core's ``cuda_graph_impl``."""
+    is_deterministic: bool = False
+    host_memory_limit_bytes: Optional[int] = None
+    """``offload_host_memory_limit_bytes``."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The machine and this process. See :func:`~megatron.slipstream.doctor.collect.collect`."""
+
+    process: preflight.Facts
+    environment: Mapping[str, str]
+    """The variables that checks ask for and that are set."""
+    ranks: Ranks
+    host: Host
+    torch: Optional[Torch] = None
+    torch_error: Optional[str] = None
+    """Why torch, though installed, does not import."""
+    flash_attn: Optional[str] = None
+    """Its version."""
+    driver: Optional[str] = None
+    """Version of NVIDIA's driver."""
+    gpus: tuple[Gpu, ...] = ()
+    numa: Optional[Numa] = None
+    command: Optional[Command] = None
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    """Of 'numa', 'link', 'bandwidth' and 'command', those that were not looked at, and why."""

@@ -1,0 +1,105 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The ``doctor`` sub-command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_EPILOG = """\
+Examples:
+
+  What is right and wrong on this machine:
+    slipstream doctor
+
+  The same, and all that is wrong with the flags of a training (no model is built):
+    slipstream doctor -- --num-layers 32 ... --fine-grained-activation-offloading
+    slipstream doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
+
+  As a rank would see it, with the launcher's environment and bindings:
+    srun --ntasks-per-node 8 slipstream doctor --json doctor.json --no-bandwidth
+
+Marks: ok, note (to be known), warning (slow, or fails later), error (fails, or computes wrong).
+Exit status: 0 without errors, 1 with errors, 2 for a wrong call.
+"""
+
+
+def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say what is right on this machine, what will go wrong, and what to do about it",
+        description="Look at versions, environment variables, GPUs and their links, NUMA, host "
+        "memory and the flags of a training, and show for everything that is wrong its cure. Works "
+        "without a GPU too.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="-- COMMAND",
+        help="flags of a training, or the whole command with torchrun and script, to be checked "
+        "with megatron's own parser and every rule at once",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write findings and facts as JSON to this file; '-' writes them in place of the table",
+    )
+    parser.add_argument(
+        "--no-bandwidth",
+        action="store_true",
+        help="do not measure copies (which takes a few seconds, 256 MiB of each GPU and of host "
+        "memory)",
+    )
+    parser.add_argument(
+        "--ranks-per-host",
+        type=int,
+        metavar="N",
+        help="processes of the training on this host, which share its memory (default: what the "
+        "launcher says, or one for each GPU)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine the machine and show what is found. Returns the exit status."""
+    # Imported here so that `slipstream --help` answers at once.
+    from megatron.slipstream.doctor.checks import examine, findings_of
+    from megatron.slipstream.doctor.collect import Request, collect
+    from megatron.slipstream.doctor.show import render, to_json
+    from megatron.slipstream.plan.files import write_whole
+
+    if options.ranks_per_host is not None and options.ranks_per_host < 1:
+        raise ValueError(
+            f"--ranks-per-host={options.ranks_per_host} is no number of processes; give 1 or more"
+        )
+    request = Request(options.ranks_per_host, not options.no_bandwidth, options.words)
+    with _progress() as progress:
+        facts = collect(request, progress)
+    rows = examine(facts)
+    if options.json == "-":
+        sys.stdout.write(to_json(facts, rows))
+    else:
+        render(rows, sys.stdout)
+        if options.json is not None:
+            write_whole(Path(options.json), to_json(facts, rows).encode())
+    return int(any(finding.severity == "error" for finding in findings_of(rows)))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A bar on stderr that names what is looked at."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # Of this stream, whatever is put in its place while the flags are parsed.
+    console = Console(file=sys.stderr)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda what: progress.update(task, description=f"looking at {what}")

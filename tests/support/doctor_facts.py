@@ -1,0 +1,89 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Facts of machines for the doctor's tests: one with which nothing is wrong, and changes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.slipstream import preflight
+from megatron.slipstream.doctor.facts import Facts, Gpu, Host, Link, Node, Numa, Ranks, Torch
+from megatron.slipstream.plan.trace import Bandwidth
+
+GIB = 1 << 30
+
+PROCESS = preflight.Facts(
+    python="3.12.4",
+    torch="2.11.0+cu130",
+    megatron_core="0.19.2",
+    transformer_engine="2.20.2",
+    te_import_error=None,
+    te_offload_v1=True,
+    te_offload_v1_environment="1",
+    available_memory_bytes=1000 * GIB,
+    affinity_tools=True,
+)
+
+
+def gpu(number: int, node: int) -> Gpu:
+    """A GPU of the kind that the figures in benchmarks/ are of, on a machine of two nodes."""
+    return Gpu(
+        number,
+        "NVIDIA H200",
+        memory_bytes=140 * GIB,
+        pci_address=f"0000:{number + 16:02x}:00.0",
+        node=node,
+        bound_to=node,
+        link=Link(5, 5, 16, 16),
+        bandwidth=Bandwidth(55.4, 55.6, 50.8, 50.8),
+    )
+
+
+HEALTHY = Facts(
+    process=PROCESS,
+    environment={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "LOCAL_WORLD_SIZE": "2"},
+    ranks=Ranks(2, "LOCAL_WORLD_SIZE"),
+    host=Host(
+        total_bytes=1024 * GIB, groups=(), memlock_bytes=None, shm_bytes=512 * GIB, has_rdma=True
+    ),
+    torch=Torch(cuda="13.0", hip=None, sees_gpus=True),
+    driver="580.65.06",
+    gpus=(gpu(0, 0), gpu(1, 1)),
+    numa=Numa(
+        nodes=(
+            Node(0, frozenset(range(8)), 500 * GIB),
+            Node(1, frozenset(range(8, 16)), 500 * GIB),
+        ),
+        cpus=frozenset(range(16)),
+        allowed_nodes=frozenset({0, 1}),
+        policy=0,
+    ),
+)
+"""Two H200, one on each node."""
+
+
+def facts(process: dict[str, Any] | None = None, **changes: Any) -> Facts:
+    """The healthy machine with other facts; ``process`` changes its :class:`preflight.Facts`."""
+    return replace(HEALTHY, process=replace(PROCESS, **(process or {})), **changes)
+
+
+def environment(machine: Facts = HEALTHY, **variables: str) -> Facts:
+    """A machine with more variables set."""
+    return replace(machine, environment={**machine.environment, **variables})
+
+
+def host(**changes: Any) -> Facts:
+    """The healthy machine with another host memory."""
+    return replace(HEALTHY, host=HEALTHY.host._replace(**changes))
+
+
+def numa(**changes: Any) -> Facts:
+    """The healthy machine with other NUMA facts."""
+    assert HEALTHY.numa is not None
+    return replace(HEALTHY, numa=HEALTHY.numa._replace(**changes))
+
+
+def first_gpu(**changes: Any) -> Facts:
+    """The healthy machine with another first GPU."""
+    return replace(HEALTHY, gpus=(gpu(0, 0)._replace(**changes), HEALTHY.gpus[1]))

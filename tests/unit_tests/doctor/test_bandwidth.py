@@ -1,0 +1,127 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Copies are measured on memory that is given back, and what goes wrong is told, not raised."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from doctor_facts import gpu
+from timed_backend import TimedBackend
+
+from megatron.slipstream.doctor import bandwidth
+from megatron.slipstream.integration import numa
+from megatron.slipstream.plan.trace import Bandwidth
+
+
+class CountingBackend(TimedBackend):
+    """Copies take a millisecond each, later rounds less, and host memory is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_lent = 0
+        self.time_ms = 0.0
+        self.ms_per_event = 1.0
+        self.place_host_memory: Any = None
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        self.num_lent += 1
+        return super().allocate_host(nbytes)
+
+    def free_host(self, buffer: torch.Tensor) -> None:
+        self.num_lent -= 1
+
+    def timed_event(self, stream: Any) -> float:
+        self.time_ms += self.ms_per_event
+        self.ms_per_event *= 0.999
+        return self.time_ms
+
+    def elapsed_ms(self, start: float, stop: float) -> float:
+        return stop - start
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "NBYTES", 1 << 20)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+
+
+@pytest.mark.usefixtures("small")
+def test_the_best_of_all_rounds_counts_and_host_memory_is_given_back() -> None:
+    backend = CountingBackend()
+    found = bandwidth.measure_bandwidth(backend)
+    # Half of the buffer, in the time of the last and shortest round.
+    last = (1 << 19) / (backend.ms_per_event * 1e6)
+    assert found.d2h_gb_per_s == pytest.approx(last, rel=0.05)
+    first = (1 << 19) / 1e6
+    assert found.d2h_gb_per_s > 1.1 * first
+    assert backend.num_lent == 0
+
+
+def test_the_best_is_taken_of_each_rate_by_itself() -> None:
+    rounds = [Bandwidth(1.0, 8.0, 3.0, 4.0), Bandwidth(5.0, 6.0, 7.0, 2.0)]
+    assert bandwidth.best(rounds) == Bandwidth(5.0, 8.0, 7.0, 4.0)
+
+
+class NoTimes(CountingBackend):
+    def timed_event(self, stream: Any) -> None:  # type: ignore[override]
+        return None
+
+
+class NoDeviceMemory(CountingBackend):
+    def allocate_scratch(self, nbytes: int) -> None:
+        return None
+
+
+class NoHostMemory(CountingBackend):
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore of it")
+
+
+class NoCopies(CountingBackend):
+    def run_copies(self, copies: Any, stream: Any) -> None:
+        raise RuntimeError("the driver refused a copy")
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    "kind, error",
+    [
+        (NoTimes, "copies take no time"),
+        (NoDeviceMemory, "the GPU has no 1 MiB to spare"),
+        (NoHostMemory, "CUDA error: out of memory"),
+        (NoCopies, "the driver refused a copy"),
+    ],
+)
+def test_what_keeps_copies_from_being_measured_is_told(
+    monkeypatch: pytest.MonkeyPatch, kind: type[CountingBackend], error: str
+) -> None:
+    backend = kind()
+    monkeypatch.setattr(bandwidth, "CudaBackend", lambda: backend)
+    measured = bandwidth.measure(gpu(0, 0)._replace(bandwidth=None), lambda _: None)
+    assert measured.bandwidth is None
+    assert measured.bandwidth_error is not None
+    assert error in measured.bandwidth_error
+    assert "\n" not in measured.bandwidth_error
+    assert backend.num_lent == 0
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("node", [1, None])
+def test_memory_is_where_training_would_have_it(
+    monkeypatch: pytest.MonkeyPatch, node: int | None
+) -> None:
+    backend = CountingBackend()
+    monkeypatch.setattr(bandwidth, "CudaBackend", lambda: backend)
+    steps: list[str] = []
+    measured = bandwidth.measure(gpu(3, 1)._replace(bound_to=node, bandwidth=None), steps.append)
+    assert measured.bandwidth is not None
+    assert steps == ["copies of GPU 3"]
+    if node is None:
+        assert backend.place_host_memory is None
+    else:
+        assert isinstance(backend.place_host_memory, numa.NodeMemory)
+        assert backend.place_host_memory._node == node

@@ -1,0 +1,494 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Each problem is found where it is there, found nowhere else, and comes with its cure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+from doctor_facts import GIB, HEALTHY, environment, facts, first_gpu, gpu, host, numa
+
+from megatron.slipstream import preflight
+from megatron.slipstream.doctor import command
+from megatron.slipstream.doctor.check import NOT_LOOKED_AT
+from megatron.slipstream.doctor.checks import TOPICS, examine, findings_of, worst
+from megatron.slipstream.doctor.facts import Command, Facts, Link, Node, Numa, Ranks, Torch
+from megatron.slipstream.plan.trace import Bandwidth
+from megatron.slipstream.preflight import ControlGroup, Finding
+
+NO_GPU = Torch("13.0", None, False)
+ONE_NODE = Numa(
+    (Node(0, frozenset(range(16)), 900 * GIB),), frozenset(range(16)), frozenset({0}), 0
+)
+OFFLOADING = Command((), 2, offloads=True)
+IN_GRAPHS = Command((), 2, offloads=True, graphs="transformer_engine")
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+class Case(NamedTuple):
+    """A machine with a problem, and machines that all but have it."""
+
+    severity: str
+    sick: Facts
+    words: tuple[str, ...]
+    """Of message and cure."""
+    healthy: tuple[Facts, ...] = ()
+
+
+def with_command(machine: Facts, flags: Command) -> Facts:
+    return replace(machine, command=flags)
+
+
+CASES = {
+    # Versions
+    "not-installed": Case(
+        "error",
+        facts({"megatron_core": None}),
+        ("megatron-core is not installed", "pip install 'megatron-core>=0.17.1,<0.20'"),
+    ),
+    "torch-does-not-import": Case(
+        "error",
+        replace(HEALTHY, torch=None, torch_error="OSError: libcudart.so.13"),
+        ("libcudart.so.13", "repair"),
+    ),
+    "version-not-supported": Case(
+        "error",
+        facts({"torch": "2.5.1"}),
+        ("torch 2.5.1 is not supported", ">=2.6", "pip install"),
+        # A container's build of what is to become a version.
+        (facts({"torch": "2.6.0a0+ecf3bae40a.nv25.1"}),),
+    ),
+    "version-not-tested": Case(
+        "note",
+        facts({"megatron_core": "0.19.0"}),
+        ("0.17.1 or 0.18.2 or 0.19.2", "megatron-core 0.19.0"),
+        (
+            facts({"megatron_core": "0.18.2"}),
+            facts({"python": "3.12.11"}),
+            facts(driver="580.105.08"),
+        ),
+    ),
+    "torch-without-cuda": Case(
+        "error",
+        replace(HEALTHY, torch=Torch(None, None, False)),
+        ("built without CUDA", "install torch with CUDA"),
+        (replace(HEALTHY, torch=Torch(None, None, False), driver=None, gpus=()),),
+    ),
+    "rocm": Case("warning", replace(HEALTHY, torch=Torch(None, "6.4", True)), ("ROCm 6.4",)),
+    "driver-too-old": Case(
+        "error",
+        replace(HEALTHY, torch=NO_GPU, driver="570.86.10"),
+        ("driver 570.86.10", "CUDA 13.0", "580", "update the driver"),
+        (
+            # The compatibility package makes it work.
+            replace(HEALTHY, driver="570.86.10"),
+            replace(HEALTHY, torch=NO_GPU),
+            replace(HEALTHY, torch=Torch("12.8", None, False), driver="570.86.10"),
+        ),
+    ),
+    "transformer-engine-missing": Case(
+        "warning",
+        facts({"transformer_engine": None, "te_offload_v1": None}),
+        ("Transformer Engine is not installed", "megatron-slipstream[te]"),
+        (facts({"transformer_engine": None, "te_offload_v1": None}, gpus=()),),
+    ),
+    "transformer-engine-does-not-import": Case(
+        "error",
+        facts({"te_import_error": "OSError: no lib", "te_offload_v1": None}),
+        ("OSError: no lib", "complete the installation"),
+    ),
+    "too-old-for-graphs": Case(
+        "error",
+        with_command(facts({"torch": "2.8.1"}), IN_GRAPHS),
+        ("torch 2.8.1", "only from 2.9 on", "install torch 2.9 or newer"),
+        (with_command(facts({"torch": "2.9.0"}), IN_GRAPHS),),
+    ),
+    "flash-attn-not-tested": Case(
+        "note", replace(HEALTHY, flash_attn="2.8.3"), ("flash-attn", "--attention-backend fused")
+    ),
+    # Environment variables
+    "offload-switch-off": Case(
+        "error",
+        with_command(facts({"te_offload_v1": False, "te_offload_v1_environment": "0"}), OFFLOADING),
+        ("NVTE_CPU_OFFLOAD_V1=0", "set NVTE_CPU_OFFLOAD_V1=1"),
+        # What Transformer Engine has read counts, not what the environment says now.
+        (
+            with_command(facts({"te_offload_v1_environment": "0"}), OFFLOADING),
+            with_command(facts({"te_offload_v1": None}), OFFLOADING),
+        ),
+    ),
+    "allocator-configured-twice": Case(
+        "warning",
+        environment(PYTORCH_CUDA_ALLOC_CONF="a:1", PYTORCH_ALLOC_CONF="a:2"),
+        ("PYTORCH_CUDA_ALLOC_CONF=a:1", "PYTORCH_ALLOC_CONF=a:2", "set one of them"),
+        (environment(PYTORCH_CUDA_ALLOC_CONF="a:1", PYTORCH_ALLOC_CONF="a:1"),),
+    ),
+    "allocator-setting-not-read": Case(
+        "warning",
+        environment(facts({"torch": "2.9.1"}), PYTORCH_ALLOC_CONF="a:1"),
+        ("torch 2.9.1", "PYTORCH_ALLOC_CONF=a:1", "set PYTORCH_CUDA_ALLOC_CONF in its place"),
+        (
+            environment(PYTORCH_ALLOC_CONF="a:1"),
+            environment(facts({"torch": "2.9.1"}), PYTORCH_CUDA_ALLOC_CONF="a:1"),
+            environment(
+                facts({"torch": "2.9.1"}), PYTORCH_CUDA_ALLOC_CONF="a:1", PYTORCH_ALLOC_CONF="a:1"
+            ),
+        ),
+    ),
+    "expandable-segments-in-graphs": Case(
+        "error",
+        with_command(environment(**EXPANDABLE), IN_GRAPHS),
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "set NCCL_GRAPH_REGISTER=0"),
+        (
+            with_command(environment(**EXPANDABLE, NCCL_GRAPH_REGISTER="0"), IN_GRAPHS),
+            with_command(environment(**EXPANDABLE), OFFLOADING),
+            with_command(
+                environment(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False"), IN_GRAPHS
+            ),
+        ),
+    ),
+    "no-memory-caching": Case(
+        "warning",
+        environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING=1", "unset"),
+    ),
+    "blocking-launches": Case(
+        "warning",
+        environment(CUDA_LAUNCH_BLOCKING="1"),
+        ("no copy runs beside", "unset CUDA_LAUNCH_BLOCKING"),
+        (environment(CUDA_LAUNCH_BLOCKING="0"),),
+    ),
+    "one-copy-queue": Case(
+        "note",
+        environment(CUDA_DEVICE_MAX_CONNECTIONS="1"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS=1", "set CUDA_DEVICE_MAX_COPY_CONNECTIONS=8"),
+        (
+            environment(CUDA_DEVICE_MAX_CONNECTIONS="1", CUDA_DEVICE_MAX_COPY_CONNECTIONS="8"),
+            environment(CUDA_DEVICE_MAX_CONNECTIONS="32"),
+        ),
+    ),
+    "not-deterministic": Case(
+        "note",
+        environment(NVTE_ALLOW_NONDETERMINISTIC_ALGO="1"),
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO is 1", "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"),
+        (facts({"transformer_engine": None, "te_offload_v1": None}, environment={}, gpus=()),),
+    ),
+    "no-graph-mixing": Case(
+        "warning",
+        with_command(environment(NCCL_GRAPH_MIXING_SUPPORT="0"), IN_GRAPHS),
+        ("NCCL_GRAPH_MIXING_SUPPORT=0", "unset"),
+        (
+            with_command(environment(NCCL_GRAPH_MIXING_SUPPORT="1"), IN_GRAPHS),
+            with_command(environment(NCCL_GRAPH_MIXING_SUPPORT="0"), OFFLOADING),
+        ),
+    ),
+    # GPUs and their links
+    "no-gpu": Case(
+        "note",
+        replace(HEALTHY, torch=NO_GPU, driver=None, gpus=()),
+        ("there is no GPU here", "a machine that trains"),
+        (replace(HEALTHY, torch=NO_GPU, gpus=()),),
+    ),
+    "gpu-not-seen": Case(
+        "error",
+        replace(environment(CUDA_VISIBLE_DEVICES=""), torch=NO_GPU),
+        ("torch sees no GPU", "CUDA_VISIBLE_DEVICES=''", "unset CUDA_VISIBLE_DEVICES"),
+        # That is not what is wrong then.
+        (replace(HEALTHY, torch=Torch(None, None, False)), replace(HEALTHY, torch=None)),
+    ),
+    "pcie-lanes": Case(
+        "warning", first_gpu(link=Link(5, 5, 8, 16)), ("GPU 0 uses 8 of 16 lanes", "slot")
+    ),
+    "pcie-generation": Case(
+        "warning",
+        first_gpu(link=Link(4, 5, 16, 16)),
+        ("GPU 0 has PCIe generation 4 of 5 right after copies", "firmware"),
+    ),
+    "pcie-idle": Case(
+        "note",
+        first_gpu(link=Link(1, 5, 16, 16), bandwidth=None),
+        ("generation 1 of 5", "without --no-bandwidth"),
+    ),
+    "slow-copies": Case(
+        "warning",
+        first_gpu(bandwidth=Bandwidth(55.4, 20.0, 50.0, 20.0)),
+        ("copies back reach 20.0 GB/s, 32%", "NUMA"),
+        (
+            first_gpu(bandwidth=Bandwidth(45.0, 45.0, 40.0, 40.0)),
+            # As fast as its narrow link lets it be, which is what is said then.
+            first_gpu(link=Link(5, 5, 8, 16), bandwidth=Bandwidth(27.0, 27.0, 25.0, 25.0)),
+            # A link that is not PCIe.
+            first_gpu(link=None, bandwidth=Bandwidth(20.0, 20.0, 20.0, 20.0)),
+        ),
+    ),
+    "one-way-at-a-time": Case(
+        "note",
+        first_gpu(bandwidth=Bandwidth(55.0, 55.0, 30.0, 30.0)),
+        ("reach 60.0 GB/s together", "one way alone (55.0 GB/s)", "--offload-max-overhead"),
+        (first_gpu(bandwidth=Bandwidth(55.0, 55.0, 35.0, 35.0)),),
+    ),
+    "bandwidth-not-measured": Case(
+        "warning",
+        first_gpu(bandwidth=None, bandwidth_error="out of memory"),
+        ("GPU 0", "out of memory", "another process"),
+    ),
+    # NUMA
+    "gpu-node-unknown": Case(
+        "warning",
+        first_gpu(node=None, bound_to=None, unbound_because="it is unknown"),
+        ("GPU 0", "numactl"),
+        (replace(first_gpu(node=None, bound_to=None), numa=ONE_NODE),),
+    ),
+    "bound-to-another-node": Case(
+        "warning",
+        replace(numa(cpus=frozenset(range(8))), gpus=HEALTHY.gpus),
+        ("GPU 1 is on node 1", "CPUs 0-7", "numactl --cpunodebind=1 --membind=1"),
+        (
+            replace(numa(cpus=frozenset(range(8))), gpus=HEALTHY.gpus[:1]),
+            numa(cpus=frozenset(range(9))),
+            # Each rank is bound for its own GPU.
+            replace(
+                numa(cpus=frozenset(range(8))),
+                environment={**HEALTHY.environment, "LOCAL_RANK": "0"},
+            ),
+        ),
+    ),
+    "node-not-allowed": Case(
+        "warning",
+        numa(allowed_nodes=frozenset({0})),
+        ("GPU 1 is on node 1", "memory of nodes 0 only", "--cpuset-mems"),
+        (numa(allowed_nodes=None),),
+    ),
+    "memory-policy-set": Case("note", numa(policy=3), ("'interleave'", "drop it")),
+    "affinity-tools-missing": Case(
+        "warning",
+        facts({"affinity_tools": False}),
+        ("cuda-python or pynvml is missing", "pip install cuda-python nvidia-ml-py"),
+        (facts({"affinity_tools": False}, gpus=()),),
+    ),
+    # Host memory
+    "little-host-memory": Case(
+        "warning",
+        facts({"available_memory_bytes": 9 * GIB}),
+        ("each of 2 ranks may pin 3.6 GiB", "more host memory"),
+        (
+            facts({"available_memory_bytes": 11 * GIB}),
+            facts({"available_memory_bytes": 9 * GIB}, gpus=()),
+        ),
+    ),
+    "host-memory-limit-too-high": Case(
+        "warning",
+        with_command(HEALTHY, OFFLOADING._replace(host_memory_limit_bytes=501 * GIB)),
+        ("1002.0 GiB", "1000.0 GiB are available", f"to {400 * GIB} or less"),
+        (with_command(HEALTHY, OFFLOADING._replace(host_memory_limit_bytes=500 * GIB)),),
+    ),
+    "node-memory-short": Case(
+        "note",
+        replace(HEALTHY, gpus=(gpu(0, 0), gpu(1, 0))),
+        ("node 0 has 500.0 GiB free", "its 2 GPUs may pin 800.0 GiB", f"to {250 * GIB},"),
+        # Where ranks are is known only if each has a GPU here.
+        (replace(HEALTHY, gpus=(gpu(0, 0), gpu(1, 0)), ranks=Ranks(1, "as given")),),
+    ),
+    "local-world-size-not-set": Case(
+        "warning",
+        replace(HEALTHY, environment={"SLURM_NTASKS_PER_NODE": "8"}),
+        ("SLURM_NTASKS_PER_NODE=8", "export LOCAL_WORLD_SIZE=8"),
+        (
+            environment(SLURM_NTASKS_PER_NODE="8"),
+            replace(HEALTHY, environment={"SLURM_NTASKS_PER_NODE": "1"}),
+        ),
+    ),
+    "memlock-limit": Case(
+        "warning",
+        host(memlock_bytes=8 << 20),
+        ("RLIMIT_MEMLOCK is 8.0 MiB", "--ulimit memlock=-1"),
+        (replace(host(memlock_bytes=8 << 20, has_rdma=False), gpus=()),),
+    ),
+    "small-shm": Case(
+        "warning",
+        host(shm_bytes=64 << 20),
+        ("/dev/shm has 64.0 MiB", "--shm-size"),
+        (host(shm_bytes=1 * GIB),),
+    ),
+}
+"""By the problem's name."""
+
+OF_THE_COMMAND = {
+    *(command.REFUSED.name, command.REFUSED_BY_MEGATRON.name),
+    *(command.STAYS.name, command.NOTHING_TO_MOVE.name),
+    *(problem.name for problem in preflight.PROBLEMS if "data" in problem.name),
+    preflight.TOKEN_OUTSIDE_VOCABULARY.name,
+}
+"""Found when the flags are checked; see test_command.py and integration/test_doctor.py."""
+
+
+def found(machine: Facts, name: str) -> list[Finding]:
+    return [finding for finding in findings_of(examine(machine)) if finding.problem == name]
+
+
+def test_every_problem_has_a_case_here_or_is_about_flags() -> None:
+    declared = {p.name for topic in TOPICS for check in topic.checks for p in check.problems}
+    assert declared == CASES.keys() | OF_THE_COMMAND
+
+
+def test_nothing_is_found_on_a_healthy_machine() -> None:
+    assert [row for row in examine(HEALTHY) if row.findings] == []
+    assert {row.severity for row in examine(HEALTHY)} == {"ok"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_problem_is_found_with_its_cure(name: str) -> None:
+    case = CASES[name]
+    (finding,) = found(case.sick, name)
+    assert finding.severity == case.severity
+    for word in case.words:
+        assert word in finding.text
+    assert finding.cure
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.healthy])
+def test_a_machine_that_all_but_has_a_problem_has_it_not(name: str) -> None:
+    for number, machine in enumerate(CASES[name].healthy):
+        assert found(machine, name) == [], number
+
+
+def test_a_check_finds_only_what_it_declares() -> None:
+    for machine in (HEALTHY, *(case.sick for case in CASES.values())):
+        for topic in TOPICS:
+            for check in topic.checks:
+                names = {problem.name for problem in (*check.problems, NOT_LOOKED_AT)}
+                problems = {finding.problem for finding in check.look(machine).findings}
+                assert problems <= names, check.label
+
+
+# How bad it is depends on what is trained.
+
+
+@pytest.mark.parametrize(
+    "flags, value, severity",
+    [
+        (None, "0", "warning"),
+        (OFFLOADING, "0", "error"),
+        # pretrain_gpt.py sets what is not set.
+        (OFFLOADING, None, "warning"),
+        (Command((), 1), "0", "warning"),
+    ],
+)
+def test_the_switch_is_an_error_for_a_training_that_offloads_with_it(
+    flags: Command | None, value: str | None, severity: str
+) -> None:
+    machine = facts({"te_offload_v1": False, "te_offload_v1_environment": value}, command=flags)
+    (finding,) = found(machine, "offload-switch-off")
+    assert finding.severity == severity
+    assert ("pretrain_gpt.py" in finding.cure) == (value is None)
+
+
+@pytest.mark.parametrize("flags, severity", [(None, "warning"), (IN_GRAPHS, "error")])
+@pytest.mark.parametrize("name", ["expandable-segments-in-graphs", "too-old-for-graphs"])
+def test_what_graphs_do_not_allow_is_an_error_once_there_are_graphs(
+    flags: Command | None, severity: str, name: str
+) -> None:
+    machine = replace(CASES[name].sick, command=flags)
+    (finding,) = found(machine, name)
+    assert finding.severity == ("note" if (flags, name[:3]) == (None, "too") else severity)
+
+
+def test_expandable_segments_by_their_new_name_go_unnoticed_by_megatron() -> None:
+    machine = environment(PYTORCH_ALLOC_CONF="max_split_size_mb:64, expandable_segments:true")
+    (finding,) = found(with_command(machine, IN_GRAPHS), "expandable-segments-in-graphs")
+    assert "nothing stops the run" in finding.message
+    (finding,) = found(CASES["expandable-segments-in-graphs"].sick, finding.problem)
+    assert "nothing stops the run" not in finding.message
+
+
+def test_a_deterministic_training_needs_deterministic_kernels() -> None:
+    machine = environment(NVTE_ALLOW_NONDETERMINISTIC_ALGO="1")
+    (finding,) = found(
+        with_command(machine, OFFLOADING._replace(is_deterministic=True)), "not-deterministic"
+    )
+    assert finding.severity == "error"
+    assert "deterministic_mode=True is refused" in finding.message
+
+
+def test_locked_memory_matters_where_there_is_rdma() -> None:
+    (finding,) = found(host(memlock_bytes=8 << 20, has_rdma=False), "memlock-limit")
+    assert finding.severity == "note"
+
+
+def test_a_row_is_as_bad_as_its_worst_finding() -> None:
+    note, error = (Finding(severity, "", "", "") for severity in ("note", "error"))
+    assert worst((note, error, note)) == "error"
+    assert worst(()) == "ok"
+
+
+# What could not be looked at is said, with the reason.
+
+
+@pytest.mark.parametrize(
+    "machine, label, why",
+    [
+        (replace(HEALTHY, torch=None), "CUDA runtime", "torch cannot be asked"),
+        (
+            facts({"te_import_error": "OSError: no lib", "te_offload_v1": None}),
+            "NVTE_CPU_OFFLOAD_V1",
+            "does not import",
+        ),
+        (replace(HEALTHY, numa=None, unseen={"numa": "no torch"}), "NUMA nodes", "no torch"),
+        (replace(HEALTHY, numa=None, unseen={"numa": "no torch"}), "CPU affinity", "no torch"),
+        (replace(HEALTHY, unseen={"link": "no nvidia-smi"}), "PCIe link", "no nvidia-smi"),
+        (replace(HEALTHY, unseen={"bandwidth": "not asked"}), "Copies", "not asked"),
+        (replace(HEALTHY, unseen={"command": "no torch"}), "Flags", "no torch"),
+        (numa(policy=None), "Memory policy", "does not let this process ask"),
+        (facts({"available_memory_bytes": None}), "Available", "neither"),
+        (host(shm_bytes=None), "/dev/shm", "no /dev/shm"),
+    ],
+)
+def test_what_was_not_looked_at_is_a_note(machine: Facts, label: str, why: str) -> None:
+    (row,) = (row for row in examine(machine) if row.label == label)
+    assert row.severity == "note"
+    assert row.value == "unknown"
+    assert row.findings[0].problem == NOT_LOOKED_AT.name
+    assert why in row.findings[0].message
+
+
+# What is shown where nothing is wrong.
+
+
+@pytest.mark.parametrize(
+    "machine, label, value",
+    [
+        (HEALTHY, "GPUs", "GPU 0: NVIDIA H200, 140.0 GiB\nGPU 1: NVIDIA H200, 140.0 GiB"),
+        (HEALTHY, "PCIe link", "GPU 0: generation 5 x16\nGPU 1: generation 5 x16"),
+        (HEALTHY, "CPU affinity", "all CPUs 0-15"),
+        (numa(cpus=frozenset({1, 2, 9})), "CPU affinity", "bound to CPUs 1-2,9"),
+        (
+            replace(first_gpu(bound_to=None, unbound_because="it is Tuesday"), numa=ONE_NODE),
+            "GPUs' nodes",
+            "GPU 0: node 0; training binds nothing, because it is Tuesday\n"
+            "GPU 1: node 1; training binds its process there",
+        ),
+        (HEALTHY, "May be pinned", "400.0 GiB for each of 2 (80% of what is available)"),
+        (HEALTHY, "May be pinned by node", "node 0: 400.0 GiB\nnode 1: 400.0 GiB"),
+        (
+            host(groups=(ControlGroup(2, 64 * GIB, 60 * GIB), ControlGroup(1, 1 << 62, 5))),
+            "Available",
+            "1000.0 GiB of 1024.0 GiB\nlimit of the control group (v2): 64.0 GiB",
+        ),
+        (HEALTHY, "Ranks per host", "2 (LOCAL_WORLD_SIZE)"),
+        (
+            environment(CUDA_DEVICE_MAX_CONNECTIONS="1", CUDA_DEVICE_MAX_COPY_CONNECTIONS="8"),
+            "Work queues",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1\nCUDA_DEVICE_MAX_COPY_CONNECTIONS=8",
+        ),
+        (
+            with_command(HEALTHY, OFFLOADING),
+            "Flags",
+            "a training with offloading, on 2 processes",
+        ),
+    ],
+)
+def test_a_check_shows_what_it_saw(machine: Facts, label: str, value: str) -> None:
+    (row,) = (row for row in examine(machine) if row.label == label)
+    assert row.value == value

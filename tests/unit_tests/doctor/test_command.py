@@ -1,0 +1,114 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Of a training command the flags are taken, whatever starts it, and what they break is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from doctor_facts import HEALTHY
+
+from megatron.slipstream.doctor.checks import examine
+from megatron.slipstream.doctor.command import Words, check_command, split_command
+from megatron.slipstream.doctor.facts import Command
+from megatron.slipstream.integration import doctor
+from megatron.slipstream.preflight import DATASET_MISSING
+
+FLAGS = ("--num-layers", "2", "--data-path", "folder/of.py")
+
+
+@pytest.mark.parametrize(
+    "launcher, ranks_per_host, num_hosts",
+    [
+        ("", None, 1),
+        ("pretrain_gpt.py", None, 1),
+        ("python pretrain_gpt.py", None, 1),
+        ("./run train", None, 1),
+        ("torchrun --nproc-per-node 8 pretrain_gpt.py", 8, 1),
+        ("torchrun --nproc_per_node=4 --nnodes=2 pretrain_gpt.py", 4, 2),
+        ("python -m torch.distributed.run --nproc-per-node=2 /some/pretrain_gpt.py", 2, 1),
+        # Words and ranges do not tell a number.
+        ("torchrun --nproc-per-node gpu --nnodes 1:4 pretrain_gpt.py", None, 1),
+    ],
+)
+def test_the_flags_are_those_of_the_script(
+    launcher: str, ranks_per_host: int | None, num_hosts: int
+) -> None:
+    words = split_command([*launcher.split(), *FLAGS])
+    assert words == Words(FLAGS, ranks_per_host, num_hosts)
+
+
+def test_a_command_without_flags_has_none() -> None:
+    assert split_command(["./run", "train"]).flags == ()
+    assert split_command([]).flags == ()
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the check of flags gives, and is given."""
+    args = SimpleNamespace(
+        fine_grained_activation_offloading=True,
+        deterministic_mode=True,
+        recompute_granularity=None,
+        offload_host_memory_limit_bytes=5,
+    )
+    results: list[Any] = [
+        doctor.Checked(
+            args,
+            16,
+            "transformer_engine",
+            refusals=("a=1 is not supported with b because c; set a=2; or b", "no cure"),
+            refusal_of_megatron="hidden_size",
+            findings=(DATASET_MISSING.found(prefix="p", missing="p.idx"),),
+            stays=("attn_norm", "mlp_norm"),
+        )
+    ]
+
+    def check_flags(*given: Any) -> doctor.Checked:
+        results.extend(given)
+        return results[0]
+
+    monkeypatch.setattr(doctor, "check_flags", check_flags)
+    return results
+
+
+def test_all_that_is_wrong_with_flags_is_found_with_its_cure(checked: list[Any]) -> None:
+    command = check_command(Words(FLAGS, 8, 2))
+    assert checked[1:] == [FLAGS, 16]
+    found = [(f.severity, f.message, f.cure) for f in command.findings]
+    assert found[0] == ("error", "a=1 is not supported with b because c", "set a=2; or b")
+    assert found[1] == ("error", "no cure", "")
+    assert found[2][:2] == ("error", "megatron-core's own validation: hidden_size")
+    assert found[3][1].startswith("data_path=p does not exist")
+    assert found[4][0] == "note"
+    assert "attn_norm, mlp_norm of the layers" in found[4][1]
+    assert command[1:] == (16, True, "transformer_engine", True, 5)
+
+
+@pytest.mark.parametrize(
+    "granularity, offloads, is_found",
+    [("full", True, True), ("selective", True, False), ("full", False, False)],
+)
+def test_full_recomputation_leaves_nothing_to_move(
+    checked: list[Any], granularity: str, offloads: bool, is_found: bool
+) -> None:
+    checked[0].args.recompute_granularity = granularity
+    checked[0].args.fine_grained_activation_offloading = offloads
+    problems = [finding.problem for finding in check_command(Words(FLAGS)).findings]
+    assert ("nothing-to-move" in problems) == is_found
+
+
+def test_flags_that_could_not_be_parsed_ask_for_nothing(checked: list[Any]) -> None:
+    checked[0] = doctor.Checked(None, refusals=("unrecognized arguments: --x",))
+    command = check_command(Words(FLAGS))
+    assert checked[1:] == [FLAGS, None]
+    assert [f.message for f in command.findings] == ["unrecognized arguments: --x"]
+    assert command == Command(command.findings, 1)
+
+
+def test_without_flags_the_report_says_how_to_give_some() -> None:
+    (row,) = (row for row in examine(HEALTHY) if row.label == "Flags")
+    assert row.severity == "ok"
+    assert "slipstream doctor -- FLAGS" in row.value

@@ -1,0 +1,212 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""``slipstream doctor`` from the command line: what is shown, written and returned."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctor_facts import HEALTHY, facts, first_gpu
+
+from megatron.slipstream.cli import main
+from megatron.slipstream.doctor import collect as reading
+from megatron.slipstream.doctor.checks import TOPICS, examine
+from megatron.slipstream.doctor.facts import Facts
+from megatron.slipstream.doctor.show import WIDTH, render, summary
+
+ROOT = Path(__file__).resolve().parents[3]
+SICK = replace(
+    facts({"torch": "2.5.1"}), gpus=first_gpu(bandwidth=None, bandwidth_error="busy").gpus
+)
+"""With an error, a warning and a note."""
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The facts that the doctor is given; what it is asked for is appended."""
+    given: list[Any] = [HEALTHY]
+
+    def collect(request: reading.Request, progress: reading.Progress) -> Facts:
+        progress("a machine that was made up")
+        given.append(request)
+        return given[0]
+
+    monkeypatch.setattr(reading, "collect", collect)
+    return given
+
+
+def test_without_errors_the_exit_status_is_0(
+    machine: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr()
+    for topic in TOPICS:
+        assert topic.title in shown.out
+        for check in topic.checks:
+            assert f"ok       {check.label}" in shown.out
+    assert shown.out.endswith("Found: nothing\n")
+    assert machine[1] == reading.Request(words=[])
+    assert shown.err == ""
+
+
+def test_warnings_are_no_errors(machine: list[Any]) -> None:
+    machine[0] = first_gpu(bandwidth=None, bandwidth_error="busy")
+    assert main(["doctor"]) == 0
+
+
+def test_with_an_error_the_exit_status_is_1(
+    machine: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine[0] = SICK
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "error    torch" in shown
+    assert "torch 2.5.1 is not supported because Slipstream needs >=2.6" in shown
+    assert "-> pip install 'torch>=2.6'" in shown
+    assert shown.endswith("Found: 1 error, 1 warning, 1 note\n")
+
+
+def test_a_wrong_call_is_2(machine: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--ranks-per-host", "0"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --ranks-per-host=0 is no number of processes; give 1 or more\n"
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main(["doctor", "--no-bandwith"])
+    assert stopped.value.code == 2
+    assert len(machine) == 1
+
+
+def test_a_file_that_cannot_be_written_is_2(
+    machine: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["doctor", "--json", str(tmp_path / "file" / "doctor.json")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_options_and_the_command_reach_the_one_who_reads_the_machine(machine: list[Any]) -> None:
+    options = ["--no-bandwidth", "--ranks-per-host", "4"]
+    assert main(["doctor", *options, "--", "torchrun", "t.py", "--lr", "1", "--json", "x"]) == 0
+    words = ["torchrun", "t.py", "--lr", "1", "--json", "x"]
+    assert machine[1] == reading.Request(4, measures=False, words=words)
+
+
+def test_json_has_every_check_and_all_facts(
+    machine: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine[0] = SICK
+    path = tmp_path / "new" / "doctor.json"
+    assert main(["doctor", "--json", str(path)]) == 1
+    assert "Found: 1 error" in capsys.readouterr().out
+    whole = json.loads(path.read_text())
+    assert whole["schema"] == "slipstream-doctor"
+    assert [(c["topic"], c["check"]) for c in whole["checks"]] == [
+        (topic.title, check.label) for topic in TOPICS for check in topic.checks
+    ]
+    (torch,) = (c for c in whole["checks"] if c["check"] == "torch")
+    assert torch["severity"] == "error"
+    assert torch["findings"][0]["problem"] == "version-not-supported"
+    assert torch["findings"][0]["cure"] == "pip install 'torch>=2.6'"
+    assert whole["facts"]["process"]["torch"] == "2.5.1"
+    assert whole["facts"]["gpus"][1]["bandwidth"]["d2h_gb_per_s"] == 55.4
+    assert whole["facts"]["numa"]["nodes"][0]["cpus"] == list(range(8))
+    assert whole["facts"]["environment"] == HEALTHY.environment
+
+
+def test_json_to_a_dash_is_all_that_is_written(
+    machine: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["facts"]["driver"] == HEALTHY.driver
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for stream, has_colours in ((Terminal(), True), (io.StringIO(), False)):
+        render(examine(SICK), stream)
+        assert ("\x1b[" in stream.getvalue()) == has_colours
+
+
+def test_lines_are_as_wide_as_a_page_and_have_no_blanks_behind() -> None:
+    stream = io.StringIO()
+    render(examine(SICK), stream)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_the_summary_counts_from_bad_to_good() -> None:
+    rows = examine(replace(SICK, flash_attn="2.8"))
+    assert summary(rows) == "Found: 1 error, 1 warning, 2 notes"
+
+
+def run_doctor(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+WITHOUT_TORCH = """
+import importlib.metadata, sys
+from importlib.abc import MetaPathFinder
+class NoTorch(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+sys.meta_path.insert(0, NoTorch())
+version = importlib.metadata.version
+def version_without_torch(name):
+    if name == "torch":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = version_without_torch
+from megatron.slipstream.cli import main
+sys.exit(main())
+"""
+
+
+def test_without_torch_it_looks_at_what_it_can_and_says_what_it_cannot() -> None:
+    result = run_doctor(WITHOUT_TORCH, "--json", "-", "--", "--lr", "1")
+    assert result.returncode == 1, result.stderr
+    checks = {check["check"]: check for check in json.loads(result.stdout)["checks"]}
+    assert checks["torch"]["findings"][0]["message"] == (
+        "torch is not installed, and training needs it"
+    )
+    unseen = {
+        label
+        for label, check in checks.items()
+        if [finding["problem"] for finding in check["findings"]] == ["not-looked-at"]
+    }
+    assert unseen >= {"CUDA runtime", "NUMA nodes", "CPU affinity", "Flags"}
+    assert checks["Available"]["severity"] == checks["Python"]["severity"] == "ok"
+    assert "Traceback" not in result.stderr
+
+
+def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["doctor", "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert "slipstream doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py" in shown
+    assert "Exit status: 0 without errors, 1 with errors, 2 for a wrong call" in shown
+    assert "--json FILE" in shown

@@ -1,0 +1,233 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The doctor finds in a training's flags all that training would refuse, one after the other.
+
+Megatron takes seconds to import, so the cases run in processes forked from this one after it has
+imported what they need; the shims stay in the child.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.slipstream.integration import arguments, compat, doctor
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the messages are those of a machine without a GPU"
+)
+
+MODEL = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
+    --train-iters 1
+""".split()
+MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64".split()
+OFFLOAD = "--fine-grained-activation-offloading --offload-modules".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_parent() -> None:
+    """Import once here what every child needs."""
+    import megatron.slipstream.integration.providers  # noqa: F401
+
+
+def check(
+    folder: Path, flags: Sequence[str], num_processes: int | None = None, **variables: str
+) -> dict[str, Any]:
+    """``check_flags`` in a forked process; also what it printed, and what became of the variables.
+
+    Warnings and logs of the modules that are imported there count as printed.
+    """
+    answer = folder / "answer.json"
+    log = folder / "log"
+    child = os.fork()
+    if child == 0:
+        try:
+            with log.open("w") as stream:
+                os.dup2(stream.fileno(), 1)
+                os.dup2(stream.fileno(), 2)
+            sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NVTE_CPU_OFFLOAD_V1"):
+                os.environ.pop(name, None)
+            os.environ.update(variables)
+            before, argv = dict(os.environ), list(sys.argv)
+            checked = doctor.check_flags(flags, num_processes)
+            result = checked._replace(args=checked.args is not None)._asdict()
+            result["findings"] = [finding.text for finding in checked.findings]
+            result["is_clean"] = dict(os.environ) == before and sys.argv == argv
+            answer.write_text(json.dumps(result))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert answer.exists(), log.read_text()
+    return {**json.loads(answer.read_text()), "printed": log.read_text()}
+
+
+@pytest.mark.releases
+def test_flags_that_train_are_all_right(tmp_path: Path) -> None:
+    result = check(tmp_path, [*MODEL, *MOCK, *OFFLOAD, "core_attn", "attn_proj"])
+    assert result == {
+        "args": True,
+        "num_processes": 1,
+        "graphs": "none",
+        "refusals": [],
+        "refusal_of_megatron": None,
+        "findings": [],
+        "stays": [],
+        "is_clean": True,
+        "printed": "",
+    }
+
+
+def test_every_broken_rule_is_found_at_once(tmp_path: Path) -> None:
+    if not compat.models_pass_their_rank():
+        pytest.skip(f"{compat.release()} has no activation_offload_fraction")
+    flags = [*OFFLOAD, "core_atn", "attn_proj", "moe_act", "mlp_nrm"]
+    flags += "--offload-release-lag -1 --activation-offload-fraction 2".split()
+    flags += "--offload-target-memory-gib 0 --cpu-offloading-num-layers 1".split()
+    flags += "--transformer-impl transformer_engine --offload-backend cuda".split()
+    flags += "--num-attention-heads 5 --thd-max-tokens 7".split()
+    result = check(tmp_path, [*MODEL, *flags])
+    # One for each flag; the last is that there is no data.
+    beginnings = (
+        "offload_modules contains 'core_atn'",
+        "offload_modules contains 'mlp_nrm'",
+        "offload_modules contains 'attn_proj' without 'core_attn'",
+        "offload_modules=['core_atn', 'attn_proj', 'moe_act', 'mlp_nrm'] names expert modules",
+        "activation_offload_fraction=2.0",
+        "fine_grained_activation_offloading=True is not supported with cpu_offloading=True",
+        "offload_release_lag=-1",
+        "offload_target_memory_gib=0.0",
+        "thd_max_tokens=7",
+        "offload_backend='cuda'",
+        "transformer_impl='transformer_engine'",
+        "data_path is not set",
+    )
+    refusals = result["refusals"]
+    assert [r for r, text in zip(refusals, beginnings, strict=True) if not r.startswith(text)] == []
+    assert all("; " in refusal for refusal in refusals), "each says what to do"
+    assert "num_attention_heads" in result["refusal_of_megatron"]
+    assert (result["printed"], result["is_clean"]) == ("", True)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--offload-moduls", "core_attn"], ["--offload-moduls", "did you mean --offload-modules"]),
+        (["--yaml-cfg", "no.yaml"], ["yaml_cfg", "give the settings as flags"]),
+        (["--hidden-size", "big"], ["--hidden-size", "'big'"]),
+        (["--help"], ["leave --help out"]),
+    ],
+)
+def test_flags_that_cannot_be_parsed_are_one_refusal(
+    tmp_path: Path, flags: list[str], words: list[str]
+) -> None:
+    result = check(tmp_path, [*MODEL, *MOCK, *flags])
+    assert not result["args"]
+    (refusal,) = result["refusals"]
+    for word in words:
+        assert word in refusal
+    assert result["is_clean"]
+
+
+def test_what_megatrons_configuration_refuses_is_found_too(tmp_path: Path) -> None:
+    # Of its TransformerConfig, not of its arguments.
+    flags = "--recompute-granularity selective --recompute-modules no_module".split()
+    result = check(tmp_path, [*MODEL, *MOCK, *flags])
+    assert result["refusals"] == []
+    assert "no_module" in result["refusal_of_megatron"]
+
+
+@pytest.mark.parametrize(
+    "flags, given, number",
+    [
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", None, 4),
+        ("--num-experts 4 --expert-model-parallel-size 4", None, 4),
+        ("--context-parallel-size 2", None, 2),
+        ("--tensor-model-parallel-size 2", 8, 8),
+    ],
+)
+def test_flags_are_checked_for_as_many_processes_as_they_need(
+    tmp_path: Path, flags: str, given: int | None, number: int
+) -> None:
+    result = check(tmp_path, [*MODEL, *MOCK, *flags.split()], given)
+    assert (result["num_processes"], result["refusal_of_megatron"]) == (number, None)
+
+
+def test_a_launcher_tells_the_number_of_processes(tmp_path: Path) -> None:
+    flags = [*MODEL, *MOCK, "--tensor-model-parallel-size", "2"]
+    assert check(tmp_path, flags, RANK="3", WORLD_SIZE="4")["num_processes"] == 4
+    assert check(tmp_path, flags, 8, RANK="3", WORLD_SIZE="4")["num_processes"] == 8
+
+
+def test_a_number_of_processes_that_does_not_fit_is_refused_by_megatron(tmp_path: Path) -> None:
+    result = check(tmp_path, [*MODEL, *MOCK, "--tensor-model-parallel-size", "2"], 3)
+    assert "3" in result["refusal_of_megatron"]
+
+
+def test_every_dataset_is_looked_at(tmp_path: Path) -> None:
+    flags = ["--data-path", "no/one", "no/two", *MOCK[1:]]
+    findings = check(tmp_path, [*MODEL, *flags])["findings"]
+    beginnings = [f"data_path=no/{name} does not exist" for name in ("one", "two")]
+    assert [f[: len(b)] for f, b in zip(findings, beginnings, strict=True)] == beginnings
+
+
+def test_what_training_checks_beyond_that_is_found_once_the_rest_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_more(*_: object) -> None:
+        raise ValueError("a check of tomorrow")
+
+    monkeypatch.setattr(arguments, "check", check_more)
+    assert check(tmp_path, [*MODEL, *MOCK])["refusals"] == ["a check of tomorrow"]
+    wrong = ["--offload-release-lag", "-1"]
+    (refusal,) = check(tmp_path, [*MODEL, *MOCK, *wrong])["refusals"]
+    assert refusal.startswith("offload_release_lag=-1")
+
+
+def test_settings_of_the_engine_do_not_matter_where_none_is_asked_for(tmp_path: Path) -> None:
+    assert check(tmp_path, [*MODEL, *MOCK, "--offload-backend", "cuda"])["refusals"] == []
+
+
+def test_graphs_are_told_as_they_were_asked_for(tmp_path: Path) -> None:
+    flags = "--cuda-graph-impl local".split()
+    assert check(tmp_path, [*MODEL, *MOCK, *flags])["graphs"] == "local"
+
+
+def test_variables_are_as_before_whatever_was_done_to_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GIVEN", "1")
+    monkeypatch.delenv("DEFAULT", raising=False)
+    before = dict(os.environ)
+    with doctor._environment({"GIVEN": "2", "DEFAULT": "3"}):
+        assert (os.environ["GIVEN"], os.environ["DEFAULT"]) == ("1", "3")
+        os.environ.update({"GIVEN": "4", "NEW": "5"})
+    assert dict(os.environ) == before
+
+
+def test_nothing_is_heard_of_what_megatron_says(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with doctor._quiet():
+        print("a table")
+        print("a complaint", file=sys.stderr)
+        warnings.warn("a warning", stacklevel=1)
+        logging.getLogger("megatron").error("an error")
+    assert capsys.readouterr() == ("", "")
+    assert caplog.messages == []
+    logging.getLogger("megatron").error("heard again")
+    assert caplog.messages == ["heard again"]
