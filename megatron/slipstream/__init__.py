@@ -17,9 +17,15 @@ _HOMES = {
     "OffloadConfig": "megatron.slipstream.config",
     "install": "megatron.slipstream.integration.mcore",
     "uninstall": "megatron.slipstream.integration.mcore",
+    "bind": "megatron.slipstream.integration.mcore",
     "suspended": "megatron.slipstream.integration.mcore",
     "report": "megatron.slipstream.integration.mcore",
     "attach": "megatron.slipstream.integration.attach.handle",
+    "OffloadOptions": "megatron.slipstream.integration.frameworks.options",
+    "ModelFacts": "megatron.slipstream.integration.frameworks.options",
+    "to_transformer_overrides": "megatron.slipstream.integration.frameworks.options",
+    "to_cli": "megatron.slipstream.integration.frameworks.options",
+    "apply_overrides": "megatron.slipstream.integration.frameworks.options",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -97,7 +97,8 @@ class OffloadConfig:
     offload_report_path: Optional[str] = None
     """Write the report as JSON to this file when training ends ('{rank}' in the name is replaced by
     the rank; otherwise '.rank<N>' is inserted for ranks above 0). Read it with 'slipstream
-    report'."""
+    report'. A name that ends in .html makes it a page for a browser, of all ranks' figures and the
+    first rank's timeline."""
 
     offload_nvtx_ranges: bool = False
     """Name every copy and release with an NVTX range, for profiling with Nsight Systems. It costs

@@ -148,8 +148,12 @@ def test_the_report_and_the_trace_of_a_run_read_back(tmp_path: Path) -> None:
     totals = [line.split() for line in shown.splitlines() if " total " in line]
     assert [line[0] for line in totals] == ["0", "1"]
     assert "device peak" in shown
-    for rank_trace in (trace, trace.with_suffix(".rank1.json")):
-        assert "Proved safe" in _command("plan", str(rank_trace))
+    traces = [str(trace), str(trace.with_suffix(".rank1.json"))]
+    for rank_trace in traces:
+        assert "Proved safe" in _command("plan", rank_trace)
+    page = tmp_path / "report.html"
+    _command("report", *files, "--trace", *traces, "--html", str(page))
+    assert "another plan" not in page.read_text(), "the traces give the plans that were followed"
 
 
 def _command(*arguments: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from typing import Any, Literal, NoReturn, Optional, get_type_hints
 import torch
 
 from megatron.slipstream import preflight
+from megatron.slipstream.chunk_graphs.options import ChunkGraphOptions
 from megatron.slipstream.config import (
     MODULE_NAMES,
     OffloadConfig,
@@ -34,6 +36,12 @@ from megatron.slipstream.config import (
     modules_at_the_edge_of_graphs,
 )
 from megatron.slipstream.integration import compat, cpu_only
+from megatron.slipstream.integration.config_file import config_from_environment
+from megatron.slipstream.packed_sequences.options import (
+    PackingOptions,
+    check_corpora,
+    check_packing,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +81,10 @@ examples:
 
     python -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py ... \\
         --pipeline-model-parallel-size 2
+
+  Whole documents side by side, none of which sees another, instead of cuts of the text:
+
+    python pretrain_gpt.py ... --micro-batch-size 1 --sequence-packing balanced
 """
 
 
@@ -97,16 +109,20 @@ class EntryOptions:
     replaced by the rank; otherwise '.rank<N>' is inserted for ranks above 0."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our two argument groups; the flags are the field names of their dataclasses."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
+_GROUPS: tuple[tuple[type, str], ...] = (
+    (OffloadConfig, "slipstream"),
+    (PackingOptions, "slipstream packed sequences"),
+    (ChunkGraphOptions, "slipstream CUDA graphs"),
+    (EntryOptions, "slipstream script"),
+)
+"""Dataclasses whose fields are flags, and the titles of their groups."""
 
-    for options, title in ((OffloadConfig, "slipstream"), (EntryOptions, "slipstream script")):
-        # Megatron's factory wants types where postponed annotations leave their text.
-        types = get_type_hints(options)
-        for field in dataclasses.fields(options):
-            field.type = types[field.name]
-        ArgumentGroupFactory(options).build_group(parser, title)
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our argument groups; the flags are the field names of their dataclasses."""
+    for options, title in _GROUPS:
+        _add_group(parser, options, title)
+    _default_to_file(parser)
 
     # argparse would print megatron's thousand-line usage before the one line that matters.
     def error(message: str) -> NoReturn:
@@ -115,6 +131,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     parser.error = error  # type: ignore[method-assign]
     return parser
+
+
+def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the engine's flags only: an ``extra_args_provider`` for scripts of others.
+
+    Raises:
+        ValueError: The file of settings, whose values are the flags' defaults, cannot be used.
+    """
+    _add_group(parser, *_GROUPS[0])
+    _default_to_file(parser)
+    return parser
+
+
+def _add_group(parser: argparse.ArgumentParser, options: type, title: str) -> None:
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    # Megatron's factory wants types where postponed annotations leave their text.
+    types = get_type_hints(options)
+    for field in dataclasses.fields(options):
+        field.type = types[field.name]
+    ArgumentGroupFactory(options).build_group(parser, title)
+
+
+def _default_to_file(parser: argparse.ArgumentParser) -> None:
+    """Where a flag is not given, the file of settings holds."""
+    parser.set_defaults(**dataclasses.asdict(config_from_environment()))
 
 
 def parse_and_validate(argv: Sequence[str]) -> Any:
@@ -152,7 +194,10 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
         cpu_only.tolerate_missing_affinity_tools()
     _apply_tokenizer(args)
     check(args, facts)
+    _prepare_chunk_graphs(args)
     _validate_with_megatron(args, hide_offloading=on_cpu)
+    # Again: options may have come from a checkpoint, or been given by the names they once had.
+    check_packing(args)
     return args
 
 
@@ -164,6 +209,7 @@ def check(args: Any, facts: preflight.Facts) -> None:
     """
     compat.check_options(args)
     check_model_options(_model_facts(args))
+    check_packing(args)
     config = offload_config(args)
     if args.fine_grained_activation_offloading:
         _check_engine(args, config)
@@ -172,10 +218,19 @@ def check(args: Any, facts: preflight.Facts) -> None:
         _tell_what_stays(args)
     preflight.require(preflight.check_process(facts, args.fine_grained_activation_offloading))
     _check_device(args)
+    _check_packed_attention(args)
     # Only for the tokenizer that stands for tokens made elsewhere is their range known here.
     vocab_size = args.vocab_size if args.tokenizer_type == "NullTokenizer" else None
-    for prefix in _dataset_prefixes(args):
+    blends = _dataset_prefixes(args)
+    check_corpora(args, blends)
+    for prefix in itertools.chain.from_iterable(blends):
         preflight.require(preflight.check_dataset(prefix, vocab_size))
+
+
+def _prepare_chunk_graphs(args: Any) -> None:
+    from megatron.slipstream.integration.chunk_graphs import prepare_arguments
+
+    prepare_arguments(args)
 
 
 def _tell_what_stays(args: Any) -> None:
@@ -229,8 +284,20 @@ def _check_device(args: Any) -> None:
         )
 
 
-def _dataset_prefixes(args: Any) -> list[str]:
-    """Path prefixes of all datasets, without the weights that may stand between them.
+def _check_packed_attention(args: Any) -> None:
+    """Without a GPU our own core attention takes packed sequences; see ``cpu_modules.py``."""
+    if args.sequence_packing is None or args.transformer_impl == "transformer_engine":
+        return
+    if torch.cuda.is_available():
+        raise ValueError(
+            f"transformer_impl={args.transformer_impl!r} is not supported with sequence_packing="
+            f"{args.sequence_packing} on a GPU because megatron-core's own attention takes no "
+            "packed sequences; set --transformer-impl transformer_engine"
+        )
+
+
+def _dataset_prefixes(args: Any) -> list[list[str]]:
+    """Path prefixes of the datasets that each set is mixed from, without the weights between them.
 
     Raises:
         ValueError: Neither data nor mock data was asked for, or the list of paths is unreadable.
@@ -252,7 +319,7 @@ def _dataset_prefixes(args: Any) -> list[str]:
             "data_path is not set, so there is nothing to train on; set --data-path to the prefix "
             "of a dataset made by tools/preprocess_text.py, or --mock-data"
         )
-    return [prefix for prefixes, _ in blends for prefix in prefixes]
+    return [prefixes for prefixes, _ in blends]
 
 
 def _apply_tokenizer(args: Any) -> None:

@@ -200,7 +200,13 @@ def refuse_later_flags(message: str) -> None:
     """
     for option in _LATER_OPTIONS:
         if "--" + option.name.replace("_", "-") in message:
-            raise _refusal(option.name, "that release does not have it", f"set {option.instead}")
+            raise refusal_of_later_option(option.name)
+
+
+def refusal_of_later_option(name: str) -> ValueError:
+    """What to raise for an offloading option that only a later release has."""
+    instead = {option.name: f"set {option.instead}" for option in _LATER_OPTIONS}
+    return _refusal(name, "that release does not have it", instead.get(name, "leave it out"))
 
 
 def check_options(args: Any) -> None:
@@ -211,6 +217,12 @@ def check_options(args: Any) -> None:
     """
     if args.fine_grained_activation_offloading and not models_pass_their_rank():
         _check_offloading(args)
+    if args.cuda_graph_granularity == "chunk" and not models_pass_their_rank():
+        raise _refusal(
+            "cuda_graph_granularity=chunk",
+            "its training loop has no place where finished models are changed",
+            "leave it out",
+        )
     if args.hybrid_layer_pattern is not None and not has_hybrid_models():
         raise _refusal(
             f"hybrid_layer_pattern={args.hybrid_layer_pattern!r}",
@@ -334,15 +346,26 @@ class _GPT:
         )
 
     def _layer_spec(self, _: Any, vp_stage: Optional[int]) -> Any:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        return gpt_block_spec(self._args, self.transformer, vp_stage)
 
-        return get_gpt_decoder_block_spec(
-            self.transformer,
-            use_transformer_engine=self._args.transformer_impl == "transformer_engine",
-            normalization=self._args.normalization,
-            qk_l2_norm=self._args.qk_l2_norm,
-            vp_stage=vp_stage,
-        )
+
+def gpt_block_spec(args: Any, transformer: Any, vp_stage: Optional[int]) -> Any:
+    """The spec of a GPT model's layers as megatron's arguments describe it, in every release.
+
+    Args:
+        args: Megatron's arguments.
+        transformer: The ``TransformerConfig``.
+        vp_stage: The virtual pipeline stage; None if there is one only.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(
+        transformer,
+        use_transformer_engine=args.transformer_impl == "transformer_engine",
+        normalization=args.normalization,
+        qk_l2_norm=args.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
 
 
 def slice_for_context_parallel(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 megatron-core sends every mark of its layers to the object in the class attribute
 ``PipelineOffloadManager.OFFLOAD_MGR``. :func:`install` puts ours there, so that every model, flag
 and framework that speaks ``fine_grained_activation_offloading`` uses it with nothing added.
-:mod:`compat` says how the marks differ between releases.
+:mod:`compat` says how the marks differ between releases, :mod:`models` which engine is there when a
+process trains several models.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -21,10 +23,16 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as m
 
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.fine_grained_activation_offload.backend import CudaBackend, make_backend
+from megatron.slipstream.fine_grained_activation_offload.backend import (
+    Backend,
+    CudaBackend,
+    make_backend,
+)
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import compat, numa, small_copies
+from megatron.slipstream.integration import compat, models, numa, small_copies
+from megatron.slipstream.integration.config_file import config_from_environment, tell
+from megatron.slipstream.integration.environment import environment, settings
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.policy import PolicyOptions
 
@@ -37,15 +45,19 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     Call it before the first training step; calling it again with the same config changes nothing.
 
     Args:
-        config: Slipstream's own settings; None for the defaults.
+        config: Slipstream's own settings; None for those of the file that the environment variable
+            ``SLIPSTREAM_CONFIG`` names, or the defaults.
 
     Returns:
-        The engine.
+        The engine. Of several models that the process trains it is that of the first, and each
+        other one gets an engine of its own.
 
     Raises:
-        ValueError: ``config.offload_engine`` is 'megatron', or its backend is not available.
+        ValueError: ``config.offload_engine`` is 'megatron', its backend is not available, or the
+            file cannot be used.
     """
-    config = config or OffloadConfig()
+    is_given = config is not None
+    config = config or config_from_environment()
     if config.offload_engine != "slipstream":
         raise ValueError(
             f"offload_engine={config.offload_engine!r} is not supported with install() because "
@@ -53,10 +65,10 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         )
     seam = mcore_offload.PipelineOffloadManager
     current = seam.OFFLOAD_MGR
-    if isinstance(current, PipelineOffloadManager):
-        if getattr(current, "config", None) == config:
-            return current
-        current.close()
+    if isinstance(current, models.RoutedManager):
+        if current.config == config:
+            return current.router.default
+        current.router.close()
     backend = make_backend(config.offload_backend)
     backend.names_ranges = config.offload_nvtx_ranges
     if isinstance(backend, CudaBackend) and config.offload_numa == "auto":
@@ -74,15 +86,47 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         ),
         max_overhead_percent=config.max_overhead_percent,
     )
-    manager = compat.manager_class()(backend, options, _rank(), config.offload_verify)
-    manager.config = config  # type: ignore[attr-defined]
-    manager.region_context = _region_context()
+    manager = models.Router(partial(_make_manager, config, backend, options)).default
     seam.OFFLOAD_MGR = manager
+    models.see_calls()
     compat.name_commits()
     if isinstance(backend, CudaBackend):
         small_copies.install()
     logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)
+    if not is_given:
+        tell(config)
     return manager
+
+
+def _make_manager(
+    config: OffloadConfig, backend: Backend, options: PolicyOptions, router: models.Router
+) -> models.RoutedManager:
+    manager = models.manager_class()(router, backend, options, _rank(), config.offload_verify)
+    manager.config = config
+    manager.report.settings = settings(config)
+    manager.region_context = _region_context()
+    return manager
+
+
+def install_at_first_call(
+    config: Optional[OffloadConfig], before: Callable[[], None] = lambda: None
+) -> None:
+    """Have :func:`install` called when a model that is to offload is called for the first time.
+
+    For code that runs in processes that will never have a model, and before a process knows which
+    GPU is its own.
+
+    Args:
+        config: As for :func:`install`.
+        before: Called right before; what it raises ends that call.
+    """
+
+    def install_now() -> None:
+        before()
+        install(config)
+
+    if installed() is None:
+        models.see_calls(install_now)
 
 
 def uninstall() -> None:
@@ -91,15 +135,52 @@ def uninstall() -> None:
     current = seam.OFFLOAD_MGR
     small_copies.uninstall()
     compat.restore_commits()
-    if isinstance(current, PipelineOffloadManager):
+    models.stop_seeing_calls()
+    if isinstance(current, models.RoutedManager):
         seam.OFFLOAD_MGR = None
-        current.close()
+        current.router.close()
 
 
-def installed() -> Optional[PipelineOffloadManager]:
-    """The engine, if :func:`install` has been called."""
+def installed() -> Optional[models.RoutedManager]:
+    """The engine of the model that was trained last, if :func:`install` has been called."""
     current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    return current if isinstance(current, PipelineOffloadManager) else None
+    return current if isinstance(current, models.RoutedManager) else None
+
+
+def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Make chunks (virtual pipeline stages) one model, with an engine and a plan of its own.
+
+    Not needed where a process trains one model. Where it trains several, their chunks are told
+    apart when they are first called; binding says it before. For megatron's
+    ``ModelConfig.pre_wrap_hooks`` and Megatron-Bridge's ``register_pre_wrap_hook``. Calls
+    :func:`install` if nobody has. Models whose configuration does not ask for offloading are left
+    alone.
+
+    Args:
+        model_chunks: All chunks of the model on this rank, wrapped or not.
+
+    Returns:
+        The same chunks.
+
+    Raises:
+        ValueError: The engine cannot be installed, or not for this model beside the others.
+    """
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    chunks = [
+        module
+        for chunk in model_chunks
+        for module in chunk.modules()
+        if isinstance(module, LanguageModule) and module.config.fine_grained_activation_offloading
+    ]
+    if chunks:
+        manager = installed()
+        if manager is None:
+            install()
+            manager = installed()
+        assert manager is not None
+        manager.router.bind(chunks)
+    return list(model_chunks)
 
 
 @contextlib.contextmanager
@@ -117,16 +198,23 @@ def suspended() -> Iterator[None]:
         manager.do_offload = before
 
 
-def report() -> Report:
+def report(model: Optional[torch.nn.Module] = None) -> Report:
     """This rank's figures of its last complete iteration.
+
+    Args:
+        model: A chunk of the model in question, wrapped or not; None for that trained last.
 
     Raises:
         RuntimeError: :func:`install` has not been called.
+        ValueError: The model has not moved anything.
     """
     manager = installed()
     if manager is None:
         raise RuntimeError("Slipstream is not installed in this process; call install() first")
+    if model is not None:
+        manager = manager.router.known_manager(model)
     manager.finish_report()
+    manager.report.environment = environment()
     return Report([manager.report])
 
 

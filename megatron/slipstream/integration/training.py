@@ -23,6 +23,7 @@ import torch
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.report import Report
+from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.arguments import (
     offload_config,
@@ -31,7 +32,11 @@ from megatron.slipstream.integration.arguments import (
     refused_by_megatron,
 )
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.integration.environment import settings
+from megatron.slipstream.integration.messages import show_messages
 from megatron.slipstream.integration.monitor import Monitor, progress_kind
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.report_page import PAGE_SUFFIXES
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +87,8 @@ def _set_single_process_environment() -> None:
 
 
 def _configure_logging() -> None:
-    """Let our own messages through at INFO; the root logger and its level stay as they are."""
-    package = logging.getLogger("megatron.slipstream")
-    if not package.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s slipstream: %(message)s"))
-        package.addHandler(handler)
-        package.propagate = False
-    package.setLevel(logging.INFO)
+    show_messages()
+    keep_warnings()
 
 
 def _refuse(error: ValueError) -> int:
@@ -171,11 +170,12 @@ def _evaluation_length(args: Any) -> int:
 class _Engine:
     """The installed engine as the entry sees it."""
 
-    def __init__(self, config: OffloadConfig) -> None:
+    def __init__(self, args: Any, config: OffloadConfig) -> None:
         from megatron.slipstream.integration import mcore
 
         self._mcore = mcore
         self._manager = mcore.install(config)
+        self._manager.report.settings = settings(args, config)
 
     def bytes_offloaded(self) -> int:
         """Bytes that this rank moved to the host in the last complete iteration."""
@@ -190,6 +190,11 @@ class _Engine:
     def report(self) -> Report:
         return self._mcore.report()
 
+    def plans(self) -> dict[int, Plan]:
+        """This rank's plan, by rank; nothing if no iteration has been recorded."""
+        plan = self._manager.plan
+        return {} if plan is None else {self._manager.report.rank: plan}
+
     def save_trace(self, path: str) -> None:
         self._mcore.save_trace(path)
 
@@ -203,7 +208,7 @@ class _Engine:
 
 def _install_engine(args: Any, config: OffloadConfig) -> Optional[_Engine]:
     if args.fine_grained_activation_offloading and config.offload_engine == "slipstream":
-        return _Engine(config)
+        return _Engine(args, config)
     return None
 
 
@@ -246,11 +251,21 @@ def _report(args: Any, config: OffloadConfig, monitor: Monitor, engine: Optional
         if _rank() == 0:
             logger.info("%s", report.render())
         if config.offload_report_path is not None:
-            engine.report().save(rank_path(config.offload_report_path, _rank()))
+            _save_report(config.offload_report_path, report, engine)
         if config.offload_trace_path is not None:
             engine.save_trace(rank_path(config.offload_trace_path, _rank()))
     if args.run_record_path is not None:
         monitor.save(rank_path(args.run_record_path, _rank()))
+
+
+def _save_report(path: str, report: Report, engine: _Engine) -> None:
+    """Each rank its own figures as JSON; or, if a page is asked for, the first rank all of them."""
+    if Path(path).suffix not in PAGE_SUFFIXES:
+        engine.report().save(rank_path(path, _rank()))
+    elif _rank() == 0:
+        from megatron.slipstream.report_page.page import save_page
+
+        save_page(path, report, engine.plans())
 
 
 def rank_path(path: str, rank: int) -> str:

@@ -17,7 +17,7 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -136,6 +136,14 @@ REFUSALS = {
     "hybrid model": (["--hybrid-layer-pattern", "M*"], ["hybrid_layer_pattern='M*'"]),
     "tokenizer file": (["--tokenizer-json", "no.json"], ["tokenizer_json=no.json", "No such file"]),
     "YAML": (["--yaml-cfg", "no.yaml"], ["yaml_cfg", "give the settings as flags"]),
+    "packed rows": (
+        ["--sequence-packing", "greedy", "--micro-batch-size", "2"],
+        ["micro_batch_size=2", "sequence_packing=greedy", "set 1 and a larger seq_length"],
+    ),
+    "packing by another name": (
+        ["--sequence-packing", "greedy", "--enable-cuda-graph"],
+        ["cuda_graph_impl=local", "sequence_packing=greedy", "set none"],
+    ),
 }
 
 
@@ -147,6 +155,50 @@ def test_a_mistake_is_one_line_that_names_option_and_cure(case: str, folder: Pat
         pytest.skip(f"{compat.release()} has no activation_offload_fraction")
     save = ["--save", "checkpoints", "--save-interval", "1", "--offload-report-path", "report.json"]
     _assert_refused(_train(folder, [*MODEL, *MOCK, *save, *flags]), folder, *words)
+
+
+@pytest.mark.parametrize("packing, refused", [("balanced", True), ("greedy", False)])
+def test_packs_of_several_corpora_are_not_balanced(
+    packing: str, refused: bool, folder: Path, tmp_path: Path
+) -> None:
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    for prefix in prefixes:
+        _write_dataset(Path(prefix))
+    flags = [*MODEL, *MOCK[1:], "--data-path", *prefixes, "--split", "1,0,0"]
+    flags += ["--data-cache-path", str(tmp_path / "cache"), "--sequence-packing", packing]
+    outcome = _train(folder, flags)
+    if refused:
+        words = ["data_path with 2 corpora", "sequence_packing=balanced", "set data_path"]
+        _assert_refused(outcome, folder, *words)
+    else:
+        assert outcome.code == 0, outcome.output
+
+
+@pytest.mark.parametrize(
+    "packing, implementation, has_gpu, refused",
+    [
+        ("greedy", "local", True, True),
+        ("greedy", "local", False, False),
+        ("greedy", "transformer_engine", True, False),
+        (None, "local", True, False),
+    ],
+)
+def test_megatron_s_own_attention_on_a_gpu_takes_no_packed_sequences(
+    packing: Any,
+    implementation: str,
+    has_gpu: bool,
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.slipstream.integration import arguments
+
+    monkeypatch.setattr(arguments.torch.cuda, "is_available", lambda: has_gpu)
+    args = types.SimpleNamespace(sequence_packing=packing, transformer_impl=implementation)
+    if refused:
+        with pytest.raises(ValueError, match="transformer_impl='local'.*=greedy.*; set --transf"):
+            arguments._check_packed_attention(args)
+    else:
+        arguments._check_packed_attention(args)
 
 
 # What an older release does not have
@@ -351,7 +403,14 @@ def test_the_script_exits_with_2_and_one_line(folder: Path) -> None:
 def test_help_teaches_our_flags_and_the_modules(folder: Path) -> None:
     outcome = _train(folder, ["--help"])
     assert outcome.code == 0
-    for word in ("--offload-engine", "--tokenizer-json", "core_attn", "examples:", "--help-all"):
+    for word in (
+        "--offload-engine",
+        "--sequence-packing",
+        "--tokenizer-json",
+        "core_attn",
+        "examples:",
+        "--help-all",
+    ):
         assert word in outcome.output
     assert "--num-layers" not in outcome.output.split("examples:")[0]
     assert "--tensor-model-parallel-size" in _train(folder, ["--help-all"]).output

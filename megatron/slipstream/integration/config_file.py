@@ -1,0 +1,127 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Slipstream's own settings from a YAML file, where a framework has no place for them.
+
+The environment variable :data:`VARIABLE` names the file. Its keys are the fields of
+:class:`~megatron.slipstream.config.OffloadConfig`:
+
+    offload_max_overhead_percent: 1
+    offload_host_memory_limit_bytes: 64000000000
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.integration.frameworks.options import DEFAULTS as MEGATRON_OPTIONS
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SLIPSTREAM_CONFIG"
+
+
+def config_from_environment() -> OffloadConfig:
+    """The settings of the file that :data:`VARIABLE` names; the defaults if it names none.
+
+    Raises:
+        ValueError: The file cannot be read, or holds what is no setting.
+    """
+    path = os.environ.get(VARIABLE)
+    return load_config(path) if path else OffloadConfig()
+
+
+def tell(config: OffloadConfig) -> None:
+    """Log every setting with the value that is in effect, on the first rank only."""
+    if os.environ.get("RANK", "0") == "0":
+        path = os.environ.get(VARIABLE)
+        source = f"{VARIABLE}={path}" if path else f"{VARIABLE} is not set"
+        logger.info("settings (%s): %s", source, describe(config))
+
+
+def load_config(path: str | Path) -> OffloadConfig:
+    """Read a file of settings.
+
+    Raises:
+        ValueError: It cannot be read, is no mapping, or has a key or a value that is no setting.
+            The message names the file and the key.
+    """
+    hints = get_type_hints(OffloadConfig)
+    values = _read(path)
+    for name, value in values.items():
+        if name not in hints:
+            raise ValueError(f"{path}: {name!r} is not a setting; {_instead(name, hints)}")
+        try:
+            # Strictly: YAML has types of its own, and 'yes' or '1e9' is seldom what was meant.
+            TypeAdapter(hints[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ValueError(f"{path}: {name}={value!r} {_reason(error)}") from error
+    try:
+        return OffloadConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def describe(config: OffloadConfig) -> str:
+    """Every setting with its value, those that differ from the defaults first."""
+    default = OffloadConfig()
+    fields = [field.name for field in dataclasses.fields(OffloadConfig)]
+    given = [name for name in fields if getattr(config, name) != getattr(default, name)]
+    others = [name for name in fields if name not in given]
+
+    def listed(names: list[str]) -> str:
+        return ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
+
+    return f"{listed(given) or 'none given'}; by default {listed(others)}"
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{VARIABLE}={path} cannot be read ({reason}); set it to a YAML file of settings that "
+            "every node can read, or unset it"
+        ) from error
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no settings; write one 'name: value' a line")
+    # YAML lets the last of two win.
+    names = [key.value for key, _ in node.value]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{path}: {twice[0]} is set twice; remove one of the two")
+    return values
+
+
+def _instead(name: object, hints: dict[str, Any]) -> str:
+    if name in MEGATRON_OPTIONS:
+        return "it is an option of megatron-core's: give it to the model's configuration"
+    near = difflib.get_close_matches(str(name), hints, n=1)
+    # People leave out the prefix that all of them have.
+    near = near or difflib.get_close_matches(f"offload_{name}", hints, n=1, cutoff=0.85)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}Settings: {', '.join(hints)}"
+
+
+def _reason(error: ValidationError) -> str:
+    """What was expected, of each type that it might have been."""
+    expected = dict.fromkeys(
+        item["msg"].removeprefix("Input should be ") for item in error.errors()
+    )
+    return f"has the wrong type; set {' or '.join(expected)}"

@@ -1,0 +1,63 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Getting the engine into processes that somebody else's script starts.
+
+Each framework has a place that names code to run: :mod:`on_import`, :mod:`spec` and :mod:`slime`
+are what to name there. All of them only get the engine ready, since that code may run in processes
+without a model (drivers, samplers, workers that load data) and before a process knows its GPU. It
+is installed when a model that is to offload is called for the first time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, Optional
+
+from megatron.slipstream import preflight
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration.config_file import config_from_environment
+from megatron.slipstream.integration.messages import show_messages
+
+logger = logging.getLogger(__name__)
+
+
+def load(config: Optional[OffloadConfig] = None) -> None:
+    """Get the engine ready: it is installed once a model that is to offload is called.
+
+    Args:
+        config: Slipstream's own settings; None for those of the file that the environment variable
+            ``SLIPSTREAM_CONFIG`` names, or the defaults.
+
+    Raises:
+        ValueError: That file cannot be used.
+    """
+    show_messages()
+    effective = config or config_from_environment()  # What is wrong with it is said now.
+    if effective.offload_engine == "megatron":
+        logger.info("offload_engine='megatron': the engine of megatron-core stays")
+        return
+    mcore.install_at_first_call(config, _check_process)
+    logger.debug("ready for models with fine_grained_activation_offloading=True")
+
+
+def config_from_arguments(args: Any) -> Optional[OffloadConfig]:
+    """Slipstream's settings where somebody has added its flags to megatron's parser, else None.
+
+    Args:
+        args: Megatron's arguments; see ``integration.arguments.add_offload_arguments``.
+    """
+    names = [field.name for field in dataclasses.fields(OffloadConfig)]
+    if not all(hasattr(args, name) for name in names):
+        return None
+    return OffloadConfig(**{name: getattr(args, name) for name in names})
+
+
+def _check_process() -> None:
+    """What cannot be put right any more is refused before the first model runs.
+
+    Raises:
+        ValueError: Transformer Engine would move weights as well.
+    """
+    preflight.require(preflight.check_process(preflight.collect(), offloading=True))

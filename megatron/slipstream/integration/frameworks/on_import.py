@@ -1,0 +1,39 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Importing this gets the engine ready, for frameworks that import what a user names.
+
+verl imports the modules in ``VERL_USE_EXTERNAL_MODULES``; ms-swift the files in
+``--external_plugins``, of which one that imports this will do. Both do so in every process they
+start. One that cannot import megatron-core has no model to train: there it is said and left.
+"""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+
+def get_ready() -> None:
+    """What importing does, for whoever names a function and not a module.
+
+    Raises:
+        ValueError: The file of settings cannot be used.
+    """
+    try:
+        from megatron.slipstream.integration.frameworks.loading import load
+    # A half-installed Transformer Engine, which megatron-core imports, fails in many ways.
+    except Exception as error:
+        from megatron.slipstream.integration.messages import show_messages
+
+        show_messages()
+        logger.warning(
+            "megatron-core does not import in this process (%s: %s), so no activations move in it",
+            type(error).__name__,
+            str(error).partition("\n")[0],
+        )
+    else:
+        load()
+
+
+get_ready()

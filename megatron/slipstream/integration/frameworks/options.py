@@ -1,0 +1,256 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Megatron-core's seven offloading options, typed, as frameworks take them.
+
+:func:`to_transformer_overrides` gives a plain dictionary for whatever assigns fields of a model's
+configuration (NeMo-RL's ``megatron_cfg``, Megatron-Bridge's ``apply_overrides_and_finalize``,
+verl's ``override_transformer_config``, ms-swift's ``megatron_extra_kwargs``), :func:`to_cli` the
+flags for whatever has megatron's parser (slime, Megatron-LM). Both are pure, and neither needs
+torch or megatron-core.
+
+[Note: Three values of on and off]
+``fine_grained_activation_offloading`` left out leaves what the model's configuration has, False
+switches off and empties the list of modules, and True wants a list that is not empty. None is the
+same as left out for every option, since that is how YAML files write it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import logging
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, Optional, TypedDict, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron.slipstream.config import check_model_options
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "fine_grained_activation_offloading"
+MODULES = "offload_modules"
+
+
+class OffloadOptions(TypedDict, total=False):
+    """Megatron-core's offloading options by their own names: see its ``TransformerConfig``."""
+
+    fine_grained_activation_offloading: Optional[bool]
+    """See [Note: Three values of on and off]."""
+    offload_modules: Optional[list[str]]
+    """What moves, by the names in ``config.MODULE_NAMES``."""
+    activation_offload_fraction: Optional[float]
+    """Fraction of each pass's groups that move, 0 to 1. From megatron-core 0.19 on."""
+    delta_offload_bytes_across_pp_ranks: Optional[int]
+    """Bytes that each later pipeline rank keeps more. From megatron-core 0.19 on."""
+    min_offloaded_tensor_size: Optional[int]
+    """Tensors of fewer elements (not bytes) stay."""
+    delay_offload_until_cuda_graph: Optional[bool]
+    """Copy what eager groups move when the next CUDA graph has been launched. From megatron-core
+    0.19 on."""
+    fine_grained_offloading_max_inflight_offloads: Optional[int]
+    """Of megatron-core's own engine, from 0.18 on. Slipstream plans how far copies may lag."""
+
+
+DEFAULTS: Mapping[str, Any] = {
+    SWITCH: False,
+    MODULES: [],
+    "activation_offload_fraction": 1.0,
+    "delta_offload_bytes_across_pp_ranks": 0,
+    "min_offloaded_tensor_size": 1024 * 1024,
+    "delay_offload_until_cuda_graph": False,
+    "fine_grained_offloading_max_inflight_offloads": None,
+}
+"""What megatron-core has for each option that is not given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What the options are checked against: :meth:`of` takes it from a model's configuration."""
+
+    num_moe_experts: Optional[int] = None
+    """None for a dense model."""
+    cpu_offloading: bool = False
+    cuda_graph_impl: str = "none"
+    cuda_graph_modules: tuple[Any, ...] = ()
+    cuda_graph_warmup_steps: int = 3
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The offloading options that the configuration has already, by name."""
+    known_options: frozenset[str] = frozenset(DEFAULTS)
+    """Those that the installed megatron-core has."""
+
+    @classmethod
+    def of(cls, config: Any) -> ModelFacts:
+        """The facts of a ``TransformerConfig``, a provider of Megatron-Bridge, or their class."""
+        known = frozenset(DEFAULTS) & {field.name for field in dataclasses.fields(config)}
+        return cls(
+            num_moe_experts=getattr(config, "num_moe_experts", None),
+            cpu_offloading=bool(getattr(config, "cpu_offloading", False)),
+            cuda_graph_impl=str(getattr(config, "cuda_graph_impl", None) or "none"),
+            cuda_graph_modules=_graph_modules(config),
+            cuda_graph_warmup_steps=getattr(config, "cuda_graph_warmup_steps", 3),
+            options={name: getattr(config, name) for name in known if hasattr(config, name)},
+            known_options=known,
+        )
+
+
+DENSE = ModelFacts()
+"""A dense model on the newest megatron-core."""
+
+
+def to_transformer_overrides(
+    options: OffloadOptions | Mapping[str, Any], model_facts: ModelFacts = DENSE
+) -> dict[str, Any]:
+    """The fields of a model's configuration to set, with their values.
+
+    Args:
+        options: As a user has written them; [Note: Three values of on and off].
+        model_facts: Of the model that they are for.
+
+    Returns:
+        A new dictionary of plain values. An option that the installed megatron-core lacks is left
+        out, with a message, where it is given as what it is without; else it is refused.
+
+    Raises:
+        ValueError: A key is no option, a value has the wrong type, or the options do not go
+            together or with the model. The message names option, value and cure.
+    """
+    given = {name: value for name, value in _typed(options).items() if value is not None}
+    if given.get(SWITCH) is False:
+        return {SWITCH: False, MODULES: []}
+    overrides = _known(given, model_facts)
+    effective = {**DEFAULTS, **model_facts.options, **overrides}
+    if given.get(SWITCH):
+        # Not the list that the configuration may have: who switches on says what moves.
+        effective[MODULES] = given.get(MODULES, [])
+    facts = {field.name: getattr(model_facts, field.name) for field in dataclasses.fields(DENSE)}
+    check_model_options(SimpleNamespace(**{**facts, **effective}))
+    return overrides
+
+
+def to_cli(
+    options: OffloadOptions | Mapping[str, Any], model_facts: ModelFacts = DENSE
+) -> list[str]:
+    """The same as flags of megatron's parser, each word an item; none to leave it switched off.
+
+    Args:
+        options: As in :func:`to_transformer_overrides`.
+        model_facts: As there.
+
+    Raises:
+        ValueError: As there.
+    """
+    overrides = to_transformer_overrides(options, model_facts)
+    if overrides.get(SWITCH) is False:
+        return []  # The flag has no opposite.
+    words = []
+    for name, value in overrides.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [flag] if value else []
+        elif isinstance(value, list):
+            words += [flag, *value]
+        else:
+            words += [flag, str(value)]
+    return words
+
+
+def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
+    """Assign fields of a configuration and have its own rules checked again.
+
+    A configuration checks itself when it is made; an assignment later goes unchecked. Here the
+    rules of Slipstream and then those of the configuration (``finalize`` of a provider of
+    Megatron-Bridge, else ``__post_init__``) are run with the new values, first on a copy.
+
+    Args:
+        config: A ``TransformerConfig`` or a provider. Unchanged if this raises.
+        overrides: From :func:`to_transformer_overrides`.
+
+    Raises:
+        ValueError: A rule is broken, or ``config`` has no such field.
+    """
+    missing = [name for name in overrides if not hasattr(config, name)]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} is no field of {type(config).__name__}; give what "
+            "to_transformer_overrides() returns for ModelFacts.of(config)"
+        )
+    trial = copy.copy(config)
+    for target in (trial, config):
+        for name, value in overrides.items():
+            # Each a list of its own: what a rule adds to one is not for the other.
+            setattr(target, name, copy.copy(value))
+        revalidate(target)
+
+
+def revalidate(config: Any) -> None:
+    """Run a configuration's rules again, after fields of it have been assigned.
+
+    Raises:
+        ValueError: A rule is broken.
+    """
+    facts = ModelFacts.of(config)
+    fields = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}
+    check_model_options(SimpleNamespace(**{**fields, **DEFAULTS, **facts.options}))
+    finish = getattr(config, "finalize", None) or config.__post_init__
+    try:
+        finish()
+    except AssertionError as error:
+        raise ValueError(str(error) or f"{type(config).__name__} refuses its fields") from error
+
+
+def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with plain values of the right types."""
+    checked = {}
+    for name, value in options.items():
+        if name not in DEFAULTS:
+            near = difflib.get_close_matches(str(name), DEFAULTS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"{name!r} is not an offloading option; {hint}Options: {', '.join(DEFAULTS)}"
+            )
+        # OmegaConf, among others, has lists of its own.
+        if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)):
+            value = list(value)
+        try:
+            checked[name] = _adapter(name).validate_python(value, strict=True)
+        except ValidationError as error:
+            expected = error.errors()[0]["msg"].removeprefix("Input should be ")
+            raise ValueError(f"{name}={value!r} has the wrong type; set {expected}") from error
+    return checked
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(get_type_hints(OffloadOptions)[name])
+
+
+def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
+    """The options that the installed megatron-core has."""
+    known = {}
+    for name, value in given.items():
+        if name in facts.known_options:
+            known[name] = value
+        elif value == DEFAULTS[name]:
+            logger.info(
+                "%s=%s is left out: the installed megatron-core has no such option, and does as "
+                "with that value",
+                name,
+                value,
+            )
+        else:
+            from megatron.slipstream.integration import compat
+
+            raise compat.refusal_of_later_option(name)
+    return known
+
+
+def _graph_modules(config: Any) -> tuple[Any, ...]:
+    """By its name of today, or of 0.17; a configuration that is not finished may have one word."""
+    given = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None)
+    if given is None or given == "full":
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)

@@ -1,0 +1,40 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""For slime: ``--custom-megatron-init-path megatron.slipstream.integration.frameworks.slime.init``.
+
+slime calls it in each training process, once the process groups are there and before the model is
+built.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from megatron.slipstream.integration.frameworks import loading
+
+logger = logging.getLogger(__name__)
+
+
+def init(args: Any) -> None:
+    """Get the engine ready, and say if megatron's own options leave it nothing to do.
+
+    Args:
+        args: Megatron's and slime's arguments.
+
+    Raises:
+        ValueError: The file of settings cannot be used.
+    """
+    loading.load(loading.config_from_arguments(args))
+    if not getattr(args, "fine_grained_activation_offloading", False):
+        logger.warning(
+            "fine_grained_activation_offloading is off, so nothing moves. slime drops flags that "
+            "it does not know without a word: if --fine-grained-activation-offloading is among "
+            "yours, look at its spelling; if not, add it with --offload-modules, or remove "
+            "--custom-megatron-init-path"
+        )
+        return
+    logger.info(
+        "fine_grained_activation_offloading=True offload_modules=%s",
+        getattr(args, "offload_modules", None),
+    )

@@ -1,0 +1,88 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""For ``--spec``, the one flag of megatron's own that imports code.
+
+    --spec megatron.slipstream.integration.frameworks.spec layer_spec          GPT models
+    --spec megatron.slipstream.integration.frameworks.spec hybrid_stack_spec   hybrid models
+
+The model is built as without the flag; with offloading inside Transformer Engine's CUDA graphs,
+from layers that take part in it. Importing this gets the engine ready.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron.slipstream.integration import compat
+from megatron.slipstream.integration.frameworks import loading
+from megatron.slipstream.integration.graph_layers import with_graph_offloading
+
+loading.load()
+
+if compat.has_hybrid_models():
+    # Hybrid models take a spec as it is; nobody calls it.
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # noqa: F401
+
+
+class DefaultLayerSpec(TransformerBlockSubmodules):
+    """The spec that a GPT model has without ``--spec``, for everybody who reads that flag.
+
+    Builders of megatron-core 0.19 call what it names with a model configuration, slime with
+    arguments and a ``TransformerConfig``, and Megatron-LM's ``gpt_builders.py`` (up to 0.18) uses
+    it as it is: so it is the submodules of a block, too, made when they are asked for.
+    """
+
+    def __init__(self) -> None:
+        """Not a block's: what it holds is not known yet."""
+
+    def __call__(
+        self, first: Any, config: Any = None, vp_stage: Optional[int] = None, **_: Any
+    ) -> Any:
+        """The spec.
+
+        Args:
+            first: A model configuration of ``megatron.training``, or megatron's arguments.
+            config: With arguments, the ``TransformerConfig``.
+            vp_stage: The virtual pipeline stage; None if there is one only.
+        """
+        if config is not None:
+            spec, transformer = compat.gpt_block_spec(first, config, vp_stage), config
+        else:
+            from megatron.training.models.gpt import default_layer_spec
+
+            spec, transformer = default_layer_spec(first, vp_stage), first.transformer
+        is_offloading = transformer.fine_grained_activation_offloading
+        if is_offloading and transformer.cuda_graph_impl == "transformer_engine":
+            return with_graph_offloading(spec)
+        return spec
+
+    @property
+    def layer_specs(self) -> Any:
+        """The layers of a block, where nobody calls the spec."""
+        return self._uncalled.layer_specs
+
+    @property
+    def layer_norm(self) -> Any:
+        """The norm after the last layer, where nobody calls the spec."""
+        return self._uncalled.layer_norm
+
+    @property
+    def _uncalled(self) -> Any:
+        from megatron.training import get_args
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        args = get_args()
+        if args.virtual_pipeline_model_parallel_size is not None:
+            raise ValueError(
+                "--spec megatron.slipstream.integration.frameworks.spec layer_spec is not "
+                "supported with virtual pipeline stages in Megatron-LM's gpt_builders.py because "
+                "that does not say for which stage a spec is; remove --spec and call "
+                "megatron.slipstream.install() in the script"
+            )
+        return self(args, core_transformer_config_from_args(args))
+
+
+layer_spec = DefaultLayerSpec()
+"""What to name after ``--spec`` for a GPT model."""

@@ -1,0 +1,358 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""One engine for each model that a process trains.
+
+[Note: Which model a mark belongs to]
+megatron-core has one place for an engine, and its marks do not say which model they are of. Two
+models that train (a policy and its critic) would make one engine leave its plan at every change
+between them, and the end of a schedule that only ran a reference model would end the iteration of
+the model that is being trained. So each model has an engine of its own, and the one in megatron's
+place is that of the model whose chunk was called last with gradients. The calls are seen in
+``LanguageModule.__call__``, which is the way into every GPT and hybrid model, whatever its
+``forward`` is.
+
+A call without gradients needs no engine: the marks in it do nothing, and nothing is changed for it.
+
+[Note: Models with a forward of their own]
+A pass begins where a model tells the engine that it does, which megatron-core's own ``forward``
+does first of all. A ``forward`` that takes its place (mcore-bridge's models, the fused kernels of
+verl) does not, and nothing would move. So the pass begins where the chunk is called, and what its
+``forward`` says of that is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, Optional
+
+import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
+
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.fine_grained_activation_offload.group import GroupState
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.integration import compat
+
+
+class RoutedManager(PipelineOffloadManager):
+    """The engine of one of several models.
+
+    Args:
+        router: Knows the other engines.
+        arguments: Of the engine.
+    """
+
+    def __init__(self, router: Router, *arguments: Any) -> None:
+        self.router = router
+        is_on = router.is_on
+        super().__init__(*arguments)
+        router.is_on = is_on
+        self.config = OffloadConfig()
+        """The settings it was made from."""
+
+    @property
+    def do_offload(self) -> bool:
+        """False while offloading is suspended, of all models of the process."""
+        return self.router.is_on
+
+    @do_offload.setter
+    def do_offload(self, is_on: bool) -> None:
+        self.router.is_on = is_on
+
+    def init_model_chunk_offload_handler(self, *arguments: Any, **options: Any) -> None:
+        """A pass begins, unless it has: [Note: Models with a forward of their own]."""
+        if self.router.begins_pass:
+            self.router.newest = self if self.router.is_training else None
+            super().init_model_chunk_offload_handler(*arguments, **options)
+
+    def reset(self, **options: Any) -> None:
+        """A schedule has ended: so has the iteration of the model that it ran."""
+        for manager in self.router.ended_by_schedule(self):
+            super(RoutedManager, manager).reset(**options)
+
+    @property
+    def is_in_iteration(self) -> bool:
+        """Whether marks have been passed since the last iteration ended."""
+        return self._num_steps > 0
+
+    @property
+    def waits_for_backward(self) -> bool:
+        """Whether backward has not begun, and still can, on the newest pass that has groups."""
+        for chunk in reversed(self._passes):
+            if chunk.groups:
+                begun = any(group.state is GroupState.IN_USE for group in chunk.groups)
+                return not begun and not chunk.is_abandoned
+        return False
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether backward may still read what it has moved."""
+        return any(chunk.awaits_backward for chunk in self._passes)
+
+
+@cache
+def manager_class() -> type[RoutedManager]:
+    """:class:`RoutedManager`, taking calls as the installed release of megatron-core makes them."""
+    return type("RoutedManager", (RoutedManager, compat.manager_class()), {})
+
+
+class _Model:
+    """The chunks of one model on this rank, and their engine."""
+
+    def __init__(self, manager: RoutedManager) -> None:
+        self.manager = manager
+        self._chunks: list[weakref.ref[torch.nn.Module]] = []
+
+    def add(self, chunk: torch.nn.Module) -> None:
+        self._chunks.append(weakref.ref(chunk))
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """Those that still exist."""
+        return [chunk for chunk in (reference() for reference in self._chunks) if chunk is not None]
+
+    def lacks(self, chunk: Any) -> bool:
+        """Whether ``chunk`` can be one of its virtual pipeline stages."""
+        own = self.chunks
+        return (
+            bool(own)
+            and _num_stages(chunk) > 1
+            and all(_num_stages(other) == _num_stages(chunk) for other in own)
+            and all(_stage(other) != _stage(chunk) for other in own)
+        )
+
+
+class Router:
+    """Knows the models of a process and puts the engine of the right one in place.
+
+    Args:
+        make_manager: Makes an engine.
+    """
+
+    def __init__(self, make_manager: Callable[[Router], RoutedManager]) -> None:
+        self.is_on = True
+        """False while offloading is suspended."""
+        self._make_manager = make_manager
+        self._models: list[_Model] = []
+        self._model_of: weakref.WeakKeyDictionary[torch.nn.Module, _Model] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._calls: list[Optional[RoutedManager]] = []
+        """The calls of chunks we are in, innermost last; None for one without gradients."""
+        self.newest: Optional[RoutedManager] = None
+        """The engine of the pass that began last; None if that was without gradients."""
+        self.begins_pass = True
+        """Whether a model that says that a pass begins is to be believed."""
+        self.default = make_manager(self)
+        """The engine of the first model."""
+        self._limit_bytes = self.default.store.host_pool.limit_bytes
+
+    @property
+    def is_training(self) -> bool:
+        """Whether what runs now is a forward that backward may follow."""
+        # Inside a graph task a forward is a recomputation.
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        return self.is_on and torch.is_grad_enabled() and not is_recomputed
+
+    @property
+    def managers(self) -> list[RoutedManager]:
+        """All engines, the default one first."""
+        others = [model.manager for model in self._models if model.manager is not self.default]
+        return [self.default, *others]
+
+    def bind(self, chunks: Sequence[torch.nn.Module]) -> RoutedManager:
+        """Make ``chunks`` one model, with an engine of its own if they have none.
+
+        Raises:
+            ValueError: They cannot be trained beside the other models of the process.
+        """
+        known = [self._model_of[chunk] for chunk in chunks if chunk in self._model_of]
+        model = known[0] if known else self._new_model(chunks[0])
+        for chunk in chunks:
+            if chunk not in self._model_of:
+                self._model_of[chunk] = model
+                model.add(chunk)
+        return model.manager
+
+    def manager_of(self, chunk: torch.nn.Module) -> RoutedManager:
+        """The engine of the model that ``chunk`` is of.
+
+        A chunk that nobody has bound is a model of its own. If it is one of several virtual
+        pipeline stages, it belongs to the newest model that lacks it, of those built from the same
+        configuration if there are any.
+        """
+        if chunk in self._model_of:
+            return self._model_of[chunk].manager
+        candidates = [model for model in reversed(self._models) if model.lacks(chunk)]
+        same: Any = chunk.config
+        alike = [m for m in candidates if any(other.config is same for other in m.chunks)]
+        for model in alike or candidates:
+            return self.bind([*model.chunks, chunk])
+        return self.bind([chunk])
+
+    def known_manager(self, model: torch.nn.Module) -> RoutedManager:
+        """The engine of a model that is bound or has been trained, wrapped or not.
+
+        Raises:
+            ValueError: It is neither.
+        """
+        for module in model.modules():
+            if module in self._model_of:
+                return self._model_of[module].manager
+        raise ValueError(
+            f"model={type(model).__name__} has no engine because it is not bound and has not been "
+            "trained with fine_grained_activation_offloading=True; train it first"
+        )
+
+    @contextlib.contextmanager
+    def calling(self, chunk: Any) -> Iterator[None]:
+        """Around a call of ``chunk``."""
+        manager = self.manager_of(chunk) if self.is_training else None
+        seam = mcore_offload.PipelineOffloadManager
+        before = seam.OFFLOAD_MGR
+        self.newest = manager
+        if manager is not None:
+            seam.OFFLOAD_MGR = manager
+            self._begin_pass(chunk)
+        self._calls.append(manager)
+        believed, self.begins_pass = self.begins_pass, False
+        try:
+            yield
+        finally:
+            self.begins_pass = believed
+            self._calls.pop()
+            if any(outer is not None for outer in self._calls):
+                seam.OFFLOAD_MGR = before
+
+    def _begin_pass(self, chunk: Any) -> None:
+        believed, self.begins_pass = self.begins_pass, True
+        try:
+            if hasattr(chunk, "preprocess_for_fine_grained_offloading"):
+                chunk.preprocess_for_fine_grained_offloading()
+        finally:
+            self.begins_pass = believed
+
+    def ended_by_schedule(self, current: RoutedManager) -> list[RoutedManager]:
+        """The engines whose iteration ends with a schedule that says that it has ended.
+
+        It does not say which model it ran. It is that of the last call, if that call had gradients.
+        If not, the schedule may have run a reference model, in the middle of another model's
+        iteration (then that one's newest pass has not come to its backward), or have trained one
+        whose loss called a reference model last (then it has).
+
+        Args:
+            current: The engine that it says so to.
+        """
+        if self.newest is not None and self.newest.is_in_iteration:
+            return [self.newest]
+        under_way = [manager for manager in self.managers if manager.is_in_iteration]
+        if not under_way:
+            return [current]
+        return [manager for manager in under_way if not manager.waits_for_backward]
+
+    def close(self) -> None:
+        """Return all host memory."""
+        for manager in self.managers:
+            manager.close()
+
+    # The life of models.
+
+    def _new_model(self, chunk: Any) -> _Model:
+        self._forget_models_that_are_gone()
+        if self._models:
+            for other in (chunk, *self._models[0].chunks):
+                _check_beside_others(other.config)
+        is_free = all(model.manager is not self.default for model in self._models)
+        model = _Model(self.default if is_free else self._add_manager())
+        self._models.append(model)
+        return model
+
+    def _add_manager(self) -> RoutedManager:
+        manager = self._make_manager(self)
+        self._share_host_memory([*self.managers, manager])
+        return manager
+
+    def _share_host_memory(self, managers: Sequence[RoutedManager]) -> None:
+        """Let the engines have no more host memory together than one would have alone."""
+        if self._limit_bytes is None:
+            return
+        pools = [manager.store.host_pool for manager in managers]
+        # What is pinned stays so, and who was refused more must not ask again.
+        pools.sort(key=lambda pool: (not pool.was_refused, -pool.allocated_bytes))
+        left_bytes = self._limit_bytes
+        for index, pool in enumerate(pools):
+            share = 0 if pool.was_refused else left_bytes // (len(pools) - index)
+            pool.limit_bytes = max(share, pool.allocated_bytes)
+            left_bytes = max(0, left_bytes - pool.limit_bytes)
+
+    def _forget_models_that_are_gone(self) -> None:
+        for model in list(self._models):
+            if model.chunks or model.manager.is_needed:
+                continue
+            self._models.remove(model)
+            if model.manager is not self.default:
+                model.manager.close()
+                self._share_host_memory(self.managers)
+
+
+def _check_beside_others(config: Any) -> None:
+    if getattr(config, "cuda_graph_impl", "none") == "transformer_engine":
+        raise ValueError(
+            "cuda_graph_impl='transformer_engine' is not supported with offloading in two models "
+            "of a process because a captured layer does not say which of them it is of; set "
+            "cuda_graph_impl='none', or fine_grained_activation_offloading=False for one of them"
+        )
+
+
+def _num_stages(chunk: Any) -> int:
+    return getattr(chunk.config, "virtual_pipeline_model_parallel_size", None) or 1
+
+
+def _stage(chunk: Any) -> int:
+    return getattr(chunk, "vp_stage", None) or 0
+
+
+# The way into models.
+
+_before_call: Optional[Callable[[], None]] = None
+"""Called at the first call of a model that is to offload, if the engine is to be made then."""
+
+
+def see_calls(before_first: Optional[Callable[[], None]] = None) -> None:
+    """See the calls of models from here on; nothing if they are seen already.
+
+    Args:
+        before_first: Called once, when a model that is to offload is called first.
+    """
+    global _before_call
+    _before_call = before_first
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    LanguageModule.__call__ = _call
+
+
+def stop_seeing_calls() -> None:
+    """Undo :func:`see_calls`."""
+    global _before_call
+    _before_call = None
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    if "__call__" in vars(LanguageModule):
+        del LanguageModule.__call__
+
+
+def _call(chunk: Any, *arguments: Any, **options: Any) -> Any:
+    """Takes the place of the ``__call__`` of models, which they have from ``Module``."""
+    plain = torch.nn.Module.__call__
+    if not getattr(chunk.config, "fine_grained_activation_offloading", False):
+        return plain(chunk, *arguments, **options)
+    if _before_call is not None:
+        _before_call()
+    current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+    if not isinstance(current, RoutedManager):
+        return plain(chunk, *arguments, **options)
+    with current.router.calling(chunk):
+        return plain(chunk, *arguments, **options)

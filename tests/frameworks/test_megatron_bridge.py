@@ -1,0 +1,194 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Megatron-Bridge's own code on its page's lines: ``./run test-frameworks megatron-bridge``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import framework_pages
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_gpt import ModelCase, first_difference, initialize, train
+
+from megatron.slipstream import preflight
+
+for name in ("megatron.bridge", "transformer_engine"):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed; see ./run test-frameworks", allow_module_level=True)
+
+pytestmark = pytest.mark.timeout(300)
+
+CASE = ModelCase("dense")
+FIELDS, CHECKED = framework_pages.blocks("megatron-bridge", "python", "provider")
+
+
+def _provider() -> Any:
+    """A GPT model of megatron-core's local layers, which run without a GPU."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    def spec(config: Any, vp_stage: Any = None) -> Any:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+
+    return GPTModelProvider(
+        num_layers=CASE.num_layers,
+        hidden_size=CASE.hidden_size,
+        num_attention_heads=CASE.num_attention_heads,
+        num_query_groups=2,
+        ffn_hidden_size=192,
+        vocab_size=CASE.vocab_size,
+        seq_length=CASE.seq_length,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        min_offloaded_tensor_size=1,
+        transformer_layer_spec=spec,
+    )
+
+
+def _model(provider: Any) -> Any:
+    torch.manual_seed(0)
+    provider.params_dtype = torch.float32
+    provider.finalize()
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    return model
+
+
+def _run_page(block: str) -> Any:
+    provider = _provider()
+    exec(block, {"provider": provider})
+    return provider
+
+
+def _train(rank: int, world_size: int, port: int) -> list[int]:
+    """Trains a model without, and two with, the page's lines; gives the bytes that those move."""
+    from megatron.slipstream import OffloadConfig, install, report
+    from megatron.slipstream.integration import mcore
+
+    initialize(CASE)
+    plain = _model(_provider())
+    expected = train(CASE, plain.config, [plain], [2, 2, 2])
+    assert mcore.installed() is None
+    install(OffloadConfig(offload_backend="cpu-lazy"))
+    moved = []
+    for _ in range(2):
+        model = _model(_run_page(FIELDS))
+        actual = train(CASE, model.config, [model], [2, 2, 2])
+        assert first_difference(expected, actual) is None
+        (figures,) = report(model).ranks
+        assert figures.num_iterations == 3
+        moved.append((model, figures.d2h_bytes))
+    engine = mcore.installed()
+    assert engine is not None
+    assert len(engine.router.managers) == 2
+    return [num_bytes for _, num_bytes in moved]
+
+
+def test_models_of_providers_with_the_hook_have_an_engine_each() -> None:
+    ((first, second),) = run_ranks(1, _train)
+    assert first == second > 0
+
+
+def _checked(rank: int, world_size: int, port: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    from megatron.slipstream import apply_overrides
+
+    initialize(CASE)
+    names = ("fine_grained_activation_offloading", "offload_modules")
+    by_field, checked = _run_page(FIELDS), _run_page(CHECKED)
+    by_field.finalize()
+    with pytest.raises(AttributeError, match="offload_module'"):
+        _provider().apply_overrides_and_finalize(overrides={"offload_module": []})
+    # What assignment would not notice.
+    with pytest.raises(ValueError, match="add 'core_attn'"):
+        apply_overrides(checked, {"offload_modules": ["attn_proj"]})
+    return tuple(
+        {name: getattr(provider, name) for name in names} for provider in (by_field, checked)
+    )  # type: ignore[return-value]
+
+
+def test_fields_and_checked_overrides_come_to_the_same() -> None:
+    ((by_field, checked),) = run_ranks(1, _checked)
+    assert by_field == checked
+    assert checked["offload_modules"] == ["core_attn", "attn_proj"]
+
+
+@dataclass
+class Container:
+    """What of a recipe the command line of the page is about."""
+
+    model: Any
+
+
+def _overridden(rank: int, world_size: int, port: int) -> list[str]:
+    initialize(CASE)
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    # The words stand in the text, not in a block.
+    text = (framework_pages.FOLDER / "megatron-bridge.md").read_text()
+    (line,) = [part for part in text.split("`") if part.startswith("model.fine_grained")]
+    container = process_config_with_overrides(Container(_provider()), cli_overrides=line.split())
+    assert container.model.fine_grained_activation_offloading is True
+    return list(container.model.offload_modules)
+
+
+def test_a_recipes_command_line_sets_the_fields() -> None:
+    assert run_ranks(1, _overridden) == [["core_attn", "attn_proj"]]
+
+
+SWITCH_SET_LATE = f"""
+import os, types
+import transformer_engine.pytorch
+from megatron.bridge.training.config import _validate_fine_grained_activation_offloading
+from megatron.slipstream import preflight
+os.environ[{preflight.TE_SWITCH!r}] = "1"
+model = types.SimpleNamespace(
+    fine_grained_activation_offloading=True, transformer_impl="transformer_engine"
+)
+_validate_fine_grained_activation_offloading(types.SimpleNamespace(model=model))
+(finding,) = preflight.check_process(preflight.collect(), offloading=True)
+print(finding.text)
+"""
+
+
+def test_only_our_check_sees_that_the_switch_was_set_too_late() -> None:
+    environment = {name: v for name, v in os.environ.items() if name != preflight.TE_SWITCH}
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SWITCH_SET_LATE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert "it was set after Transformer Engine was imported" in result.stdout, result.stderr[
+        -2000:
+    ]
+
+
+def _serialised(rank: int, world_size: int, port: int) -> str:
+    initialize(CASE)
+    from megatron.bridge.training.utils.config_utils import _ConfigContainerBase
+
+    return str(_ConfigContainerBase._convert_value_to_dict(_run_page(FIELDS)))
+
+
+def test_a_hook_leaves_no_trace_in_what_is_written_into_checkpoints() -> None:
+    (written,) = run_ranks(1, _serialised)
+    assert "fine_grained_activation_offloading" in written
+    assert "slipstream" not in written

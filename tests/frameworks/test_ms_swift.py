@@ -1,0 +1,195 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""ms-swift's and mcore-bridge's own code on the lines of their page: ``./run test-frameworks
+ms-swift``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import framework_pages
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_gpt import ModelCase, first_difference, initialize, train
+
+from megatron.slipstream import to_transformer_overrides
+
+for name in ("swift", "mcore_bridge", "transformer_engine"):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed; see ./run test-frameworks", allow_module_level=True)
+
+pytestmark = pytest.mark.timeout(300)
+
+CASE = ModelCase("dense")
+COMMAND = [word for word in framework_pages.words("ms-swift", "megatron sft") if word != "$@"][2:]
+OPTIONS = json.loads(COMMAND[COMMAND.index("--megatron_extra_kwargs") + 1])
+PLUGIN = Path(__file__).resolve().parents[2] / "examples" / "ms_swift_plugin.py"
+
+PARSE = """
+import json, sys
+from swift.megatron.arguments import MegatronSftArguments
+from swift.utils import json_parse_to_dict
+from transformers import HfArgumentParser
+
+args, rest = HfArgumentParser(MegatronSftArguments).parse_known_args(sys.argv[1:])
+print(json.dumps([json_parse_to_dict(args.megatron_extra_kwargs), args.external_plugins, rest]))
+"""
+
+
+def _python(code: str, *arguments: str) -> str:
+    """The last line that a process of its own prints: the CPU shims and ms-swift's parser do not
+    go together."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout.splitlines()[-1]
+
+
+def test_the_command_line_is_read_as_it_stands() -> None:
+    options, plugins, rest = json.loads(_python(PARSE, *COMMAND))
+    assert options == OPTIONS == to_transformer_overrides(options)
+    assert plugins == ["slipstream_plugin.py"]
+    assert rest == []
+
+
+def test_the_file_on_the_page_is_the_one_in_the_examples() -> None:
+    (line,) = framework_pages.blocks("ms-swift", "python")
+    assert PLUGIN.read_text().endswith(line)
+
+
+def test_the_plugin_file_gets_ready() -> None:
+    code = (
+        "import sys\n"
+        "from swift.utils.utils import import_external_file\n"
+        "import_external_file(sys.argv[1])\n"
+        "from megatron.slipstream.integration import mcore, models\n"
+        "print(models._before_call is not None, mcore.installed())"
+    )
+    assert _python(code, str(PLUGIN)) == "True None"
+
+
+def _hf_config() -> Any:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        num_hidden_layers=CASE.num_layers,
+        hidden_size=CASE.hidden_size,
+        num_attention_heads=CASE.num_attention_heads,
+        num_key_value_heads=2,
+        intermediate_size=192,
+        vocab_size=CASE.vocab_size,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        attention_dropout=0.0,
+    )
+
+
+def _initialize() -> None:
+    """Its modules first: they do not import under the CPU shims."""
+    importlib.import_module("swift.megatron.model.utils")
+    initialize(CASE)
+
+
+def _config(extra: dict[str, Any], **arguments: Any) -> Any:
+    """What ms-swift makes of its arguments; those that matter here are given, others not."""
+    from swift.megatron.model.utils import get_mcore_model_config
+
+    given: dict[str, Any] = defaultdict(
+        lambda: None,
+        megatron_model_meta=SimpleNamespace(model_type="gpt"),
+        megatron_extra_kwargs=extra,
+        torch_dtype=torch.float32,
+        task_type="causal_lm",
+        router_replay_mode="disabled",
+        padded_vocab_size=CASE.vocab_size,
+        # What a CPU has no kernels for.
+        perform_initialization=True,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        variable_seq_lengths=False,
+        **arguments,
+    )
+
+    class Arguments:
+        def __getattr__(self, name: str) -> Any:
+            return given[name]
+
+    return get_mcore_model_config(Arguments(), _hf_config())
+
+
+def _configs(rank: int, world_size: int, port: int) -> list[Any]:
+    _initialize()
+    given = {name: getattr(_config(OPTIONS), name) for name in OPTIONS}
+    with pytest.raises(TypeError, match="offload_module'"):
+        _config({"offload_module": ["core_attn"]})
+    # An empty list among its arguments does not arrive, one in the extra ones does.
+    dropped = _config({}, recompute_modules=[]).recompute_modules
+    arrived = _config({"recompute_modules": []}).recompute_modules
+    return [given, dropped, arrived]
+
+
+def test_the_options_arrive_and_empty_lists_of_arguments_do_not() -> None:
+    ((given, dropped, arrived),) = run_ranks(1, _configs)
+    assert given == OPTIONS
+    assert dropped == ["core_attn"]
+    assert arrived == []
+
+
+def _train(rank: int, world_size: int, port: int) -> list[int]:
+    """Trains mcore-bridge's model; gives the bytes that move, and those without seen calls."""
+    _initialize()
+    from mcore_bridge.model.gpt_model import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from megatron.slipstream import OffloadConfig, install
+    from megatron.slipstream.integration import mcore, models
+
+    def model(extra: dict[str, Any]) -> Any:
+        torch.manual_seed(0)
+        config = _config(extra)
+        made = GPTModel(config, get_gpt_decoder_block_spec(config, use_transformer_engine=False))
+        made.model_type = 1
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        return made
+
+    plain = model({})
+    expected = train(CASE, plain.config, [plain], [2, 2, 2])
+    moved = []
+    for is_seen in (True, False):
+        mcore.uninstall()
+        manager = install(OffloadConfig(offload_backend="cpu-lazy"))
+        if not is_seen:
+            models.stop_seeing_calls()
+        offloading = model({**OPTIONS, "min_offloaded_tensor_size": 1})
+        actual = train(CASE, offloading.config, [offloading], [2, 2, 2])
+        assert first_difference(expected, actual) is None
+        moved.append(manager.report.d2h_bytes)
+    return moved
+
+
+def test_models_with_a_forward_of_their_own_move_all_the_same() -> None:
+    ((seen, unseen),) = run_ranks(1, _train)
+    assert seen > 0
+    assert unseen == 0

@@ -1,0 +1,386 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Small models that train on documents which ranks share, in groups that a test chooses."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Optional
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from tiny_gpt import (
+    ModelCase,
+    build_chunks,
+    first_difference,
+    initialize,
+    make_config,
+    use_gpu,
+)
+
+from megatron.slipstream.context_parallel.documents import SIZE_KEY, shared_sample
+from megatron.slipstream.context_parallel.limits import RankLimits
+from megatron.slipstream.context_parallel.scheduler import Group, MicroBatch, Share, share_of
+from megatron.slipstream.packed_sequences.packing import Piece
+
+Sizes = Sequence[tuple[int, Sequence[int]]]
+"""Groups of a micro-batch in the order of their ranks: how many ranks, and which documents."""
+
+
+class Result(NamedTuple):
+    """Of all ranks together."""
+
+    loss: float
+    """Mean over the labels that count."""
+    gradients: list[torch.Tensor]
+    """Of the sum of the losses."""
+
+
+def documents(lengths: Sequence[int], vocab_size: int) -> list[np.ndarray]:
+    """Of so many tokens that the model reads, and one more as the last label."""
+    pick = np.random.RandomState(11)
+    return [pick.randint(1, vocab_size, length + 1) for length in lengths]
+
+
+def micro_batch_of(sizes: Sizes, texts: Sequence[np.ndarray]) -> MicroBatch:
+    return tuple(
+        Group(size, [Piece(number, 0, len(texts[number]) - 1) for number in numbers])
+        for size, numbers in sizes
+    )
+
+
+def initialize_groups(
+    case: ModelCase, rank: int, num_ranks: int, port: int, context_parallel_size: int = 1
+) -> None:
+    """``tiny_gpt.initialize`` with a static context-parallel size."""
+    initialize(case, rank, num_ranks, port)
+    if context_parallel_size > 1:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=case.pp, context_parallel_size=context_parallel_size
+        )
+
+
+@contextmanager
+def changed_specs(change: Callable[[Any], Any]) -> Iterator[None]:
+    """Models that are built now are built from changed layer specs."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    original = gpt_layer_specs.get_gpt_decoder_block_spec
+
+    def changed(*arguments: Any, **options: Any) -> Any:
+        return change(original(*arguments, **options))
+
+    with patch.object(gpt_layer_specs, "get_gpt_decoder_block_spec", changed):
+        yield
+
+
+def build(case: ModelCase, change: Callable[[Any], Any], **overrides: Any) -> torch.nn.Module:
+    """The model of a case with its layer spec changed, in training."""
+    case = replace(case, overrides={**case.overrides, **overrides})
+    with changed_specs(change):
+        (model,) = build_chunks(case, make_config(case))
+    return model.train()
+
+
+def with_gathering_attention(spec: Any) -> Any:
+    """Core attention that can share, and megatron-core's own attention around it."""
+    from megatron.slipstream.integration.cpu_context_parallel import GatheringCoreAttention
+    from megatron.slipstream.integration.cpu_modules import LatentCoreAttention
+    from megatron.slipstream.integration.specs import replace_classes
+
+    return replace_classes(spec, {LatentCoreAttention: GatheringCoreAttention})
+
+
+def inputs_of(
+    share: Share, texts: Sequence[np.ndarray], limits: RankLimits, group: Optional[Any]
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """What a rank's model is called with for its part of a micro-batch, and which labels count.
+
+    Args:
+        share: The part.
+        texts: The documents.
+        limits: Of the ranks.
+        group: Told to the model; None leaves it with the static one.
+    """
+    from megatron.slipstream.integration.packed_sequences import packed_seq_params
+
+    mine = [texts[piece.document] for piece in share.pack]
+    held = limits.of(share.size)
+    device = "cuda" if use_gpu() else "cpu"
+    sample = {
+        key: tensor.unsqueeze(0).to(device)
+        for key, tensor in shared_sample(mine, share, held).items()
+    }
+    assert int(sample[SIZE_KEY]) == share.size
+    params = packed_seq_params(
+        sample["cu_seqlens"][0], sample["cu_seqlens_padded"][0], held.max_tokens
+    )
+    params.cp_group = group
+    inputs = {
+        "input_ids": sample["tokens"],
+        "position_ids": sample["position_ids"],
+        "attention_mask": None,
+        "labels": sample["labels"],
+        "packed_seq_params": params,
+    }
+    return inputs, sample["loss_mask"]
+
+
+def passes(
+    model: torch.nn.Module,
+    limits: RankLimits,
+    micro_batches: Sequence[Sizes],
+    texts: Sequence[np.ndarray],
+    groups: Optional[Any] = None,
+    in_flight: int = 1,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Forward and backward of each micro-batch: this rank's summed loss and number of labels.
+
+    Gradients add up from when one is asked for to when the next is.
+
+    Args:
+        model: This rank's.
+        limits: Of the ranks.
+        micro_batches: What each of them has.
+        texts: The documents.
+        groups: This rank's process groups; None leaves the model with its static one.
+        in_flight: So many micro-batches are past their forward pass before the first backward pass,
+            as on an early stage of a pipeline.
+    """
+    rank = 0 if limits.num_ranks == 1 else torch.distributed.get_rank()
+    waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for sizes in micro_batches:
+        share = share_of(micro_batch_of(sizes, texts), rank)
+        group = None if groups is None else groups.of_size[share.size]
+        inputs, counts = inputs_of(share, texts, limits, group)
+        waiting.append(((model(**inputs).float() * counts).sum(), counts.sum()))
+        if len(waiting) == in_flight:
+            waiting[0][0].backward()
+            yield waiting.pop(0)
+    for loss, count in waiting:
+        loss.backward()
+        yield loss, count
+
+
+def gradients_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def train(
+    model: torch.nn.Module,
+    limits: RankLimits,
+    micro_batches: Sequence[Sizes],
+    texts: Sequence[np.ndarray],
+    groups: Optional[Any] = None,
+    in_flight: int = 1,
+) -> Result:
+    """All of :func:`passes`, and the sum over all ranks."""
+    model.zero_grad(set_to_none=True)
+    total = torch.zeros(2, dtype=torch.float64, device="cuda" if use_gpu() else "cpu")
+    for loss, count in passes(model, limits, micro_batches, texts, groups, in_flight):
+        total += torch.stack([loss.detach(), count])
+    gradients = gradients_of(model)
+    if limits.num_ranks > 1:
+        for tensor in (total, *gradients):
+            torch.distributed.all_reduce(tensor)
+    return Result(float(total[0] / total[1]), [gradient.float().cpu() for gradient in gradients])
+
+
+def separately(
+    model: torch.nn.Module,
+    limits: RankLimits,
+    micro_batches: Sequence[Sizes],
+    texts: Sequence[np.ndarray],
+    groups: Optional[Any] = None,
+    in_flight: int = 1,
+) -> list[list[torch.Tensor]]:
+    """Of each micro-batch this rank's loss and gradients."""
+    results = []
+    model.zero_grad(set_to_none=True)
+    for loss, _ in passes(model, limits, micro_batches, texts, groups, in_flight):
+        results.append([loss.detach().clone(), *gradients_of(model)])
+        model.zero_grad(set_to_none=True)
+    return results
+
+
+def difference(expected: Result, actual: Result) -> float:
+    """Of the loss, or of gradients relative to the largest gradient, whichever is larger."""
+    scale = max(gradient.abs().max() for gradient in expected.gradients)
+    pairs = zip(expected.gradients, actual.gradients, strict=True)
+    worst = max(float((a - b).abs().max() / scale) for a, b in pairs)
+    return max(worst, abs(expected.loss - actual.loss))
+
+
+# What ranks run. On GPUs they are spawned, and so find it in a module that can be imported.
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, the ranks, and documents that are shared in groups of each size."""
+
+    case: ModelCase
+    limits: RankLimits
+    lengths: Sequence[int]
+    micro_batches: Mapping[int, Sizes]
+    """One for each size: all its groups are of that size, and all have the same documents."""
+
+    @property
+    def texts(self) -> list[np.ndarray]:
+        return documents(self.lengths, self.case.vocab_size)
+
+
+def _dynamic(spec: Any) -> Any:
+    from megatron.slipstream.integration.dynamic_context_parallel import (
+        with_dynamic_context_parallelism,
+    )
+
+    return with_dynamic_context_parallelism(spec)
+
+
+def _start(setting: Setting, rank: int, num_ranks: int, port: int) -> Any:
+    """Process groups with a static size of 1."""
+    from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
+
+    initialize_groups(setting.case, rank, num_ranks, port)
+    return context_parallel_groups(setting.limits)
+
+
+def change_from_static(
+    rank: int, num_ranks: int, port: int, setting: Setting
+) -> dict[int, Optional[str]]:
+    """For each size, where a model of megatron-core's with that static size differs in any bit."""
+    found = {}
+    micro_batches = setting.micro_batches
+    for size in setting.limits.sizes:
+        initialize_groups(setting.case, rank, num_ranks, port, size)
+        change = (lambda spec: spec) if use_gpu() else with_gathering_attention
+        static = build(setting.case, change, context_parallel_size=size)
+        twice = [micro_batches[size]] * 2
+        expected = separately(static, setting.limits, twice, setting.texts)
+        groups = _start(setting, rank, num_ranks, port)
+        dynamic = build(setting.case, _dynamic)
+        actual = separately(dynamic, setting.limits, twice, setting.texts, groups)
+        found[size] = first_difference(expected, actual)
+    return found
+
+
+def change_by_order(
+    rank: int, num_ranks: int, port: int, setting: Setting
+) -> dict[tuple[int, ...], Optional[str]]:
+    """For each order of sizes, where a micro-batch differs in any bit from when it runs alone."""
+    groups = _start(setting, rank, num_ranks, port)
+    model = build(setting.case, _dynamic)
+    run = partial(separately, model, setting.limits, texts=setting.texts, groups=groups)
+    alone = {size: run([setting.micro_batches[size]])[0] for size in setting.limits.sizes}
+    assert all(tensor.isfinite().all() for result in alone.values() for tensor in result)
+    found = {}
+    for order in itertools.permutations(setting.limits.sizes):
+        sizes = [*order, order[0]]
+        for in_flight in (1, len(sizes)):
+            expected = [alone[size] for size in sizes]
+            actual = run([setting.micro_batches[size] for size in sizes], in_flight=in_flight)
+            found[(*sizes, in_flight)] = first_difference(expected, actual)
+    return found
+
+
+def difference_by_size(
+    rank: int, num_ranks: int, port: int, setting: Setting
+) -> dict[int, tuple[float, float]]:
+    """For each size, how far loss and gradients are from those of the smallest.
+
+    Of gradients it is the length of the difference relative to that of the gradient.
+    """
+    groups = _start(setting, rank, num_ranks, port)
+    model = build(setting.case, _dynamic)
+    results = {
+        size: train(model, setting.limits, [setting.micro_batches[size]], setting.texts, groups)
+        for size in setting.limits.sizes
+    }
+    expected = results[setting.limits.sizes[0]]
+    whole = torch.cat([gradient.flatten() for gradient in expected.gradients])
+    found = {}
+    for size, result in results.items():
+        gradients = torch.cat([gradient.flatten() for gradient in result.gradients])
+        apart = float((gradients - whole).norm() / whole.norm())
+        found[size] = (abs(result.loss - expected.loss), apart)
+    return found
+
+
+class Found(NamedTuple):
+    """What :func:`compare_sizes` finds."""
+
+    change_from_static: dict[int, Optional[str]]
+    change_by_order: dict[tuple[int, ...], Optional[str]]
+    difference_by_size: dict[int, tuple[float, float]]
+
+
+def compare_sizes(rank: int, num_ranks: int, port: int, setting: Setting) -> Found:
+    """All three comparisons of a setting, by the same processes."""
+    return Found(
+        change_from_static(rank, num_ranks, port, setting),
+        change_by_order(rank, num_ranks, port, setting),
+        difference_by_size(rank, num_ranks, port, setting),
+    )
+
+
+def losses_of_stages(
+    rank: int, num_ranks: int, port: int, setting: Setting, sizes: Sequence[int]
+) -> list[float]:
+    """Of each micro-batch through megatron's schedule; none but on the last stage."""
+    from megatron.core import mpu
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    groups = _start(setting, rank, num_ranks, port)
+    model = build(setting.case, _dynamic)
+    fill_weights(model)
+
+    def forward_step(data: Iterator[Sizes], model: torch.nn.Module) -> Any:
+        share = share_of(micro_batch_of(next(data), setting.texts), groups.rank)
+        group = groups.of_size[share.size]
+        inputs, counts = inputs_of(share, setting.texts, setting.limits, group)
+        output = model(**inputs)
+
+        def loss(per_token: torch.Tensor) -> Any:
+            total = (per_token.float() * counts).sum()
+            return total, counts.sum().int(), {"loss": total.item()}
+
+        return output, loss
+
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter([setting.micro_batches[size] for size in sizes]),
+        model=model,
+        num_microbatches=len(sizes),
+        seq_length=setting.limits.tokens_per_rank,
+        micro_batch_size=1,
+    )
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert (len(results) > 0) == mpu.is_pipeline_last_stage()
+    return [result["loss"] for result in results]
+
+
+def layer_name(chunk: torch.nn.Module, name: str) -> str:
+    """A parameter's name with the number of its layer in the whole model."""
+    place = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+    if not place:
+        return name
+    number = chunk.decoder.layers[int(place[1])].layer_number  # type: ignore[index,union-attr]
+    return f"{number} {place[2]}"
+
+
+def fill_weights(chunk: torch.nn.Module) -> None:
+    """The same weights for the same layer, on whatever stage it is."""
+    for name, parameter in chunk.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(layer_name(chunk, name).encode()))
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(noise * 0.05 + ("norm" in name))

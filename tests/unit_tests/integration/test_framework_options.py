@@ -1,0 +1,302 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Options as frameworks take them: three values, nothing unknown, nothing past the rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import subprocess
+import sys
+from collections import UserList
+from typing import Any, get_type_hints
+
+import pytest
+from ranks import run_ranks
+
+from megatron.slipstream.config import MODULE_NAMES
+from megatron.slipstream.integration import compat
+from megatron.slipstream.integration.frameworks.options import (
+    DEFAULTS,
+    ModelFacts,
+    OffloadOptions,
+    apply_overrides,
+    revalidate,
+    to_cli,
+    to_transformer_overrides,
+)
+
+SWITCH = "fine_grained_activation_offloading"
+ON = {SWITCH: True, "offload_modules": ["core_attn", "attn_proj"]}
+MOE = ModelFacts(num_moe_experts=8)
+
+
+def transformer_config(**options: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, **options)
+
+
+# What is given and what is not.
+
+
+def test_what_is_left_out_leaves_the_configuration_alone() -> None:
+    assert to_transformer_overrides({}) == {}
+    assert to_transformer_overrides(dict.fromkeys(DEFAULTS)) == {}
+    assert to_cli({}) == []
+
+
+@pytest.mark.parametrize("modules", [None, [], ["core_attn"], ["moe_act"]], ids=str)
+def test_off_empties_the_list_whatever_it_was(modules: Any) -> None:
+    options = {SWITCH: False, "offload_modules": modules, "activation_offload_fraction": 0.5}
+    assert to_transformer_overrides(options) == {SWITCH: False, "offload_modules": []}
+    assert to_cli(options) == []
+
+
+@pytest.mark.parametrize("modules", [None, []], ids=str)
+def test_on_needs_modules_even_if_the_configuration_has_some(modules: Any) -> None:
+    has_some = ModelFacts(options={"offload_modules": ["core_attn"]})
+    for facts in (ModelFacts(), has_some):
+        with pytest.raises(ValueError, match="needs at least one module to move; set offload_mod"):
+            to_transformer_overrides({SWITCH: True, "offload_modules": modules}, facts)
+
+
+def test_all_seven_pass_on_by_their_own_names() -> None:
+    options: OffloadOptions = {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["expert_fc1", "moe_act"],
+        "activation_offload_fraction": 0.5,
+        "delta_offload_bytes_across_pp_ranks": 1024,
+        "min_offloaded_tensor_size": 0,
+        "delay_offload_until_cuda_graph": True,
+        "fine_grained_offloading_max_inflight_offloads": 2,
+    }
+    overrides = to_transformer_overrides(options, MOE)
+    assert overrides == options
+    assert overrides["offload_modules"] is not options["offload_modules"]
+
+
+def test_a_list_of_another_kind_becomes_a_plain_one() -> None:
+    overrides = to_transformer_overrides(ON | {"offload_modules": UserList(["core_attn"])})
+    assert type(overrides["offload_modules"]) is list
+    assert to_transformer_overrides(ON | {"offload_modules": ("core_attn",)}) == {
+        SWITCH: True,
+        "offload_modules": ["core_attn"],
+    }
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "wrong, near",
+    [
+        ("offload_module", "offload_modules"),
+        ("fine_grained_activation_ofloading", SWITCH),
+        ("activation_offload_fractions", "activation_offload_fraction"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(wrong: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"'{wrong}' is not an offloading.*mean '{near}'"):
+        to_transformer_overrides({wrong: None})
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        (SWITCH, "true"),
+        (SWITCH, 1),
+        ("offload_modules", "core_attn"),
+        ("offload_modules", {"core_attn": True}),
+        ("offload_modules", [1]),
+        ("activation_offload_fraction", "0.5"),
+        ("min_offloaded_tensor_size", 1e6),
+        ("delta_offload_bytes_across_pp_ranks", True),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_type_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=.* has the wrong type; set "):
+        to_transformer_overrides(ON | {name: value})
+
+
+@pytest.mark.parametrize(
+    "options, facts, message",
+    [
+        ({"offload_modules": ["core_atn"]}, MOE, "did you mean 'core_attn'"),
+        ({"offload_modules": ["moe_act"]}, ModelFacts(), "the model has no experts"),
+        ({"offload_modules": ["attn_proj"]}, MOE, "add 'core_attn'"),
+        ({"activation_offload_fraction": 1.5}, MOE, "is outside"),
+        ({}, ModelFacts(cpu_offloading=True), "set cpu_offloading=False"),
+        ({}, ModelFacts(cuda_graph_impl="full_iteration"), "set cuda_graph_impl="),
+    ],
+)
+def test_the_rules_of_megatrons_options_hold(
+    options: dict[str, Any], facts: ModelFacts, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_transformer_overrides(ON | options, facts)
+
+
+def test_what_the_configuration_has_counts_where_nothing_is_given() -> None:
+    is_on = ModelFacts(options={SWITCH: True, "offload_modules": ["core_attn"]})
+    assert to_transformer_overrides({"activation_offload_fraction": 0.5}, is_on)
+    with pytest.raises(ValueError, match="add 'core_attn'"):
+        to_transformer_overrides({"offload_modules": ["attn_proj"]}, is_on)
+
+
+# Releases.
+
+OLDEST = frozenset({SWITCH, "offload_modules", "min_offloaded_tensor_size"})
+"""What megatron-core 0.17 has."""
+
+
+@pytest.mark.parametrize("name", sorted(DEFAULTS.keys() - OLDEST))
+def test_an_option_that_the_release_lacks_is_refused_or_left_out_with_a_message(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    facts = ModelFacts(known_options=OLDEST)
+    value = {bool: True, float: 0.5, int: 3, type(None): 3}[type(DEFAULTS[name])]
+    with pytest.raises(ValueError, match=rf"{name} is not supported with megatron-core.*install"):
+        to_transformer_overrides(ON | {name: value}, facts)
+    if DEFAULTS[name] is None:
+        return
+    with caplog.at_level(logging.INFO):
+        assert to_transformer_overrides(ON | {name: DEFAULTS[name]}, facts) == ON
+    assert f"{name}={DEFAULTS[name]} is left out" in caplog.text
+
+
+@pytest.mark.releases
+def test_the_options_and_their_defaults_are_those_of_the_release() -> None:
+    config = transformer_config()
+    facts = ModelFacts.of(config)
+    has = {field.name for field in dataclasses.fields(config)}
+    assert facts.known_options == has & DEFAULTS.keys()
+    assert facts.known_options >= OLDEST
+    if compat.models_pass_their_rank():
+        assert facts.known_options == DEFAULTS.keys() == get_type_hints(OffloadOptions).keys()
+    assert facts.options == {name: DEFAULTS[name] for name in facts.known_options}
+    # What the installed release has, it takes.
+    changed = {SWITCH: True, "offload_modules": ["core_attn"], "min_offloaded_tensor_size": 7}
+    apply_overrides(config, to_transformer_overrides(changed, facts))
+    assert {name: getattr(config, name) for name in changed} == changed
+
+
+# After assignment.
+
+
+@pytest.mark.releases
+def test_a_configurations_own_rules_are_run_again() -> None:
+    config = transformer_config()
+    before = dict(vars(config))
+    config.offload_modules = ["attn_proj"]
+    setattr(config, SWITCH, True)
+    with pytest.raises(ValueError, match="add 'core_attn'"):
+        revalidate(config)
+    setattr(config, SWITCH, False)
+    config.offload_modules = before["offload_modules"]
+    # A rule that only megatron-core knows of.
+    with pytest.raises(ValueError, match="half must be"):
+        apply_overrides(config, ON | {"recompute_granularity": "half"})
+    assert vars(config) == before, "a refusal changes nothing"
+
+
+def test_a_bare_assertion_becomes_an_error_for_the_user() -> None:
+    config = transformer_config(
+        recompute_granularity="selective", recompute_modules=["moe"], num_moe_experts=4
+    )
+    with pytest.raises(ValueError, match=r"Cannot offload .*moe_act"):
+        apply_overrides(config, {SWITCH: True, "offload_modules": ["moe_act"]})
+
+
+def test_a_provider_is_finished_not_made_again() -> None:
+    """As Megatron-Bridge's are: their rules run when they are finalised."""
+
+    @dataclasses.dataclass
+    class Provider:
+        fine_grained_activation_offloading: bool = False
+        offload_modules: list[str] = dataclasses.field(default_factory=list)
+        num_finished: int = 0
+
+        def __post_init__(self) -> None:
+            assert self.num_finished == 0
+
+        def finalize(self) -> None:
+            self.num_finished += 1
+
+    provider = Provider()
+    apply_overrides(provider, ON)
+    assert provider.num_finished == 1
+
+
+@pytest.mark.releases
+def test_running_the_rules_again_changes_nothing_else() -> None:
+    config = transformer_config(num_moe_experts=4, moe_grouped_gemm=True)
+    before = {name: value for name, value in vars(config).items() if name not in ON}
+    apply_overrides(config, ON)
+    assert {name: value for name, value in vars(config).items() if name not in ON} == before
+    assert config.offload_modules == ON["offload_modules"]
+    assert config.offload_modules is not ON["offload_modules"]
+
+
+def test_the_facts_of_a_class_that_is_not_made_yet() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    facts = ModelFacts.of(TransformerConfig)
+    assert facts.num_moe_experts is None
+    assert facts.cuda_graph_modules == ()
+    assert to_transformer_overrides(ON, facts) == ON
+
+
+def test_a_field_that_the_configuration_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match="is no field of TransformerConfig"):
+        apply_overrides(transformer_config(), {"offload_everything": True})
+
+
+# Flags.
+
+
+def _parse(rank: int, world_size: int, port: int, words: list[str]) -> dict[str, Any]:
+    from megatron.training.arguments import parse_args
+
+    from megatron.slipstream.integration.arguments import _process_arguments
+
+    with _process_arguments(words):
+        parsed = vars(parse_args())
+    return {name: parsed[name] for name in DEFAULTS if name in parsed}
+
+
+@pytest.mark.releases
+def test_megatrons_parser_reads_the_flags_back() -> None:
+    facts = ModelFacts.of(transformer_config())
+    facts = dataclasses.replace(facts, num_moe_experts=8)
+    options: dict[str, Any] = {
+        SWITCH: True,
+        "offload_modules": ["core_attn", "moe_act"],
+        "min_offloaded_tensor_size": 5,
+        "activation_offload_fraction": 0.25,
+        "delta_offload_bytes_across_pp_ranks": 6,
+        "delay_offload_until_cuda_graph": True,
+        "fine_grained_offloading_max_inflight_offloads": 7,
+    }
+    options = {name: value for name, value in options.items() if name in facts.known_options}
+    (parsed,) = run_ranks(1, _parse, to_cli(options, facts))
+    assert parsed == options
+
+
+def test_the_options_need_neither_torch_nor_megatron_core() -> None:
+    code = (
+        "import sys\nfrom megatron.slipstream import to_transformer_overrides\n"
+        f"to_transformer_overrides({ON!r})\n"
+        "print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert output.strip() == "[]"
+
+
+def test_every_module_that_can_move_can_be_named() -> None:
+    for name in MODULE_NAMES:
+        modules = [name] if name != "attn_proj" else ["core_attn", name]
+        assert to_transformer_overrides({SWITCH: True, "offload_modules": modules}, MOE)

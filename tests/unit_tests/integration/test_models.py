@@ -1,0 +1,477 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Several models in one process: each has its own engine, whatever order they run in."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Optional
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_gpt import ModelCase, build_chunks, initialize, make_config
+
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.integration import compat
+
+MODULES = ("core_attn", "attn_proj", "mlp_norm")
+POLICY = ModelCase("dense")
+CRITIC = ModelCase("dense", hidden_size=48, num_layers=3, seq_length=24)
+STEPS = 4
+
+Micro = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def micro_batches(case: ModelCase, seed: int, count: int) -> list[Micro]:
+    """Tokens and positions ``[b, s]``, and a mask of what attention may not see."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.micro_batch_size, case.seq_length)
+    mask = torch.ones(1, 1, case.seq_length, case.seq_length, dtype=torch.bool).triu(1)
+    positions = torch.arange(case.seq_length).expand(shape)
+    return [
+        (torch.randint(case.vocab_size, shape, generator=generator), positions, mask)
+        for _ in range(count)
+    ]
+
+
+def loss_of(model: Any, micro: Micro) -> torch.Tensor:
+    tokens, positions, mask = micro
+    return model(tokens, positions, mask, labels=tokens.roll(-1, 1))
+
+
+class Model:
+    """A model under megatron's schedule."""
+
+    def __init__(self, case: ModelCase, modules: Sequence[str] = (), seed: int = 0) -> None:
+        self.case = case
+        self.config = make_config(case, modules)
+        self.chunks = build_chunks(case, self.config)
+        with torch.no_grad():
+            for chunk in self.chunks:
+                for index, parameter in enumerate(chunk.parameters()):
+                    parameter.add_(0.01 * torch.sin(torch.tensor(float(index + 31 * seed))))
+
+    def run(
+        self,
+        seed: int,
+        count: int = 2,
+        forward_only: bool = False,
+        inside_loss: Callable[[], Any] = lambda: 0.0,
+    ) -> list[torch.Tensor]:
+        """One call of the schedule. Returns its losses and the gradients that are there then."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward_step(data: Iterator[Micro], model: Any) -> Any:
+            output = loss_of(model, next(data))
+
+            def loss(losses: torch.Tensor) -> Any:
+                total = losses.float().mean() + inside_loss()
+                return total, {"loss": total.detach().clone()}
+
+            return output, loss
+
+        batches = micro_batches(self.case, seed, count)
+        is_staged = len(self.chunks) > 1
+        if not forward_only:
+            for chunk in self.chunks:
+                chunk.zero_grad(set_to_none=True)
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(batches) for _ in self.chunks] if is_staged else iter(batches),
+            model=self.chunks if is_staged else self.chunks[0],
+            num_microbatches=count,
+            seq_length=self.case.seq_length,
+            micro_batch_size=self.case.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return [result["loss"] for result in results] + self.gradients()
+
+    def gradients(self) -> list[torch.Tensor]:
+        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        return [p.grad.clone() for p in parameters if p.grad is not None]
+
+    def log_probabilities(self, seed: int) -> torch.Tensor:
+        """As a reference model is run: through the schedule, without gradients."""
+        with torch.no_grad():
+            return self.run(seed, count=1, forward_only=True)[0]
+
+    def value(self, seed: int) -> torch.Tensor:
+        """A call without a schedule and without gradients."""
+        with torch.no_grad():
+            return loss_of(self.chunks[0], micro_batches(self.case, seed, 1)[0]).mean()
+
+
+def alternate(policy: Model, critic: Model, reference: Model, step: int) -> list[torch.Tensor]:
+    before = reference.log_probabilities(step)
+    first = policy.run(step)
+    second = critic.run(step, count=3)
+    return [before, *first, reference.log_probabilities(step), *second, policy.value(step)]
+
+
+def reference_inside_the_loss(
+    policy: Model, critic: Model, reference: Model, step: int
+) -> list[torch.Tensor]:
+    """With a schedule of its own, which ends in the middle of the policy's iteration."""
+    first = policy.run(step, inside_loss=lambda: reference.log_probabilities(step))
+    return [*first, *critic.run(step, inside_loss=lambda: policy.log_probabilities(step))]
+
+
+def reference_called_inside_the_loss(
+    policy: Model, critic: Model, reference: Model, step: int
+) -> list[torch.Tensor]:
+    """The last call before the policy's schedule ends is one of another model."""
+    first = policy.run(step, inside_loss=lambda: reference.value(step))
+    return [*first, *critic.run(step, inside_loss=lambda: policy.value(step))]
+
+
+def critic_trained_inside_the_loss(
+    policy: Model, critic: Model, reference: Model, step: int
+) -> list[torch.Tensor]:
+    """Not what anybody should do, but nothing may be lost by it."""
+    inner: list[list[torch.Tensor]] = []
+
+    def train_critic() -> torch.Tensor:
+        with torch.enable_grad():
+            inner.append(critic.run(step))
+        return inner[-1][0].detach()
+
+    first = policy.run(step, count=1, inside_loss=train_critic)
+    return [*first, *(tensor for result in inner for tensor in result)]
+
+
+def passes_of_both_before_backward_of_either(
+    policy: Model, critic: Model, reference: Model, step: int
+) -> list[torch.Tensor]:
+    """A loop of one's own, which tells the engine itself that an iteration has ended."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+        FineGrainedActivationOffloadingInterface as Facade,
+    )
+
+    for model in (policy, critic):
+        model.chunks[0].zero_grad(set_to_none=True)
+    losses = []
+    for seed in (step, step + 10):
+        for model in (policy, critic):
+            micro = micro_batches(model.case, seed, 1)[0]
+            losses.append(loss_of(model.chunks[0], micro).float().mean())
+            reference.value(seed)
+    for loss in losses:
+        loss.backward()
+    Facade.reset()
+    Facade.reset()
+    return [*(x.detach() for x in losses), *policy.gradients(), *critic.gradients()]
+
+
+ORDERS = (
+    alternate,
+    pytest.param(reference_inside_the_loss, marks=pytest.mark.releases),
+    reference_called_inside_the_loss,
+    critic_trained_inside_the_loss,
+    passes_of_both_before_backward_of_either,
+)
+Order = Callable[[Model, Model, Model, int], list[torch.Tensor]]
+
+
+def _run_order(rank: int, world_size: int, port: int, order: Order) -> list[dict[str, Any]]:
+    """Figures of policy and critic; fails where a bit differs from the engine switched off."""
+    from megatron.slipstream.integration import mcore
+
+    initialize(POLICY)
+    plain = [Model(POLICY), Model(CRITIC), Model(POLICY, seed=1)]
+    expected = [order(*plain, step) for step in range(STEPS)]  # type: ignore[arg-type]
+    mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    moved = [Model(POLICY, MODULES), Model(CRITIC, MODULES), Model(POLICY, MODULES, seed=1)]
+    plans_before: list[int] = []
+    for step in range(STEPS):
+        if step == STEPS - 2:
+            plans_before = [_report_of(model).num_plans for model in moved[:2]]
+        actual = order(*moved, step)  # type: ignore[arg-type]
+        assert len(actual) == len(expected[step]) > 10
+        for index, (a, b) in enumerate(zip(expected[step], actual, strict=True)):
+            assert torch.equal(a, b), f"step {step}, tensor {index}"
+    engine = mcore.installed()
+    assert engine is not None
+    with pytest.raises(ValueError, match="has no engine because it is not bound"):
+        mcore.report(moved[2].chunks[0])
+    assert len(engine.router.managers) == 2
+    return [
+        {
+            "iterations": report.num_iterations,
+            "plans made late": report.num_plans - before,
+            "late": report.total.num_late,
+            "moves": report.d2h_bytes > 0,
+        }
+        for report, before in zip(map(_report_of, moved[:2]), plans_before, strict=True)
+    ]
+
+
+def _report_of(model: Model) -> Any:
+    from megatron.slipstream.integration import mcore
+
+    (report,) = mcore.report(model.chunks[0]).ranks
+    return report
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+def test_models_that_take_turns_keep_to_their_plans(order: Order) -> None:
+    ((policy, critic),) = run_ranks(1, _run_order, order)
+    as_if_alone = {"iterations": STEPS, "plans made late": 0, "late": 0, "moves": True}
+    assert policy == as_if_alone
+    assert critic == as_if_alone
+
+
+def _stages(rank: int, world_size: int, port: int, own_configs: bool) -> list[int]:
+    """How many chunks each engine serves, with two models of two virtual stages on each rank."""
+    from megatron.slipstream.integration import mcore
+
+    case = ModelCase("dense", pp=2, vpp=2)
+    initialize(case, rank, world_size, port)
+    plain = [Model(case), Model(case, seed=1)]
+    expected = [model.run(step) for step in range(3) for model in plain]
+    mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    moved = [Model(case, MODULES), Model(case, MODULES, seed=1)]
+    for model in moved:
+        if own_configs:  # slime makes one for each stage
+            for chunk in model.chunks:
+                chunk.config = copy.copy(chunk.config)
+    actual = [model.run(step) for step in range(3) for model in moved]
+    for left, right in zip(expected, actual, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    engine = mcore.installed()
+    assert engine is not None
+    served = [[engine.router.known_manager(c) for c in model.chunks] for model in moved]
+    assert len({manager for managers in served for manager in managers}) == 2
+    for managers in served:
+        assert len(set(managers)) == 1
+        assert managers[0].report.num_iterations == 3
+        assert managers[0].report.d2h_bytes > 0
+    return [len(managers) for managers in served]
+
+
+@pytest.mark.parametrize(
+    "own_configs",
+    [
+        pytest.param(False, id="one config"),
+        pytest.param(True, id="one for each stage", marks=pytest.mark.releases),
+    ],
+)
+def test_virtual_stages_of_a_model_share_its_engine(own_configs: bool) -> None:
+    assert run_ranks(2, _stages, own_configs) == [[2, 2], [2, 2]]
+
+
+# One of several, without running them.
+
+
+class Chunk(torch.nn.Module):
+    """What the router looks at in a model chunk."""
+
+    def __init__(self, stage: Optional[int] = None, num_stages: Optional[int] = None) -> None:
+        super().__init__()
+        self.vp_stage = stage
+        self.config = type("Config", (), {"virtual_pipeline_model_parallel_size": num_stages})()
+
+
+LIMIT_BYTES = 3 << 20
+
+
+@pytest.fixture
+def router() -> Iterator[Any]:
+    from megatron.slipstream.integration import mcore
+
+    mcore.install(OffloadConfig(offload_backend="cpu", offload_host_memory_limit_bytes=LIMIT_BYTES))
+    engine = mcore.installed()
+    assert engine is not None
+    yield engine.router
+    mcore.uninstall()
+
+
+def test_bound_chunks_are_one_model(router: Any) -> None:
+    first, second = Chunk(0, 2), Chunk(1, 2)
+    others = [Chunk(0, 2), Chunk(1, 2)]
+    # Called in an order from which nobody could tell which belong together.
+    assert router.bind([first, second]) is not router.bind(others)
+    assert router.manager_of(first) is router.manager_of(second)
+    assert router.manager_of(others[0]) is router.manager_of(others[1])
+    assert router.bind([first]) is router.manager_of(second)
+
+
+def test_stages_with_the_same_configuration_belong_together(router: Any) -> None:
+    a0, a1, b0, b1 = Chunk(0, 2), Chunk(1, 2), Chunk(0, 2), Chunk(1, 2)
+    a1.config, b1.config = a0.config, b0.config
+    for chunk in (a0, b0, a1, b1):
+        router.manager_of(chunk)
+    assert router.manager_of(a0) is router.manager_of(a1)
+    assert router.manager_of(b0) is router.manager_of(b1)
+    assert router.manager_of(a0) is not router.manager_of(b0)
+
+
+def test_engines_share_the_host_memory_of_the_process(router: Any) -> None:
+    chunks = [Chunk() for _ in range(3)]
+    pools = [router.manager_of(chunk).store.host_pool for chunk in chunks]
+    assert [pool.limit_bytes for pool in pools] == [LIMIT_BYTES // 3] * 3
+
+
+def test_an_engine_keeps_the_host_memory_that_it_has(router: Any) -> None:
+    first = router.manager_of(keep := Chunk()).store.host_pool
+    first.borrow(2 << 20)
+    held_bytes = first.allocated_bytes
+    assert held_bytes > LIMIT_BYTES // 2
+    second = router.manager_of(other := Chunk()).store.host_pool
+    assert (first.limit_bytes, second.limit_bytes) == (held_bytes, LIMIT_BYTES - held_bytes)
+    del keep, other
+
+
+def test_who_was_refused_host_memory_does_not_get_to_ask_again(router: Any) -> None:
+    first = router.manager_of(keep := Chunk()).store.host_pool
+    first.was_refused, first.limit_bytes = True, 0
+    second = router.manager_of(other := Chunk()).store.host_pool
+    assert (first.limit_bytes, second.limit_bytes) == (0, LIMIT_BYTES)
+    del keep, other
+
+
+def test_an_engine_stays_while_backward_can_still_read_what_it_moved(
+    router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.slipstream.integration import models
+
+    first, second = Chunk(), Chunk()
+    router.manager_of(first)
+    late = router.manager_of(second)
+    late.store.host_pool.borrow(8192)
+    monkeypatch.setattr(models.RoutedManager, "is_needed", property(lambda self: self is late))
+    del second
+    gc.collect()
+    third = Chunk()
+    assert router.manager_of(third) is not late
+    assert late.store.host_pool.allocated_bytes > 0
+    del first, third
+
+
+def test_a_model_that_is_gone_gives_its_engine_back(router: Any) -> None:
+    first, second = Chunk(), Chunk()
+    router.manager_of(first)
+    gone = router.manager_of(second).store
+    gone.host_pool.borrow(8192)
+    assert gone.host_pool.allocated_bytes > 0
+    del second
+    gc.collect()
+    third = Chunk()
+    router.manager_of(third)
+    assert gone.host_pool.allocated_bytes == 0
+    assert len(router.managers) == 2
+    del first
+    gc.collect()
+    assert router.manager_of(Chunk()) is router.default
+
+
+def test_suspending_covers_every_model(router: Any) -> None:
+    from megatron.slipstream.integration import mcore
+
+    first, second = router.manager_of(keep := Chunk()), router.manager_of(other := Chunk())
+    with mcore.suspended():
+        assert not first.do_offload
+        assert not second.do_offload
+        # A model that begins to train in the meantime.
+        assert not router.manager_of(late := Chunk()).do_offload
+    assert first.do_offload
+    assert second.do_offload
+    # As NeMo-RL does: with whichever engine is in megatron's place.
+    second.disable_offload()
+    assert not first.do_offload
+    second.enable_offload()
+    assert first.do_offload
+    del keep, other, late
+
+
+def test_graphs_and_a_second_model_are_refused(router: Any) -> None:
+    first, second = Chunk(), Chunk()
+    router.manager_of(first)
+    first.config.cuda_graph_impl = "transformer_engine"
+    with pytest.raises(ValueError, match="cuda_graph_impl='transformer_engine' is not supported"):
+        router.manager_of(second)
+    assert router.manager_of(first) is router.default
+    assert len(router.managers) == 1
+
+
+# What is called, and by whom.
+
+
+def _calls(rank: int, world_size: int, port: int) -> None:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    from megatron.slipstream.integration import mcore
+
+    initialize(POLICY)
+    plain, moved = Model(POLICY), Model(POLICY, MODULES)
+    seen = []
+    mcore.install_at_first_call(
+        OffloadConfig(offload_backend="cpu"), lambda: seen.append("checked")
+    )
+    assert mcore.installed() is None
+    plain.run(0)
+    assert mcore.installed() is None, "a model without offloading needs no engine"
+    moved.log_probabilities(0)
+    engine = mcore.installed()
+    assert engine is not None
+    assert len(engine.router._model_of) == 0, "a model without gradients needs no plan"
+    num_passes: list[int] = []
+    moved.run(0, inside_loss=lambda: num_passes.append(len(engine._passes)) or 0.0)
+    assert num_passes == [1, 2], "one pass for each micro-batch"
+    moved.run(1)
+    assert seen == ["checked"]
+    assert engine.report.num_iterations == 2
+    with mcore.suspended():
+        moved.run(2)
+    assert engine.report.num_iterations == 2
+    mcore.uninstall()
+    assert "__call__" not in vars(LanguageModule)
+    expected = plain.run(3)
+    mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    # A forward that does not tell the engine that a pass begins, as mcore-bridge's models have.
+    chunk: Any = moved.chunks[0]
+    own_forward = type(chunk).forward
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        chunk.config.fine_grained_activation_offloading = False
+        try:
+            return own_forward(chunk, *arguments, **options)
+        finally:
+            chunk.config.fine_grained_activation_offloading = True
+
+    chunk.forward = forward
+    assert all(torch.equal(a, b) for a, b in zip(expected, moved.run(3), strict=True))
+    (report,) = mcore.report(chunk).ranks
+    assert report.d2h_bytes > 0
+
+
+@pytest.mark.releases
+def test_the_engine_comes_with_the_first_call_of_a_model_that_is_to_offload() -> None:
+    run_ranks(1, _calls)
+
+
+def _forward_only_with_gradients(rank: int, world_size: int, port: int) -> tuple[int, int]:
+    from megatron.slipstream.integration import mcore
+
+    initialize(POLICY)
+    plain, moved = Model(POLICY), Model(POLICY, MODULES)
+    expected = [plain.run(step) for step in range(STEPS)]
+    manager = mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    for step in range(STEPS):
+        moved.run(step, count=1, forward_only=True)  # nobody has switched gradients off
+        before = manager.report.num_plans
+        actual = moved.run(step)
+        assert all(torch.equal(a, b) for a, b in zip(expected[step], actual, strict=True))
+    return manager.report.num_plans - before, manager.report.total.num_late
+
+
+def test_a_schedule_without_backward_leaves_the_plan_alone() -> None:
+    assert run_ranks(1, _forward_only_with_gradients) == [(0, 0)]
+
+
+def test_older_releases_get_the_engine_that_takes_their_calls() -> None:
+    from megatron.slipstream.integration import models
+
+    assert issubclass(models.manager_class(), compat.manager_class())
