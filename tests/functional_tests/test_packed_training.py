@@ -38,11 +38,13 @@ MOE = """
 MODULES = "attn_norm qkv_linear core_attn attn_proj mlp_norm".split()
 
 PP2 = "--sequence-packing balanced --pipeline-model-parallel-size 2".split()
+DYNAMIC = "--sequence-packing balanced --dynamic-context-parallel".split()
 VPP2 = "--num-layers-per-virtual-pipeline-stage 1".split()
 
 LAYOUTS = [
     pytest.param(1, "--sequence-packing greedy".split(), id="greedy"),
     pytest.param(2, PP2, id="balanced, PP2"),
+    pytest.param(2, DYNAMIC, id="dynamic context parallelism"),
     pytest.param(2, [*PP2, *VPP2, *MOE], id="balanced, PP2 VPP2, MoE", marks=pytest.mark.releases),
 ]
 

@@ -35,6 +35,10 @@ from megatron.slipstream.config import (
     check_model_options,
     modules_at_the_edge_of_graphs,
 )
+from megatron.slipstream.context_parallel.options import (
+    DynamicContextParallelOptions,
+    check_dynamic_context_parallel,
+)
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.config_file import config_from_environment
 from megatron.slipstream.packed_sequences.options import (
@@ -112,6 +116,7 @@ class EntryOptions:
 _GROUPS: tuple[tuple[type, str], ...] = (
     (OffloadConfig, "slipstream"),
     (PackingOptions, "slipstream packed sequences"),
+    (DynamicContextParallelOptions, "slipstream dynamic context parallelism"),
     (ChunkGraphOptions, "slipstream CUDA graphs"),
     (EntryOptions, "slipstream script"),
 )
@@ -198,6 +203,7 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
     _validate_with_megatron(args, hide_offloading=on_cpu)
     # Again: options may have come from a checkpoint, or been given by the names they once had.
     check_packing(args)
+    check_dynamic_context_parallel(args)
     return args
 
 
@@ -210,6 +216,7 @@ def check(args: Any, facts: preflight.Facts) -> None:
     compat.check_options(args)
     check_model_options(_model_facts(args))
     check_packing(args)
+    check_dynamic_context_parallel(args)
     config = offload_config(args)
     if args.fine_grained_activation_offloading:
         _check_engine(args, config)

@@ -29,6 +29,7 @@ from megatron.slipstream.config import (
     check_rules,
     modules_at_the_edge_of_graphs,
 )
+from megatron.slipstream.context_parallel.options import check_dynamic_context_parallel
 from megatron.slipstream.integration import arguments, compat, cpu_only
 from megatron.slipstream.packed_sequences.options import check_corpora, check_packing
 
@@ -122,6 +123,7 @@ def _check(args: Any) -> tuple[list[str], list[preflight.Finding]]:
         lambda: compat.check_options(args),
         *_rules(args),
         lambda: check_packing(args),
+        lambda: check_dynamic_context_parallel(args),
         check_engine,
         lambda: arguments._check_device(args),
         lambda: arguments._check_packed_attention(args),

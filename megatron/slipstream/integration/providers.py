@@ -20,7 +20,12 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron.slipstream.integration import compat, packed_sequences
+from megatron.slipstream.integration import (
+    compat,
+    dynamic_batches,
+    dynamic_context_parallel,
+    packed_sequences,
+)
 from megatron.slipstream.integration.cpu_modules import local_hybrid_stack_spec
 
 if TYPE_CHECKING:
@@ -37,6 +42,8 @@ def model_config(args: Any) -> Any:
             and MoE.
     """
     config = _gpt_or_hybrid_config(args)
+    if args.dynamic_context_parallel:
+        dynamic_context_parallel.change_model_spec(config)
     if offloads_in_graphs(args):
         from megatron.slipstream.integration.graph_layers import change_model_spec
 
@@ -90,6 +97,8 @@ def datasets(num_samples: tuple[int, Optional[int], int], vp_stage: Optional[int
         # Megatron does not count the evaluation that we add.
         one_evaluation = args.eval_iters * args.eval_global_batch_size
         num_samples = (num_samples[0], num_samples[1] + one_evaluation, num_samples[2])
+    if args.dynamic_context_parallel:
+        return dynamic_batches.datasets(num_samples, config)
     if args.sequence_packing is not None:
         return packed_sequences.datasets(num_samples, config)
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
@@ -196,8 +205,12 @@ def forward_step(
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """One micro-batch through one model chunk: its output, and the loss function to apply to it."""
     monitor.before_forward()
-    is_packed = get_args().sequence_packing is not None
-    forward = packed_sequences.forward if is_packed else _forward
+    args = get_args()
+    forward = _forward
+    if args.dynamic_context_parallel:
+        forward = dynamic_batches.forward
+    elif args.sequence_packing is not None:
+        forward = packed_sequences.forward
     output, loss_mask = forward(data_iterator, model)
     return output, partial(_loss, loss_mask, monitor)
 

@@ -1,0 +1,281 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Samples of a corpus for dynamic context parallelism: one rank's part of one micro-batch each.
+
+Samples are numbered as megatron's sampler deals them: data-parallel rank r of d has, as its m-th
+micro-batch, sample ``m * d + r``. With a static context-parallel size above 1 its ranks are asked
+for the same sample and take another part of it each. So the parts of a micro-batch, counted over
+all data- and context-parallel ranks, are consecutive: its *slots*. A group is as many slots in a
+row as it has ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.slipstream.context_parallel.limits import CostModel, RankLimits
+from megatron.slipstream.context_parallel.scheduler import Group, Share, batches
+from megatron.slipstream.packed_sequences.batch import (
+    OFFSET_KEYS,
+    SEQUENCE_KEYS,
+    context_parallel_positions,
+    packed_sample,
+)
+from megatron.slipstream.packed_sequences.dataset import (
+    Corpus,
+    PackIndex,
+    PackingPlan,
+    document_stream,
+    load_index,
+    save_index,
+)
+from megatron.slipstream.packed_sequences.dataset import _watched as watched
+from megatron.slipstream.packed_sequences.packing import Pack, PackLimits, Piece
+
+SIZE_KEY = "context_parallel_size"
+"""int32 ``[1]``: in a sample, the size of the group that its micro-batch belongs to."""
+
+FINGERPRINT_KEY = "fingerprint"
+"""int64 ``[1]``: in a sample, the same for all ranks of the group, of which each has another part,
+and another one for other documents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPlan(PackingPlan):
+    """How a stream of documents becomes groups. Equal plans of one corpus give equal samples.
+
+    ``packs_per_batch`` is the number of micro-batches of a global batch here, and ``limits`` those
+    of the largest group, at which documents are cut. Made by :func:`group_plan`.
+
+    Args:
+        ranks: That share micro-batches.
+        cost_model: By which groups are levelled.
+    """
+
+    ranks: RankLimits
+    cost_model: CostModel
+
+    def packs(self, pieces: Iterable[Piece]) -> Iterator[Pack]:
+        return (group.pack for group in self.groups(pieces))
+
+    def groups(self, pieces: Iterable[Piece]) -> Iterator[Group]:
+        """The stream's pieces in groups, in the order of their slots."""
+        for batch in batches(
+            pieces, self.ranks, self.cost_model, self.packs_per_batch, self.look_ahead
+        ):
+            yield from itertools.chain.from_iterable(batch)
+
+
+def group_plan(
+    ranks: RankLimits, cost_model: CostModel, num_micro_batches: int, seed: int
+) -> GroupPlan:
+    """A plan for global batches of so many micro-batches.
+
+    Args:
+        ranks: That share micro-batches.
+        cost_model: By which groups are levelled.
+        num_micro_batches: Of each rank in one iteration.
+        seed: Of the shuffles.
+    """
+    return GroupPlan(
+        limits=ranks.of(ranks.largest),
+        packing="balanced",
+        packs_per_batch=num_micro_batches,
+        num_ranks=ranks.num_ranks,
+        seed=seed,
+        ranks=ranks,
+        cost_model=cost_model,
+    )
+
+
+@dataclass(frozen=True)
+class GroupIndex:
+    """Which pieces each group has, and which slots.
+
+    Args:
+        packs: The pieces of the groups, one after the other.
+        sizes: int32 ``[num_groups]``: ranks of each group.
+    """
+
+    packs: PackIndex
+    sizes: NDArray[np.int32]
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """The slot after each group's last."""
+        return np.cumsum(self.sizes, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Number of slots."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, slot: int) -> Share:
+        if not 0 <= slot < len(self):
+            raise IndexError(f"there are {len(self)} slots and none is number {slot}")
+        number = int(np.searchsorted(self._ends, slot, side="right"))
+        size, end = int(self.sizes[number]), int(self._ends[number])
+        return Share(size, slot - (end - size), self.packs[number])
+
+    def filling(self, ranks: RankLimits) -> float:
+        """The part of all buffers that documents fill, 0 to 1."""
+        num_tokens = int(self.packs.pieces[:, 2].sum(dtype=np.int64))
+        return num_tokens / (len(self) * ranks.tokens_per_rank)
+
+    def part_with(self, size: int) -> float:
+        """The part of all slots that belong to groups of this size, 0 to 1."""
+        return float(self.sizes[self.sizes == size].sum() / len(self))
+
+
+def build_group_index(
+    lengths: NDArray[np.integer[Any]],
+    documents: NDArray[np.integer[Any]],
+    plan: GroupPlan,
+    num_slots: Optional[int] = None,
+    what: str = "scheduling documents",
+) -> GroupIndex:
+    """Schedule until there are enough slots; the last global batch is complete.
+
+    Args:
+        lengths: Number of tokens of every document of the corpus.
+        documents: Which documents take part.
+        plan: How.
+        num_slots: How many; None schedules one epoch.
+        what: Shown beside the progress.
+
+    Raises:
+        ValueError: There is nothing to schedule.
+    """
+    if not bool((lengths[documents] > 1).any()):
+        raise ValueError(
+            f"none of the {len(documents)} documents has two tokens or more, so there is nothing "
+            "to train on; set data_path to a corpus that has some, or split to give this set a part"
+        )
+    stream = document_stream(lengths, documents, plan, 1 if num_slots is None else None)
+    pieces, ends, sizes = array("i"), array("q"), array("i")
+    packs = _packs(plan.groups(stream), sizes, plan.packs_per_batch * plan.num_ranks, num_slots)
+    for pack in watched(packs, None, what):
+        pieces.extend(itertools.chain.from_iterable(pack))
+        ends.append(len(pieces) // 3)
+    rows = np.frombuffer(pieces, dtype=np.int32).reshape(-1, 3)
+    packs_of_all = PackIndex(rows, np.frombuffer(ends, dtype=np.int64))
+    return GroupIndex(packs_of_all, np.frombuffer(sizes, dtype=np.int32))
+
+
+def _packs(
+    groups: Iterator[Group], sizes: array[int], slots_per_batch: int, num_slots: Optional[int]
+) -> Iterator[Pack]:
+    """The groups' packs until there are enough slots; their sizes are appended to ``sizes``."""
+    count = 0
+    for size, pack in groups:
+        sizes.append(size)
+        yield pack
+        count += size
+        if num_slots is not None and count >= num_slots and count % slots_per_batch == 0:
+            return
+
+
+def load_group_index(folder: Path, name: str) -> Optional[GroupIndex]:
+    """The index that :func:`save_group_index` wrote; None if there is none of this format."""
+    packs = load_index(folder, name)
+    return None if packs is None else GroupIndex(packs, np.load(_sizes_path(folder, name)))
+
+
+def save_group_index(folder: Path, name: str, index: GroupIndex, plan: GroupPlan) -> None:
+    """Write an index for :func:`load_group_index`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _sizes_path(folder, name)
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("wb") as stream:
+        np.save(stream, index.sizes)
+    temporary.replace(path)
+    # Last, because without its description an index is not there.
+    save_index(folder, name, index.packs, plan)
+
+
+def _sizes_path(folder: Path, name: str) -> Path:
+    return folder / f"{name}-sizes.npy"
+
+
+class SharedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """One rank's parts of the micro-batches by the number of the sample.
+
+    Args:
+        corpus: Where the tokens are.
+        index: Which of them each slot has.
+        ranks: That share micro-batches.
+        context_parallel_size: The static size: how many ranks are asked for the same sample.
+        context_parallel_rank: Which of them this is.
+        masked_token: See :func:`~megatron.slipstream.packed_sequences.batch.packed_sample`.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        index: GroupIndex,
+        ranks: RankLimits,
+        context_parallel_size: int = 1,
+        context_parallel_rank: int = 0,
+        masked_token: Optional[int] = None,
+    ) -> None:
+        self.corpus = corpus
+        self.index = index
+        self.ranks = ranks
+        self.context_parallel_size = context_parallel_size
+        self.context_parallel_rank = context_parallel_rank
+        self.masked_token = masked_token
+
+    def __len__(self) -> int:
+        return len(self.index) // self.context_parallel_size
+
+    def __getitem__(self, sample: Optional[int]) -> dict[str, torch.Tensor]:
+        """This rank's part of sample number ``sample``; None is padding, which fills up a batch."""
+        if sample is None:
+            share = Share(self.ranks.sizes[0], 0, [])
+        else:
+            share = self.index[sample * self.context_parallel_size + self.context_parallel_rank]
+        texts = [
+            self.corpus.get(piece.document, offset=piece.offset, length=piece.length + 1)
+            for piece in share.pack
+        ]
+        return shared_sample(texts, share, self.ranks.of(share.size), self.masked_token)
+
+
+def shared_sample(
+    texts: list[NDArray[Any]], share: Share, limits: PackLimits, masked_token: Optional[int] = None
+) -> dict[str, torch.Tensor]:
+    """A rank's part of a group's pack, without the first dimension, which collating adds.
+
+    Args:
+        texts: The tokens of the group's pieces; see
+            :func:`~megatron.slipstream.packed_sequences.batch.packed_sample`.
+        share: Which part.
+        limits: Of the group's pack.
+        masked_token: As there.
+
+    Returns:
+        What ``packed_sample`` gives: of tokens those of this rank, ``[tokens_per_rank]``, of
+        offsets those of the undivided sequences, ``[max_sequences + 1]``. And :data:`SIZE_KEY` and
+        :data:`FINGERPRINT_KEY`.
+    """
+    whole = packed_sample(texts, limits, masked_token)
+    sample = dict(whole)
+    if share.size > 1:
+        mine = context_parallel_positions(whole["cu_seqlens_padded"], share.size, share.rank)
+        sample |= {key: whole[key][mine] for key in SEQUENCE_KEYS}
+    sample[SIZE_KEY] = torch.tensor([share.size], dtype=torch.int32)
+    fingerprint = 0
+    for key in ("tokens", *OFFSET_KEYS):
+        fingerprint = zlib.crc32(whole[key].numpy().tobytes(), fingerprint)
+    sample[FINGERPRINT_KEY] = torch.tensor([fingerprint], dtype=torch.int64)
+    return sample

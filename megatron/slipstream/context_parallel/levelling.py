@@ -1,0 +1,172 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Groups in the making, and how the most expensive of them become cheaper."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable
+from typing import Optional
+
+from megatron.slipstream.context_parallel.limits import Cost, RankLimits
+from megatron.slipstream.packed_sequences.packing import (
+    Pack,
+    PackLimits,
+    Piece,
+    _Bin,
+    _shortest_for,
+)
+
+_CANDIDATES = 8
+"""How many pieces and how many other groups are tried for a group that is too expensive."""
+
+_NEARLY = 128
+"""Groups that cost less than the mean and one part in so many of it are left as they are."""
+
+
+class OpenGroup(_Bin):
+    """A group in the making: a pack, and how many ranks it is for."""
+
+    def __init__(self, size: int, limits: PackLimits) -> None:
+        super().__init__(limits)
+        self.size = size
+
+
+class Levelling:
+    """Makes the most expensive groups cheaper, as long as that is possible.
+
+    Every change replaces groups by others that all cost less than the most expensive of them did.
+    """
+
+    def __init__(self, groups: Iterable[OpenGroup], limits: RankLimits, cost: Cost) -> None:
+        self.limits = limits
+        self.cost = cost
+        self.groups: dict[int, OpenGroup] = dict(enumerate(groups))
+        self.order = sorted((self._cost_of(group), key) for key, group in self.groups.items())
+        """Of the groups that may still change: their costs and keys."""
+
+    def run(self) -> list[OpenGroup]:
+        """The groups with which nothing more can be done, or nothing more is worth it."""
+        num_ranks = sum(group.size for group in self.groups.values())
+        total = sum(cost * self.groups[key].size for cost, key in self.order)
+        enough = total // num_ranks
+        enough += enough // _NEARLY
+        for _ in range(4 * len(self.groups)):
+            if len(self.order) < 2 or self.order[-1][0] <= enough:
+                break
+            highest, key = self.order.pop()
+            # What cannot be made cheaper stays out: all others cost less, and none will cost more.
+            if self._exchange(key, highest) or self._widen(key, highest):
+                continue
+        return list(self.groups.values())
+
+    def _cost_of(self, group: OpenGroup) -> int:
+        return self.cost(group.size, group.work)
+
+    def _put_back(self, key: int) -> None:
+        bisect.insort(self.order, (self._cost_of(self.groups[key]), key))
+
+    def _exchange(self, key: int, highest: int) -> bool:
+        """Give a piece to one of the cheapest groups."""
+        heavy = self.groups[key]
+        longest = sorted(heavy.pieces, key=lambda piece: -piece.length)[:_CANDIDATES]
+        for place, (_, other) in enumerate(self.order[:_CANDIDATES]):
+            light = self.groups[other]
+            if any(self._give(heavy, light, piece, highest) for piece in longest):
+                del self.order[place]
+                self._put_back(key)
+                self._put_back(other)
+                return True
+        return False
+
+    def _give(self, heavy: OpenGroup, light: OpenGroup, piece: Piece, highest: int) -> bool:
+        """Move a piece if then both cost less than ``highest``.
+
+        If there is no room for it, ``heavy`` takes the shortest pieces in return, which cost least
+        per token.
+        """
+        back = _shortest_for(light, piece)
+        if back is None:
+            return False
+        gain = piece.length**2 - sum(item.length**2 for item in back)
+        if gain <= 0 or self.cost(light.size, light.work + gain) >= highest:
+            return False
+        room = heavy.room + heavy.limits.footprint(piece.length)
+        room -= sum(heavy.limits.footprint(item.length) for item in back)
+        if room < 0 or len(heavy.pieces) - 1 + len(back) > heavy.limits.max_sequences:
+            return False
+        heavy.remove(piece)
+        for item in back:
+            light.remove(item)
+            heavy.add(item)
+        light.add(piece)
+        return True
+
+    def _widen(self, key: int, highest: int) -> bool:
+        """Double the group, by the ranks of the cheapest others and with their pieces."""
+        heavy = self.groups[key]
+        size = 2 * heavy.size
+        partners = self._partners(heavy.size)
+        if size > self.limits.largest or not partners:
+            return False
+        wide = OpenGroup(size, self.limits.of(size))
+        merged = [heavy, *(self.groups[other] for other in partners)]
+        for piece in itertools.chain.from_iterable(group.pieces for group in merged):
+            wide.add(piece)
+        moved = self._outside(wide, {key, *partners}, highest)
+        if moved is None or self._cost_of(wide) >= highest:
+            return False
+        self.order = [entry for entry in self.order if entry[1] not in {*partners, *moved}]
+        for other in (key, *partners):
+            del self.groups[other]
+        for other, pieces in moved.items():
+            for piece in pieces:
+                self.groups[other].add(piece)
+            self._put_back(other)
+        self.groups[key] = wide
+        self._put_back(key)
+        return True
+
+    def _partners(self, size: int) -> list[int]:
+        """The cheapest group of ``size`` ranks, or the cheapest that have as many together."""
+        same = next((key for _, key in self.order if self.groups[key].size == size), None)
+        if same is not None:
+            return [same]
+        missing, chosen = size, []
+        for _, key in self.order:
+            if self.groups[key].size <= missing:
+                chosen.append(key)
+                missing -= self.groups[key].size
+                if not missing:
+                    return chosen
+        return []
+
+    def _outside(
+        self, wide: OpenGroup, merged: set[int], highest: int
+    ) -> Optional[dict[int, Pack]]:
+        """Which other groups take what ``wide`` has no room for; None if they cannot.
+
+        The pieces are taken out of ``wide``; the other groups stay as they are.
+        """
+        taken: dict[int, Pack] = {}
+        shortest_first = iter(sorted(wide.pieces, key=lambda piece: piece.length))
+        for _ in range(_CANDIDATES):
+            if wide.room >= 0 and len(wide.pieces) <= wide.limits.max_sequences:
+                return taken
+            piece = next(shortest_first)
+            wide.remove(piece)
+            others = (key for _, key in self.order if key not in merged and key not in taken)
+            key = next((key for key in others if self._takes(key, piece, highest)), None)
+            if key is None:
+                return None
+            taken[key] = [piece]
+        return None
+
+    def _takes(self, key: int, piece: Piece, highest: int) -> bool:
+        group = self.groups[key]
+        return (
+            not group.is_full
+            and group.room >= group.limits.footprint(piece.length)
+            and self.cost(group.size, group.work + piece.length**2) < highest
+        )

@@ -1,0 +1,165 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What a micro-batch may hold, and what it costs, at each context-parallel size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Optional
+
+from megatron.slipstream.packed_sequences.packing import PackLimits, Piece, attention_work
+
+Cost = Callable[[int, int], int]
+"""What a micro-batch costs each of its ranks: of a size, and of the sum of its pieces' squared
+lengths."""
+
+
+@dataclass(frozen=True)
+class RankLimits:
+    """The ranks that share micro-batches, and the buffer that each of them has.
+
+    A group of ``size`` ranks holds a pack of ``size * tokens_per_rank`` tokens, each rank an equal
+    part of every piece. So a rank's buffer is the same whatever the size, and a longer document
+    needs a larger group.
+
+    Args:
+        num_ranks: All data- and context-parallel ranks (megatron's data-parallel group with context
+            parallelism). Groups are consecutive ranks of it.
+        tokens_per_rank: Tokens of a rank's buffer, padding included.
+        max_sequences: The most pieces in a micro-batch of any size.
+        min_size: The smallest group.
+        max_size: The largest group; None is the largest there can be.
+
+    Raises:
+        ValueError: There are no such groups, or their pieces cannot be divided.
+    """
+
+    num_ranks: int
+    tokens_per_rank: int
+    max_sequences: int
+    min_size: int = 1
+    max_size: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        possible = _powers_of_two(self.num_ranks)
+        for name, size in (("min", self.min_size), ("max", self.max_size)):
+            if size is not None and size not in possible:
+                raise ValueError(
+                    f"{name}_dynamic_context_parallel_size={size} is not supported with "
+                    f"{self.num_ranks} data- and context-parallel ranks because they cannot be "
+                    "divided into such groups by halving; set one of "
+                    f"{', '.join(map(str, possible))}"
+                )
+        if not self.sizes:
+            raise ValueError(
+                f"min_dynamic_context_parallel_size={self.min_size} is not supported with "
+                f"max_dynamic_context_parallel_size={self.max_size} because no size is between "
+                "them; set a smaller one"
+            )
+        if self.largest > 1 and self.tokens_per_rank % 2:
+            raise ValueError(
+                f"thd_max_tokens={self.tokens_per_rank} is not supported with "
+                "dynamic_context_parallel because every rank has two equal parts of each sequence; "
+                "set an even number"
+            )
+        self.of(self.largest)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes that groups may have, from the smallest; each divides the next."""
+        most = self.num_ranks if self.max_size is None else self.max_size
+        return tuple(s for s in _powers_of_two(self.num_ranks) if self.min_size <= s <= most)
+
+    @property
+    def largest(self) -> int:
+        """The largest of :attr:`sizes`."""
+        return self.sizes[-1]
+
+    def of(self, size: int) -> PackLimits:
+        """What a micro-batch of a group of ``size`` ranks may hold."""
+        return PackLimits(
+            max_tokens=size * self.tokens_per_rank,
+            max_sequences=self.max_sequences,
+            alignment=2 * size if size > 1 else 1,
+        )
+
+    def smallest_for(self, length: int) -> int:
+        """The smallest size whose buffer holds a piece of ``length`` tokens.
+
+        Raises:
+            ValueError: None does.
+        """
+        for size in self.sizes:
+            # A whole number of parts fits as soon as the piece itself does: see PackLimits.
+            if length <= size * self.tokens_per_rank:
+                return size
+        raise ValueError(
+            f"a sequence of {length} tokens is not supported with groups of up to {self.largest} "
+            f"ranks because each holds {self.tokens_per_rank} tokens; cut it, or set a larger "
+            "thd_max_tokens"
+        )
+
+
+def _powers_of_two(num_ranks: int) -> tuple[int, ...]:
+    """Those that divide the number of ranks: groups of such sizes can stand side by side."""
+    return tuple(2**power for power in range(num_ranks.bit_length()) if num_ranks % 2**power == 0)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What the parts of a micro-batch cost, in any unit. Integers, so that all machines agree.
+
+    Args:
+        linear: Each token of a rank's buffer. Padding costs as much as text.
+        attention: Each pair of tokens of one piece (its squared length), divided among the ranks of
+            the group.
+        exchange: Each token of a rank's buffer, for each other rank of the group: keys and values
+            go round.
+    """
+
+    linear: int = 1
+    attention: int = 1
+    exchange: int = 0
+
+    @classmethod
+    def of_layer(
+        cls, num_weights: int, attention_width: int, exchange_percent: float = 0.5
+    ) -> CostModel:
+        """The operations of one transformer layer.
+
+        Args:
+            num_weights: Weights that each token is multiplied by; of experts those that are active.
+            attention_width: Number of attention heads times their size.
+            exchange_percent: What a token costs for each other rank of a group, of what it costs in
+                the layer's matrices. Most of it runs beside attention. The default is a guess, and
+                only breaks what would nearly be ties: smaller groups win them.
+        """
+        linear = 2 * num_weights
+        return cls(
+            linear=linear,
+            # Two products over the pairs, of which causal attention needs every second.
+            attention=2 * attention_width,
+            exchange=round(linear * exchange_percent / 100),
+        )
+
+    def per_rank(self, limits: RankLimits) -> Cost:
+        """The cost of one micro-batch to each of its ranks, times ``limits.largest``."""
+        scale, tokens = limits.largest, limits.tokens_per_rank
+
+        def cost(size: int, squares: int) -> int:
+            fixed = tokens * (self.linear + self.exchange * (size - 1))
+            return fixed * scale + self.attention * squares * (scale // size)
+
+        return cost
+
+    def lower_bound(
+        self, pieces: Iterable[Piece], limits: RankLimits, num_micro_batches: int
+    ) -> int:
+        """What no schedule of these pieces can cost less than, in the unit of :meth:`per_rank`.
+
+        All ranks have equal attention, and no group but the smallest exchanges anything.
+        """
+        fixed = num_micro_batches * self.per_rank(limits)(limits.sizes[0], 0)
+        attention = self.attention * attention_work(pieces) * limits.largest
+        return fixed + -(-attention // limits.num_ranks)

@@ -1,0 +1,248 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The flags of dynamic context parallelism, and what they do not go together with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Optional
+
+from megatron.slipstream.config import Rule, check_rules
+from megatron.slipstream.context_parallel.limits import CostModel, RankLimits
+from megatron.slipstream.packed_sequences.options import pack_limits
+
+
+@dataclass(frozen=True)
+class DynamicContextParallelOptions:
+    """Settings of dynamic context parallelism, beside those of packed sequences."""
+
+    dynamic_context_parallel: bool = False
+    """Let every micro-batch of packed sequences have a context-parallel size of its own: a document
+    longer than a rank's buffer is divided among as many ranks as it needs, up to all data- and
+    context-parallel ones, and short ones stay whole. A rank's buffer is --seq-length divided by
+    --context-parallel-size; documents may be as many times longer as there are such ranks. Needs
+    --sequence-packing balanced and --calculate-per-token-loss."""
+
+    min_dynamic_context_parallel_size: int = 1
+    """The smallest context-parallel size of a micro-batch, a power of two."""
+
+    max_dynamic_context_parallel_size: Optional[int] = None
+    """The largest context-parallel size of a micro-batch, a power of two: such as the number of
+    GPUs of a node, if the network between nodes is slow. Longer documents are cut. Not set, it is
+    the largest that divides the number of data- and context-parallel ranks."""
+
+    dynamic_context_parallel_verify: bool = False
+    """Compare before every micro-batch what the ranks of a group are about to compute, and end with
+    an error where they differ, which otherwise hangs. For debugging: the host waits for all ranks
+    each time."""
+
+
+_DEFAULTS: dict[str, Any] = {
+    "context_parallel_size": 1,
+    "cuda_graph_impl": "none",
+    "min_dynamic_context_parallel_size": 1,
+}
+"""Of options that rules look at; others are None. Not every release has every option."""
+
+
+def _is_on(facts: Any) -> bool:
+    return bool(facts.dynamic_context_parallel)
+
+
+def _is_off(option: str, because: str, cure: str) -> Rule:
+    return Rule(
+        option,
+        _is_on,
+        lambda facts: not getattr(facts, option),
+        f"{option}={{{option}}} is not supported with dynamic_context_parallel because {because}; "
+        f"{cure}",
+    )
+
+
+def _needs_it(option: str, default: Any) -> Rule:
+    return Rule(
+        option,
+        lambda facts: not _is_on(facts),
+        lambda facts: getattr(facts, option) in (None, default),
+        f"{option}={{{option}}} has no effect without dynamic_context_parallel; set "
+        f"dynamic_context_parallel, or leave {option} out",
+    )
+
+
+def _exchanges_in_a_ring(facts: Any) -> bool:
+    kinds = facts.cp_comm_type
+    return set([kinds] if isinstance(kinds, str) else kinds or []) <= {"p2p"}
+
+
+def _is_one_of(option: str, values: tuple[Any, ...]) -> Callable[[Any], bool]:
+    return lambda facts: getattr(facts, option) in values
+
+
+DYNAMIC_RULES: tuple[Rule, ...] = (
+    _needs_it("min_dynamic_context_parallel_size", 1),
+    _needs_it("max_dynamic_context_parallel_size", None),
+    _needs_it("dynamic_context_parallel_verify", False),
+    Rule(
+        "sequence_packing",
+        _is_on,
+        _is_one_of("sequence_packing", ("balanced",)),
+        "sequence_packing={sequence_packing} is not supported with dynamic_context_parallel "
+        "because sizes are chosen where documents of a batch are balanced; set balanced",
+    ),
+    Rule(
+        "calculate_per_token_loss",
+        _is_on,
+        lambda f: f.calculate_per_token_loss,
+        "calculate_per_token_loss={calculate_per_token_loss} is not supported with "
+        "dynamic_context_parallel because tokens of larger groups would weigh more; set "
+        "calculate_per_token_loss=True",
+    ),
+    Rule(
+        "cp_comm_type",
+        _is_on,
+        _exchanges_in_a_ring,
+        "cp_comm_type={cp_comm_type} is not supported with dynamic_context_parallel because other "
+        "exchanges need groups or numbers of heads that not every size has; set p2p",
+    ),
+    _is_off(
+        "hierarchical_context_parallel_sizes",
+        "its groups are made for one size",
+        "leave it out",
+    ),
+    _is_off(
+        "mtp_num_layers",
+        "multi-token prediction shifts tokens within groups of the static size",
+        "leave it out",
+    ),
+    Rule(
+        "hybrid_layer_pattern",
+        _is_on,
+        lambda f: "/" not in (f.hybrid_layer_pattern or ""),
+        "hybrid_layer_pattern={hybrid_layer_pattern!r} is not supported with "
+        "dynamic_context_parallel because multi-token prediction shifts tokens within groups of "
+        "the static size; leave the parts after / out",
+    ),
+    Rule(
+        "cuda_graph_impl",
+        _is_on,
+        _is_one_of("cuda_graph_impl", ("none",)),
+        "cuda_graph_impl={cuda_graph_impl} is not supported with dynamic_context_parallel because "
+        "a graph is captured with one size; set none",
+    ),
+    Rule(
+        "cuda_graph_granularity",
+        _is_on,
+        _is_one_of("cuda_graph_granularity", (None, "layer")),
+        "cuda_graph_granularity={cuda_graph_granularity} is not supported with "
+        "dynamic_context_parallel because a graph is captured with one size; set layer, and "
+        "cuda_graph_impl=none",
+    ),
+    _is_off(
+        "use_megatron_fsdp",
+        "megatron-core has no groups of changing size together with it",
+        "leave it out",
+    ),
+    *(
+        _is_off(
+            option,
+            "keys and values would be exchanged in FP8 with scales that only ranks of the static "
+            "group agree on",
+            "leave it out",
+        )
+        for option in ("fp8_dot_product_attention", "fp8_multi_head_attention")
+    ),
+)
+"""Requirements on :class:`DynamicContextParallelOptions` and the options beside them (duck-typed:
+an args namespace)."""
+
+
+def check_dynamic_context_parallel(args: Any) -> None:
+    """Check everything about dynamic context parallelism that the arguments alone can tell.
+
+    Those of packed sequences (``check_packing``) come first.
+
+    Args:
+        args: An object with megatron's option names and ours as attributes; with
+            ``data_parallel_size`` once megatron has worked it out.
+
+    Raises:
+        ValueError: The first broken rule, naming option, value and cure.
+    """
+    facts = SimpleNamespace(**{rule.option: None for rule in DYNAMIC_RULES})
+    for name in ("dynamic_context_parallel", "data_parallel_size", "position_embedding_type"):
+        setattr(facts, name, None)
+    vars(facts).update(_DEFAULTS)
+    vars(facts).update(vars(args))
+    check_rules(DYNAMIC_RULES, facts)
+    if _is_on(facts) and facts.data_parallel_size:
+        _check_positions(facts, rank_limits(facts))
+
+
+def _check_positions(facts: Any, limits: RankLimits) -> None:
+    longest = limits.largest * limits.tokens_per_rank
+    if facts.position_embedding_type != "learned_absolute":
+        return
+    if facts.max_position_embeddings < longest:
+        raise ValueError(
+            f"max_position_embeddings={facts.max_position_embeddings} is not supported with "
+            f"dynamic_context_parallel and groups of up to {limits.largest} ranks because "
+            f"documents have up to {longest} tokens; set so many, or "
+            "max_dynamic_context_parallel_size"
+        )
+
+
+def rank_limits(args: Any) -> RankLimits:
+    """The ranks that share micro-batches, and what each of them holds.
+
+    Args:
+        args: Validated arguments, megatron's and ours.
+
+    Raises:
+        ValueError: See :class:`~megatron.slipstream.context_parallel.limits.RankLimits`.
+    """
+    context_parallel_size = args.context_parallel_size
+    return RankLimits(
+        num_ranks=args.data_parallel_size * context_parallel_size,
+        tokens_per_rank=args.seq_length // context_parallel_size,
+        max_sequences=pack_limits(args).max_sequences,
+        min_size=args.min_dynamic_context_parallel_size,
+        max_size=args.max_dynamic_context_parallel_size,
+    )
+
+
+def cost_model(args: Any) -> CostModel:
+    """What the layers of the model cost.
+
+    Args:
+        args: Validated arguments, of which the sizes of a layer are looked at.
+    """
+    hidden = args.hidden_size
+    heads = args.num_attention_heads
+    if getattr(args, "multi_latent_attention", False):
+        width = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim) // 2
+        projections = _latent_projections(args)
+    else:
+        width = heads * args.kv_channels
+        groups = args.num_query_groups if args.group_query_attention else heads
+        projections = 2 * hidden * (width + groups * args.kv_channels)
+    matrices = 3 if args.swiglu else 2
+    feed_forward = matrices * hidden * args.ffn_hidden_size
+    if args.num_experts:
+        active = args.moe_router_topk * args.moe_ffn_hidden_size
+        active += getattr(args, "moe_shared_expert_intermediate_size", None) or 0
+        feed_forward = matrices * hidden * active
+    return CostModel.of_layer(projections + feed_forward, width)
+
+
+def _latent_projections(args: Any) -> int:
+    """Weights of multi-latent attention's projections in a layer."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    query_size = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    query = hidden * query_size
+    if args.q_lora_rank:
+        query = (hidden + query_size) * args.q_lora_rank
+    down = hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
+    up = args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
+    return int(query + down + up + heads * args.v_head_dim * hidden)

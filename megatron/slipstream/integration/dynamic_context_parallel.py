@@ -1,0 +1,177 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Attention whose context-parallel group is that of the micro-batch at hand.
+
+[Note: The group travels with the micro-batch]
+
+What says which ranks share a micro-batch is ``PackedSeqParams.cp_group``, a field that
+megatron-core has from 0.17 on. It is set for every micro-batch and every size (that of size 1 is
+a group of one rank), and ``local_cp_size`` never is, which multi-latent attention refuses. No
+variable says "the group of now": layers are recomputed in backward, when other micro-batches have
+run in between, and megatron-core hands them the same ``PackedSeqParams`` again.
+
+megatron-core uses the field in core attention only. Rotary embeddings take the group that the layer
+was built with (0.17 to 0.19), so positions are wrong as soon as a micro-batch has another; and core
+attention keeps the last group that it was given. The classes here correct both:
+
+- Attention runs its forward pass as a *twin* of itself: an object with the same parameters, buffers
+  and submodules, whose only difference is the group (and its size in the configuration, which
+  unfused rotary embeddings of multi-latent attention ask for). The layer itself is never changed,
+  so there is nothing to restore, whatever happens; and what is recomputed later holds on to the
+  twin, and so to its group.
+- Core attention gets its static group back after every call, also after one that failed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron.slipstream.integration.cpu_context_parallel import GatheringCoreAttention
+from megatron.slipstream.integration.cpu_modules import LatentCoreAttention
+from megatron.slipstream.integration.specs import replace_classes
+
+
+class DynamicGroupMixin(torch.nn.Module):
+    """For an attention of megatron-core: uses the group of the micro-batch everywhere."""
+
+    config: Any
+    pg_collection: Any
+
+    def forward(
+        self,
+        *arguments: Any,
+        packed_seq_params: Optional[PackedSeqParams] = None,
+        **options: Any,
+    ) -> Any:
+        """As megatron-core's attention; ``packed_seq_params`` by name, as its layers pass it."""
+        group = None if packed_seq_params is None else packed_seq_params.cp_group
+        layer = self if group is None else self._with(group)
+        attention: Any = super(DynamicGroupMixin, layer)
+        return attention.forward(*arguments, packed_seq_params=packed_seq_params, **options)
+
+    def _with(self, group: torch.distributed.ProcessGroup) -> DynamicGroupMixin:
+        """This layer's twin with another group; see the note above.
+
+        Made for each pass anew, which costs the host microseconds, so that it is as the layer is
+        now.
+        """
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.pg_collection = copy.copy(self.pg_collection)
+        twin.pg_collection.cp = group
+        twin.config = copy.copy(self.config)
+        twin.config.context_parallel_size = group.size()
+        return twin
+
+
+class DynamicSelfAttention(DynamicGroupMixin, SelfAttention):
+    """A ``SelfAttention`` with a context-parallel group for each micro-batch."""
+
+
+class DynamicMLASelfAttention(DynamicGroupMixin, MLASelfAttention):
+    """The same with multi-latent attention."""
+
+
+class RestoredGroupMixin(torch.nn.Module):
+    """For Transformer Engine's core attention: its group is the static one between calls."""
+
+    cp_group: Any
+    cp_global_ranks: Any
+    cp_stream: Any
+    cp_comm_type: str
+    set_context_parallel_group: Callable[..., None]
+
+    def forward(
+        self,
+        *arguments: Any,
+        packed_seq_params: Optional[PackedSeqParams] = None,
+        **options: Any,
+    ) -> Any:
+        """As megatron-core's, which takes the group out of ``packed_seq_params``."""
+        if packed_seq_params is None or packed_seq_params.cp_group is None:
+            return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+        self._need_stream()
+        static = (self.cp_group, self.cp_global_ranks, self.cp_stream, self.cp_comm_type)
+        try:
+            return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+        finally:
+            self.set_context_parallel_group(*static)
+
+    def _need_stream(self) -> None:
+        """Half of the steps of the exchange run on a stream that all layers share.
+
+        megatron-core makes it only where the static size is above 1. It keeps it in its class.
+        """
+        owner: Any = next(base for base in type(self).__mro__ if "cp_stream" in vars(base))
+        if owner.cp_stream is None:
+            owner.cp_stream = torch.cuda.Stream()
+
+
+@functools.cache
+def _replacements() -> dict[type, type]:
+    """What takes the place of what; of Transformer Engine only where it is installed."""
+    classes: dict[type, type] = {
+        SelfAttention: DynamicSelfAttention,
+        MLASelfAttention: DynamicMLASelfAttention,
+        LatentCoreAttention: GatheringCoreAttention,
+    }
+    # From 0.18 on.
+    fused = getattr(multi_latent_attention, "FusedMLASelfAttention", None)
+    if fused is not None:
+        classes[fused] = type("DynamicFusedMLASelfAttention", (DynamicGroupMixin, fused), {})
+    from megatron.core.extensions import transformer_engine
+
+    if transformer_engine.HAVE_TE:
+        core = transformer_engine.TEDotProductAttention
+        classes[core] = type("DynamicTEDotProductAttention", (RestoredGroupMixin, core), {})
+    return classes
+
+
+def with_dynamic_context_parallelism(spec: Any) -> Any:
+    """A copy of a layer or block spec with the attention of this module in it.
+
+    Args:
+        spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
+    """
+    return replace_classes(spec, _replacements())
+
+
+def change_model_spec(model_config: Any) -> None:
+    """Let a model be built from :func:`with_dynamic_context_parallelism` of its spec.
+
+    Args:
+        model_config: As for ``graph_layers.change_model_spec``. Changed in place.
+    """
+    if hasattr(model_config, "hybrid_stack_spec"):
+        if model_config.hybrid_stack_spec is None:
+            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+            model_config.hybrid_stack_spec = hybrid_stack_spec
+        stack_spec = with_dynamic_context_parallelism(model_config.hybrid_stack_spec)
+        model_config.hybrid_stack_spec = stack_spec
+        return
+    given = model_config.transformer_layer_spec
+
+    def changed(config: Any, vp_stage: Optional[int] = None) -> Any:
+        spec = given
+        if spec is None:
+            from megatron.training.models.gpt import default_layer_spec
+
+            spec = default_layer_spec(config, vp_stage)
+        elif not isinstance(spec, ModuleSpec) and callable(spec):
+            takes_stage = "vp_stage" in inspect.signature(spec).parameters
+            spec = spec(config, vp_stage=vp_stage) if takes_stage else spec(config)
+        return with_dynamic_context_parallelism(spec)
+
+    model_config.transformer_layer_spec = changed

@@ -1,0 +1,189 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Flags of dynamic context parallelism: what they do not go together with is refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+import pytest
+
+from megatron.slipstream.context_parallel import options as options_module
+from megatron.slipstream.context_parallel.limits import RankLimits
+from megatron.slipstream.context_parallel.options import (
+    DYNAMIC_RULES,
+    DynamicContextParallelOptions,
+    check_dynamic_context_parallel,
+    cost_model,
+    rank_limits,
+)
+from megatron.slipstream.packed_sequences.options import PackingOptions
+
+
+def arguments(**options: Any) -> SimpleNamespace:
+    """What megatron parses for a run on 8 ranks; no more than the rules need on every release."""
+    given: dict[str, Any] = {
+        **dataclasses.asdict(PackingOptions(sequence_packing="balanced")),
+        **dataclasses.asdict(DynamicContextParallelOptions(dynamic_context_parallel=True)),
+        "seq_length": 128,
+        "context_parallel_size": 1,
+        "data_parallel_size": 8,
+        "calculate_per_token_loss": True,
+    }
+    return SimpleNamespace(**given | options)
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"dynamic_context_parallel": False, "min_dynamic_context_parallel_size": 2},
+    {"dynamic_context_parallel": False, "max_dynamic_context_parallel_size": 2},
+    {"dynamic_context_parallel": False, "dynamic_context_parallel_verify": True},
+    {"sequence_packing": "greedy"},
+    {"calculate_per_token_loss": False},
+    {"cp_comm_type": ["p2p", "a2a"]},
+    {"cp_comm_type": "all_gather"},
+    {"hierarchical_context_parallel_sizes": [2, 4]},
+    {"mtp_num_layers": 1},
+    {"hybrid_layer_pattern": "*-/*-"},
+    {"cuda_graph_impl": "transformer_engine"},
+    {"cuda_graph_granularity": "chunk"},
+    {"use_megatron_fsdp": True},
+    {"fp8_dot_product_attention": True},
+    {"fp8_multi_head_attention": True},
+    {"min_dynamic_context_parallel_size": 3},
+    {"max_dynamic_context_parallel_size": 16},
+    {"min_dynamic_context_parallel_size": 4, "max_dynamic_context_parallel_size": 2},
+    {"position_embedding_type": "learned_absolute", "max_position_embeddings": 512},
+]
+
+ACCEPTED: list[dict[str, Any]] = [
+    {},
+    {"dynamic_context_parallel": False, "sequence_packing": None, "mtp_num_layers": 1},
+    {"cp_comm_type": ["p2p"], "hybrid_layer_pattern": "*-*E"},
+    {"cp_comm_type": "p2p", "dynamic_context_parallel_verify": True},
+    {"cuda_graph_granularity": "layer"},
+    {"min_dynamic_context_parallel_size": 2, "max_dynamic_context_parallel_size": 2},
+    {"position_embedding_type": "learned_absolute", "max_position_embeddings": 1024},
+    {"data_parallel_size": None, "max_dynamic_context_parallel_size": 16},
+]
+
+
+@pytest.mark.parametrize("options", REFUSED, ids=str)
+def test_what_dynamic_context_parallelism_does_not_go_with_is_refused(
+    options: dict[str, Any],
+) -> None:
+    with pytest.raises(ValueError, match="=.*; (set|leave)") as caught:
+        check_dynamic_context_parallel(arguments(**options))
+    assert "{" not in str(caught.value)
+    assert any(option in str(caught.value) for option in options)
+
+
+def is_refused(options: dict[str, Any]) -> bool:
+    try:
+        check_dynamic_context_parallel(arguments(**options))
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("index", range(len(DYNAMIC_RULES)))
+def test_no_rule_is_there_for_nothing(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = (*DYNAMIC_RULES[:index], *DYNAMIC_RULES[index + 1 :])
+    monkeypatch.setattr(options_module, "DYNAMIC_RULES", others)
+    assert not all(map(is_refused, REFUSED))
+
+
+@pytest.mark.parametrize("options", ACCEPTED, ids=str)
+def test_what_it_goes_with_is_accepted(options: dict[str, Any]) -> None:
+    check_dynamic_context_parallel(arguments(**options))
+
+
+@pytest.mark.parametrize(
+    "options, limits, sizes",
+    [
+        ({}, RankLimits(8, 128, 2), (1, 2, 4, 8)),
+        ({"data_parallel_size": 6}, RankLimits(6, 128, 2), (1, 2)),
+        (
+            {"data_parallel_size": 4, "context_parallel_size": 2, "thd_max_packed_sequences": 9},
+            RankLimits(8, 64, 9),
+            (1, 2, 4, 8),
+        ),
+        (
+            {"min_dynamic_context_parallel_size": 2, "max_dynamic_context_parallel_size": 4},
+            RankLimits(8, 128, 2, 2, 4),
+            (2, 4),
+        ),
+    ],
+)
+def test_every_rank_has_the_buffer_of_the_static_size(
+    options: dict[str, Any], limits: RankLimits, sizes: tuple[int, ...]
+) -> None:
+    assert rank_limits(arguments(**options)) == limits
+    assert limits.sizes == sizes
+
+
+def test_a_buffer_that_cannot_be_halved_is_refused() -> None:
+    with pytest.raises(ValueError, match="^thd_max_tokens=127 .*; set an even"):
+        RankLimits(8, 127, 2)
+    assert RankLimits(8, 127, 2, max_size=1).sizes == (1,)
+
+
+def test_no_group_holds_a_document_longer_than_all_buffers() -> None:
+    limits = RankLimits(4, 10, 2)
+    assert [limits.smallest_for(length) for length in (1, 10, 11, 20, 21, 40)] == [1, 1, 2, 2, 4, 4]
+    with pytest.raises(ValueError, match="^a sequence of 41 tokens .*; cut it"):
+        limits.smallest_for(41)
+
+
+# --- costs ----------------------------------------------------------------------------------------
+
+LAYER: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "kv_channels": 2,
+    "num_query_groups": 2,
+    "group_query_attention": True,
+    "swiglu": True,
+    "ffn_hidden_size": 16,
+    "num_experts": None,
+}
+
+
+def test_costs_are_those_of_the_models_layers() -> None:
+    dense = cost_model(SimpleNamespace(**LAYER))
+    assert dense.linear == 2 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 16)
+    assert dense.attention == 2 * 8
+    experts = {
+        "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 5,
+        "moe_shared_expert_intermediate_size": 7, "group_query_attention": False, "swiglu": False,
+    }  # fmt: skip
+    routed = cost_model(SimpleNamespace(**LAYER | experts))
+    assert routed.linear == 2 * (4 * 8 * 8 + 2 * 8 * (2 * 5 + 7))
+    latent = {
+        "multi_latent_attention": True, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 6,
+        "q_lora_rank": 5, "kv_lora_rank": 3,
+    }  # fmt: skip
+    model = cost_model(SimpleNamespace(**LAYER | latent))
+    projections = (8 + 24) * 5 + 8 * (3 + 2) + 3 * 4 * (4 + 6) + 4 * 6 * 8
+    assert model.linear == 2 * (projections + 3 * 8 * 16)
+    assert model.attention == 2 * 4 * (4 + 2 + 6) // 2
+    without = cost_model(SimpleNamespace(**LAYER | latent | {"q_lora_rank": None}))
+    assert without.linear - model.linear == 2 * (8 * 24 - (8 + 24) * 5)
+
+
+@pytest.mark.releases
+def test_flags_are_read_as_megatron_makes_them_of_the_options() -> None:
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    types = get_type_hints(DynamicContextParallelOptions)
+    for field in dataclasses.fields(DynamicContextParallelOptions):
+        field.type = types[field.name]
+    parser = argparse.ArgumentParser()
+    ArgumentGroupFactory(DynamicContextParallelOptions).build_group(parser, "context parallelism")
+    given = "--dynamic-context-parallel --max-dynamic-context-parallel-size 4"
+    parsed = DynamicContextParallelOptions(**vars(parser.parse_args(given.split())))
+    assert parsed == DynamicContextParallelOptions(True, 1, 4)
+    unset = DynamicContextParallelOptions(**vars(parser.parse_args([])))
+    assert unset == DynamicContextParallelOptions()
