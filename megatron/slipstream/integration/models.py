@@ -32,7 +32,6 @@ import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.fine_grained_activation_offload.group import GroupState
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat
 
@@ -65,7 +64,7 @@ class RoutedManager(PipelineOffloadManager):
     def init_model_chunk_offload_handler(self, *arguments: Any, **options: Any) -> None:
         """A pass begins, unless it has: [Note: Models with a forward of their own]."""
         if self.router.begins_pass:
-            self.router.newest = self if self.router.is_training else None
+            self.router.note_call()
             super().init_model_chunk_offload_handler(*arguments, **options)
 
     def reset(self, **options: Any) -> None:
@@ -74,18 +73,9 @@ class RoutedManager(PipelineOffloadManager):
             super(RoutedManager, manager).reset(**options)
 
     @property
-    def is_in_iteration(self) -> bool:
-        """Whether marks have been passed since the last iteration ended."""
-        return self._num_steps > 0
-
-    @property
-    def waits_for_backward(self) -> bool:
-        """Whether backward has not begun, and still can, on the newest pass that has groups."""
-        for chunk in reversed(self._passes):
-            if chunk.groups:
-                begun = any(group.state is GroupState.IN_USE for group in chunk.groups)
-                return not begun and not chunk.is_abandoned
-        return False
+    def num_steps(self) -> int:
+        """Marks passed since the last iteration ended."""
+        return self._num_steps
 
     @property
     def is_needed(self) -> bool:
@@ -119,7 +109,6 @@ class _Model:
         own = self.chunks
         return (
             bool(own)
-            and _num_stages(chunk) > 1
             and all(_num_stages(other) == _num_stages(chunk) for other in own)
             and all(_stage(other) != _stage(chunk) for other in own)
         )
@@ -142,8 +131,8 @@ class Router:
         )
         self._calls: list[Optional[RoutedManager]] = []
         """The calls of chunks we are in, innermost last; None for one without gradients."""
-        self.newest: Optional[RoutedManager] = None
-        """The engine of the pass that began last; None if that was without gradients."""
+        self._steps_before: dict[RoutedManager, int] = {}
+        """Where each engine was when a chunk was called last."""
         self.begins_pass = True
         """Whether a model that says that a pass begins is to be believed."""
         self.default = make_manager(self)
@@ -213,7 +202,7 @@ class Router:
         manager = self.manager_of(chunk) if self.is_training else None
         seam = mcore_offload.PipelineOffloadManager
         before = seam.OFFLOAD_MGR
-        self.newest = manager
+        self.note_call()
         if manager is not None:
             seam.OFFLOAD_MGR = manager
             self._begin_pass(chunk)
@@ -235,23 +224,25 @@ class Router:
         finally:
             self.begins_pass = believed
 
+    def note_call(self) -> None:
+        """A chunk is called, with gradients or without."""
+        self._steps_before = {manager: manager.num_steps for manager in self.managers}
+
     def ended_by_schedule(self, current: RoutedManager) -> list[RoutedManager]:
         """The engines whose iteration ends with a schedule that says that it has ended.
 
-        It does not say which model it ran. It is that of the last call, if that call had gradients.
-        If not, the schedule may have run a reference model, in the middle of another model's
-        iteration (then that one's newest pass has not come to its backward), or have trained one
-        whose loss called a reference model last (then it has).
+        It does not say which model it ran. The last that a training schedule does is backward, or
+        the forward that it follows: so its model has passed marks since a chunk was called last. A
+        model in the middle of its own iteration, of which a loss or a forward step runs the other
+        schedule, has not.
 
         Args:
             current: The engine that it says so to.
         """
-        if self.newest is not None and self.newest.is_in_iteration:
-            return [self.newest]
-        under_way = [manager for manager in self.managers if manager.is_in_iteration]
+        under_way = [manager for manager in self.managers if manager.num_steps > 0]
         if not under_way:
             return [current]
-        return [manager for manager in under_way if not manager.waits_for_backward]
+        return [m for m in under_way if m.num_steps != self._steps_before.get(m, 0)]
 
     def close(self) -> None:
         """Return all host memory."""

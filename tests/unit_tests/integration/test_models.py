@@ -60,11 +60,13 @@ class Model:
         count: int = 2,
         forward_only: bool = False,
         inside_loss: Callable[[], Any] = lambda: 0.0,
+        before_forward: Callable[[], Any] = lambda: None,
     ) -> list[torch.Tensor]:
         """One call of the schedule. Returns its losses and the gradients that are there then."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward_step(data: Iterator[Micro], model: Any) -> Any:
+            before_forward()
             output = loss_of(model, next(data))
 
             def loss(losses: torch.Tensor) -> Any:
@@ -142,6 +144,40 @@ def critic_trained_inside_the_loss(
     return [*first, *(tensor for result in inner for tensor in result)]
 
 
+def others_between_micro_batches(
+    policy: Model, critic: Model, reference: Model, step: int
+) -> list[torch.Tensor]:
+    """Schedules of others end where no pass of the policy waits for backward."""
+    inner: list[list[torch.Tensor]] = []
+
+    def run_others() -> None:
+        inner.append([reference.log_probabilities(step)])
+        if len(inner) == 2:
+            inner.append(critic.run(step))
+            inner.append([reference.log_probabilities(step)])
+
+    first = policy.run(step, count=3, before_forward=run_others)
+    return [*first, *(tensor for result in inner for tensor in result)]
+
+
+def critic_called_inside_a_forward(
+    policy: Model, critic: Model, reference: Model, step: int
+) -> list[torch.Tensor]:
+    """A model that holds the other one, as far as anybody can see from outside."""
+    micro = micro_batches(critic.case, step, 1)[0]
+    inner: list[torch.Tensor] = []
+
+    def call_critic(*_: object) -> None:
+        inner.append(loss_of(critic.chunks[0], micro).mean())
+
+    critic.chunks[0].zero_grad(set_to_none=True)
+    layer: Any = policy.chunks[0].decoder.layers[1]  # type: ignore[union-attr, index]
+    hook = layer.register_forward_pre_hook(call_critic)
+    first = policy.run(step, inside_loss=lambda: inner[-1])
+    hook.remove()
+    return [*first, *critic.gradients()]
+
+
 def passes_of_both_before_backward_of_either(
     policy: Model, critic: Model, reference: Model, step: int
 ) -> list[torch.Tensor]:
@@ -170,6 +206,8 @@ ORDERS = (
     pytest.param(reference_inside_the_loss, marks=pytest.mark.releases),
     reference_called_inside_the_loss,
     critic_trained_inside_the_loss,
+    others_between_micro_batches,
+    critic_called_inside_a_forward,
     passes_of_both_before_backward_of_either,
 )
 Order = Callable[[Model, Model, Model, int], list[torch.Tensor]]
@@ -203,8 +241,14 @@ def _run_order(rank: int, world_size: int, port: int, order: Order) -> list[dict
             "plans made late": report.num_plans - before,
             "late": report.total.num_late,
             "moves": report.d2h_bytes > 0,
+            "marks that went astray": report.total.num_groups % (len(MODULES) * num_layers),
         }
-        for report, before in zip(map(_report_of, moved[:2]), plans_before, strict=True)
+        for report, before, num_layers in zip(
+            map(_report_of, moved[:2]),
+            plans_before,
+            (POLICY.num_layers, CRITIC.num_layers),
+            strict=True,
+        )
     ]
 
 
@@ -218,7 +262,13 @@ def _report_of(model: Model) -> Any:
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 def test_models_that_take_turns_keep_to_their_plans(order: Order) -> None:
     ((policy, critic),) = run_ranks(1, _run_order, order)
-    as_if_alone = {"iterations": STEPS, "plans made late": 0, "late": 0, "moves": True}
+    as_if_alone = {
+        "iterations": STEPS,
+        "plans made late": 0,
+        "late": 0,
+        "moves": True,
+        "marks that went astray": 0,
+    }
     assert policy == as_if_alone
     assert critic == as_if_alone
 
@@ -322,6 +372,18 @@ def test_an_engine_keeps_the_host_memory_that_it_has(router: Any) -> None:
     second = router.manager_of(other := Chunk()).store.host_pool
     assert (first.limit_bytes, second.limit_bytes) == (held_bytes, LIMIT_BYTES - held_bytes)
     del keep, other
+
+
+def test_those_with_less_host_memory_share_what_the_others_leave(router: Any) -> None:
+    chunks = [Chunk(), Chunk()]
+    pools = [router.manager_of(chunk).store.host_pool for chunk in chunks]
+    pools[1].borrow(1 << 20)
+    held_bytes = pools[1].allocated_bytes
+    assert held_bytes > LIMIT_BYTES // 3
+    chunks.append(Chunk())
+    pools.append(router.manager_of(chunks[2]).store.host_pool)
+    left_bytes = LIMIT_BYTES - held_bytes
+    assert [pool.limit_bytes for pool in pools] == [left_bytes // 2, held_bytes, left_bytes // 2]
 
 
 def test_who_was_refused_host_memory_does_not_get_to_ask_again(router: Any) -> None:
