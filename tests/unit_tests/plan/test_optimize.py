@@ -420,9 +420,10 @@ def test_targets_are_kept_or_stated_as_missed_and_bounds_hold(
     assert simulate(low).stall_ms == pytest.approx(low.bound.reached, rel=1e-9, abs=1e-6)
     assert simulate(fast).overhead_percent <= percent + 1e-6
     assert peak(fast) == fast.bound.reached
-    # The same trace gives the same plan.
-    assert for_memory(trace, target) == low
-    assert for_time(trace, percent) == fast
+    # The same trace gives the same plan. How near it is proved to be to the best there is depends
+    # on how far the solver came in the time it has.
+    assert replace(for_memory(trace, target), bound=None) == replace(low, bound=None)
+    assert replace(for_time(trace, percent), bound=None) == replace(fast, bound=None)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
