@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -163,10 +164,11 @@ def count(report: str) -> dict[str, Any]:
 
 
 def _reason(mark: ElementTree.Element) -> str:
-    """Of a test that was not run; for a whole file pytest puts it into the text only."""
-    _, found, reason = (mark.text or "").rpartition("Skipped: ")
+    """Of a test that was not run; of a whole file, the last of three things in Python."""
     message = mark.get("message", "")
-    return reason.rstrip("')") if found and message == "collection skipped" else message
+    if message != "collection skipped":
+        return message
+    return str(ast.literal_eval(mark.text or "('',)")[-1]).removeprefix("Skipped: ")
 
 
 def _read(path: Path) -> list[Row]:
@@ -193,11 +195,14 @@ def page(rows: Sequence[Row]) -> list[str]:
         "",
         *table(rows),
     ]
-    if any(row["skipped"] for row in rows):
-        lines += ["", "What a release does not have is not tested with it:", ""]
-        for row in rows:
-            for reason, number in row["skipped"].items():
-                lines.append(f"- {row['megatron-core']}: {number} because {reason}")
+    not_run: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        for reason, number in row["skipped"].items():
+            not_run.setdefault((reason, number), []).append(row["megatron-core"])
+    if not_run:
+        lines += ["", "Not run, by reason:", ""]
+    for (reason, number), releases in sorted(not_run.items()):
+        lines.append(f"- {reason}: {number} with {', '.join(releases)}")
     failed = [(row["megatron-core"], name) for row in rows for name in row["failed"]]
     if failed:
         lines += ["", "Failed:", "", *(f"- {release}: `{name}`" for release, name in failed)]
