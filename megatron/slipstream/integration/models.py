@@ -106,11 +106,9 @@ class _Model:
 
     def lacks(self, chunk: Any) -> bool:
         """Whether ``chunk`` can be one of its virtual pipeline stages."""
-        own = self.chunks
-        return (
-            bool(own)
-            and all(_num_stages(other) == _num_stages(chunk) for other in own)
-            and all(_stage(other) != _stage(chunk) for other in own)
+        return all(
+            _num_stages(other) == _num_stages(chunk) and _stage(other) != _stage(chunk)
+            for other in self.chunks
         )
 
 

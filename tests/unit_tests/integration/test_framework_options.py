@@ -284,6 +284,11 @@ def test_megatrons_parser_reads_the_flags_back() -> None:
     assert parsed == options
 
 
+def test_a_switch_that_is_off_has_no_flag() -> None:
+    off = ON | {"delay_offload_until_cuda_graph": False}
+    assert to_cli(off) == to_cli(ON)
+
+
 def test_the_options_need_neither_torch_nor_megatron_core() -> None:
     code = (
         "import sys\nfrom megatron.slipstream import to_transformer_overrides\n"

@@ -429,6 +429,33 @@ def test_a_model_that_is_gone_gives_its_engine_back(router: Any) -> None:
     assert router.manager_of(Chunk()) is router.default
 
 
+def test_an_iteration_of_passes_that_no_call_began_ends_with_its_schedule(router: Any) -> None:
+    """Megatron's overlapped schedules run the layers of a chunk one by one."""
+    from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
+
+    manager = router.default
+
+    def one_group() -> None:
+        tensor = torch.ones(4, requires_grad=True)
+        with offload_group(manager, "core_attn") as group:
+            result = tensor.exp()
+        group.commit(result).sum().backward()
+
+    for num_groups in (2, 1):
+        manager.init_model_chunk_offload_handler(
+            **{name: 0 for name in ("pp_rank",) if compat.models_pass_their_rank()},
+            vp_size=None,
+            vp_stage=None,
+        )
+        one_group()
+        if num_groups == 2:
+            with torch.no_grad(), router.calling(Chunk()):
+                pass
+            one_group()
+        manager.reset()
+    assert manager.report.num_iterations == 2
+
+
 def test_suspending_covers_every_model(router: Any) -> None:
     from megatron.slipstream.integration import mcore
 
