@@ -58,6 +58,7 @@ def set_arguments(case: ModelCase, **options: Any) -> Any:
 
     args = SimpleNamespace(
         sequence_packing="balanced",
+        dynamic_context_parallel=False,
         thd_max_packed_sequences=5,
         seq_length=SEQ_LENGTH,
         context_parallel_size=1,
