@@ -33,8 +33,6 @@ from tiny_gpt import ModelCase
 
 from megatron.slipstream.context_parallel.limits import RankLimits
 
-pytestmark = pytest.mark.releases
-
 TOLERANCE = 5e-6
 """Of the loss, which is about 5, and of gradients relative to the largest; in float32."""
 
