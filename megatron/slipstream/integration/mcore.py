@@ -163,7 +163,7 @@ def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         The same chunks.
 
     Raises:
-        ValueError: The engine cannot be installed, or not for this model beside the others.
+        ValueError: The engine cannot be installed.
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -202,11 +202,11 @@ def report(model: Optional[torch.nn.Module] = None) -> Report:
     """This rank's figures of its last complete iteration.
 
     Args:
-        model: A chunk of the model in question, wrapped or not; None for that trained last.
+        model: A chunk of the model in question, wrapped or not; None for the one trained last.
 
     Raises:
         RuntimeError: :func:`install` has not been called.
-        ValueError: The model has not moved anything.
+        ValueError: The model has not been trained with offloading.
     """
     manager = installed()
     if manager is None:

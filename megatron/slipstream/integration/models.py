@@ -92,8 +92,9 @@ def manager_class() -> type[RoutedManager]:
 class _Model:
     """The chunks of one model on this rank, and their engine."""
 
-    def __init__(self, manager: RoutedManager) -> None:
-        self.manager = manager
+    def __init__(self) -> None:
+        self.manager: Optional[RoutedManager] = None
+        """None until it is trained: a reference model takes no share of the host memory."""
         self._chunks: list[weakref.ref[torch.nn.Module]] = []
 
     def add(self, chunk: torch.nn.Module) -> None:
@@ -147,51 +148,55 @@ class Router:
     @property
     def managers(self) -> list[RoutedManager]:
         """All engines, the default one first."""
-        others = [model.manager for model in self._models if model.manager is not self.default]
-        return [self.default, *others]
+        managers = [model.manager for model in self._models if model.manager is not None]
+        return [self.default, *(one for one in managers if one is not self.default)]
 
-    def bind(self, chunks: Sequence[torch.nn.Module]) -> RoutedManager:
-        """Make ``chunks`` one model, with an engine of its own if they have none.
-
-        Raises:
-            ValueError: They cannot be trained beside the other models of the process.
-        """
+    def bind(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Make ``chunks`` one model."""
         known = [self._model_of[chunk] for chunk in chunks if chunk in self._model_of]
-        model = known[0] if known else self._new_model(chunks[0])
+        if not known:
+            self._forget_models_that_are_gone()
+            self._models.append(_Model())
+        model = known[0] if known else self._models[-1]
         for chunk in chunks:
             if chunk not in self._model_of:
                 self._model_of[chunk] = model
                 model.add(chunk)
-        return model.manager
 
     def manager_of(self, chunk: torch.nn.Module) -> RoutedManager:
-        """The engine of the model that ``chunk`` is of.
+        """The engine of the model that ``chunk`` is of, made if there is none.
 
         A chunk that nobody has bound is a model of its own. If it is one of several virtual
         pipeline stages, it belongs to the newest model that lacks it, of those built from the same
         configuration if there are any.
-        """
-        if chunk in self._model_of:
-            return self._model_of[chunk].manager
-        candidates = [model for model in reversed(self._models) if model.lacks(chunk)]
-        same: Any = chunk.config
-        alike = [m for m in candidates if any(other.config is same for other in m.chunks)]
-        for model in alike or candidates:
-            return self.bind([*model.chunks, chunk])
-        return self.bind([chunk])
-
-    def known_manager(self, model: torch.nn.Module) -> RoutedManager:
-        """The engine of a model that is bound or has been trained, wrapped or not.
 
         Raises:
-            ValueError: It is neither.
+            ValueError: It cannot be trained beside the other models of the process.
+        """
+        if chunk not in self._model_of:
+            candidates = [model for model in reversed(self._models) if model.lacks(chunk)]
+            config: Any = chunk.config
+            alike = [m for m in candidates if any(other.config is config for other in m.chunks)]
+            siblings = [*alike, *candidates][:1]
+            self.bind([*(other for model in siblings for other in model.chunks), chunk])
+        model = self._model_of[chunk]
+        if model.manager is None:
+            model.manager = self._new_manager(chunk)
+        return model.manager
+
+    def known_manager(self, model: torch.nn.Module) -> RoutedManager:
+        """The engine of a model that has been trained, wrapped or not.
+
+        Raises:
+            ValueError: It has not.
         """
         for module in model.modules():
-            if module in self._model_of:
-                return self._model_of[module].manager
+            known = self._model_of.get(module)
+            if known is not None and known.manager is not None:
+                return known.manager
         raise ValueError(
-            f"model={type(model).__name__} has no engine because it is not bound and has not been "
-            "trained with fine_grained_activation_offloading=True; train it first"
+            f"model={type(model).__name__} has no engine because it has not been trained with "
+            "fine_grained_activation_offloading=True; train it first"
         )
 
     @contextlib.contextmanager
@@ -249,17 +254,14 @@ class Router:
 
     # The life of models.
 
-    def _new_model(self, chunk: Any) -> _Model:
+    def _new_manager(self, chunk: Any) -> RoutedManager:
         self._forget_models_that_are_gone()
-        if self._models:
-            for other in (chunk, *self._models[0].chunks):
-                _check_beside_others(other.config)
-        is_free = all(model.manager is not self.default for model in self._models)
-        model = _Model(self.default if is_free else self._add_manager())
-        self._models.append(model)
-        return model
-
-    def _add_manager(self) -> RoutedManager:
+        trained = [model for model in self._models if model.manager is not None]
+        others = [other for model in trained for other in model.chunks]
+        for one in (chunk, *others) if trained else ():
+            _check_beside_others(one.config)
+        if all(model.manager is not self.default for model in trained):
+            return self.default
         manager = self._make_manager(self)
         self._share_host_memory([*self.managers, manager])
         return manager
@@ -279,10 +281,10 @@ class Router:
 
     def _forget_models_that_are_gone(self) -> None:
         for model in list(self._models):
-            if model.chunks or model.manager.is_needed:
+            if model.chunks or (model.manager is not None and model.manager.is_needed):
                 continue
             self._models.remove(model)
-            if model.manager is not self.default:
+            if model.manager is not None and model.manager is not self.default:
                 model.manager.close()
                 self._share_host_memory(self.managers)
 
@@ -311,7 +313,7 @@ _before_call: Optional[Callable[[], None]] = None
 
 
 def see_calls(before_first: Optional[Callable[[], None]] = None) -> None:
-    """See the calls of models from here on; nothing if they are seen already.
+    """See the calls of models from here on.
 
     Args:
         before_first: Called once, when a model that is to offload is called first.

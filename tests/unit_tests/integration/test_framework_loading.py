@@ -363,7 +363,7 @@ def _bind(rank: int, world_size: int, port: int) -> list[Any]:
     assert bind(wrapped) == wrapped
     engine = mcore.installed()
     assert engine is not None
-    managers = [engine.router.known_manager(chunks[0]) for chunks in (policy, wrapped)]
+    managers = [engine.router.manager_of(chunks[0]) for chunks in (policy, critic)]
     return [manager is engine.router.default for manager in managers]
 
 
@@ -389,7 +389,7 @@ def _pre_wrap_hook(rank: int, world_size: int, port: int) -> bool:
     engine = mcore.installed()
     assert engine is not None
     assert "slipstream" not in str(config.as_dict()), "a hook leaves no trace in a checkpoint"
-    return engine.router.known_manager(chunk) is engine
+    return chunk in engine.router._model_of
 
 
 def test_the_hooks_of_a_model_configuration_take_it() -> None:
