@@ -33,6 +33,8 @@ class ModelCase:
     vpp: Optional[int] = None
     tp: int = 1
     ep: int = 1
+    te_rng_tracker: bool = False
+    """Draw random numbers as CUDA graphs must: from Transformer Engine's tracker (on a GPU)."""
     overrides: dict[str, Any] = field(default_factory=dict)
 
 

@@ -32,6 +32,7 @@ from benchmarks.models import (
     micro_batches,
     run_schedule,
     use_gpu,
+    wrap,
 )
 from benchmarks.rows import RowWriter
 from megatron.slipstream.packed_sequences.batch import packed_sample
@@ -90,7 +91,7 @@ class Case:
 
 def _model(kind: str = "dense", **sizes: Any) -> ModelCase:
     given: dict[str, Any] = {"micro_batch_size": 1, "vocab_size": 8192, "bf16": True, **sizes}
-    return ModelCase(kind, **given)
+    return ModelCase(kind, te_rng_tracker=True, **given)
 
 
 _SMALL = {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 4096}
@@ -132,8 +133,6 @@ class Way:
     """
 
     def __init__(self, name: str, case: Case) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
         self.name = name
         self.case = case
         model = case.model
@@ -147,11 +146,7 @@ class Way:
             model = dataclasses.replace(model, overrides={**model.overrides, **graphs})
         self._model = model
         self.config = make_config(model)
-        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        self.chunks: list[Any] = [
-            DistributedDataParallel(self.config, options, chunk)
-            for chunk in build_chunks(model, self.config)
-        ]
+        self.chunks: list[Any] = wrap(self.config, build_chunks(model, self.config))
         self.graphs: Any = None
         self._layer_graphs: Any = None
         if name == "chunk":

@@ -8,6 +8,7 @@ Slipstream's CPU shims.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Iterator, Sequence
@@ -59,9 +60,10 @@ def initialize(case: ModelCase, rank: int = 0, world_size: int = 1, port: int = 
 def _seed(case: ModelCase, seed: int) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    # CUDA graphs can draw from the generators of Transformer Engine's tracker only.
+    # Transformer Engine's modules keep the tracker that there is when they are built.
     is_graphed = case.overrides.get("cuda_graph_impl") == "transformer_engine"
-    model_parallel_cuda_manual_seed(seed, te_rng_tracker=is_graphed, force_reset_rng=True)
+    uses_te = use_gpu() and (case.te_rng_tracker or is_graphed)
+    model_parallel_cuda_manual_seed(seed, te_rng_tracker=uses_te, force_reset_rng=True)
 
 
 def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload: Any) -> Any:
@@ -191,6 +193,39 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
 
         spec = with_graph_offloading(spec)
     return GPTModel(transformer_layer_spec=spec, **common)
+
+
+def wrap(config: Any, chunks: Sequence[torch.nn.Module], **options: Any) -> list[torch.nn.Module]:
+    """Wrap chunks for data parallelism as ``megatron.training`` does, with FP32 gradients.
+
+    Args:
+        config: The chunks' ``TransformerConfig``.
+        chunks: Of :func:`build_chunks`.
+        options: Further ones of ``DistributedDataParallelConfig``.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options)
+    with accumulators_on_side_stream():
+        return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+
+
+@contextlib.contextmanager
+def accumulators_on_side_stream() -> Iterator[None]:
+    """Inside, nodes that accumulate gradients and are kept alive belong to a side stream.
+
+    Autograd runs such a node on the stream that it was made on. Made on the default stream, as by
+    an eager step of a model that keeps its last output (megatron-core's token dispatcher does), it
+    could not be part of a CUDA graph.
+    """
+    if not use_gpu():
+        yield
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
 
 
 def micro_batches(case: ModelCase, step: int, count: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -12,7 +12,14 @@ from typing import Any, Optional
 import torch
 
 from benchmarks.cases import ModelCase
-from benchmarks.models import build_chunks, initialize, make_config, micro_batches, run_schedule
+from benchmarks.models import (
+    accumulators_on_side_stream,
+    build_chunks,
+    initialize,
+    make_config,
+    micro_batches,
+    run_schedule,
+)
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import mcore
 
@@ -69,6 +76,8 @@ class Training:
         self.chunks = build_chunks(case, self._config)
         for chunk in self.chunks:  # as distributed data parallelism has it
             chunk.zero_grad_buffer = chunk.zero_grad  # type: ignore[assignment]
+        with accumulators_on_side_stream():
+            self._accumulators = [_accumulator(parameter) for parameter in self.parameters]
         self._num_steps = 0
         self._graphs: Any = None
         self.losses: list[torch.Tensor] = []
@@ -82,6 +91,7 @@ class Training:
             self.delete_graphs()
         mcore.uninstall()
         self.chunks.clear()
+        self._accumulators.clear()
         free()
 
     def step(self, count: int = 1) -> None:
@@ -114,10 +124,11 @@ class Training:
             return
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-        self._graphs = TECudaGraphHelper(
+        helper = TECudaGraphHelper(
             self.chunks, self._config, self.case.seq_length, self.case.micro_batch_size
         )
-        self._graphs.create_cudagraphs()
+        helper.create_cudagraphs()
+        self._graphs = helper
         free()
 
     def delete_graphs(self) -> None:
@@ -164,3 +175,9 @@ def free() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+def _accumulator(parameter: torch.nn.Parameter) -> Any:
+    """What accumulates the parameter's gradient, the same one for as long as it is kept."""
+    view: Any = parameter.expand_as(parameter)
+    return view.grad_fn.next_functions[0][0]

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make_config, run_step
 
-from benchmarks.models import use_gpu
+from benchmarks.models import use_gpu, wrap
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import mcore
 
@@ -61,6 +61,7 @@ def compare(
         offload_modules: What moves with graphs; nothing moves without.
         backend: The engine's.
     """
+    case = dataclasses.replace(case, te_rng_tracker=True)
     initialize(case, rank, world_size, port)
     if not use_gpu():
         torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
@@ -143,7 +144,6 @@ def _train(
     poison: Optional[Poison] = None,
     offload_modules: Sequence[str] = (),
 ) -> tuple[list[list[torch.Tensor]], list[Any]]:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
@@ -151,14 +151,10 @@ def _train(
 
     destroy_moe_metrics_tracker()
     config = make_config(case, offload_modules)
-    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **wrapper)
-    chunks: list[Any] = [
-        DistributedDataParallel(config, options, chunk) for chunk in build_chunks(case, config)
-    ]
+    chunks: list[Any] = wrap(config, build_chunks(case, config), **wrapper)
     torch.manual_seed(11)
-    # Graphs draw from the generators of Transformer Engine's tracker only.
     model_parallel_cuda_manual_seed(11, te_rng_tracker=use_gpu(), force_reset_rng=True)
-    if options.overlap_grad_reduce:
+    if wrapper.get("overlap_grad_reduce"):
         config.no_sync_func = [chunk.no_sync for chunk in chunks]
         config.grad_sync_func = None
         if len(chunks) == 1:
