@@ -196,6 +196,12 @@ CASES: tuple[Case, ...] = (
         ),
     ),
     Case(
+        "moe_long",
+        "the moe case with sequence 16384: its GPU is busy where that of 'moe' waits for the host",
+        replace(_MOE, seq_length=16384),
+        _variants(MOE_MODULES, "core_attn expert_fc1", "moe_act"),
+    ),
+    Case(
         "long",
         "the dense case with sequence 32768",
         replace(_DENSE, seq_length=32768),
