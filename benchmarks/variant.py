@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import math
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from benchmarks.engines import (
     make_engine,
     release_host_memory,
 )
-from benchmarks.figures import overhead_percent, spread_of
+from benchmarks.figures import loss_difference, overhead_percent, spread_of
 from benchmarks.marks import HostTimes, MarkName, measure_host_times, measure_step_ms
 from benchmarks.measure import (
     MemoryFigures,
@@ -43,9 +42,9 @@ from megatron.slipstream.plan.trace import Bandwidth
 NUM_WARMUPS = 4
 """Iterations of each engine before any is measured: the other one fills its pool, and the allocator
 comes to rest."""
-NUM_PLANNING = 12
-"""Iterations of ours before any is measured, the former among them: it records the first ones, and
-plans anew up to three times."""
+MAX_PLANNING = 250
+"""Iterations of ours before those, at most. It goes on until its plan is settled: after the first
+ones it plans anew up to three times, and tries out what a plan for an allowed overhead costs."""
 
 RELATIVE_ERROR = 0.002
 """An engine has been timed well enough when the median's standard error is this share of it."""
@@ -149,10 +148,15 @@ class VariantRun:
                 made = self._build([label], make_engine, label, chunks, options)
                 if made is not None:
                     self._engines[label] = made
-        for iteration in range(NUM_PLANNING):
+        for label, engine in list(self._engines.items()):
+            for iteration in range(MAX_PLANNING):
+                is_settled = not engine.is_ours or engine.manager.is_settled
+                if maximum_of_ranks(not is_settled) == 0:
+                    break
+                if self._attempt(label, timed_step, engine.run, iteration) is None:
+                    break
+        for iteration in range(NUM_WARMUPS):
             for label, engine in list(self._engines.items()):
-                if iteration < NUM_PLANNING - NUM_WARMUPS and not engine.is_ours:
-                    continue
                 # megatron-core's engine prints a table after its first iteration.
                 with contextlib.redirect_stdout(io.StringIO()):
                     self._attempt(label, timed_step, engine.run, iteration)
@@ -303,12 +307,10 @@ class VariantRun:
 
     def _loss_difference(self, label: str) -> Optional[float]:
         """The largest relative difference of a loss to that of 'off'; None on ranks without."""
-        differences = []
-        for ours, base in zip(self._steps[label], self._steps["off"], strict=True):
-            for loss, expected in zip(ours.losses, base.losses, strict=True):
-                finite = math.isfinite(loss) and math.isfinite(expected)
-                differences.append(abs(loss / expected - 1) if finite else math.inf)
-        return max(differences, default=None)
+        ours, base = (
+            [loss for step in self._steps[name] for loss in step.losses] for name in (label, "off")
+        )
+        return loss_difference(ours, base)
 
     def _identity(self, label: str) -> dict[str, Any]:
         return {

@@ -68,10 +68,11 @@ class OffloadConfig:
         default=None,
         metadata={"argparse_meta": {"type": lambda text: parse_percent(text), "metavar": "P"}},
     )
-    """Move only what lowers the device peak while compute waits for copies, as predicted, at most
-    so many percent of the time it takes by itself; 0 moves what hides completely, 'auto' is 1. If
-    nothing can, nothing moves, and the plan says why. Not set, everything moves that may. It takes
-    effect once an iteration has been timed. Not together with `--offload-target-memory-gib`."""
+    """Move only what lowers the device peak and lengthens an iteration by at most so many percent;
+    0 moves what hides completely, 'auto' is 1. Once an iteration has been timed this is predicted,
+    then it is tried out, against iterations that the engine takes no part in (less than 0.25% is
+    not told apart from none). If nothing can move, nothing does, and the plan says why. Not set,
+    everything moves that may. Not together with `--offload-target-memory-gib`."""
 
     offload_host_memory_limit_bytes: Optional[int] = None
     """The most host memory, in bytes, that this process pins for activations. Groups that do not

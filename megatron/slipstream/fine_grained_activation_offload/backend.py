@@ -184,6 +184,10 @@ class Backend(ABC):
     def reset_peak_memory(self) -> None:
         """From here on, :meth:`memory`'s peak is that of the time since."""
 
+    def obtainable_bytes(self) -> Optional[int]:
+        """Device bytes that the process has or could still get; None where there is no limit."""
+        return None
+
     def is_capturing(self) -> bool:
         """Whether what is put into the current stream is captured in a CUDA graph."""
         return False
@@ -352,6 +356,10 @@ class CudaBackend(Backend):
 
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
+
+    def obtainable_bytes(self) -> Optional[int]:
+        free, _ = torch.cuda.mem_get_info()
+        return int(free) + torch.cuda.memory_reserved()
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

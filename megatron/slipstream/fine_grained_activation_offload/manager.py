@@ -29,7 +29,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
 )
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
-from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook, Watch
+from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook, Turn, Watch
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
@@ -96,6 +96,10 @@ class PipelineOffloadManager:
         """Whether to follow any other is an error."""
         self._watch: Optional[Watch] = None
         """Measures this iteration, which follows its plan; None where it is not measured."""
+        self._has_begun = False
+        """Whether forward has entered a model chunk in this iteration."""
+        self._turn: Optional[Turn] = None
+        """What is special about this iteration: the engine may be left out of it."""
         self._passes: list[ChunkOffloadHandler] = []
         self._groups: dict[GroupKey, OffloadTensorGroup] = {}
         self._chunk: Optional[ChunkOffloadHandler] = None
@@ -153,6 +157,11 @@ class PipelineOffloadManager:
         return self._plan or self._last_plan
 
     @property
+    def is_settled(self) -> bool:
+        """Whether all has been measured that plans depend on, and the last one is kept."""
+        return self._book.is_settled(self._last_plan)
+
+    @property
     def plan_facts(self) -> Optional[PlanFacts]:
         """What was proved of the newest plan."""
         return self._book.facts
@@ -208,6 +217,9 @@ class PipelineOffloadManager:
         )
         if self._book.change_options(options):
             self._plan = self._last_plan = None
+        self._begin_turn()
+        if self._turn is not None and self._turn.is_left_out:
+            return
         stage = vp_stage or 0
         self._chunk = ChunkOffloadHandler(
             len(self._passes),
@@ -306,6 +318,9 @@ class PipelineOffloadManager:
         self._chunk = None
         if self._num_steps > 0:
             self._finish_iteration()
+        elif self._turn is not None:
+            self._finish_without_engine(self._turn)
+        self._has_begun, self._turn = False, None
         self._passes.clear()  # of which nothing was marked, as where a whole chunk is replayed
 
     # A pass that is captured as a whole (chunk_graphs/offloading.py).
@@ -394,6 +409,22 @@ class PipelineOffloadManager:
         self._improvise(kind, group)
         self._recorder.end_step()
 
+    def _begin_turn(self) -> None:
+        """Forward enters a model chunk: find out, at the first one, what is special."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if not self.graphs.modules and not self._is_bound_to_plan:
+            self._turn = self._book.begin_turn(self._last_plan, self.report.num_iterations)
+
+    def _finish_without_engine(self, turn: Turn) -> None:
+        """An iteration has ended of which nothing was marked."""
+        self._book.end_turn(turn, was_followed=False)
+        self._book.read_clocks()
+        self._last_plan = self._book.find(turn.plan.trace.steps)
+        self.report.num_iterations += 1
+        self._note_time()
+
     def _begin_iteration(self) -> None:
         self._plan = self._last_plan
         if self._plan is not None:
@@ -473,9 +504,12 @@ class PipelineOffloadManager:
     def _finish_iteration(self) -> None:
         self._drop_plans_beyond_limit()
         plan = self._plan
-        if plan is not None and len(plan.trace.steps) == self._num_steps:
+        was_followed = plan is not None and len(plan.trace.steps) == self._num_steps
+        if self._turn is not None:
+            self._book.end_turn(self._turn, was_followed and plan is self._turn.plan)
+        if plan is not None and was_followed:
             self._book.note_followed(plan, self._watch)
-        if plan is not None and len(plan.trace.steps) != self._num_steps:
+        if plan is not None and not was_followed:
             self._recorder.steps.extend(plan.trace.steps[: self._num_steps])
             plan = None
         if plan is None:
@@ -551,6 +585,7 @@ class PipelineOffloadManager:
         self._delayed.clear()
         self._unwatched.clear()
         self._num_steps = 0
+        self._has_begun, self._turn = False, None
         self._chunk = self._plan = self._started = None
 
     def _restart_if_abandoned(self) -> None:

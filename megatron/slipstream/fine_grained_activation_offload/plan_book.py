@@ -14,6 +14,8 @@ import statistics
 from dataclasses import dataclass, field, replace
 from typing import Optional
 
+from megatron.slipstream.fine_grained_activation_offload.backend import Event
+from megatron.slipstream.fine_grained_activation_offload.cost_trial import MAX_TRIALS, CostTrial
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
@@ -40,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 MAX_PLANS = 32
 """Plans kept, one per sequence of marks (that is, per number of micro-batches)."""
+
+MAX_SHARE_OF_DEVICE = 0.9
+"""Of the device memory that can be had, what an iteration without the engine may need: where it
+would hardly fit, no such iteration is tried."""
 
 _DIGITS = 4
 """Of milliseconds in a report: events do not tell a ten-thousandth apart."""
@@ -72,6 +78,16 @@ class Watch:
             self.memory.end_step()
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One iteration of a trial, or of a plan that moves nothing."""
+
+    plan: Plan
+    is_left_out: bool
+    """Whether the engine takes no part in it."""
+    start: Event
+
+
 @dataclass
 class _Entry:
     """A plan, and what came of the iterations that followed it to its end."""
@@ -88,6 +104,26 @@ class _Entry:
     earlier: tuple[tuple[int, float], ...] = ()
     """Of the plans before this one, how many groups moved and what an iteration took beside
     waits."""
+    trial: Optional[CostTrial] = None
+    """Under way."""
+    num_trials: int = 0
+    """Of this plan and those before it."""
+
+    @property
+    def num_moving(self) -> int:
+        """Groups that move."""
+        return sum(group.moves for group in self.plan.groups)
+
+    @property
+    def declines(self) -> bool:
+        """Whether the plan was made for an allowed overhead and nothing can move within it."""
+        is_limited = self.plan.options.max_overhead_percent is not None
+        return is_limited and self.planned_ms > 0 and not self.num_moving
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more is to be learned of it."""
+        return self.declines or (len(self.times) >= NUM_TIMED and self.trial is None)
 
     @property
     def is_to_be_timed(self) -> bool:
@@ -135,6 +171,8 @@ class PlanBook:
         self._entries: dict[Steps, _Entry] = {}
         self._read_later: list[tuple[Plan, StepClock]] = []
         """Whole iterations that the device had not ended when the host had."""
+        self._turns_to_read: list[tuple[Turn, Event, bool]] = []
+        """The same of trials: with the event of its end, and whether it followed its plan."""
         self._bandwidth: Optional[Bandwidth] = None
         self._told: set[str] = set()
         """What the user has been told of plans."""
@@ -179,12 +217,115 @@ class PlanBook:
         logger.log(logging.INFO if first else logging.DEBUG, "plan:\n%s", report.plan)
         return plan
 
+    def is_settled(self, plan: Optional[Plan]) -> bool:
+        """Whether this plan will be followed from here on, as far as one can tell."""
+        entry = self._entry_of(plan)
+        return entry is not None and (entry.is_settled or not self._store.backend.takes_time)
+
+    # Trials.
+
+    def begin_turn(self, plan: Optional[Plan], number: int) -> Optional[Turn]:
+        """An iteration begins that will most likely follow ``plan``.
+
+        Args:
+            plan: The plan.
+            number: Of the iteration. In trials the engine takes part in every second one, the same
+                ones on every rank.
+
+        Returns:
+            What to give to :meth:`end_turn`; None if the iteration is nothing special.
+        """
+        entry = self._entry_of(plan)
+        if entry is None or not (entry.declines or entry.trial is not None):
+            return None
+        is_left_out = entry.declines or number % 2 == 1
+        return Turn(entry.plan, is_left_out, self._now())
+
+    def end_turn(self, turn: Turn, was_followed: bool) -> None:
+        """The iteration has ended, and followed its plan or not if it was to."""
+        self._turns_to_read.append((turn, self._now(), was_followed))
+
+    def _now(self) -> Event:
+        backend = self._store.backend
+        return backend.timed_event(backend.current_stream())
+
+    def _entry_of(self, plan: Optional[Plan]) -> Optional[_Entry]:
+        entry = self._entries.get(plan.trace.steps) if plan is not None else None
+        return entry if entry is not None and entry.plan is plan else None
+
+    def _begin_trial(self, entry: _Entry) -> None:
+        """Try out what a plan costs that was made for an allowed overhead, if that is possible."""
+        max_percent = entry.plan.options.max_overhead_percent
+        if max_percent is None or not entry.planned_ms or not entry.num_moving:
+            return
+        peaks, obtainable = entry.plan.peak_bytes(), self._store.backend.obtainable_bytes()
+        if obtainable is not None and (
+            peaks is None or peaks[0] > MAX_SHARE_OF_DEVICE * obtainable
+        ):
+            logger.info(
+                "rank %d: what offloading costs is not tried out, since iterations without it "
+                "would hardly fit in device memory",
+                self._report.rank,
+            )
+            return
+        entry.trial = CostTrial(max_percent)
+        entry.num_trials += 1
+
+    def _read_turns(self) -> None:
+        later, self._turns_to_read = self._turns_to_read, []
+        for place, (turn, stop, was_followed) in enumerate(later):
+            ms = self._store.backend.elapsed_ms(turn.start, stop)
+            if ms is None:
+                self._turns_to_read = later[place:]
+                return
+            entry = self._entry_of(turn.plan)
+            if entry is None or entry.trial is None:
+                continue
+            if turn.is_left_out:
+                entry.trial.note_without(ms)
+                continue
+            entry.trial.note_with(ms if was_followed else None)
+            is_affordable = entry.trial.is_affordable
+            if is_affordable is not None:
+                self._end_trial(entry, entry.trial, is_affordable)
+
+    def _end_trial(self, entry: _Entry, trial: CostTrial, is_affordable: bool) -> None:
+        percent, error = trial.overhead
+        entry.trial = None
+        log = logger.info if self._report.rank == 0 else logger.debug
+        log(
+            "tried out: with %d of %d groups moving, an iteration takes %.2f%% (± %.2f) longer "
+            "than the %.1f ms without the engine",
+            entry.num_moving,
+            len(entry.plan.groups),
+            percent,
+            error,
+            statistics.median(trial.off_ms),
+        )
+        if is_affordable:
+            return
+        # Whatever it is that costs so much, fewer groups cost less of it.
+        off_ms = statistics.median(trial.off_ms)
+        budget_ms = trial.max_percent / 100 * off_ms
+        per_group_ms = percent / 100 * off_ms / entry.num_moving
+        if entry.num_trials >= MAX_TRIALS:
+            per_group_ms = max(per_group_ms, 2 * budget_ms)
+        own_ms = sum(entry.plan.trace.step_ms)
+        trace = replace(
+            entry.plan.trace,
+            step_ms=tuple(ms * off_ms / own_ms for ms in entry.plan.trace.step_ms),
+            ms_per_moved_group=max(per_group_ms, entry.plan.trace.ms_per_moved_group),
+        )
+        self.make(trace)
+        again = self._entries[trace.steps]
+        again.num_rounds, again.num_trials = MAX_ROUNDS, entry.num_trials
+
     # Following a plan.
 
     def watch(self, plan: Plan) -> Optional[Watch]:
         """What to measure in an iteration that begins to follow ``plan``."""
-        entry = self._entries.get(plan.trace.steps)
-        if entry is None or entry.plan is not plan:
+        entry = self._entry_of(plan)
+        if entry is None:
             return None
         if entry.is_to_be_timed:
             return Watch(StepClock(self._store.backend), None)
@@ -194,8 +335,8 @@ class PlanBook:
 
     def note_followed(self, plan: Plan, watch: Optional[Watch]) -> None:
         """An iteration has followed ``plan`` from its first step to its last."""
-        entry = self._entries.get(plan.trace.steps)
-        if entry is None or entry.plan is not plan:
+        entry = self._entry_of(plan)
+        if entry is None:
             return
         entry.num_iterations += 1
         if watch is None:
@@ -208,8 +349,8 @@ class PlanBook:
 
     def report_plan(self, plan: Plan) -> None:
         """Put a plan into the report, and what was measured of iterations that followed it."""
-        entry = self._entries.get(plan.trace.steps)
-        if entry is None or entry.plan is not plan:
+        entry = self._entry_of(plan)
+        if entry is None:
             return
         report = self._report
         report.plan, report.options, report.notes = render_plan(plan), plan.options, [*plan.notes]
@@ -224,26 +365,28 @@ class PlanBook:
 
     def read_clocks(self) -> None:
         """Take the times of iterations that the device has ended; plan anew from enough of them."""
+        self._read_turns()
         later, self._read_later = self._read_later, []
         for plan, clock in later:
             times = clock.read()
-            entry = self._entries.get(plan.trace.steps)
+            entry = self._entry_of(plan)
             if times is None:
                 self._read_later.append((plan, clock))
-            elif entry is not None and entry.plan is plan:
+            elif entry is not None:
                 self.times = times
                 entry.times.append(times)
-                if len(entry.times) == NUM_TIMED and entry.num_rounds < MAX_ROUNDS:
-                    self._improve(entry)
+                if len(entry.times) == NUM_TIMED and not self._improve(entry):
+                    self._begin_trial(entry)
 
-    def _improve(self, entry: _Entry) -> None:
-        if entry.is_as_predicted:
-            return
+    def _improve(self, entry: _Entry) -> bool:
+        """Make the plan anew from what following it took. Says whether that was called for."""
+        if entry.num_rounds >= MAX_ROUNDS or entry.is_as_predicted:
+            return False
         if self._bandwidth is None:
             self._bandwidth = self._store.measure_bandwidth()
         if self._bandwidth is None:
-            return
-        num_moved = sum(group.moves for group in entry.plan.groups)
+            return False
+        num_moved = entry.num_moving
         own_ms = statistics.median(times.own_ms for times in entry.times)
         runs = (*entry.earlier, (num_moved, own_ms))
         host_ms = ms_per_group(runs)
@@ -265,11 +408,12 @@ class PlanBook:
                 "planned anew from the times of %d iterations: %d of %d groups move, %.1f ms from "
                 "the first mark to the end (%.1f were measured)",
                 NUM_TIMED,
-                sum(group.moves for group in improved.plan.groups),
+                improved.num_moving,
                 len(improved.plan.groups),
                 report.planned_ms,
                 statistics.median(times.total_ms for times in entry.times),
             )
+        return True
 
     def _tell(self, plan: Plan) -> None:
         """Tell the user, once, what the options could not bring about."""

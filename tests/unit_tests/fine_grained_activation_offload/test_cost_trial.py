@@ -1,0 +1,208 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""An allowed overhead is measured against iterations without the engine, and kept to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import pytest
+from timed_backend import TimedBackend
+from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
+
+from megatron.slipstream.fine_grained_activation_offload.backend import Copy, Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
+    MAX_PAIRS,
+    MAX_TRIALS,
+    MIN_PAIRS,
+    CostTrial,
+)
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.step_clock import (
+    MAX_ROUNDS,
+    NUM_TIMED,
+    NUM_WARMUPS,
+)
+from megatron.slipstream.plan.policy import PolicyOptions
+
+NUM_ITERATIONS = (MAX_ROUNDS + MAX_TRIALS + 1) * (NUM_WARMUPS + NUM_TIMED + 2 * MAX_PAIRS)
+PASS_MS = 10.0
+NUM_PASSES = 3
+
+
+class HostBound(TimedBackend):
+    """Its clock goes on only where the host works: for each pass, and for each group's copies."""
+
+    def __init__(self, copy_ms: float, obtainable: Optional[int] = None) -> None:
+        super().__init__()
+        self.now_ms = 0.0
+        self.num_copies = 0
+        self._copy_ms = copy_ms
+        self._obtainable = obtainable
+
+    def timed_event(self, stream: Stream) -> Event:
+        return self.now_ms
+
+    def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
+        return float(stop - start) if self.has_come else None
+
+    def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
+        super().run_copies(copies, stream)
+        self.now_ms += self._copy_ms
+        self.num_copies += len(copies)
+
+    def obtainable_bytes(self) -> Optional[int]:
+        return self._obtainable
+
+
+class Engine(PipelineOffloadManager):
+    """The engine of a model whose passes take some time."""
+
+    def __init__(self, backend: HostBound, max_percent: float) -> None:
+        super().__init__(backend, PolicyOptions(max_overhead_percent=max_percent))
+        self.clock = backend
+
+    def init_model_chunk_offload_handler(self, *arguments: Any, **options: Any) -> None:
+        super().init_model_chunk_offload_handler(*arguments, **options)
+        self.clock.now_ms += PASS_MS
+
+    @property
+    def num_moving(self) -> int:
+        assert self.plan is not None
+        return sum(group.moves for group in self.plan.groups)
+
+
+def train(engine: Engine, num_iterations: int = NUM_ITERATIONS) -> list[float]:
+    """Train, compare every gradient, and tell how long the iterations took."""
+    chunks = make_chunks(1)
+    expected = run_schedule(chunks, SCHEDULES["accumulation"], None)
+    took_ms = []
+    for _ in range(num_iterations):
+        begin_ms = engine.clock.now_ms
+        assert all_equal(expected, run_schedule(chunks, SCHEDULES["accumulation"], engine))
+        took_ms.append(engine.clock.now_ms - begin_ms)
+    return took_ms
+
+
+def test_what_costs_nothing_moves() -> None:
+    engine = Engine(HostBound(copy_ms=0.0), 1.0)
+    train(engine)
+    copied = engine.clock.num_copies
+    train(engine, 2)
+    assert engine.num_moving > 0
+    assert engine.clock.num_copies > copied
+
+
+def test_what_costs_too_much_is_declined_and_the_engine_left_out() -> None:
+    engine = Engine(HostBound(copy_ms=1.0), 1.0)
+    took_ms = train(engine)
+    assert max(took_ms) > 1.2 * NUM_PASSES * PASS_MS, "tried at first"
+    assert engine.num_moving == 0
+    assert "nothing moves" in engine.report.notes[0]
+    copied, num_iterations = engine.clock.num_copies, engine.report.num_iterations
+    engine._advance = None  # type: ignore[assignment, method-assign]  # no mark may come to it
+    took_ms = train(engine, 4)
+    assert took_ms == pytest.approx([NUM_PASSES * PASS_MS] * 4)
+    assert engine.clock.num_copies == copied
+    assert engine.report.num_iterations == num_iterations + 4
+
+
+def test_as_much_moves_as_fits() -> None:
+    engine = Engine(HostBound(copy_ms=1.0), 80.0)
+    train(engine)
+    took_ms = train(engine, 4)
+    without_ms = NUM_PASSES * PASS_MS
+    assert without_ms < max(took_ms) <= 1.8 * without_ms
+    assert 0 < engine.num_moving
+
+
+def test_a_limit_that_is_not_reached_lets_the_plan_be() -> None:
+    plans = []
+    for max_percent in (500.0, 1e9):
+        engine = Engine(HostBound(copy_ms=1.0), max_percent)
+        train(engine)
+        plans.append(engine.num_moving)
+    assert plans[0] == plans[1] > 0
+
+
+def test_nothing_is_tried_that_would_hardly_fit() -> None:
+    engine = Engine(HostBound(copy_ms=1.0, obtainable=1), 1.0)
+    took_ms = train(engine)
+    assert min(took_ms) > 1.1 * NUM_PASSES * PASS_MS, "the engine is never left out"
+
+
+def test_other_options_are_tried_afresh() -> None:
+    engine = Engine(HostBound(copy_ms=1.0), 1.0)
+    train(engine)
+    assert engine.num_moving == 0
+    original = engine.init_model_chunk_offload_handler
+
+    def with_fraction(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options, activation_offload_fraction=0.5)
+
+    engine.init_model_chunk_offload_handler = with_fraction  # type: ignore[method-assign]
+    copied = engine.clock.num_copies
+    train(engine, 3)
+    assert engine.clock.num_copies > copied
+
+
+def run_trial(percent: float, noise: float, max_percent: float = 1.0) -> tuple[bool, int]:
+    """The verdict on iterations of that overhead and noise, both in percent, and its pairs."""
+    return _run_trial(random.Random(3), percent, noise, max_percent)
+
+
+def _run_trial(
+    draw: random.Random, percent: float, noise: float, max_percent: float
+) -> tuple[bool, int]:
+    trial = CostTrial(max_percent)
+    number = 0
+    while trial.is_affordable is None:
+        scale = 1 + noise / 100 * draw.uniform(-1, 1)
+        if number % 2:
+            trial.note_without(100.0 * scale)
+        else:
+            trial.note_with(100.0 * (1 + percent / 100) * scale)
+        number += 1
+    return trial.is_affordable, len(trial.off_ms)
+
+
+@pytest.mark.parametrize(
+    "percent, noise, is_affordable",
+    [(0.5, 0.1, True), (1.5, 0.1, False), (0.0, 2.0, True), (20.0, 5.0, False), (-3.0, 1.0, True)],
+)
+def test_a_trial_tells_costs_from_noise(percent: float, noise: float, is_affordable: bool) -> None:
+    draws = (random.Random(seed) for seed in range(100))
+    verdicts = [_run_trial(draw, percent, noise, 1.0)[0] for draw in draws]
+    assert verdicts.count(is_affordable) >= 95
+
+
+def test_the_noisier_the_longer_a_trial_goes_on() -> None:
+    assert run_trial(0.5, 0.01)[1] == MIN_PAIRS
+    assert run_trial(1.1, 8.0)[1] == MAX_PAIRS
+
+
+def test_what_cannot_be_measured_is_no_cost() -> None:
+    assert run_trial(0.1, 0.01, max_percent=0.0)[0]
+    assert not run_trial(0.5, 0.01, max_percent=0.0)[0]
+
+
+def test_drift_is_no_cost() -> None:
+    trial = CostTrial(0.5)
+    for number in range(2 * MAX_PAIRS):
+        ms = 100.0 + 2.0 * number  # 2% longer, each than the one before
+        trial.note_without(ms) if number % 2 else trial.note_with(ms)
+        if trial.is_affordable is not None:
+            break
+    assert trial.is_affordable
+    assert trial.overhead.percent == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_iteration_of_another_kind_is_compared_with_nothing() -> None:
+    trial = CostTrial(1.0)
+    for _ in range(MAX_PAIRS):
+        trial.note_with(100.0)
+        trial.note_without(50.0)
+        trial.note_with(None)
+    assert trial.off_ms == []
