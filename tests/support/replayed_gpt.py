@@ -144,7 +144,6 @@ def _train(
     poison: Optional[Poison] = None,
     offload_modules: Sequence[str] = (),
 ) -> tuple[list[list[torch.Tensor]], list[Any]]:
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron.slipstream.integration.chunk_graphs import replay_chunks
@@ -152,8 +151,7 @@ def _train(
     destroy_moe_metrics_tracker()
     config = make_config(case, offload_modules)
     chunks: list[Any] = wrap(config, build_chunks(case, config), **wrapper)
-    torch.manual_seed(11)
-    model_parallel_cuda_manual_seed(11, te_rng_tracker=use_gpu(), force_reset_rng=True)
+    torch.manual_seed(11)  # as build_chunks does with the tracker, which modules have kept
     if wrapper.get("overlap_grad_reduce"):
         config.no_sync_func = [chunk.no_sync for chunk in chunks]
         config.grad_sync_func = None

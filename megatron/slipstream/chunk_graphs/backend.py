@@ -67,7 +67,7 @@ class GraphBackend(abc.ABC):
 
     @abc.abstractmethod
     def held_bytes(self) -> int:
-        """Device memory that the process has from the driver, in use or not."""
+        """Device memory that belongs to graphs."""
 
 
 class _CudaGraph(Graph):
@@ -153,7 +153,16 @@ class CudaGraphs(GraphBackend):
         return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
     def held_bytes(self) -> int:
-        return torch.cuda.memory_reserved()
+        return graph_pool_bytes()
+
+
+def graph_pool_bytes() -> int:
+    """Device memory that belongs to CUDA graphs of any origin, and to nothing else."""
+    return sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
 
 
 class _WorkAgain(Graph):
