@@ -186,9 +186,12 @@ def compare(
 
 
 def _peak_of_one_more_step(case: ModelCase, config: Any, chunks: Any, count: int) -> int:
-    """Device peak of a step whose gradients exist already, in bytes above what stays; 0 on CPU."""
+    """Device peak of a step like those of :func:`train`, which plans are made from: its gradients
+    are allocated in backward. In bytes above what stays; 0 on CPU."""
     if not use_gpu():
         return 0
+    for chunk in chunks:
+        chunk.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -123,12 +123,15 @@ class CudaGraphs(GraphBackend):
         return torch.cuda.graph_pool_handle()
 
     def measure(self, work: Callable[[], None]) -> Cost:
+        # A pool of its own would begin without cached memory too, and take it in whole segments.
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         work()
         torch.cuda.synchronize()
-        return Cost(torch.cuda.max_memory_allocated() - before)
+        allocated = torch.cuda.max_memory_allocated() - allocated
+        return Cost(max(allocated, torch.cuda.max_memory_reserved() - reserved))
 
     def record(self, work: Work, pool: Any) -> Recorded:
         graph = torch.cuda.CUDAGraph()
