@@ -35,6 +35,8 @@ class ModelCase:
     ep: int = 1
     te_rng_tracker: bool = False
     """Draw random numbers as CUDA graphs must: from Transformer Engine's tracker (on a GPU)."""
+    keeps_layers: bool = False
+    """Leave megatron-core's own layers where CUDA graphs are made of them: for its own engine."""
     overrides: dict[str, Any] = field(default_factory=dict)
 
 

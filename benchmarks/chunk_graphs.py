@@ -24,7 +24,8 @@ from rich.table import Table
 
 from benchmarks.cases import ModelCase
 from benchmarks.figures import overhead_percent, spread_of
-from benchmarks.measure import without_garbage_collection
+from benchmarks.graphed import capture_layers, with_graphs
+from benchmarks.measure import reserved_bytes, without_garbage_collection
 from benchmarks.models import (
     build_chunks,
     initialize,
@@ -138,12 +139,7 @@ class Way:
         model = case.model
         if name == "layer":
             assert case.layer_modules is not None
-            graphs = {
-                "cuda_graph_impl": "transformer_engine",
-                "cuda_graph_modules": list(case.layer_modules),
-                "cuda_graph_warmup_steps": NUM_EAGER_STEPS,
-            }
-            model = dataclasses.replace(model, overrides={**model.overrides, **graphs})
+            model = with_graphs(model, case.layer_modules, NUM_EAGER_STEPS)
         self._model = model
         self.config = make_config(model)
         self.chunks: list[Any] = wrap(self.config, build_chunks(model, self.config))
@@ -189,16 +185,9 @@ class Way:
         """What ``megatron.training`` does for 'layer' after the eager steps."""
         if self.name != "layer":
             return
-        from megatron.core import num_microbatches_calculator as calculator
-        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-
-        count = self.case.num_micro_batches
-        calculator.unset_num_microbatches_calculator()
-        calculator.init_num_microbatches_calculator(0, None, count, 1, 1)
-        self._layer_graphs = TECudaGraphHelper(
-            self.chunks, self.config, self._model.seq_length, self._model.micro_batch_size
+        self._layer_graphs = capture_layers(
+            self._model, self.config, self.chunks, self.case.num_micro_batches
         )
-        self._layer_graphs.create_cudagraphs()
 
     def close(self) -> None:
         """Delete the graphs."""
@@ -302,7 +291,7 @@ def measure(case: Case, num_steps: int, write: Callable[..., None], console: Con
     names = ["eager", "chunk"] if case.layer_modules is None else ["eager", "layer", "chunk"]
     for name in names:
         model_parallel_cuda_manual_seed(1, te_rng_tracker=use_gpu(), force_reset_rng=True)
-        held = _reserved_bytes()
+        held = reserved_bytes()
         try:
             way = Way(name, case)
             for number in range(NUM_WARMUPS):
@@ -313,7 +302,7 @@ def measure(case: Case, num_steps: int, write: Callable[..., None], console: Con
             write("summary", way=name, error=f"{type(error).__name__}: {error}")
             console.print(f"{name}: {type(error).__name__}: {error}")
             continue
-        memory[name] = _reserved_bytes() - held
+        memory[name] = reserved_bytes() - held
         way.replay_us.clear()
         ways.append(way)
     times: dict[str, list[Timing]] = {way.name: [] for way in ways}
@@ -330,15 +319,6 @@ def measure(case: Case, num_steps: int, write: Callable[..., None], console: Con
     for way in ways:
         way.close()
     return table
-
-
-def _reserved_bytes() -> int:
-    if not use_gpu():
-        return 0
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
 
 
 def _table(

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
 
-from benchmarks.cases import Case, Variant
+from benchmarks.cases import Case, ModelCase, Variant
+from benchmarks.measure import give_back_unused_memory
 from benchmarks.models import build_chunks, make_config, micro_batches, run_schedule, use_gpu
 
 Chunks = Sequence[torch.nn.Module]
@@ -105,18 +105,38 @@ def build_offloading_chunks(base: BaseModel, variant: Variant) -> Chunks:
     Raises:
         ValueError: megatron-core refuses the modules.
     """
-    case = base.case
+    return build_twin(base, base.case.model, variant.modules)[0]
+
+
+def build_twin(
+    base: BaseModel, model: ModelCase, modules: Sequence[str], **offload: Any
+) -> tuple[list[torch.nn.Module], Any]:
+    """The model once more, built in another way, with the parameters of ``base``.
+
+    Args:
+        base: The model.
+        model: How it is built now.
+        modules: What is marked.
+        offload: Options of megatron-core beside those of the case.
+
+    Returns:
+        Its chunks and their ``TransformerConfig``.
+
+    Raises:
+        ValueError: megatron-core refuses the modules.
+    """
     # Its own initial values are thrown away at once.
     model = dataclasses.replace(
-        case.model, overrides=case.model.overrides | {"perform_initialization": False}
+        model, overrides=model.overrides | {"perform_initialization": False}
     )
     # Both engines get megatron-core's default size limit unless the case has another one.
-    offload = {"min_offloaded_tensor_size": 1024 * 1024, **case.offload}
-    chunks = build_chunks(model, make_config(model, variant.modules, **offload))
+    offload = {"min_offloaded_tensor_size": 1024 * 1024, **base.case.offload, **offload}
+    config = make_config(model, modules, **offload)
+    chunks = build_chunks(model, config)
     for chunk, twin in zip(base.chunks, chunks, strict=True):
         share_parameters(chunk, twin)
-    _return_unused_memory()
-    return chunks
+    give_back_unused_memory()
+    return chunks, config
 
 
 def share_parameters(source: torch.nn.Module, target: torch.nn.Module) -> None:
@@ -176,12 +196,6 @@ def _make_slipstream(options: Mapping[str, Any]) -> Any:
 
 def release_host_memory() -> None:
     """Let the next engines begin without pinned memory that the last ones have left in a cache."""
-    _return_unused_memory()
+    give_back_unused_memory()
     if use_gpu() and hasattr(torch._C, "_host_emptyCache"):
         torch._C._host_emptyCache()
-
-
-def _return_unused_memory() -> None:
-    gc.collect()
-    if use_gpu():
-        torch.cuda.empty_cache()

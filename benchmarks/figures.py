@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Optional
 
 MIN_SAMPLES = 2
 
@@ -54,3 +54,15 @@ def overhead_percent(samples: Sequence[float], base: Sequence[float]) -> Spread:
     for both (clocks, temperature) cancels.
     """
     return spread_of([100 * (a / b - 1) for a, b in zip(samples, base, strict=True)])
+
+
+def loss_difference(ours: Iterable[float], base: Iterable[float]) -> Optional[float]:
+    """The largest relative difference of a loss to its counterpart; None without losses.
+
+    Infinite where either is not a number.
+    """
+    differences = []
+    for loss, expected in zip(ours, base, strict=True):
+        finite = math.isfinite(loss) and math.isfinite(expected)
+        differences.append(abs(loss / expected - 1) if finite else math.inf)
+    return max(differences, default=None)

@@ -75,6 +75,20 @@ def _num_device_allocs() -> int:
     return int(torch.cuda.memory_stats().get("num_device_alloc", 0)) if use_gpu() else 0
 
 
+def give_back_unused_memory() -> None:
+    """Leave nothing on the device that nobody holds."""
+    gc.collect()
+    if use_gpu():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def reserved_bytes() -> int:
+    """Device memory that the caching allocator cannot give back; 0 without a GPU."""
+    give_back_unused_memory()
+    return torch.cuda.memory_reserved() if use_gpu() else 0
+
+
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Keep Python's garbage collector out of what is timed; call ``gc.collect()`` in between.

@@ -188,7 +188,7 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
         pattern = ("*-*E" * case.num_layers)[: case.num_layers]
         return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **common)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_gpu(), vp_stage=vp_stage)
-    if config.cuda_graph_impl == "transformer_engine":
+    if config.cuda_graph_impl == "transformer_engine" and not case.keeps_layers:
         from megatron.slipstream.integration.graph_layers import with_graph_offloading
 
         spec = with_graph_offloading(spec)

@@ -240,7 +240,10 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
             {},
             {
                 "offloading": (("equality", '"PP2"'), ("gpu", '"PP2"')),
-                "layer graphs": (("graph capture", '"1F1B first of two"'),),
+                "layer graphs": (
+                    ("graph capture", '"1F1B first of two"'),
+                    ("graphs, gpu", '"PP2"'),
+                ),
                 "chunk graphs": (
                     ("chunks", '"PP2"'),
                     ("chunks, gpu", "def test_pipelines_of_two_gpus"),
@@ -257,7 +260,10 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
                     ("equality", '"PP2 VPP2"'),
                     ("gpu", '"PP2 VPP2, one layer per chunk"'),
                 ),
-                "layer graphs": (("graph capture", '"interleaved first of two"'),),
+                "layer graphs": (
+                    ("graph capture", '"interleaved first of two"'),
+                    ("graphs, gpu", '"PP2 VPP2"'),
+                ),
                 "chunk graphs": (
                     ("chunks", '"PP2 VPP2"'),
                     ("chunks, gpu", "def test_pipelines_of_two_gpus"),
@@ -396,10 +402,12 @@ RELEASES = (
     ("GPT models (dense, MoE, MLA), pipeline and interleaved schedules", "yes", "yes", "yes"),
     ("hybrid models (`HybridModel`)", "no", "yes", "yes"),
     (
-        "`--activation-offload-fraction`, `--delta-offload-bytes-across-pp-ranks`",
+        "`--activation-offload-fraction`, `--delta-offload-bytes-across-pp-ranks`, "
+        "`--delay-offload-until-cuda-graph`",
         *("no", "no", "yes"),
     ),
-    ("offloading inside CUDA graphs", "no", "no", "yes"),
+    ("offloading inside Transformer Engine's CUDA graphs of layers", "yes", "yes", "yes"),
+    ("offloading beside megatron-core's own (`local`) CUDA graphs", "no", "no", "yes"),
     ("`fused_group_mlp` in `--offload-modules`", "no", "no", "yes"),
     (
         "`./run train` with `--mtp-num-layers`, `--spec`, heterogeneous layers or experimental "

@@ -5,21 +5,17 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
+from tiny_gpt import build_chunks, first_difference, initialize
 
+from benchmarks import graphed
 from benchmarks.cases import ModelCase
-from benchmarks.models import (
-    accumulators_on_side_stream,
-    build_chunks,
-    initialize,
-    make_config,
-    micro_batches,
-    run_schedule,
-)
+from benchmarks.graphed import capture_layers, prepare_unwrapped
+from benchmarks.measure import give_back_unused_memory
+from benchmarks.models import make_config, micro_batches, run_schedule
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import mcore
 
@@ -28,12 +24,7 @@ NUM_EAGER_STEPS = 3
 
 def with_graphs(case: ModelCase, modules: Sequence[str], **overrides: Any) -> ModelCase:
     """The case with these parts of each layer captured; all of it if there are none."""
-    graphs = {
-        "cuda_graph_impl": "transformer_engine",
-        "cuda_graph_modules": list(modules),
-        "cuda_graph_warmup_steps": NUM_EAGER_STEPS,
-    }
-    return dataclasses.replace(case, overrides={**case.overrides, **graphs, **overrides})
+    return graphed.with_graphs(case, modules, NUM_EAGER_STEPS, **overrides)
 
 
 class Training:
@@ -61,23 +52,14 @@ class Training:
         port: int = 0,
         **offload: Any,
     ) -> None:
-        from megatron.core import num_microbatches_calculator as calculator
-
         initialize(case, rank, world_size, port)
-        calculator.unset_num_microbatches_calculator()
-        calculator.init_num_microbatches_calculator(
-            rank, None, num_micro_batches * case.micro_batch_size, case.micro_batch_size, 1
-        )
         self.case = case
         self.engine = mcore.install(OffloadConfig()) if offload_modules else None
         self._num_micro_batches = num_micro_batches
         self._learning_rate = learning_rate
         self._config = make_config(case, offload_modules, **offload)
         self.chunks = build_chunks(case, self._config)
-        for chunk in self.chunks:  # as distributed data parallelism has it
-            chunk.zero_grad_buffer = chunk.zero_grad  # type: ignore[assignment]
-        with accumulators_on_side_stream():
-            self._accumulators = [_accumulator(parameter) for parameter in self.parameters]
+        self._accumulators = prepare_unwrapped(self.chunks)
         self._num_steps = 0
         self._graphs: Any = None
         self.losses: list[torch.Tensor] = []
@@ -92,7 +74,7 @@ class Training:
         mcore.uninstall()
         self.chunks.clear()
         self._accumulators.clear()
-        free()
+        give_back_unused_memory()
 
     def step(self, count: int = 1) -> None:
         """Train on ``count`` more batches."""
@@ -106,10 +88,11 @@ class Training:
                             parameter.grad = None
 
     def evaluate(self) -> None:
-        """The losses of another batch, without training."""
+        """The losses of another batch, without training, as ``megatron.training`` does it."""
         for chunk in self.chunks:
             chunk.eval()
-        self._run(forward_only=True)
+        with torch.no_grad():
+            self._run(forward_only=True)
         for chunk in self.chunks:
             chunk.train()
 
@@ -120,16 +103,9 @@ class Training:
         """
         for parameter in self.parameters:
             parameter.grad = None
-        if self.case.overrides.get("cuda_graph_impl") != "transformer_engine":
+        if self.case.overrides.get("cuda_graph_impl") != graphed.GRAPHS:
             return
-        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-
-        helper = TECudaGraphHelper(
-            self.chunks, self._config, self.case.seq_length, self.case.micro_batch_size
-        )
-        helper.create_cudagraphs()
-        self._graphs = helper
-        free()
+        self._graphs = capture_layers(self.case, self._config, self.chunks, self._num_micro_batches)
 
     def delete_graphs(self) -> None:
         """What ``megatron.training`` does at the end."""
@@ -161,23 +137,47 @@ class Training:
         self.losses += run_schedule(self.case, self.chunks, batches, forward_only)
 
 
-def graph_pool_bytes() -> int:
-    """Device memory that belongs to graphs."""
-    return sum(
-        segment["total_size"]
-        for segment in torch.cuda.memory_snapshot()
-        if tuple(segment["segment_pool_id"]) != (0, 0)
-    )
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """What :func:`compare` found on one rank."""
+
+    difference: Optional[str]
+    """Where the two differ; None if nowhere."""
+    graphed_bytes: int
+    """What one replay of all graphs copies out."""
 
 
-def free() -> None:
-    """Give unused device memory back."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+def compare(
+    rank: int,
+    world_size: int,
+    port: int,
+    case: ModelCase,
+    scope: Sequence[str],
+    offload_modules: Sequence[str],
+    num_micro_batches: int,
+) -> Compared:
+    """Train ``case`` eagerly without the engine, then with graphs and offloading; on every rank.
 
-
-def _accumulator(parameter: torch.nn.Parameter) -> Any:
-    """What accumulates the parameter's gradient, the same one for as long as it is kept."""
-    view: Any = parameter.expand_as(parameter)
-    return view.grad_fn.next_functions[0][0]
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        port: Where they meet.
+        case: The model.
+        scope: The parts of each layer that are captured; all of it if empty.
+        offload_modules: What moves.
+        num_micro_batches: Of each step.
+    """
+    ranks = (num_micro_batches, 0.0, rank, world_size, port)
+    results, graphed_bytes = [], 0
+    for model, modules in ((case, ()), (with_graphs(case, scope), offload_modules)):
+        offload = {"min_offloaded_tensor_size": 1024} if modules else {}
+        with Training(model, modules, *ranks, **offload) as training:
+            training.step(NUM_EAGER_STEPS)
+            training.capture()
+            training.step(2)
+            training.evaluate()
+            training.step(2)
+            gradients = [gradient for gradient in training.gradients if gradient is not None]
+            results.append([training.losses, gradients])
+            graphed_bytes = training.graphed_bytes
+    return Compared(first_difference(*results), graphed_bytes)

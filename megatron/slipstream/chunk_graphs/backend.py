@@ -160,7 +160,9 @@ class CudaGraphs(GraphBackend):
 
 
 def graph_pool_bytes() -> int:
-    """Device memory that belongs to CUDA graphs of any origin, and to nothing else."""
+    """Device memory of CUDA graphs, whoever captured them; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
     return sum(
         segment["total_size"]
         for segment in torch.cuda.memory_snapshot()

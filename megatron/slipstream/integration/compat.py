@@ -12,6 +12,7 @@ come first.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.slipstream import preflight
+from megatron.slipstream.config import graphed_modules
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark, offload_group
 
@@ -159,28 +161,63 @@ def _facade() -> Any:
     return fine_grained_activation_offload
 
 
+# CUDA graphs of layers
+
+
+def graph_modules_option() -> str:
+    """The name of the option that says which parts of a layer are captured, up to 0.17 another."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    return "cuda_graph_modules" if "cuda_graph_modules" in names else "cuda_graph_scope"
+
+
+def keep_what_graphs_hand_on(layer: Any) -> None:
+    """Do not mark norms whose input a graph of the layer takes in or gives out.
+
+    A graph keeps that memory for ever; and where the router ends a graph, the group of the norm
+    before it would begin inside and end outside. From 0.19 on layers do this themselves.
+
+    Args:
+        layer: A ``TransformerLayer`` that has just been made; changed in place.
+    """
+    if hasattr(layer, "offload_module_in_cuda_graph") or not hasattr(layer, "offload_mlp_norm"):
+        return
+    captured = graphed_modules(layer.config)
+    if "attn" in captured:
+        layer.offload_attn_norm = False
+    if layer.is_moe_layer:
+        ends_at_mlp_norm = bool(captured & {"attn", "moe_router"})
+    else:
+        ends_at_mlp_norm = len(captured & {"attn", "mlp"}) == 1
+    if ends_at_mlp_norm:
+        layer.offload_mlp_norm = False
+
+
 # Options
 
 
 class _LaterOption(NamedTuple):
-    """An offloading option of megatron-core 0.19: what it is without, and what to use instead."""
+    """An offloading option of megatron-core 0.19: what it is without, and what to do instead."""
 
     name: str
     default: Any
-    instead: str
+    cure: str
 
 
 _LATER_OPTIONS = (
     _LaterOption(
         "activation_offload_fraction",
         1.0,
-        "offload_target_memory_gib or offload_max_overhead_percent, which choose how much moves",
+        "set offload_target_memory_gib or offload_max_overhead_percent, which choose how much "
+        "moves",
     ),
     _LaterOption(
         "delta_offload_bytes_across_pp_ranks",
         0,
-        "offload_target_memory_gib, which each pipeline rank meets by itself",
+        "set offload_target_memory_gib, which each pipeline rank meets by itself",
     ),
+    _LaterOption("delay_offload_until_cuda_graph", False, "leave it out"),
 )
 
 
@@ -205,8 +242,8 @@ def refuse_later_flags(message: str) -> None:
 
 def refusal_of_later_option(name: str) -> ValueError:
     """What to raise for an offloading option that only a later release has."""
-    instead = {option.name: f"set {option.instead}" for option in _LATER_OPTIONS}
-    return _refusal(name, "that release does not have it", instead.get(name, "leave it out"))
+    cures = {option.name: option.cure for option in _LATER_OPTIONS}
+    return _refusal(name, "that release does not have it", cures.get(name, "leave it out"))
 
 
 def check_options(args: Any) -> None:
@@ -254,11 +291,11 @@ def _check_offloading(args: Any) -> None:
         raise _refusal(
             "offload_modules=fused_group_mlp", "that release does not mark it", "leave it out"
         )
-    if args.cuda_graph_impl != "none" and args.offload_engine == "slipstream":
+    if args.cuda_graph_impl == "local" and args.offload_engine == "slipstream":
         raise _refusal(
-            f"cuda_graph_impl={args.cuda_graph_impl!r} with offloading",
-            "that release does not say where its graphs begin and end",
-            "set cuda_graph_impl='none'",
+            "cuda_graph_impl='local' with offloading",
+            "that release brings offloading and Transformer Engine's graphs together only",
+            "set cuda_graph_impl='transformer_engine' or 'none'",
         )
 
 

@@ -22,9 +22,10 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
+from megatron.slipstream import preflight
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphedLayer
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration import compat, mcore
 from megatron.slipstream.integration.specs import replace_classes
 
 
@@ -39,6 +40,7 @@ class GraphOffloadMixin(torch.nn.Module):
         self._vp_stage: int = options.get("vp_stage") or 0
         self._graph_event: Optional[torch.cuda.Event] = None
         """Recorded in each graph of the layer when only copies are left to do."""
+        compat.keep_what_graphs_hand_on(self)
 
     def _set_offload_modules(self) -> None:
         super()._set_offload_modules()  # type: ignore[misc]
@@ -53,7 +55,9 @@ class GraphOffloadMixin(torch.nn.Module):
             return capture(*arguments, **options)
         if not manager.store.backend.is_capturing():
             # Transformer Engine warms its graphs up: what is copied now would be for nothing.
-            manager.graphs.open(manager.plan)
+            if not manager.graphs.is_open:
+                preflight.require(preflight.check_graphs(preflight.collect()))
+                manager.graphs.open(manager.plan)
             with mcore.suspended():
                 outputs = capture(*arguments, **options)
             manager.graphs.reserve()

@@ -13,7 +13,7 @@ import pytest
 from make_trace import Model, one_pass
 
 from benchmarks.copies import copies_of
-from benchmarks.figures import overhead_percent, spread_of
+from benchmarks.figures import loss_difference, overhead_percent, spread_of
 from benchmarks.variant import bound_fields, describe
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.policy import PolicyOptions
@@ -33,6 +33,12 @@ def test_standard_error_is_how_far_medians_scatter() -> None:
     scatter = statistics.stdev(statistics.median(draw) for draw in draws)
     claimed = statistics.mean(spread_of(draw).standard_error for draw in draws)
     assert claimed == pytest.approx(scatter, rel=0.15)
+
+
+def test_the_largest_relative_difference_of_losses_counts() -> None:
+    assert loss_difference([2.0, 4.0], [2.0, 5.0]) == pytest.approx(0.2)
+    assert loss_difference([2.0, math.nan], [2.0, 5.0]) == math.inf
+    assert loss_difference([], []) is None
 
 
 def test_one_sample_tells_nothing_of_its_error() -> None:

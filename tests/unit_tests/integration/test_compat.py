@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,19 @@ def test_what_users_may_install_is_what_is_tested() -> None:
     assert f"megatron-core=={newest}\n" in (ROOT / "constraints.txt").read_text()
     older = " ".join(compat.TESTED_RELEASES[:-1])
     assert f"for release in {older}; do" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_offloading_in_graphs_of_layers_is_refused_on_no_release() -> None:
+    args = SimpleNamespace(
+        fine_grained_activation_offloading=True,
+        offload_modules=["core_attn"],
+        offload_engine="slipstream",
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_granularity="layer",
+        hybrid_layer_pattern=None,
+        tokenizer_json=None,
+    )
+    compat.check_options(args)
 
 
 def _build_twice(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
@@ -66,6 +80,25 @@ def test_our_builder_passes_to_a_gpt_model_what_megatrons_does() -> None:
     ((expected, actual),) = run_ranks(1, _build_twice)
     defaults = {"mtp_block_spec": None, "parallel_output": True}
     assert defaults | {"scatter_embedding_sequence_parallel": True} | actual == expected
+
+
+def _layer_names(rank: int, world_size: int, port: int) -> set[str]:
+    from megatron.core import parallel_state
+
+    from megatron.slipstream.integration.arguments import parse_and_validate
+    from megatron.slipstream.integration.graph_layers import change_model_spec
+
+    config = compat._GPT(parse_and_validate(GPT))
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    parallel_state.initialize_model_parallel()
+    change_model_spec(config)
+    spec = config.transformer_layer_spec(config, vp_stage=None)
+    return {layer.module.__name__ for layer in spec.layer_specs}
+
+
+def test_our_builder_makes_models_of_layers_that_offload_in_graphs() -> None:
+    assert run_ranks(1, _layer_names) == [{"GraphOffloadTransformerLayer"}]
 
 
 def _slice(rank: int, world_size: int, port: int) -> dict[str, Any]:

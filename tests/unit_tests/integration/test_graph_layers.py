@@ -9,6 +9,7 @@ done here by hand; what it would replay is what this computes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -19,18 +20,17 @@ import torch
 from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step, train
 
+from benchmarks.graphed import with_graphs
 from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
+from megatron.slipstream.integration import compat
+
+pytestmark = pytest.mark.releases
 
 NUM_WARMUPS = 3
 
 
 def _case(kind: str, scope: Sequence[str]) -> ModelCase:
-    graphs = {
-        "cuda_graph_impl": "transformer_engine",
-        "cuda_graph_modules": list(scope),
-        "cuda_graph_warmup_steps": NUM_WARMUPS,
-    }
-    return ModelCase(kind, num_layers=3, overrides=graphs)
+    return with_graphs(ModelCase(kind, num_layers=3), scope, NUM_WARMUPS)
 
 
 @contextlib.contextmanager
@@ -158,6 +158,8 @@ def test_a_model_is_built_from_layers_that_offload_in_graphs(
 
 
 def test_a_hybrid_model_is_built_from_such_layers() -> None:
+    if not compat.has_hybrid_models():
+        pytest.skip(f"{compat.release()} has no HybridModel")
     from megatron.slipstream.integration.graph_layers import change_model_spec
 
     config = SimpleNamespace(hybrid_stack_spec=None)
@@ -180,3 +182,70 @@ def test_captured_layers_compute_what_eager_ones_do(scope: tuple[str, ...], back
     assert moved["qkv_linear"] == 2
     # Others may go on before the graph's own copies are joined to its end.
     assert events == ["go on", "forward ends"] * 3 + ["go on", "backward ends"] * 3
+
+
+def _warm_up_with_an_old_torch(rank: int, world_size: int, port: int) -> str:
+    from megatron.core.transformer import cuda_graphs
+
+    from megatron.slipstream import preflight
+    from megatron.slipstream.config import OffloadConfig
+    from megatron.slipstream.integration import mcore
+
+    case = _case("dense", ())
+    initialize(case, rank, world_size, port)
+    with _as_on_a_gpu([]), patch.object(cuda_graphs, "_IS_GRAPH_CAPTURING", True):
+        mcore.install(OffloadConfig(offload_backend="cpu"))
+        (chunk,) = build_chunks(case, make_config(case, ["core_attn"]))
+        facts = dataclasses.replace(preflight.collect(), torch="2.8.0")
+        x = torch.zeros(case.seq_length, case.micro_batch_size, case.hidden_size)
+        try:
+            with patch.object(preflight, "collect", lambda: facts):
+                chunk.decoder.layers[0](x, attention_mask=_mask(x))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_capture_names_what_is_too_old_for_it() -> None:
+    (message,) = run_ranks(1, _warm_up_with_an_old_torch)
+    assert "torch 2.8.0" in message
+    assert "install torch 2.9 or newer" in message
+
+
+def _marked_norms(
+    rank: int, world_size: int, port: int, kind: str, scopes: Sequence[tuple[str, ...]]
+) -> list[str]:
+    """Of each scope, the norms that a layer marks."""
+    norms, marked = ("attn_norm", "mlp_norm"), []
+    initialize(ModelCase(kind), rank, world_size, port)
+    with _as_on_a_gpu([]):
+        for scope in scopes:
+            case = _case(kind, scope)
+            (chunk,) = build_chunks(case, make_config(case, norms))
+            layer = chunk.decoder.layers[0]
+            marked.append(" ".join(n for n in norms if getattr(layer, f"offload_{n}")))
+    return marked
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        (
+            "dense",
+            {
+                (): "attn_norm mlp_norm",
+                ("attn",): "",
+                ("mlp",): "attn_norm",
+                ("attn", "mlp"): "mlp_norm",
+            },
+        ),
+        (
+            "moe",
+            {("attn",): "", ("moe_router",): "attn_norm", ("attn", "moe_router"): ""},
+        ),
+    ],
+)
+def test_norms_whose_input_a_graph_hands_on_stay_in_every_release(
+    kind: str, expected: dict[tuple[str, ...], str]
+) -> None:
+    assert run_ranks(1, _marked_norms, kind, list(expected)) == [list(expected.values())]

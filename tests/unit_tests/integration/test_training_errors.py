@@ -222,7 +222,12 @@ LATER: dict[str, tuple[Callable[[], bool], list[str], list[str]]] = {
     "CUDA graphs": (
         compat.models_pass_their_rank,
         [*OFFLOAD, "core_attn", "--cuda-graph-impl", "local"],
-        ["cuda_graph_impl='local'", "set cuda_graph_impl='none'"],
+        ["cuda_graph_impl='local'", "set cuda_graph_impl='transformer_engine' or 'none'"],
+    ),
+    "delay": (
+        compat.models_pass_their_rank,
+        [*OFFLOAD, "core_attn", "--delay-offload-until-cuda-graph"],
+        ["delay_offload_until_cuda_graph", "leave it out"],
     ),
     "multi-token prediction": (
         compat.has_gpt_builder,
