@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import gc
 import importlib
+import os
 import platform
 import statistics
 import sys
@@ -56,7 +57,8 @@ a summary row per way; a way that cannot run leaves a row with its error. What t
   slower        by how much, against 'plain', median of neighbouring iterations
   act. peak     device memory at the peak, less weights and gradients
   saved         of that, against 'plain'
-  same          whether every loss and gradient was that of 'plain', bit by bit
+  same          whether every loss and gradient was that of 'plain', bit by bit, with kernels that
+                add in the same order every time ('plain' itself: a second time)
 
 reading it: 'attach' plans anew from times until about its fifteenth iteration, so keep --warmup at
 20 or more on a GPU. Without a GPU, 'attach' imitates a device in host memory: its bytes are right,
@@ -202,6 +204,8 @@ class Way(NamedTuple):
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the command. Returns 0, or 2 for an error of the user's."""
     options = _parser().parse_args(arguments)
+    # Read when cuBLAS is first used; without it deterministic algorithms are refused.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         _compare(options)
     except (ImportError, OSError, ValueError) as error:
@@ -349,7 +353,6 @@ def _measure(
     advance: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     ms: dict[str, list[float]] = {way.name: [] for way in ways}
-    is_same = {way.name: True for way in ways}
     for way in ways:
         for index in range(options.warmup):
             way.run(ids[index % len(ids)])
@@ -358,33 +361,49 @@ def _measure(
     for way in ways:
         peaks[way.name] = _activation_peak_bytes(way, ids[0])
         advance(f"{way.name}: memory")
+    is_same = _compare_results(ways, ids)
     gc.collect()
     for iteration in range(options.iterations):
         batch = ids[iteration % len(ids)]
-        expected: list[torch.Tensor] = []
         turn = iteration % len(ways)
-        # 'plain' first wherever results are compared, and in its turn where only time counts.
-        order = ways if iteration < len(ids) else [*ways[turn:], *ways[:turn]]
-        for way in order:
-            took_ms, loss = _timed(way, batch)
+        for way in [*ways[turn:], *ways[:turn]]:
+            took_ms = _timed(way, batch)
             ms[way.name].append(took_ms)
-            if iteration < len(ids):
-                results = [loss, *(p.grad for p in way.model.parameters() if p.grad is not None)]
-                if way.name == "plain":
-                    expected = [result.clone() for result in results]
-                is_same[way.name] &= all(map(torch.equal, results, expected))
             writer.write("iteration", way=way.name, iteration=iteration, ms=took_ms)
             advance(f"{way.name}: {took_ms:.1f} ms")
     return [_summary(way, ms, peaks, is_same[way.name]) for way in ways]
 
 
-def _timed(way: Way, batch: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Milliseconds from an empty device to an empty device, and the loss."""
+def _compare_results(ways: Sequence[Way], ids: Sequence[torch.Tensor]) -> dict[str, bool]:
+    """Whether each way gives the loss and the gradients of 'plain', bit by bit.
+
+    'plain' is compared with itself: where that differs, the others could not be told from it. On a
+    GPU kernels add in any order unless they are asked not to.
+    """
+    is_same = {way.name: True for way in ways}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for batch in ids:
+            expected = [result.clone() for result in _results(ways[0], batch)]
+            for way in ways:
+                is_same[way.name] &= all(map(torch.equal, _results(way, batch), expected))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return is_same
+
+
+def _results(way: Way, batch: torch.Tensor) -> list[torch.Tensor]:
+    loss = way.run(batch)
+    return [loss, *(p.grad for p in way.model.parameters() if p.grad is not None)]
+
+
+def _timed(way: Way, batch: torch.Tensor) -> float:
+    """Milliseconds from an empty device to an empty device."""
     _synchronize(batch.device)
     start_s = time.perf_counter()
-    loss = way.run(batch)
+    way.run(batch)
     _synchronize(batch.device)
-    return 1e3 * (time.perf_counter() - start_s), loss
+    return 1e3 * (time.perf_counter() - start_s)
 
 
 def _synchronize(device: torch.device) -> None:

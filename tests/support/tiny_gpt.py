@@ -172,6 +172,7 @@ def compare(
     chunks = build_chunks(case, config)
     actual = train(case, config, chunks, counts)
     peak = _peak_of_one_more_step(case, config, chunks, counts[-1])
+    manager.finish_report()
     modules = manager.report.modules
     return Comparison(
         difference=first_difference(expected, actual),

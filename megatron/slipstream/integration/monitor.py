@@ -21,6 +21,7 @@ from typing import Any, Literal, Optional
 
 import torch
 
+from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 {
                     "loss": self._loss,
                     "activation_peak_bytes": activation_peak_bytes,
+                    "graph_pool_bytes": graph_pool_bytes(),
                     "bytes_offloaded": 0,
                     "forward_backward_ms": 1e3 * (time.perf_counter() - self._started_s),
                 }

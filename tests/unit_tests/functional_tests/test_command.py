@@ -33,7 +33,8 @@ done
 [ -z "$SLEEP" ] || exec sleep $SLEEP
 peak=100 moved=0
 case "$*" in *--fine-grained*) peak=50 moved=10 ;; esac
-one="{\\"loss\\": ${LOSS:-4.0}, \\"activation_peak_bytes\\": $peak, \\"bytes_offloaded\\": $moved}"
+one="{\\"loss\\": ${LOSS:-4.0}, \\"activation_peak_bytes\\": $peak, \\"graph_pool_bytes\\": 0,"
+one="$one \\"bytes_offloaded\\": $moved}"
 while [ $# -gt 1 ]; do [ "$1" != --run-record-path ] || record=$2; shift; done
 echo "{\\"iterations\\": [$one, $one, $one], \\"gradients_sha256\\": \\"g\\"," \\
   "\\"weights_sha256\\": \\"w$TURN\\"}" >"$record"

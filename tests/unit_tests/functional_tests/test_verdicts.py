@@ -26,7 +26,9 @@ from tools.functional_tests.launch import Result
 NUM_ITERATIONS = 4
 
 
-def result_of(peak: int = 100, moved: int = 0, num_ranks: int = 2, first: int = 1) -> Result:
+def result_of(
+    peak: int = 100, moved: int = 0, num_ranks: int = 2, first: int = 1, pool: int = 0
+) -> Result:
     """Of a training in which a rank's figures tell which rank and iteration they are of."""
     steps = range(first, NUM_ITERATIONS + 1)
     records: list[dict[str, Any]] = [
@@ -34,7 +36,8 @@ def result_of(peak: int = 100, moved: int = 0, num_ranks: int = 2, first: int = 
             "iterations": [
                 {
                     "loss": 5.0 - step / 8 if rank == num_ranks - 1 else None,
-                    "activation_peak_bytes": peak + rank,
+                    "activation_peak_bytes": peak + rank - pool,
+                    "graph_pool_bytes": pool,
                     "bytes_offloaded": moved,
                 }
                 for step in steps
@@ -190,6 +193,14 @@ def test_digests_that_both_lack_are_no_equality() -> None:
 def test_offloading_that_does_nothing_fails(peak: int, moved: int) -> None:
     _, row = offloading_rows(result_of(peak=100), result_of(peak=peak, moved=moved))
     assert not row.passed
+
+
+def test_what_graphs_keep_is_no_saving() -> None:
+    without = result_of(peak=100)
+    _, row = offloading_rows(without, result_of(peak=100, moved=8, pool=60))
+    assert not row.passed
+    _, row = offloading_rows(without, result_of(peak=90, moved=8, pool=60))
+    assert row.passed
 
 
 def test_a_resumed_training_is_compared_where_both_have_been() -> None:
