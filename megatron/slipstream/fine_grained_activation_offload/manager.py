@@ -318,8 +318,8 @@ class PipelineOffloadManager:
         self._chunk = None
         if self._num_steps > 0:
             self._finish_iteration()
-        elif self._turn is not None:
-            self._finish_without_engine(self._turn)
+        elif self._turn is not None or (self._has_begun and self.graphs.modules):
+            self._finish_without_marks()
         self._has_begun, self._turn = False, None
         self._passes.clear()  # of which nothing was marked, as where a whole chunk is replayed
 
@@ -417,11 +417,14 @@ class PipelineOffloadManager:
         if not self.graphs.modules and not self._is_bound_to_plan:
             self._turn = self._book.begin_turn(self._last_plan, self.report.num_iterations)
 
-    def _finish_without_engine(self, turn: Turn) -> None:
-        """An iteration has ended of which nothing was marked."""
-        self._book.end_turn(turn, was_followed=False)
-        self._book.read_clocks()
-        self._last_plan = self._book.find(turn.plan.trace.steps)
+    def _finish_without_marks(self) -> None:
+        """An iteration has ended that the engine was left out of, or that graphs replayed whole."""
+        turn = self._turn
+        if turn is not None:
+            self._book.end_turn(turn, was_followed=False)
+            self._book.read_clocks()
+            self._last_plan = self._book.find(turn.plan.trace.steps)
+        self.report.modules, self.report.late_groups = {}, {}
         self.report.num_iterations += 1
         self._note_time()
 

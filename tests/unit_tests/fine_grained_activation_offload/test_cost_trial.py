@@ -106,6 +106,7 @@ def test_what_costs_too_much_is_declined_and_the_engine_left_out() -> None:
     took_ms = train(engine, 4)
     assert took_ms == pytest.approx([NUM_PASSES * PASS_MS] * 4)
     assert engine.clock.num_copies == copied
+    assert engine.report.d2h_bytes == 0
     assert engine.report.num_iterations == num_iterations + 4
 
 

@@ -250,3 +250,26 @@ def test_streams_belong_to_the_device_that_is_current_at_the_first_copy(
     hand.copy_out(group)
     assert len(made) == 1
     assert hand.store.copy_streams.d2h is hand.store.copy_streams.d2h
+
+
+def test_a_graph_waits_for_nothing_that_another_engine_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graphs of several engines may have host memory in common, and with it signals of its use."""
+    one, other = HandDriven(), HandDriven()
+    signals = []
+    for hand in (one, other):
+        streams = hand.store.copy_streams
+        streams.begin_graph()
+        signals.append(streams._signal(streams.d2h, "d2h"))
+        streams.end_graph()
+    assert signals[0].graph != signals[1].graph
+    waited: list[object] = []
+    monkeypatch.setattr(other.backend, "wait", lambda _, event: waited.append(event))
+    streams = other.store.copy_streams
+    streams.begin_graph()
+    mine = streams._signal(streams.d2h, "d2h")
+    for signal in (*signals, mine):
+        streams._wait(Edge.E2, streams.h2d, "h2d", signal)
+    assert waited == [mine.event]
+    streams.end_graph()

@@ -22,6 +22,7 @@ from toy_model import (
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
+from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.plan.trace import StepKind
 
 BACKENDS = ["cpu", "cpu-lazy"]
@@ -378,3 +379,15 @@ def test_memory_that_lingers_after_it_was_let_go_is_learnt(backend: str) -> None
     moved = {storage.index: storage for storage in manager.plan.storages}
     assert moved[0].free_step < first_use == moved[0].gone_step(trace)
     assert set(lingers[1:]) == {0}
+
+
+def test_an_iteration_that_graphs_replay_whole_moves_nothing_outside(backend: str) -> None:
+    manager = make_manager(backend)
+    chunks = make_chunks(1)
+    run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
+    assert manager.report.d2h_bytes > 0
+    manager.graphs.modules["first"] = ModuleCounters()
+    manager.init_model_chunk_offload_handler(0, None, 0, 1)  # replays mark nothing
+    manager.reset()
+    assert manager.report.d2h_bytes == 0
+    assert manager.report.num_iterations == 2
