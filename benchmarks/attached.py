@@ -74,11 +74,20 @@ SIZES = {
 """Sizes of the models; with 8b, weights and gradients in bfloat16 take 26 GiB."""
 
 WAYS = ("plain", "attach", "torchtune", "trl", "save_on_cpu")
-OTHERS = {
-    "torchtune": "torchtune.training",
-    "trl": "trl.models.activation_offloading",
-}
-"""Where a package has its ``OffloadActivations``."""
+
+
+def _of_torchtune(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    return importlib.import_module("torchtune.training").OffloadActivations()
+
+
+def _of_trl(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    # It has to be told which tensors are parameters.
+    package = importlib.import_module("trl.models.activation_offloading")
+    return package.get_act_offloading_ctx_manager(model, warn_if_no_head=False)
+
+
+OTHERS = {"torchtune": _of_torchtune, "trl": _of_trl}
+"""What makes the context of a package, which is entered in every iteration."""
 
 
 class Layer(torch.nn.Module):
@@ -316,10 +325,10 @@ def _way(
     if device.type != "cuda":
         raise Unavailable("needs a GPU")
     try:
-        offload = importlib.import_module(OTHERS[name]).OffloadActivations
+        context = OTHERS[name](plain)
     except Exception as error:  # Whatever the package's own imports raise.
         raise Unavailable(f"{name} does not import: {error}") from error
-    return Way(name, plain, offload)
+    return Way(name, plain, lambda: context)
 
 
 def _attached_way(options: argparse.Namespace, plain: torch.nn.Module, device: torch.device) -> Way:
