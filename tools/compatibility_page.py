@@ -32,6 +32,8 @@ TESTS = {
     "packed batches": "tests/unit_tests/packed_sequences/test_training_path.py",
     "packed training": "tests/functional_tests/test_packed_training.py",
     "sizes": "tests/unit_tests/integration/test_dynamic_context_parallel.py",
+    "sizes, graphs": "tests/unit_tests/integration/test_graph_bank.py",
+    "sizes, graphs, gpu": "tests/functional_tests/test_dynamic_context_parallel.py",
 }
 """Files by a name of ours; those that end in 'gpu' need one."""
 
@@ -383,8 +385,23 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
             {
                 "chunk graphs": (("chunks", "def test_offloading_inside_the_graphs"),),
                 "packing": (("packed training", "def test_packed_training_learns_the_same"),),
+                "dynamic": (("packed training", "pytest.param(2, DYNAMIC"),),
             },
             ("offloading", "layer graphs"),
+        ),
+        Setting(
+            "[graphs of chunks](chunk-cuda-graphs.md), with these",
+            _CHUNK_GRAPHS,
+            {
+                "packing": (
+                    ("packed training", "def test_packed_training_learns_the_same_with_c"),
+                ),
+                "dynamic": (
+                    ("sizes, graphs", "def test_sizes_in_every_order_train_as_without_graphs"),
+                    ("sizes, graphs, gpu", "def test_graphs_of_two_sizes_train_as_without"),
+                ),
+            },
+            ("offloading", *_ALL_GRAPHS),
         ),
         Setting(
             "Megatron's `--cpu-offloading-num-layers`",

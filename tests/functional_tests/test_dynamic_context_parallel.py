@@ -3,18 +3,23 @@
 """Dynamic context parallelism on GPUs, through Transformer Engine's attention and NCCL.
 
 What a size computes is what megatron-core computes with that static size, bit by bit, and in
-whatever order sizes come. Between sizes, sums are made in another order, in bfloat16.
+whatever order sizes come. Between sizes, sums are made in another order, in bfloat16. With graphs
+of each size it is the same bit by bit as without.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Optional
 
 import pytest
+from banked_gpt import Banked, compare_bank, every_order, random_sizes
 from ranks import run_ranks
+from replayed_gpt import DROP_AND_PAD
 from shared_documents import Found, Setting, Sizes, compare_sizes, losses_of_stages
-from tiny_gpt import ModelCase
+from tiny_gpt import DENSE_MODULES, ModelCase
 
 from megatron.slipstream.context_parallel.limits import RankLimits
 
@@ -132,3 +137,91 @@ def test_two_stages_have_the_losses_of_one(name: str) -> None:
     sizes = (2, 1, 1, 2, 1)
     expected = run_ranks(2, losses_of_stages, one, sizes)
     assert run_ranks(4, losses_of_stages, two, sizes) == [[], [], *expected]
+
+
+# Graphs of each size.
+
+FUSED = "MLA, yarn, fused"
+"""The only rotation of multi-latent attention that does not ask the GPU for lengths."""
+GRAPHED: dict[str, ModelCase] = {
+    "dense": replace(DENSE, overrides={**DENSE.overrides, "hidden_dropout": 0.1}),
+    "dense, core attention recomputed": CASES["dense, core attention recomputed"],
+    FUSED: CASES[FUSED],
+    "experts": replace(
+        DENSE,
+        kind="moe",
+        overrides={**DENSE.overrides, **DROP_AND_PAD, "moe_permute_fusion": True},
+    ),
+}
+NUM_STEPS = 50
+FLAT_BYTES = 1 << 20
+"""By so much the memory of tensors may vary in the second half of a training."""
+
+
+def check_bank(
+    num_ranks: int,
+    case: ModelCase,
+    steps: Sequence[Sequence[int]],
+    wrapper: Optional[dict[str, Any]] = None,
+    offload_modules: Sequence[str] = (),
+) -> list[Banked]:
+    """Train on so many GPUs, of which those of a tensor-parallel or pipeline group share data."""
+    num_sharing = num_ranks // (case.tp * case.pp)
+    limits = RankLimits(num_sharing, TOKENS_PER_RANK, MAX_SEQUENCES)
+    setting = Setting(case, limits, LENGTHS, ON_RANKS[num_sharing])
+    ranks = run_ranks(num_ranks, compare_bank, setting, steps, wrapper, offload_modules)
+    for found in ranks:
+        print(*found.figures, sep="\n")
+        assert found.difference is None
+        assert found.num_other == 0
+        assert min(found.num_replays.values()) > 0
+        assert found.num_poisoned > 0
+        half = found.allocated_bytes[len(found.allocated_bytes) // 2 :]
+        assert max(half) - min(half) <= FLAT_BYTES
+    return ranks
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("name", GRAPHED)
+def test_graphs_of_two_sizes_train_as_without(name: str) -> None:
+    check_bank(2, GRAPHED[name], every_order((1, 2), NUM_STEPS))
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("name", ["dense", FUSED])
+def test_activations_move_inside_the_graphs_of_each_size(name: str) -> None:
+    case = replace(GRAPHED[name], num_layers=6)
+    steps = every_order((1, 2), 10)
+    for found in check_bank(2, case, steps, offload_modules=DENSE_MODULES):
+        assert min(found.moved_bytes.values()) > 0
+        assert found.host_bytes[1] < found.host_bytes[2]  # most of it is shared
+
+
+@pytest.mark.gpus2
+def test_gradients_are_reduced_while_graphs_of_each_size_run() -> None:
+    check_bank(2, GRAPHED["dense"], every_order((1, 2), 10), {"overlap_grad_reduce": True})
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("name", ["dense", FUSED])
+def test_graphs_under_a_hundred_steps_of_random_sizes(name: str) -> None:
+    check_bank(2, GRAPHED[name], random_sizes((1, 2), 100))
+
+
+@pytest.mark.gpus4
+@pytest.mark.parametrize("name", GRAPHED)
+def test_graphs_of_three_sizes_train_as_without(name: str) -> None:
+    check_bank(4, GRAPHED[name], every_order((1, 2, 4), NUM_STEPS))
+
+
+@pytest.mark.gpus4
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["dense", FUSED])
+def test_graphs_of_each_size_in_other_layouts(name: str, layout: dict[str, int]) -> None:
+    case = ModelCase(**{**vars(GRAPHED[name]), **layout})
+    check_bank(4, case, random_sizes((1, 2), 20))
+
+
+@pytest.mark.gpus4
+def test_three_sizes_under_a_hundred_steps_of_random_sizes() -> None:
+    check_bank(4, GRAPHED["dense"], random_sizes((1, 2, 4), 100))

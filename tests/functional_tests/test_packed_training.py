@@ -119,8 +119,8 @@ def _main_replayed(rank: int, num_ranks: int, port: int, folder: Path, flags: li
     made: list[Any] = []
     replay_chunks = chunk_graphs.replay_chunks
 
-    def noted(*arguments: Any) -> Any:
-        made.extend(replay_chunks(*arguments))
+    def noted(*arguments: Any, **options: Any) -> Any:
+        made.extend(replay_chunks(*arguments, **options))
         return made
 
     chunk_graphs.replay_chunks = noted
@@ -130,8 +130,12 @@ def _main_replayed(rank: int, num_ranks: int, port: int, folder: Path, flags: li
 
 @pytest.mark.parametrize(
     "num_ranks, flags",
-    [(1, ["--sequence-packing", "greedy"]), (2, [*PP2, *VPP2, *MOE])],
-    ids=["greedy", "balanced, PP2 VPP2, MoE"],
+    [
+        (1, ["--sequence-packing", "greedy"]),
+        (2, [*PP2, *VPP2, *MOE]),
+        (2, [*DYNAMIC, "--dynamic-context-parallel-verify"]),
+    ],
+    ids=["greedy", "balanced, PP2 VPP2, MoE", "dynamic context parallelism"],
 )
 def test_packed_training_learns_the_same_with_chunk_graphs(
     num_ranks: int, flags: list[str], corpus: list[str], tmp_path: Path
@@ -143,5 +147,6 @@ def test_packed_training_learns_the_same_with_chunk_graphs(
     num_replays = run_ranks(num_ranks, _main_replayed, tmp_path, more)
     on = _records(num_ranks, record)
     assert [_result(record) for record in on] == [_result(record) for record in off]
-    num_chunks = 2 if num_ranks == 2 else 1
-    assert num_replays == [(8 - 2) * 4 * num_chunks] * num_ranks
+    num_chunks = 2 if VPP2[0] in flags else 1
+    num_micro_batches = 2 if DYNAMIC[-1] in flags else 4
+    assert num_replays == [(8 - 2) * num_micro_batches * num_chunks] * num_ranks

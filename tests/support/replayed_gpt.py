@@ -70,7 +70,7 @@ def compare(
     if offload_modules:
         mcore.install(OffloadConfig(offload_backend=backend))
     actual, graphs = _train(case, counts, True, wrapper or {}, poison, offload_modules)
-    slots = [slot for graph in graphs for slot in graph._slots]
+    slots = [slot for graph in graphs for slot in slots_of(graph)]
     host_bytes = [slot.around.host_bytes for slot in slots if offload_modules]
     for graph in graphs:
         graph.delete()
@@ -79,7 +79,7 @@ def compare(
         difference=first_difference(expected, actual),
         num_replays=tuple(graph.num_replays for graph in graphs),
         figures=tuple(graph.figures.render() for graph in graphs if graph.figures),
-        num_experts_metrics=len(_metrics()),
+        num_experts_metrics=len(expert_metrics()),
         num_poisoned=poison.num_filled,
         moved_bytes=tuple(
             graph.chunk.offloading.moved_bytes for graph in graphs if graph.chunk.offloading
@@ -101,7 +101,7 @@ class Poison:
         forward = block.forward
 
         def poisoned(*arguments: Any, **options: Any) -> Any:
-            for slot in graphs._slots:
+            for slot in slots_of(graphs):
                 if slot.is_free:
                     self._fill(slot)
             return forward(*arguments, **options)
@@ -127,6 +127,11 @@ class Poison:
             )
             # All bits set is NaN in every floating type, and -1 in integers.
             torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).fill_(255)
+
+
+def slots_of(graphs: Any) -> list[Any]:
+    """All slots of a chunk's graphs, or of its graphs of each size."""
+    return [slot for one in getattr(graphs, "of_size", {0: graphs}).values() for slot in one._slots]
 
 
 def get_block(chunk: Any) -> Any:
@@ -168,8 +173,8 @@ def _train(
         result = run_step(case, config, chunks, step, count)
         for chunk in chunks:
             chunk.finish_grad_sync()
-        result += _gradients_and_state(chunks)
-        _update(chunks)
+        result += gradients_and_state(chunks)
+        update(chunks)
         if step % 2:
             with torch.no_grad():
                 result += run_step(case, config, chunks, step + 1000, count, forward_only=True)
@@ -177,7 +182,8 @@ def _train(
     return results, graphs
 
 
-def _gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
+def gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    """All that an iteration leaves behind, but for its losses."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     found: list[torch.Tensor] = [
@@ -188,7 +194,7 @@ def _gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
     ]
     buffers = itertools.chain.from_iterable(chunk.module.buffers() for chunk in chunks)
     found += [buffer.clone() for buffer in buffers]
-    found += [values.clone() for values in _metrics()]
+    found += [values.clone() for values in expert_metrics()]
     for state in (torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()):
         found.append(state if torch.is_tensor(state) else state.get_state())
     if use_gpu():
@@ -196,19 +202,20 @@ def _gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _metrics() -> list[torch.Tensor]:
+def expert_metrics() -> list[torch.Tensor]:
+    """What megatron-core has counted of experts since its log was written."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
 
 
 @torch.no_grad()
-def _update(chunks: Sequence[torch.nn.Module]) -> None:
+def update(chunks: Sequence[torch.nn.Module]) -> None:
     """Stands for an optimizer, and for megatron's log, which clears the metrics."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             gradient: Any = getattr(parameter, "main_grad", None)
             if gradient is not None:
                 parameter.sub_(0.1 * gradient.to(parameter.dtype))
-    for values in _metrics():
+    for values in expert_metrics():
         values.zero_()

@@ -11,14 +11,6 @@ next is launched later, on the same stream.
 Every slot has a memory pool of its own, so no graph of one lies where a graph of another has its
 activations, and slots can be taken and given back in any order.
 
-[Note: Parameters stand in]
-While a slot is captured, every parameter is replaced by another one on the same memory. Backward
-then accumulates gradients in these, on the stream of the capture and without the hooks that a data
-parallel wrapper put on the model's own. Hooks of their own add each to ``main_grad`` when the
-wrapper's would have, as part of the graph. So autograd runs as in ``backward()``, which
-recomputation asks for, and outside of graphs it has nothing to do with parameters: a replay costs
-the host the same for any number of layers.
-
 [Note: Captured between iterations]
 What is captured is also run once, for all that happens on first use (workspaces, autotuning). That
 adds to gradients, so it is done right before an iteration sets them to zero. Whatever else the
@@ -34,12 +26,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Optional, Protocol
+from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 
 from megatron.slipstream.chunk_graphs.backend import Graph, GraphBackend
 from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
+from megatron.slipstream.chunk_graphs.places import Place
+from megatron.slipstream.chunk_graphs.stand_ins import StandIns
 from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments, TensorFacts
 from megatron.slipstream.plan.render import format_bytes
 
@@ -77,6 +71,18 @@ def _no_state() -> Callable[[], None]:
     return _nothing
 
 
+class Constants(Protocol):
+    """Tensors that the chunk makes for itself and uses again, held as long as its graphs."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Have the chunk use those that are held, and hold what it makes anew."""
+
+
+class _NoConstants:
+    def in_place(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """A model chunk, as the engine sees it.
@@ -91,6 +97,7 @@ class Chunk:
         save_state: Called before the chunk is run for capture; what it returns is called after, to
             put back what runs of the chunk change beside gradients.
         offloading: Moves activations inside the graphs; None: they stay.
+        make_constants: Called once for each capture.
     """
 
     name: str
@@ -100,6 +107,7 @@ class Chunk:
     after_replay: Callable[[], None] = _nothing
     save_state: Callable[[], Callable[[], None]] = _no_state
     offloading: Optional[ChunkOffloading] = None
+    make_constants: Callable[[], Constants] = _NoConstants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +118,8 @@ class CaptureFigures:
     predicted_slot_bytes: int
     """Peak of device memory of one forward and backward pass, run before the capture."""
     slot_bytes: int
-    """Device memory that the graphs hold, divided by the number of slots."""
+    """Device memory that the graphs hold, divided by the number of slots: beyond that of graphs
+    that were captured in the same places before."""
     seconds: float
 
     def render(self) -> str:
@@ -124,32 +133,49 @@ class CaptureFigures:
 class _Slot:
     """One pair of graphs and the tensors through which they are fed and read."""
 
-    def __init__(self, hidden: torch.Tensor, arguments: StaticArguments) -> None:
-        self.hidden = hidden.detach().clone().requires_grad_()
-        self.tensors = tuple(tensor.detach().clone() for tensor in arguments.tensors)
+    def __init__(self, hidden: torch.Tensor, arguments: StaticArguments, place: Place) -> None:
+        self.place = place
+        self.hidden = place.static("hidden_states", hidden).tensor.requires_grad_()
+        self._statics = [
+            place.static(name, tensor)
+            for name, tensor in zip(arguments.names, arguments.tensors, strict=True)
+        ]
+        self.tensors = tuple(static.tensor for static in self._statics)
         self.output: torch.Tensor
         self.grad_output: torch.Tensor
         self.grad_hidden: torch.Tensor
         self.forward: Graph
         self.backward: Graph
-        self.pool: Any = None
-        """Of its graphs."""
         self.around: Around = _NothingAround()
-        self.is_free = True
+        self.feed(hidden, arguments.tensors)
+
+    @property
+    def is_free(self) -> bool:
         """Whether no micro-batch has its activations in it."""
-        self._copied: list[tuple[Optional[torch.Tensor], int]] = [(None, 0)] * len(self.tensors)
-        """What each static tensor was copied from, and that one's version."""
+        return self.place.is_free
+
+    @property
+    def pool(self) -> Any:
+        """Device memory of its graphs."""
+        return self.place.pool
 
     def feed(self, hidden: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a call's tensors to where the graphs read them."""
         with torch.no_grad():
             self.hidden.copy_(hidden)
-            for index, (static, tensor) in enumerate(zip(self.tensors, tensors, strict=True)):
-                # Tables of rotary embeddings come again and again.
-                source, version = self._copied[index]
-                if source is not tensor or version != tensor._version:
-                    static.copy_(tensor)
-                    self._copied[index] = (tensor, tensor._version)
+            for static, tensor in zip(self._statics, tensors, strict=True):
+                static.copy(tensor)
+
+
+class _Prepared(NamedTuple):
+    """What is about to be captured."""
+
+    slots: list[_Slot]
+    parameters: StandIns
+    sample: torch.Tensor
+    predicted_bytes: int
+    """Device memory that one pass took."""
+    seconds: float
 
 
 class _Lease:
@@ -157,7 +183,7 @@ class _Lease:
 
     def __init__(self, slot: _Slot) -> None:
         self._slot: Optional[_Slot] = slot
-        slot.is_free = False
+        slot.place.is_free = False
 
     @property
     def slot(self) -> _Slot:
@@ -176,7 +202,7 @@ class _Lease:
     def end(self) -> None:
         """Give the slot back."""
         if self._slot is not None:
-            self._slot.is_free = True
+            self._slot.place.is_free = True
             self._slot = None
 
     # Autograd drops it with the loss, if backward never comes.
@@ -211,6 +237,9 @@ class ChunkGraphs:
         """Hidden states and the rest of a micro-batch that ran eagerly; None before it did."""
         self._slots: list[_Slot] = []
         self._addresses: tuple[int, ...] = ()
+        self._constants: Optional[Constants] = None
+        """Held for the graphs."""
+        self._prepared: Optional[_Prepared] = None
         self._anchor = torch.zeros((), requires_grad=True)
         """Input of every replay: backward comes, even if nothing before the chunk is trained."""
         self._has_warned = False
@@ -234,8 +263,10 @@ class ChunkGraphs:
         if self._slots:
             self._check_addresses()
         elif self._sample is not None and self._arguments is not None:
-            self._capture(self._sample, self._arguments)
-            self._sample = None
+            places = [Place(self._backend.new_pool()) for _ in range(self.num_slots)]
+            with self._backend.session():
+                self.prepare(self._sample, self._arguments, places)
+                self.record()
 
     def delete(self) -> None:
         """Delete the graphs. The next iterations run eagerly, then the chunk is captured again.
@@ -261,7 +292,7 @@ class ChunkGraphs:
                 slot.around.close()
         self._slots = []
         self._num_iterations = 0
-        self._sample = self._arguments = None
+        self._sample = self._arguments = self._constants = self._prepared = None
 
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """One micro-batch's forward pass.
@@ -301,43 +332,67 @@ class ChunkGraphs:
         """Keep copies of the arguments of one micro-batch of the last eager iteration."""
         if self._num_iterations < self._num_warmup_iterations or self._sample is not None:
             return
-        call = StaticArguments.take_apart(arguments)
-        for name, tensor in zip(call.names, call.tensors, strict=True):
-            if tensor.requires_grad:
-                raise ValueError(
-                    f"{name} of {self.chunk.name} gets a gradient, which CUDA graphs of chunks "
-                    "give to hidden states only; train without them"
-                )
-        self._sample = hidden.detach().clone()
-        copies = tuple(tensor.detach().clone() for tensor in call.tensors)
-        self._arguments = dataclasses.replace(call, tensors=copies)
+        self._sample, self._arguments = copy_of_call(self.chunk.name, hidden, arguments)
 
     # Capture.
 
-    def _capture(self, sample: torch.Tensor, arguments: StaticArguments) -> None:
-        """Make the graphs of all slots."""
+    def prepare(
+        self, sample: torch.Tensor, arguments: StaticArguments, places: Sequence[Place]
+    ) -> None:
+        """Run what is to be captured, and see whether there is room; in a session of the backend.
+
+        Args:
+            sample: Hidden states.
+            arguments: The rest of a call, of the shapes that all calls have.
+            places: One for each slot. Other graphs may lie in them.
+
+        Raises:
+            ValueError: As :meth:`begin_iteration`.
+        """
         started = time.perf_counter()
-        parameters = _StandIns(self.chunk)
-        slots = [_Slot(sample, arguments) for _ in range(self.num_slots)]
+        self._constants = self.chunk.make_constants()
+        parameters = StandIns(self.chunk.name, self.chunk.module)
+        self._arguments = arguments
         put_back = self.chunk.save_state()
-        with self._backend.session():
-            try:
-                with self._warmed_up(slots[0], parameters) as run:
-                    cost = self._backend.measure(run)
-                self._check_room(cost.peak_bytes)
-                held_bytes = self._backend.held_bytes()
-                for slot in slots:
-                    self._record(slot, parameters)
-                held_bytes = self._backend.held_bytes() - held_bytes
-            finally:
-                put_back()
+        try:
+            slots = [_Slot(sample, arguments, place) for place in places]
+            with self._warmed_up(slots[0], parameters) as run:
+                cost = self._backend.measure(run)
+            self._check_room(cost.peak_bytes)
+        finally:
+            put_back()
+        seconds = time.perf_counter() - started
+        self._prepared = _Prepared(slots, parameters, sample, cost.peak_bytes, seconds)
+
+    def record(self) -> None:
+        """Capture all slots as prepared, in the same session."""
+        assert self._prepared is not None
+        assert self._arguments is not None
+        slots, parameters, sample, predicted_bytes, seconds = self._prepared
+        self._prepared = None
+        started = time.perf_counter()
+        held_bytes = self._backend.held_bytes()
+        put_back = self.chunk.save_state()
+        try:
+            for slot in slots:
+                slot.feed(sample, self._arguments.tensors)  # Others may share it by now.
+                self._record(slot, parameters)
+        except BaseException:
+            for slot in slots:
+                slot.around.close()
+            slots.clear()  # The traceback keeps the list.
+            raise
+        finally:
+            put_back()
+        held_bytes = self._backend.held_bytes() - held_bytes
         self._slots = slots
+        self._sample = None
         self._addresses = self._current_addresses()
         self.figures = CaptureFigures(
             num_slots=self.num_slots,
-            predicted_slot_bytes=cost.peak_bytes,
+            predicted_slot_bytes=predicted_bytes,
             slot_bytes=held_bytes // self.num_slots,
-            seconds=time.perf_counter() - started,
+            seconds=seconds + time.perf_counter() - started,
         )
         logger.info("CUDA graphs of %s: %s", self.chunk.name, self.figures.render())
         offloading = self.chunk.offloading
@@ -360,14 +415,21 @@ class ChunkGraphs:
             )
         return output
 
-    def _run_once(self, slot: _Slot, parameters: _StandIns) -> None:
-        with parameters.in_place():
+    @contextlib.contextmanager
+    def _replaced(self, parameters: StandIns) -> Iterator[None]:
+        """Have the chunk use the stand-ins, and the constants that are held."""
+        assert self._constants is not None
+        with parameters.in_place(), self._constants.in_place():
+            yield
+
+    def _run_once(self, slot: _Slot, parameters: StandIns) -> None:
+        with self._replaced(parameters):
             output = self._run(slot)
             output.backward(torch.ones_like(output))
         slot.hidden.grad = None
 
     def _warmed_up(
-        self, slot: _Slot, parameters: _StandIns
+        self, slot: _Slot, parameters: StandIns
     ) -> AbstractContextManager[Callable[[], None]]:
         """What a slot's graphs will do, when all has happened that happens on first use."""
         run = partial(self._run_once, slot, parameters)
@@ -376,28 +438,27 @@ class ChunkGraphs:
         run()
         return contextlib.nullcontext(run)
 
-    def _record(self, slot: _Slot, parameters: _StandIns) -> None:
+    def _record(self, slot: _Slot, parameters: StandIns) -> None:
         """Capture a slot's graphs: backward's frees activations as it goes, into the same pool."""
-        slot.pool = self._backend.new_pool()
         if self.chunk.offloading is not None:
-            slot.around = self.chunk.offloading.make_slot()
+            slot.around = self.chunk.offloading.make_slot(slot.place)
         live: list[torch.Tensor] = []
 
         def forward() -> Sequence[torch.Tensor]:
-            with parameters.in_place(), slot.around.forward():
+            with self._replaced(parameters), slot.around.forward():
                 live[:] = [self._run(slot)]
             return [live[0].detach()]
 
         def backward() -> Sequence[torch.Tensor]:
             # Layers are run again where their activations are recomputed.
-            with parameters.in_place(), slot.around.backward():
+            with self._replaced(parameters), slot.around.backward():
                 live.pop().backward(slot.grad_output)
             grad, slot.hidden.grad = slot.hidden.grad, None
             assert grad is not None
             return [grad]
 
         slot.forward, (slot.output,) = self._backend.record(forward, slot.pool)
-        slot.grad_output = torch.empty_like(slot.output)
+        slot.grad_output = slot.place.static("gradient of the output", slot.output).tensor
         slot.backward, (slot.grad_hidden,) = self._backend.record(backward, slot.pool)
 
     def _check_room(self, slot_bytes: int) -> None:
@@ -454,6 +515,30 @@ class ChunkGraphs:
             )
 
 
+def copy_of_call(
+    name: str, hidden: torch.Tensor, arguments: Mapping[str, Any]
+) -> tuple[torch.Tensor, StaticArguments]:
+    """Copies of what a chunk is called with: hidden states and the rest.
+
+    Args:
+        name: The chunk's, for messages.
+        hidden: See :meth:`ChunkGraphs.__call__`.
+        arguments: See there.
+
+    Raises:
+        ValueError: One of the arguments gets a gradient.
+    """
+    call = StaticArguments.take_apart(arguments)
+    for what, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.requires_grad:
+            raise ValueError(
+                f"{what} of {name} gets a gradient, which CUDA graphs of chunks give to hidden "
+                "states only; train without them"
+            )
+    copies = tuple(tensor.detach().clone() for tensor in call.tensors)
+    return hidden.detach().clone(), dataclasses.replace(call, tensors=copies)
+
+
 class _Replay(torch.autograd.Function):
     """Replays a slot's graphs, forward and backward."""
 
@@ -481,52 +566,3 @@ class _Replay(torch.autograd.Function):
         ctx.lease.end()
         ctx.after_replay()
         return grad, None, None, None
-
-
-class _StandIns:
-    """See [Note: Parameters stand in].
-
-    Raises:
-        ValueError: A parameter has no ``main_grad``.
-    """
-
-    def __init__(self, chunk: Chunk) -> None:
-        self._own = [
-            (part._parameters, name, parameter)
-            for part in chunk.module.modules()
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
-        """Where each parameter is; one that is shared is at several places."""
-        self._others: dict[torch.nn.Parameter, Any] = {}
-        for name, parameter in chunk.module.named_parameters():
-            if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
-                raise ValueError(
-                    f"{name} of {chunk.name} has no main_grad, which CUDA graphs of chunks add "
-                    "gradients to; wrap the model in megatron-core's DistributedDataParallel"
-                )
-            other: Any = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
-            other.__dict__.update(parameter.__dict__)
-            other.grad_added_to_main_grad = False
-            if other.requires_grad:
-                other.register_post_accumulate_grad_hook(_add_to_main_grad)
-            self._others[parameter] = other
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Have the module use the stand-ins."""
-        try:
-            for place, name, parameter in self._own:
-                place[name] = self._others[parameter]
-            yield
-        finally:
-            for place, name, parameter in self._own:
-                place[name] = parameter
-
-
-@torch.no_grad()
-def _add_to_main_grad(parameter: Any) -> None:
-    # Layers that add by themselves hand out a gradient that is none.
-    if not parameter.grad_added_to_main_grad:
-        parameter.main_grad.add_(parameter.grad)
-    parameter.grad = None

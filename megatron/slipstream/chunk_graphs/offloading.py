@@ -8,8 +8,8 @@ records, plans and times them as it would any. Then each slot is captured with a
 follows the last plan: copies go to side streams inside the graph and are joined to its end (edge
 E9).
 
-Every slot has an engine, and with it host memory, of its own: what a graph copies to and from is
-baked in, and the slots of micro-batches in flight hold theirs at the same time.
+Every slot has an engine of its own, and every place has host memory of its own: what a graph copies
+to and from is baked in, and the places of micro-batches in flight hold theirs at the same time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Optional
 
+from megatron.slipstream.chunk_graphs.places import Place
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import SLACK
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
@@ -53,7 +54,7 @@ class ChunkOffloading:
         self.moved_bytes = 0
         """What one replay of a slot's forward graph copies out."""
         self.host_bytes = 0
-        """Host memory of all slots."""
+        """Host memory of all slots, beyond what others in the same places had taken before."""
 
     @contextlib.contextmanager
     def planning(self, run: Callable[[], None]) -> Iterator[Callable[[], None]]:
@@ -82,16 +83,17 @@ class ChunkOffloading:
         finally:
             engine.close()
 
-    def make_slot(self) -> SlotOffloading:
-        """What is entered while one slot is captured, as planned."""
+    def make_slot(self, place: Place) -> SlotOffloading:
+        """What is entered while one slot is captured, as planned.
+
+        Args:
+            place: Of the slot, which has the host memory.
+        """
         plan = self._plan
         engine = self._make_engine()
         slot = SlotOffloading(engine, plan, self._begin_pass, self._marks_go_to)
         if plan is not None:
-            engine.store.host_pool.close()
-            engine.store.host_pool = HostPool(engine.store.backend, 0)
-            engine.store.host_pool.reserve(_needed_host_bytes(plan))
-            self.host_bytes += engine.store.host_pool.allocated_bytes
+            self.host_bytes += slot.use(place)
             self.moved_bytes = sum(storage.nbytes for storage in plan.storages)
         return slot
 
@@ -110,6 +112,20 @@ class SlotOffloading:
         self._plan = plan
         self._begin_pass = begin_pass
         self._marks_go_to = marks_go_to
+        self._place: Optional[Place] = None
+
+    def use(self, place: Place) -> int:
+        """Have copies go to the host memory of a place, enough for the plan.
+
+        Returns:
+            What had to be added to it.
+        """
+        assert self._plan is not None
+        self._place = place
+        store = self._engine.store
+        store.host_pool.close()
+        store.host_pool = place.share_host_pool(store.backend)
+        return _hold(store.host_pool, self._plan)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -143,18 +159,32 @@ class SlotOffloading:
             self._engine.forget_pass()
 
     def close(self) -> None:
-        """Return the host memory, when no replay uses it any more."""
-        backend = self._engine.store.backend
-        backend.wait_on_host(backend.current_stream())
+        """Return the host memory, when no replay uses it any more and no other slot is there."""
+        store = self._engine.store
+        store.backend.wait_on_host(store.backend.current_stream())
+        if self._place is not None:
+            store.host_pool = HostPool(store.backend, 0)
         self._engine.close()
+        if self._place is not None:
+            self._place.leave_host_pool()
+            self._place = None
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the graphs use."""
+        """Host memory of the place."""
         return self._engine.store.host_pool.allocated_bytes
 
 
-def _needed_host_bytes(plan: Plan) -> int:
-    """Host memory of a pass: all that moves is away at once, at the end of its forward."""
-    needed = sum(size_class_bytes(storage.nbytes) for storage in plan.storages)
-    return needed + int(SLACK * needed)
+def _hold(pool: HostPool, plan: Plan) -> int:
+    """Have enough host memory for a pass: all that moves is away at once when its forward ends.
+
+    Returns:
+        What had to be added.
+    """
+    before = pool.allocated_bytes
+    sizes = [size_class_bytes(storage.nbytes) for storage in plan.storages]
+    needed = sum(sizes) + int(SLACK * sum(sizes))
+    if needed > before:
+        # A buffer lies in one slab: the end of the first may be too short for the largest.
+        pool.reserve(needed - before + (max(sizes) if before else 0))
+    return pool.allocated_bytes - before

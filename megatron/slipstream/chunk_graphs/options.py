@@ -19,8 +19,9 @@ class ChunkGraphOptions:
     """What one CUDA graph holds with --cuda-graph-impl local. 'layer': megatron-core's own graphs,
     as before. 'chunk': the forward or the backward of all layers that a pipeline stage (or virtual
     stage) has in a row, replayed by Slipstream for any number of micro-batches. Micro-batches need
-    one shape: fixed sequences, or packed ones (--sequence-packing). The first
-    --cuda-graph-warmup-steps iterations run without."""
+    one shape: fixed sequences, or packed ones (--sequence-packing). With --dynamic-context-parallel
+    there is one of each for every context-parallel size. The first --cuda-graph-warmup-steps
+    iterations run without."""
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -41,6 +41,7 @@ class DynamicContextParallelOptions:
 
 _DEFAULTS: dict[str, Any] = {
     "context_parallel_size": 1,
+    "cuda_graph_granularity": "layer",
     "cuda_graph_impl": "none",
     "min_dynamic_context_parallel_size": 1,
 }
@@ -127,17 +128,10 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
     Rule(
         "cuda_graph_impl",
         _is_on,
-        _is_one_of("cuda_graph_impl", ("none",)),
+        lambda f: f.cuda_graph_impl == "none" or f.cuda_graph_granularity == "chunk",
         "cuda_graph_impl={cuda_graph_impl} is not supported with dynamic_context_parallel because "
-        "a graph is captured with one size; set none",
-    ),
-    Rule(
-        "cuda_graph_granularity",
-        _is_on,
-        _is_one_of("cuda_graph_granularity", (None, "layer")),
-        "cuda_graph_granularity={cuda_graph_granularity} is not supported with "
-        "dynamic_context_parallel because a graph is captured with one size; set layer, and "
-        "cuda_graph_impl=none",
+        "graphs of layers are captured with one size; set cuda_graph_impl=local with "
+        "cuda_graph_granularity=chunk, which captures one of each, or cuda_graph_impl=none",
     ),
     _is_off(
         "use_megatron_fsdp",

@@ -107,6 +107,10 @@ class Signal(NamedTuple):
     """Number of the graph that it was captured in; 0 is none."""
 
 
+_graph_numbers = itertools.count(1)
+"""Of all engines of the process: graphs of several may have host memory in common."""
+
+
 class Stall(NamedTuple):
     """A wait on the compute stream with the time before and after it."""
 
@@ -127,7 +131,6 @@ class CopyStreams:
         """By waiter and signalling stream: [Note: A wait covers what came before]."""
         self._graph = 0
         """Number of the graph that is being captured; 0 is none."""
-        self._num_graphs = 0
         self._to_join: dict[Hashable, Signal] = {}
         """By copy stream, the signal after the last copies of the graph that is being captured."""
 
@@ -302,8 +305,7 @@ class CopyStreams:
 
     def begin_graph(self) -> None:
         """What follows is captured in a graph of its own, from the current stream."""
-        self._num_graphs += 1
-        self._graph = self._num_graphs
+        self._graph = next(_graph_numbers)
         self._backend.begin_graph()
         self.forget_waits()
 

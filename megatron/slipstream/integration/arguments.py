@@ -263,6 +263,9 @@ def _model_facts(args: Any) -> SimpleNamespace:
     facts = SimpleNamespace(**{**compat.defaults_of_later_options(), **vars(args)})
     facts.num_moe_experts = args.num_experts
     facts.cpu_offloading = args.cpu_offloading_num_layers > 0
+    if getattr(args, "cuda_graph_granularity", None) == "chunk":
+        # Graphs of megatron-core, which these options are about, are off then.
+        facts.cuda_graph_impl = "none"
     return facts
 
 

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from megatron.core import parallel_state
@@ -29,14 +29,22 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.slipstream.chunk_graphs.backend import CudaGraphs, GraphBackend, ImitatedGraphs
+from megatron.slipstream.chunk_graphs.bank import GraphBank
 from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
 from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
 from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
+from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
+from megatron.slipstream.integration.graph_sizes import DynamicSizes
+from megatron.slipstream.integration.rotary_tables import RotaryTables
 from megatron.slipstream.integration.schedules import chunk_slots
 
 logger = logging.getLogger(__name__)
+
+Replayed = Union[ChunkGraphs, GraphBank]
+"""The graphs of a model chunk: of one size, or of each."""
 
 
 def prepare_arguments(args: Any) -> None:
@@ -59,16 +67,19 @@ def prepare_arguments(args: Any) -> None:
         args.te_rng_tracker = True
 
 
-def change_model_config(model_config: Any, num_warmup_iterations: int) -> None:
+def change_model_config(
+    model_config: Any, num_warmup_iterations: int, limits: Optional[RankLimits] = None
+) -> None:
     """Have the chunks of a model that ``megatron.training`` builds replayed.
 
     Args:
         model_config: ``megatron.training``'s. Changed in place.
         num_warmup_iterations: See :class:`ChunkGraphs`.
+        limits: See :func:`replay_chunks`.
     """
 
     def replay(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        replay_chunks(chunks, num_warmup_iterations)
+        replay_chunks(chunks, num_warmup_iterations, limits=limits)
         return chunks
 
     model_config.post_wrap_hooks.append(replay)
@@ -78,7 +89,8 @@ def replay_chunks(
     chunks: Sequence[torch.nn.Module],
     num_warmup_iterations: int,
     backend: Optional[GraphBackend] = None,
-) -> list[ChunkGraphs]:
+    limits: Optional[RankLimits] = None,
+) -> Sequence[Replayed]:
     """Replay the model chunks of this rank from some iteration on.
 
     Args:
@@ -86,10 +98,12 @@ def replay_chunks(
             megatron-core's ``DistributedDataParallel``.
         num_warmup_iterations: Iterations that run eagerly first.
         backend: Makes the graphs; None: CUDA graphs, or imitated ones without a GPU.
+        limits: With dynamic context parallelism, the ranks that share micro-batches: a bank of
+            graphs for each size is made, which needs the process groups, a collective of all ranks.
+            None: micro-batches have one size.
 
     Returns:
-        The graphs of each chunk; :meth:`ChunkGraphs.delete` and :attr:`ChunkGraphs.figures` are for
-        callers.
+        The graphs of each chunk; ``delete`` and ``figures`` are for callers.
 
     Raises:
         ValueError: A chunk is not of the kind that can be replayed.
@@ -102,10 +116,20 @@ def replay_chunks(
     check_chunk_graphs(SimpleNamespace(**facts), torch.cuda.is_available())
     if backend is None:
         backend = _cuda_graphs() if torch.cuda.is_available() else ImitatedGraphs()
-    return [
-        _replay(chunk, index, num_slots, num_warmup_iterations, backend)
-        for index, (chunk, num_slots) in enumerate(zip(chunks, chunk_slots(config), strict=True))
-    ]
+    replayed: list[Replayed] = []
+    for index, (wrapper, num_slots) in enumerate(zip(chunks, chunk_slots(config), strict=True)):
+        make = partial(_chunk, wrapper, get_attr_wrapped_model(wrapper, "decoder").forward)
+        name = f"model chunk {index}"
+        if limits is None:
+            graphs: Replayed = ChunkGraphs(make(name), num_slots, num_warmup_iterations, backend)
+        else:
+            of_size = {size: make(f"{name}, context-parallel size {size}") for size in limits.sizes}
+            model = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)
+            sizes = DynamicSizes(model, limits, context_parallel_groups(limits))
+            graphs = GraphBank(of_size, num_slots, num_warmup_iterations, backend, sizes)
+        _replace_methods(wrapper, graphs)
+        replayed.append(graphs)
+    return replayed
 
 
 def _check(chunk: torch.nn.Module) -> None:
@@ -129,22 +153,24 @@ def _check(chunk: torch.nn.Module) -> None:
         )
 
 
-def _replay(
-    wrapper: Any, index: int, num_slots: int, num_warmup_iterations: int, backend: GraphBackend
-) -> ChunkGraphs:
+def _chunk(wrapper: Any, forward: Callable[..., torch.Tensor], name: str) -> Chunk:
     block = get_attr_wrapped_model(wrapper, "decoder")
-    run = partial(_run, block, block.forward)
     parallel = _DataParallel(wrapper, block)
-    chunk = Chunk(
-        name=f"model chunk {index}",
+    return Chunk(
+        name=name,
         module=block,
-        run=run,
+        run=partial(_run, block, forward),
         before_replay=parallel.wait_for_parameters,
         after_replay=parallel.start_reducing,
         save_state=partial(_save_state, block),
         offloading=_offloading(block.config),
+        make_constants=partial(RotaryTables, block),
     )
-    graphs = ChunkGraphs(chunk, num_slots, num_warmup_iterations, backend)
+
+
+def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
+    block = get_attr_wrapped_model(wrapper, "decoder")
+    parallel = _DataParallel(wrapper, block)
 
     def forward(hidden_states: Optional[torch.Tensor], **arguments: Any) -> torch.Tensor:
         # On later stages the schedule has put what arrived into the block.
@@ -161,7 +187,6 @@ def _replay(
 
     block.forward = forward
     wrapper.zero_grad_buffer = begin_iteration
-    return graphs
 
 
 def _run(

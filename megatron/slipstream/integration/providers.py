@@ -20,6 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron.slipstream.context_parallel.options import rank_limits
 from megatron.slipstream.integration import (
     compat,
     dynamic_batches,
@@ -51,7 +52,8 @@ def model_config(args: Any) -> Any:
     if args.cuda_graph_granularity == "chunk":
         from megatron.slipstream.integration.chunk_graphs import change_model_config
 
-        change_model_config(config, args.cuda_graph_warmup_steps)
+        limits = rank_limits(args) if args.dynamic_context_parallel else None
+        change_model_config(config, args.cuda_graph_warmup_steps, limits)
     return config
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.slipstream.chunk_graphs.options import CHUNK_GRAPH_RULES, check_chunk_graphs
+from megatron.slipstream.config import check_model_options
 
 CHUNK = {"cuda_graph_granularity": "chunk", "cuda_graph_impl": "local"}
 EXPERTS = {
@@ -124,3 +125,29 @@ def test_every_rule_can_be_broken() -> None:
 
 def test_without_a_gpu_rotary_embeddings_need_not_be_fused() -> None:
     check(False, **CHUNK, sequence_packing="greedy", apply_rope_fusion=False)
+
+
+@pytest.mark.parametrize("granularity, is_refused", [("chunk", False), ("layer", True)])
+def test_rules_of_graphs_of_layers_do_not_keep_activations_from_moving_in_chunks(
+    granularity: str, is_refused: bool
+) -> None:
+    from megatron.slipstream.integration.arguments import _model_facts
+
+    args = SimpleNamespace(
+        cuda_graph_impl="local",
+        cuda_graph_granularity=granularity,
+        cuda_graph_modules=[],
+        num_experts=None,
+        cpu_offloading_num_layers=0,
+        fine_grained_activation_offloading=True,
+        offload_modules=["core_attn"],
+        activation_offload_fraction=1.0,
+        min_offloaded_tensor_size=1,
+        delta_offload_bytes_across_pp_ranks=0,
+    )
+    refused = False
+    try:
+        check_model_options(_model_facts(args))
+    except ValueError as error:
+        refused = "cuda_graph_impl='local'" in str(error)
+    assert refused == is_refused

@@ -48,7 +48,7 @@ REFUSED: list[dict[str, Any]] = [
     {"mtp_num_layers": 1},
     {"hybrid_layer_pattern": "*-/*-"},
     {"cuda_graph_impl": "transformer_engine"},
-    {"cuda_graph_granularity": "chunk"},
+    {"cuda_graph_impl": "local", "cuda_graph_granularity": "layer"},
     {"use_megatron_fsdp": True},
     {"fp8_dot_product_attention": True},
     {"fp8_multi_head_attention": True},
@@ -64,6 +64,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"cp_comm_type": ["p2p"], "hybrid_layer_pattern": "*-*E"},
     {"cp_comm_type": "p2p", "dynamic_context_parallel_verify": True},
     {"cuda_graph_granularity": "layer"},
+    {"cuda_graph_impl": "local", "cuda_graph_granularity": "chunk"},
+    {"cuda_graph_impl": "none", "cuda_graph_granularity": "chunk"},  # once they are prepared
     {"min_dynamic_context_parallel_size": 2, "max_dynamic_context_parallel_size": 2},
     {"position_embedding_type": "learned_absolute", "max_position_embeddings": 1024},
     {"data_parallel_size": None, "max_dynamic_context_parallel_size": 16},

@@ -1,0 +1,198 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Graphs of one model chunk for each context-parallel size, of which every micro-batch takes one.
+
+A graph has the size that it was captured with baked in: the communicator, the steps of the
+exchange, the positions of rotary embeddings, how offsets of sequences are divided. So a bank has
+:class:`ChunkGraphs` for each size that a micro-batch may have, and looks at the micro-batch.
+
+[Note: Sizes take turns in a place]
+Whatever sizes are in flight, there are never more micro-batches than slots. So sizes do not have
+slots of their own: each has its graphs in every place, and the micro-batch that takes a place keeps
+the graphs of all other sizes there idle. They share device memory, host memory and static inputs;
+what another size adds is little more than the graphs themselves.
+
+[Note: All ranks capture together]
+A pass is run before it is captured, and ranks of a group wait for one another in it. So all sizes
+are captured between the same two iterations, on every rank, from the largest to the smallest: first
+passes of every size are run, while no graph takes memory yet, then every size is captured. After
+each of these steps the ranks tell one another whether it went well. If it did not, all of them give
+up what they have, with an error.
+
+Not every rank has had a micro-batch of each size before. What size changes is known, though; so the
+arguments of one call are turned into those of all sizes (:meth:`Sizes.arguments_of`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Optional, Protocol
+
+import torch
+
+from megatron.slipstream.chunk_graphs.backend import GraphBackend
+from megatron.slipstream.chunk_graphs.engine import (
+    CaptureFigures,
+    Chunk,
+    ChunkGraphs,
+    copy_of_call,
+)
+from megatron.slipstream.chunk_graphs.places import Place
+from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments
+
+logger = logging.getLogger(__name__)
+
+
+class Sizes(Protocol):
+    """What a bank asks about context-parallel sizes."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """All that a micro-batch may have."""
+
+    def size_of(self, arguments: Mapping[str, Any]) -> int:
+        """That of a call.
+
+        Raises:
+            ValueError: Graphs of no size can run it.
+        """
+
+    def arguments_of(self, arguments: Mapping[str, Any], size: int) -> Mapping[str, Any]:
+        """A call's arguments as those of a call of another size."""
+
+    def agree(self, size: int, error: Optional[Exception]) -> None:
+        """Wait until every rank has come here.
+
+        Args:
+            size: What has been run or captured.
+            error: Why it could not be; None if it was.
+
+        Raises:
+            Exception: ``error``, if there is one.
+            RuntimeError: Another rank has one.
+        """
+
+
+class GraphBank:
+    """Runs one model chunk: eagerly at first, then by the graphs of each micro-batch's size.
+
+    Args:
+        chunks: The chunk, for each size. They differ in name and offloading.
+        num_slots: The most micro-batches, of whatever sizes, that its schedule has in flight.
+        num_warmup_iterations: See :class:`ChunkGraphs`.
+        backend: Makes the graphs.
+        sizes: Of micro-batches.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, Chunk],
+        num_slots: int,
+        num_warmup_iterations: int,
+        backend: GraphBackend,
+        sizes: Sizes,
+    ) -> None:
+        self.num_slots = num_slots
+        self._num_warmup_iterations = max(1, num_warmup_iterations)
+        self._backend = backend
+        self._sizes = sizes
+        self._graphs = {
+            size: ChunkGraphs(chunks[size], num_slots, num_warmup_iterations, backend)
+            for size in sorted(sizes.sizes, reverse=True)
+        }
+        self._largest = next(iter(self._graphs.values()))
+        self._num_iterations = 0
+        self._call: Optional[tuple[torch.Tensor, StaticArguments]] = None
+        """What one micro-batch was run with; None before it was."""
+
+    @property
+    def of_size(self) -> Mapping[int, ChunkGraphs]:
+        """The graphs of each size, from the largest."""
+        return self._graphs
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there are graphs: of all sizes or of none."""
+        return self._largest.is_captured
+
+    @property
+    def num_replays(self) -> int:
+        """Forward passes that were replayed."""
+        return sum(graphs.num_replays for graphs in self._graphs.values())
+
+    @property
+    def figures(self) -> Mapping[int, CaptureFigures]:
+        """Of the last capture of each size, from the largest, which the others share memory with.
+
+        Empty before one.
+        """
+        return {size: g.figures for size, g in self._graphs.items() if g.figures is not None}
+
+    def begin_iteration(self) -> None:
+        """As :meth:`ChunkGraphs.begin_iteration`, a collective of all ranks when it captures.
+
+        Raises:
+            ValueError: See there. No size has graphs then.
+            RuntimeError: See there, and if another rank could not capture.
+        """
+        self._num_iterations += 1
+        if self.is_captured:
+            self._largest.begin_iteration()
+        elif self._call is not None:
+            self._capture(*self._call)
+            self._call = None
+
+    def delete(self) -> None:
+        """As :meth:`ChunkGraphs.delete`, the graphs of all sizes; on every rank."""
+        for graphs in self._graphs.values():
+            graphs.delete()
+        self._num_iterations = 0
+        self._call = None
+
+    def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        """As :meth:`ChunkGraphs.__call__`, with the graphs of the call's size."""
+        chunk = self._largest.chunk
+        if not (chunk.module.training and torch.is_grad_enabled()):
+            return chunk.run(hidden, **arguments)
+        size = self._sizes.size_of(arguments)
+        if self.is_captured:
+            return self._graphs[size](hidden, arguments)
+        if self._num_iterations >= self._num_warmup_iterations and self._call is None:
+            self._call = copy_of_call(chunk.name, hidden, arguments)
+        return chunk.run(hidden, **arguments)
+
+    def _capture(self, sample: torch.Tensor, call: StaticArguments) -> None:
+        """See [Note: All ranks capture together]."""
+        places = [Place(self._backend.new_pool()) for _ in range(self.num_slots)]
+        arguments = call.put_together(call.tensors)
+        try:
+            with self._backend.session():
+                for size in self._graphs:
+                    prepare = partial(self._prepare, size, sample, arguments, places)
+                    self._together(size, prepare)
+                for size, graphs in self._graphs.items():
+                    self._together(size, graphs.record)
+        except BaseException:
+            for graphs in self._graphs.values():
+                graphs.delete()
+            raise
+
+    def _prepare(
+        self,
+        size: int,
+        sample: torch.Tensor,
+        arguments: Mapping[str, Any],
+        places: Sequence[Place],
+    ) -> None:
+        resized = StaticArguments.take_apart(self._sizes.arguments_of(arguments, size))
+        self._graphs[size].prepare(sample, resized, places)
+
+    def _together(self, size: int, step: Callable[[], None]) -> None:
+        error: Optional[Exception] = None
+        try:
+            step()
+        except Exception as raised:
+            error = raised
+        self._sizes.agree(size, error)

@@ -1,0 +1,77 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Where graphs take turns: the memory of one slot, for graphs of which one at a time is in use.
+
+A bank has a slot for each context-parallel size in every place. A micro-batch takes the place, and
+with it the slot of its size, so the graphs of the other sizes are idle until its backward has been
+launched: they may lie in the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+from megatron.slipstream.chunk_graphs.static_arguments import TensorFacts
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
+
+
+class Static:
+    """A tensor that graphs read, and what is in it."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.tensor = like.detach().clone()
+        self._source: Optional[torch.Tensor] = None
+        self._version = 0
+
+    def copy(self, source: torch.Tensor) -> None:
+        """Copy a call's tensor to it, unless that is what is in it."""
+        # Tables of rotary embeddings come again and again.
+        if self._source is not source or self._version != source._version:
+            self.tensor.copy_(source)
+            self._source, self._version = source, source._version
+
+
+class Place:
+    """Memory for one micro-batch in flight.
+
+    Args:
+        pool: Device memory of the graphs.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.is_free = True
+        """Whether no micro-batch has its activations in it."""
+        self.host_pool: Optional[HostPool] = None
+        """Host memory that graphs in this place move activations to; None as long as none does."""
+        self._num_host_users = 0
+        self._statics: dict[tuple[str, TensorFacts], Static] = {}
+
+    def share_host_pool(self, backend: Backend) -> HostPool:
+        """The host memory of the place, for one slot more."""
+        if self.host_pool is None:
+            self.host_pool = HostPool(backend, 0)
+        self._num_host_users += 1
+        return self.host_pool
+
+    def leave_host_pool(self) -> None:
+        """A slot's copies are over for good. The last one returns the host memory."""
+        self._num_host_users -= 1
+        if self.host_pool is not None and not self._num_host_users:
+            self.host_pool.close()
+            self.host_pool = None
+
+    def static(self, name: str, like: torch.Tensor) -> Static:
+        """The input of that name: one for all graphs in which it looks the same.
+
+        Args:
+            name: Of the argument.
+            like: Has its shape, type and device, and what is in it at first.
+        """
+        key = (name, TensorFacts.of(like))
+        if key not in self._statics:
+            self._statics[key] = Static(like)
+        return self._statics[key]

@@ -1,0 +1,73 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Parameters that stand in for a chunk's own while it is captured.
+
+[Note: Parameters stand in]
+While a slot is captured, every parameter is replaced by another one on the same memory. Backward
+then accumulates gradients in these, on the stream of the capture and without the hooks that a data
+parallel wrapper put on the model's own. Hooks of their own add each to ``main_grad`` when the
+wrapper's would have, as part of the graph. So autograd runs as in ``backward()``, which
+recomputation asks for, and outside of graphs it has nothing to do with parameters: a replay costs
+the host the same for any number of layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class StandIns:
+    """What stands in for a model chunk's parameters.
+
+    Args:
+        name: The chunk's, for messages.
+        module: Holds the parameters.
+
+    Raises:
+        ValueError: A parameter has no ``main_grad``.
+    """
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        self._own = [
+            (part._parameters, own_name, parameter)
+            for part in module.modules()
+            for own_name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        """Where each parameter is; one that is shared is at several places."""
+        self._others: dict[torch.nn.Parameter, Any] = {}
+        for full_name, parameter in module.named_parameters():
+            if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
+                raise ValueError(
+                    f"{full_name} of {name} has no main_grad, which CUDA graphs of chunks add "
+                    "gradients to; wrap the model in megatron-core's DistributedDataParallel"
+                )
+            other: Any = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+            other.__dict__.update(parameter.__dict__)
+            other.grad_added_to_main_grad = False
+            if other.requires_grad:
+                other.register_post_accumulate_grad_hook(_add_to_main_grad)
+            self._others[parameter] = other
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the module use the stand-ins."""
+        try:
+            for place, name, parameter in self._own:
+                place[name] = self._others[parameter]
+            yield
+        finally:
+            for place, name, parameter in self._own:
+                place[name] = parameter
+
+
+@torch.no_grad()
+def _add_to_main_grad(parameter: Any) -> None:
+    # Layers that add by themselves hand out a gradient that is none.
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None

@@ -1,0 +1,93 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Rotary tables that are held for CUDA graphs.
+
+Multi-latent attention asks for its table in every forward pass, inside the graph. megatron-core
+computes it once and keeps it, but not for ever: in a cache of 32 tables for all layers of all
+models together, or (fused) in a buffer that a longer one replaces. A graph that was captured with
+such a table goes on to read its memory. And if the table was missing when a graph was captured, it
+would lie in that graph's memory, from where the next one would take it.
+
+So while a chunk is captured its tables come from here: made in the runs before the capture, and
+held as long as the graphs. Layers with equal tables get one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+_METHODS = ("forward", "get_cached_cos_sin")
+"""What layers ask for a table; the second is that of fused multi-latent attention."""
+
+
+class RotaryTables:
+    """The tables that the layers of a chunk use.
+
+    Args:
+        module: The chunk.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._owners: list[Any] = [m for m in module.modules() if isinstance(m, RotaryEmbedding)]
+        self._held: dict[tuple[Hashable, Any], Any] = {}
+        """By method and arguments, and owner."""
+        self._is_inside = False
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the layers use the tables that are held, and hold those that are made anew."""
+        replaced = [(o, name) for o in self._owners for name in _METHODS if hasattr(o, name)]
+        try:
+            for owner, name in replaced:
+                setattr(owner, name, self._holding(owner, name))
+            yield
+        finally:
+            for owner, name in replaced:
+                owner.__dict__.pop(name, None)
+
+    def _holding(self, owner: Any, name: str) -> Callable[..., Any]:
+        make = getattr(owner, name)
+
+        def holding(*arguments: Any, **options: Any) -> Any:
+            if self._is_inside:  # One of them calls the other, whose table nobody else needs.
+                return make(*arguments, **options)
+            asked = (name, arguments, tuple(sorted(options.items())))
+            key = (asked, owner)
+            if key not in self._held:
+                self._held[key] = self._shared(asked, self._made(make, arguments, options))
+            return self._held[key]
+
+        return holding
+
+    def _made(self, make: Callable[..., Any], arguments: Any, options: Any) -> Any:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a layer asks for a rotary table that it did not ask for before it was captured; "
+                "are its arguments other ones in every run?"
+            )
+        self._is_inside = True
+        try:
+            return make(*arguments, **options)
+        finally:
+            self._is_inside = False
+
+    def _shared(self, asked: Hashable, table: Any) -> Any:
+        """An equal table that another layer has got, or this one."""
+        for (others_asked, _), held in self._held.items():
+            if others_asked == asked and _are_equal(held, table):
+                return held
+        return table
+
+
+def _are_equal(left: Any, right: Any) -> bool:
+    """Of tensors, or tuples of tensors and numbers."""
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(_are_equal, left, right))
+    if torch.is_tensor(left):
+        return left.shape == right.shape and torch.equal(left, right)
+    return bool(left == right)

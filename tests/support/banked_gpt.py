@@ -1,0 +1,252 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Small models whose micro-batches change their context-parallel size, with a bank of graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+import torch
+from replayed_gpt import (
+    Poison,
+    expert_metrics,
+    gradients_and_state,
+    slots_of,
+    update,
+)
+from shared_documents import (
+    Setting,
+    Sizes,
+    changed_specs,
+    initialize_groups,
+    inputs_of,
+    micro_batch_of,
+)
+from tiny_gpt import build_chunks, first_difference, make_config, use_gpu
+
+from benchmarks.models import wrap
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.context_parallel.scheduler import share_of
+from megatron.slipstream.integration import mcore
+
+Steps = Sequence[Sequence[int]]
+"""The sizes of each iteration's micro-batches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Banked:
+    """What :func:`compare_bank` found on one rank."""
+
+    difference: Optional[str]
+    """Where training with and without the bank differs; None if nowhere."""
+    num_replays: dict[int, int]
+    """By size, of all chunks."""
+    num_other: int
+    """Micro-batches of iterations with graphs that ran without."""
+    figures: tuple[str, ...]
+    """What capture took, of each size of each chunk."""
+    num_poisoned: int
+    moved_bytes: dict[int, int]
+    """By size, of one forward replay of each chunk that offloads."""
+    host_bytes: dict[int, int]
+    """By size, from the largest: what it took beyond those before."""
+    allocated_bytes: tuple[int, ...]
+    """Device memory that tensors take, after each iteration with graphs (GPU)."""
+
+
+def every_order(sizes: Sequence[int], num_iterations: int) -> list[tuple[int, ...]]:
+    """The sizes of iterations: all orders, again and again, after one of the smallest only."""
+    orders = itertools.cycle(itertools.permutations(sizes))
+    return [(sizes[0],) * len(sizes), *itertools.islice(orders, num_iterations - 1)]
+
+
+def random_sizes(sizes: Sequence[int], num_iterations: int, most: int = 4) -> list[tuple[int, ...]]:
+    """Sizes of iterations of 1 to ``most`` micro-batches."""
+    draw = random.Random(7)
+    return [
+        tuple(draw.choice(sizes) for _ in range(draw.randint(1, most)))
+        for _ in range(num_iterations)
+    ]
+
+
+def compare_bank(
+    rank: int,
+    num_ranks: int,
+    port: int,
+    setting: Setting,
+    steps: Steps,
+    wrapper: Optional[dict[str, Any]] = None,
+    offload_modules: Sequence[str] = (),
+    backend: str = "auto",
+) -> Banked:
+    """Train without and with a bank of graphs; to be run on every rank.
+
+    Args:
+        rank: This rank.
+        num_ranks: Number of ranks.
+        port: Where they meet.
+        setting: The model, and a micro-batch of each size.
+        steps: Of which the first runs eagerly.
+        wrapper: Options of ``DistributedDataParallelConfig``.
+        offload_modules: What moves with graphs; nothing moves without.
+        backend: The engine's.
+    """
+    setting = dataclasses.replace(
+        setting, case=dataclasses.replace(setting.case, te_rng_tracker=True)
+    )
+    initialize_groups(setting.case, rank, num_ranks, port)
+    if not use_gpu():
+        torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
+    expected = Training(setting, False, wrapper or {}).run(steps)
+    if offload_modules:
+        mcore.install(OffloadConfig(offload_backend=backend))
+    banked = Training(setting, True, wrapper or {}, offload_modules)
+    actual = banked.run(steps)
+    graphs = [(size, one) for bank in banked.graphs for size, one in bank.of_size.items()]
+    num_passes = sum(map(len, steps[1:])) * len(banked.graphs)
+    replays = dict.fromkeys(setting.limits.sizes, 0)
+    for size, one in graphs:
+        replays[size] += one.num_replays
+    offloading = [(size, one.chunk.offloading) for size, one in graphs if one.chunk.offloading]
+    found = Banked(
+        difference=first_difference(expected, actual),
+        num_replays=replays,
+        num_other=num_passes - sum(replays.values()),
+        figures=tuple(f"{one.chunk.name}: {one.figures.render()}" for _, one in graphs),
+        num_poisoned=banked.poison.num_filled,
+        moved_bytes={size: moves.moved_bytes for size, moves in offloading},
+        host_bytes={size: moves.host_bytes for size, moves in offloading},
+        allocated_bytes=tuple(banked.allocated_bytes),
+    )
+    places = {id(slot.place): slot.place for bank in banked.graphs for slot in slots_of(bank)}
+    pools = [place.host_pool for place in places.values() if offload_modules]
+    assert all(pool.allocated_bytes for pool in pools)
+    for bank in banked.graphs:
+        bank.delete()
+    assert not any(pool.allocated_bytes for pool in pools)
+    return found
+
+
+class Training:
+    """A model of its own, and the iterations that it is trained for."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        replays: bool,
+        wrapper: dict[str, Any],
+        offload_modules: Sequence[str] = (),
+    ) -> None:
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        from megatron.slipstream.integration.chunk_graphs import replay_chunks
+        from megatron.slipstream.integration.context_parallel_groups import (
+            context_parallel_groups,
+        )
+        from megatron.slipstream.integration.dynamic_context_parallel import (
+            with_dynamic_context_parallelism,
+        )
+
+        destroy_moe_metrics_tracker()
+        self.setting = setting
+        self.groups = context_parallel_groups(setting.limits)
+        self.config = make_config(setting.case, offload_modules)
+        with changed_specs(with_dynamic_context_parallelism):
+            chunks = build_chunks(setting.case, self.config)
+        self.chunks: list[Any] = wrap(self.config, chunks, **wrapper)
+        torch.manual_seed(11)
+        model_parallel_cuda_manual_seed(11, te_rng_tracker=use_gpu(), force_reset_rng=True)
+        if wrapper.get("overlap_grad_reduce"):
+            self.config.no_sync_func = self.chunks[0].no_sync
+        self.poison = Poison()
+        self.graphs: list[Any] = []
+        self.allocated_bytes: list[int] = []
+        if replays:
+            self.graphs = list(replay_chunks(self.chunks, 1, limits=setting.limits))
+            for chunk, bank in zip(self.chunks, self.graphs, strict=True):
+                self.poison.fill_before_forward(chunk, bank)
+
+    def run(self, steps: Steps) -> list[list[torch.Tensor]]:
+        """Losses, gradients and state of each iteration."""
+        results = []
+        for step, sizes in enumerate(steps):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            forget_rotary_tables(self.chunks)
+            result = self._pass(sizes)
+            for chunk in self.chunks:
+                chunk.finish_grad_sync()
+            result += gradients_and_state(self.chunks)
+            update(self.chunks)
+            if step % 5 == 1:
+                with torch.no_grad():
+                    result += self._pass(sizes, forward_only=True)
+            assert all(tensor.isfinite().all() for tensor in result)
+            results.append([tensor.cpu() for tensor in result])
+            if use_gpu() and self.graphs and step:
+                del result
+                self.allocated_bytes.append(torch.cuda.memory_allocated())
+        return results
+
+    def _pass(self, sizes: Sequence[int], forward_only: bool = False) -> list[torch.Tensor]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        setting, texts = self.setting, self.setting.texts
+
+        def forward_step(data: Iterator[Sizes], model: torch.nn.Module) -> Any:
+            share = share_of(micro_batch_of(next(data), texts), self.groups.rank)
+            group = self.groups.of_size[share.size]
+            inputs, counts = inputs_of(share, texts, setting.limits, group)
+            output = model(**inputs)
+
+            def loss(per_token: torch.Tensor) -> Any:
+                # About the mean, or weights would grow out of bounds.
+                total = (per_token.float() * counts).sum() / sum(setting.lengths)
+                return total, counts.sum().int(), {"loss": total.detach().clone()}
+
+            return output, loss
+
+        micro_batches = [setting.micro_batches[size] for size in sizes]
+        is_interleaved = setting.case.vpp is not None
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(micro_batches) for _ in self.chunks]
+            if is_interleaved
+            else iter(micro_batches),
+            model=self.chunks if is_interleaved else self.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=setting.limits.tokens_per_rank,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return [result["loss"] for result in results]
+
+
+def forget_rotary_tables(chunks: Sequence[torch.nn.Module]) -> None:
+    """What megatron-core keeps of rotary embeddings is gone, and its memory used for others."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+        YarnRotaryEmbedding,
+    )
+
+    nbytes = set()
+    for part in itertools.chain.from_iterable(chunk.modules() for chunk in chunks):
+        if isinstance(part, YarnRotaryEmbedding):
+            nbytes |= {part.cos_cached.numel() * part.cos_cached.element_size()}
+            part._set_cos_sin_cache(part.max_seq_len_cached, 0, torch.float32)
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+        kind.forward.cache_clear()
+    gc.collect()
+    if use_gpu():
+        # All bits set is NaN.
+        for size in nbytes:
+            _ = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for _ in range(8)]
+
+
+__all__ = ["Banked", "Setting", "compare_bank", "every_order", "expert_metrics", "random_sizes"]
