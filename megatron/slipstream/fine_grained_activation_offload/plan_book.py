@@ -292,7 +292,8 @@ class PlanBook:
     def _end_trial(self, entry: _Entry, trial: CostTrial, is_affordable: bool) -> None:
         percent, error = trial.overhead
         entry.trial = None
-        log = logger.info if self._report.rank == 0 else logger.debug
+        report = self._report
+        log = logger.info if report.rank == 0 else logger.debug
         log(
             "tried out: with %d of %d groups moving, an iteration takes %.2f%% (± %.2f) longer "
             "than the %.1f ms without the engine",
@@ -303,7 +304,9 @@ class PlanBook:
             statistics.median(trial.off_ms),
         )
         if is_affordable:
+            report.tried_percent, report.tried_standard_error = percent, error
             return
+        report.tried_percent = None
         # Whatever it is that costs so much, fewer groups cost less of it.
         off_ms = statistics.median(trial.off_ms)
         budget_ms = trial.max_percent / 100 * off_ms

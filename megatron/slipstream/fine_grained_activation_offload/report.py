@@ -55,6 +55,11 @@ class RankReport:
     nothing was timed."""
     measured_ms: float = 0.0
     """What the last iteration that was timed took."""
+    tried_percent: Optional[float] = None
+    """By how much iterations with the engine were longer than others without it, in percent; None
+    if that was not tried. See ``cost_trial``."""
+    tried_standard_error: float = 0.0
+    """Of that figure, in percent."""
     host_allocated_bytes: int = 0
     """Host memory that the pool holds."""
     host_growth_bytes: int = 0
@@ -156,6 +161,7 @@ class Report:
             lines.append("in graphs: per replay of all of a rank's CUDA graphs, beside the total")
         lines += [_host_memory(rank) for rank in self.ranks]
         lines += [_times(rank) for rank in self.ranks if rank.measured_ms]
+        lines += [_tried(rank) for rank in self.ranks if rank.tried_percent is not None]
         for rank in self.ranks[:1]:
             lines.append(f"iterations: {rank.num_iterations}, plans made: {rank.num_plans}")
             if rank.plan:
@@ -241,6 +247,13 @@ def _times(rank: RankReport) -> str:
         f"iteration of rank {rank.rank}: {rank.measured_ms:.1f} ms from its first mark to its end"
     )
     return f"{text}, {rank.planned_ms:.1f} ms planned" if rank.planned_ms else text
+
+
+def _tried(rank: RankReport) -> str:
+    return (
+        f"offloading of rank {rank.rank}, tried out: {rank.tried_percent:+.2f}% "
+        f"(± {rank.tried_standard_error:.2f}) against iterations without it"
+    )
 
 
 def _row(rank: int, name: str, item: ModuleCounters) -> list[str]:

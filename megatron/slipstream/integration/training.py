@@ -178,8 +178,12 @@ class _Engine:
         self._manager.report.settings = settings(args, config)
 
     def bytes_offloaded(self) -> int:
-        """Bytes that this rank moved to the host in the last complete iteration."""
-        return self._manager.report.d2h_bytes
+        """Bytes that this rank moved to the host in the last complete iteration.
+
+        Those inside CUDA graphs count once, however often the graphs are replayed.
+        """
+        report = self._manager.report
+        return report.d2h_bytes + sum(item.d2h_bytes for item in report.graphs.values())
 
     def read_memory_from(self, meter: DeviceMemoryMeter) -> None:
         """Plan from the meter's device memory, and keep host buffers out of its count."""

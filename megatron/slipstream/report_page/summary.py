@@ -83,6 +83,10 @@ def _time_card(ranks: Sequence[RankReport]) -> Card:
         lines = [f"{waited:.1f} ms waiting for copies ({share})" if waited else "never waits"]
         if slowest.planned_ms:
             lines.append(f"{format_ms(slowest.planned_ms)} planned")
+        if slowest.tried_percent is not None:
+            lines.append(
+                f"{slowest.tried_percent:+.2f}% against steps without offloading, as tried"
+            )
         if len(timed) > 1:
             lines.append(f"slowest of {len(timed)} ranks")
         return Card(title, format_ms(slowest.measured_ms), lines)

@@ -86,13 +86,15 @@ def train(engine: Engine, num_iterations: int = NUM_ITERATIONS) -> list[float]:
     return took_ms
 
 
-def test_what_costs_nothing_moves() -> None:
-    engine = Engine(HostBound(copy_ms=0.0), 1.0)
+def test_what_costs_next_to_nothing_moves() -> None:
+    engine = Engine(HostBound(copy_ms=0.001), 1.0)
     train(engine)
     copied = engine.clock.num_copies
     train(engine, 2)
     assert engine.num_moving > 0
     assert engine.clock.num_copies > copied
+    assert engine.report.tried_percent is not None
+    assert 0 < engine.report.tried_percent < 1.0
 
 
 def test_what_costs_too_much_is_declined_and_the_engine_left_out() -> None:
@@ -101,6 +103,7 @@ def test_what_costs_too_much_is_declined_and_the_engine_left_out() -> None:
     assert max(took_ms) > 1.2 * NUM_PASSES * PASS_MS, "tried at first"
     assert engine.num_moving == 0
     assert "nothing moves" in engine.report.notes[0]
+    assert engine.report.tried_percent is None, "of what moves now, nothing was tried"
     copied, num_iterations = engine.clock.num_copies, engine.report.num_iterations
     engine._advance = None  # type: ignore[assignment, method-assign]  # no mark may come to it
     took_ms = train(engine, 4)

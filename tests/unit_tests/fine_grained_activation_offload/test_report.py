@@ -293,3 +293,9 @@ def test_planned_and_measured_times_are_shown_where_there_are_any() -> None:
     timed = Report([RankReport(rank=3, planned_ms=351.25, measured_ms=360.0)])
     line = "iteration of rank 3: 360.0 ms from its first mark to its end, 351.2 ms planned"
     assert line in timed.render().splitlines()
+
+
+def test_what_was_tried_out_is_shown() -> None:
+    tried = Report([RankReport(rank=2, tried_percent=0.625, tried_standard_error=0.125)])
+    assert "offloading of rank 2, tried out: +0.62% (± 0.12)" in tried.render()
+    assert "tried out" not in Report([RankReport(rank=2)]).render()

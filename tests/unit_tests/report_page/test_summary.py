@@ -76,6 +76,8 @@ def test_the_time_card_has_the_slowest_rank_and_its_waits() -> None:
         "slowest of 2 ranks",
     ]
     assert card("Step time", ranks[0]).lines[0] == "never waits"
+    tried = rank(0, measured_ms=100.0, tried_percent=0.5)
+    assert card("Step time", tried).lines[-1] == "+0.50% against steps without offloading, as tried"
 
 
 @pytest.mark.parametrize(
