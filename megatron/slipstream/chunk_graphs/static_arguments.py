@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +53,14 @@ class StaticArguments:
     rest: Mapping[str, Any]
     """By argument name, with a :class:`_Place` for every tensor."""
 
-    names: tuple[str, ...]
-    """Where each tensor was first met, such as ``packed_seq_params.cu_seqlens_q``."""
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Where each tensor was first met, such as ``packed_seq_params.cu_seqlens_q``."""
+        names: dict[int, str] = {}
+        for name, value in self.rest.items():
+            for index, path in _paths(value, name):
+                names.setdefault(index, path)
+        return tuple(names[index] for index in range(len(self.tensors)))
 
     @classmethod
     def take_apart(cls, arguments: Mapping[str, Any]) -> StaticArguments:
@@ -63,19 +70,17 @@ class StaticArguments:
             arguments: By name.
         """
         tensors: list[torch.Tensor] = []
-        names: list[str] = []
         places: dict[int, _Place] = {}
 
-        def replace(tensor: torch.Tensor, name: str) -> _Place:
+        def replace(tensor: torch.Tensor) -> _Place:
             place = places.get(id(tensor))
             if place is None:
                 place = places[id(tensor)] = _Place(len(tensors))
                 tensors.append(tensor)
-                names.append(name)
             return place
 
-        rest = {name: _with_places(value, replace, name) for name, value in arguments.items()}
-        return cls(tuple(tensors), rest, tuple(names))
+        rest = {name: _with_places(value, replace) for name, value in arguments.items()}
+        return cls(tuple(tensors), rest)
 
     def put_together(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """The arguments again, with other tensors in the place of the call's own.
@@ -120,25 +125,29 @@ class StaticArguments:
         return True
 
 
-def _with_places(value: Any, replace: Callable[[torch.Tensor, str], _Place], name: str) -> Any:
+def _with_places(value: Any, replace: Callable[[torch.Tensor], _Place]) -> Any:
+    # Once for every argument of every micro-batch, the commonest first.
     if value is None or isinstance(value, (int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        return replace(value, name)
+        return replace(value)
     if isinstance(value, Mapping):
-        return {key: _with_places(item, replace, f"{name}[{key!r}]") for key, item in value.items()}
+        return {key: _with_places(item, replace) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        items = [_with_places(item, replace, f"{name}[{i}]") for i, item in enumerate(value)]
+        items = [_with_places(item, replace) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
-            field.name: _with_places(
-                getattr(value, field.name, None), replace, f"{name}.{field.name}"
-            )
-            for field in dataclasses.fields(value)
+            name: _with_places(getattr(value, name, None), replace)
+            for name in _field_names(type(value))
         }
         return _Instance(type(value), fields)
     return value
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 class _Instance(NamedTuple):
@@ -163,6 +172,21 @@ def _with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         items = [_with_tensors(item, tensors) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return copy.copy(value) if isinstance(value, set) else value
+
+
+def _paths(value: Any, name: str) -> Iterator[tuple[int, str]]:
+    """Where places are: their indices and what leads to them."""
+    if isinstance(value, _Place):
+        yield value.index, name
+    elif isinstance(value, _Instance):
+        for field, item in value.fields.items():
+            yield from _paths(item, f"{name}.{field}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _paths(item, f"{name}[{key!r}]")
+    elif isinstance(value, (tuple, list)):
+        for number, item in enumerate(value):
+            yield from _paths(item, f"{name}[{number}]")
 
 
 def _plainly(value: Any) -> str:
