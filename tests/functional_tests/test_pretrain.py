@@ -8,10 +8,12 @@ compared on every rank, as hashes of their bytes.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +106,27 @@ def _result(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("num_ranks, flags", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.fixture(scope="module")
+def train_without(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    """Trains a layout without the engine; once, however many tests ask."""
+
+    @functools.cache
+    def train(layout: str) -> list[dict[str, Any]]:
+        num_ranks, flags = LAYOUTS[layout]
+        return _train(num_ranks, flags, tmp_path_factory.mktemp("off") / "off.json", None)
+
+    return train
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_the_same_with_the_engine(
-    num_ranks: int, flags: list[str], tmp_path: Path
+    layout: str, train_without: Callable[[str], list[Any]], tmp_path: Path
 ) -> None:
+    num_ranks, flags = LAYOUTS[layout]
     if "--hybrid-layer-pattern" in flags and not compat.has_hybrid_models():
         pytest.skip(f"{compat.release()} has no HybridModel")
     modules = MOE_MODULES if "--num-experts" in flags else DENSE_MODULES
-    off = _train(num_ranks, flags, tmp_path / "off.json", None)
+    off = train_without(layout)
     on = _train(num_ranks, flags, tmp_path / "on.json", modules)
     assert [_result(record) for record in on] == [_result(record) for record in off]
     assert on[0]["iterations"][-1]["bytes_offloaded"] > 0
@@ -120,9 +135,11 @@ def test_training_is_the_same_with_the_engine(
 
 
 @pytest.mark.releases
-def test_the_adversarial_backend_trains_the_same(tmp_path: Path) -> None:
+def test_the_adversarial_backend_trains_the_same(
+    train_without: Callable[[str], list[Any]], tmp_path: Path
+) -> None:
     num_ranks, flags = LAYOUTS["PP2 VPP2, MoE"]
-    off = _train(num_ranks, flags, tmp_path / "off.json", None)
+    off = train_without("PP2 VPP2, MoE")
     on = _train(
         num_ranks, flags, tmp_path / "on.json", MOE_MODULES, "--offload-backend", "cpu-lazy"
     )
