@@ -59,6 +59,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, Optional
@@ -72,6 +73,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
     Event,
     Stream,
 )
+from megatron.slipstream.fine_grained_activation_offload.host_meeting import HostMeeting
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease
 from megatron.slipstream.plan.trace import Bandwidth
 from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S
@@ -92,7 +94,12 @@ class Edge(enum.Enum):
 
 
 NUM_RATES = 3
-"""How often a rate is measured; what else goes over the link can only lower it."""
+"""How often a rate is measured. What else goes over the link can only lower it, so the best counts;
+but where the ranks of a host measure together the middle one, since in the first some copies have
+not begun and in the last some have ended."""
+
+NUM_MEETINGS = 4
+"""How often the ranks of a host meet for one measurement: both ways, each way alone, both ways."""
 
 
 class Signal(NamedTuple):
@@ -324,7 +331,9 @@ class CopyStreams:
         for stream in (self.d2h, self.h2d):
             self._wait_on_host(Edge.E7, stream)  # edge E7
 
-    def measure_bandwidth(self, device: Bytes, host: Bytes) -> Optional[Bandwidth]:
+    def measure_bandwidth(
+        self, device: Bytes, host: Bytes, meeting: Optional[HostMeeting] = None
+    ) -> Optional[Bandwidth]:
         """What copies reach, each way alone and both at once; None where time means nothing.
 
         Blocks the host for about ten copies.
@@ -332,6 +341,8 @@ class CopyStreams:
         Args:
             device: Device memory that nobody uses.
             host: Host memory of that length that nobody uses.
+            meeting: Of the ranks of this host, which measure at the same moment; None to measure
+                without regard to them.
         """
         # Others may have had either memory until just now.
         here = self._signal(self._backend.current_stream(), self._backend.current_stream_id())
@@ -342,15 +353,20 @@ class CopyStreams:
         sides = [Bytes(part.storage, part.start + half, half) for part in (device, host)]
         out = (Copy(host.first(half), device.first(half)), self.d2h)
         back = (Copy(*sides), self.h2d)
-        self._rate([out, back])  # The first copies of a process take longer.
-        alone = [self._rate([out]), self._rate([back])]
-        both = self._rate([out, back])
+        self._rate([out, back], meeting)  # The first copies of a process take longer.
+        alone = [self._rate([out], meeting), self._rate([back], meeting)]
+        both = self._rate([out, back], meeting)
         if not both or not all(alone):
             return None
         return Bandwidth(alone[0][0], alone[1][0], both[0], both[1])
 
-    def _rate(self, copies: Sequence[tuple[Copy, Stream]]) -> list[float]:
-        """The best of a few rates in 1e9 bytes per second of copies that run at once."""
+    def _rate(
+        self, copies: Sequence[tuple[Copy, Stream]], meeting: Optional[HostMeeting]
+    ) -> list[float]:
+        """What copies that run at once reach, in 1e9 bytes per second: of a few rates one each."""
+        if meeting is not None:
+            meeting.wait()
+        is_alone = meeting is None or meeting.is_alone
         rates: list[list[float]] = []
         for _ in range(NUM_RATES):
             starts = [self._backend.timed_event(stream) for _, stream in copies]
@@ -369,7 +385,8 @@ class CopyStreams:
                     if ms
                 ]
             )
-        return [max(of_one) for of_one in zip(*rates, strict=True)]
+        choose = max if is_alone else statistics.median
+        return [choose(of_one) for of_one in zip(*rates, strict=True)]
 
     def _signal(self, stream: Stream, stream_id: Hashable) -> Signal:
         return Signal(self._backend.record(stream), stream_id, next(self._positions), self._graph)

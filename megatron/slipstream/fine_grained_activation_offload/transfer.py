@@ -16,8 +16,12 @@ from typing import Any, Optional
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
+    NUM_MEETINGS,
+    CopyStreams,
+)
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.host_meeting import HostMeeting
 from megatron.slipstream.fine_grained_activation_offload.host_pool import (
     HostLease,
     HostMemoryFull,
@@ -50,6 +54,8 @@ class ActivationStore:
         """This iteration's figures by module name."""
         self.late_groups: dict[GroupKey, int] = {}
         """This iteration's late copies in by the group that saved the storage first."""
+        self._has_met = False
+        """Whether it has measured its link once."""
         self._recorder = recorder
         self._by_memory: weakref.WeakValueDictionary[int, SavedStorage] = (
             weakref.WeakValueDictionary()
@@ -239,7 +245,20 @@ class ActivationStore:
                 self.late_groups[key] = self.late_groups.get(key, 0) + 1
 
     def measure_bandwidth(self) -> Optional[Bandwidth]:
-        """What copies reach; None where that cannot be measured. Blocks the host for a while."""
+        """What copies reach; None where that cannot be measured. Blocks the host for a while.
+
+        The first time, the ranks of this host measure at the same moment, if they come to it within
+        a few seconds: in training they copy at once.
+        """
+        meeting = None if self._has_met else HostMeeting()
+        self._has_met = True
+        bandwidth = self._measure_bandwidth(meeting)
+        if bandwidth is None and meeting is not None:
+            for _ in range(NUM_MEETINGS):
+                meeting.wait()  # so that the others need not wait for this one in vain
+        return bandwidth
+
+    def _measure_bandwidth(self, meeting: Optional[HostMeeting]) -> Optional[Bandwidth]:
         if self.host_pool.allocated_bytes < BANDWIDTH_NBYTES:
             return None  # Next to nothing moves, and no memory is to be pinned for a measurement.
         device = self.backend.allocate_scratch(BANDWIDTH_NBYTES)
@@ -250,7 +269,8 @@ class ActivationStore:
         except HostMemoryFull:
             return None
         memory = Bytes(device, 0, BANDWIDTH_NBYTES)
-        bandwidth = self.copy_streams.measure_bandwidth(memory, lease.buffer.first(memory.nbytes))
+        buffer = lease.buffer.first(memory.nbytes)
+        bandwidth = self.copy_streams.measure_bandwidth(memory, buffer, meeting)
         self.host_pool.give_back(lease)
         return bandwidth
 
