@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -35,7 +34,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.slipstream.integration.cpu_context_parallel import GatheringCoreAttention
 from megatron.slipstream.integration.cpu_modules import LatentCoreAttention
@@ -145,33 +143,3 @@ def with_dynamic_context_parallelism(spec: Any) -> Any:
         spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
     """
     return replace_classes(spec, _replacements())
-
-
-def change_model_spec(model_config: Any) -> None:
-    """Let a model be built from :func:`with_dynamic_context_parallelism` of its spec.
-
-    Args:
-        model_config: As for ``graph_layers.change_model_spec``. Changed in place.
-    """
-    if hasattr(model_config, "hybrid_stack_spec"):
-        if model_config.hybrid_stack_spec is None:
-            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-
-            model_config.hybrid_stack_spec = hybrid_stack_spec
-        stack_spec = with_dynamic_context_parallelism(model_config.hybrid_stack_spec)
-        model_config.hybrid_stack_spec = stack_spec
-        return
-    given = model_config.transformer_layer_spec
-
-    def changed(config: Any, vp_stage: Optional[int] = None) -> Any:
-        spec = given
-        if spec is None:
-            from megatron.training.models.gpt import default_layer_spec
-
-            spec = default_layer_spec(config, vp_stage)
-        elif not isinstance(spec, ModuleSpec) and callable(spec):
-            takes_stage = "vp_stage" in inspect.signature(spec).parameters
-            spec = spec(config, vp_stage=vp_stage) if takes_stage else spec(config)
-        return with_dynamic_context_parallelism(spec)
-
-    model_config.transformer_layer_spec = changed

@@ -13,13 +13,11 @@ They are put in the place of megatron-core's layers in the model's spec:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any, Optional
 
 import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 from megatron.slipstream import preflight
@@ -125,36 +123,6 @@ def with_graph_offloading(spec: Any) -> Any:
             MambaLayer: GraphOffloadMambaLayer,
         },
     )
-
-
-def change_model_spec(model_config: Any) -> None:
-    """Let a model be built from :func:`with_graph_offloading` of the spec it would be built from.
-
-    Args:
-        model_config: The configuration that ``megatron.training`` builds models from: of GPT or of
-            hybrid models, with a spec, a function that makes one, or neither. Changed in place.
-    """
-    if hasattr(model_config, "hybrid_stack_spec"):
-        if model_config.hybrid_stack_spec is None:
-            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-
-            model_config.hybrid_stack_spec = hybrid_stack_spec
-        model_config.hybrid_stack_spec = with_graph_offloading(model_config.hybrid_stack_spec)
-        return
-    given = model_config.transformer_layer_spec
-
-    def changed(config: Any, vp_stage: Optional[int] = None) -> Any:
-        spec = given
-        if spec is None:
-            from megatron.training.models.gpt import default_layer_spec
-
-            spec = default_layer_spec(config, vp_stage)
-        elif not isinstance(spec, ModuleSpec) and callable(spec):
-            takes_stage = "vp_stage" in inspect.signature(spec).parameters
-            spec = spec(config, vp_stage=vp_stage) if takes_stage else spec(config)
-        return with_graph_offloading(spec)
-
-    model_config.transformer_layer_spec = changed
 
 
 def _engine_of(config: Any) -> Optional[PipelineOffloadManager]:

@@ -28,6 +28,7 @@ from megatron.slipstream.integration import (
     packed_sequences,
 )
 from megatron.slipstream.integration.cpu_modules import local_hybrid_stack_spec
+from megatron.slipstream.integration.specs import change_model_spec
 
 if TYPE_CHECKING:
     from megatron.slipstream.integration.monitor import Monitor
@@ -44,11 +45,11 @@ def model_config(args: Any) -> Any:
     """
     config = _gpt_or_hybrid_config(args)
     if args.dynamic_context_parallel:
-        dynamic_context_parallel.change_model_spec(config)
+        change_model_spec(config, dynamic_context_parallel.with_dynamic_context_parallelism)
     if offloads_in_graphs(args):
-        from megatron.slipstream.integration.graph_layers import change_model_spec
+        from megatron.slipstream.integration.graph_layers import with_graph_offloading
 
-        change_model_spec(config)
+        change_model_spec(config, with_graph_offloading)
     if args.cuda_graph_granularity == "chunk":
         from megatron.slipstream.integration.chunk_graphs import change_model_config
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -33,3 +34,34 @@ def replace_classes(spec: Any, classes: Mapping[type, type]) -> Any:
             setattr(changed, name, replace_classes(value, classes))
         return changed
     return spec
+
+
+def change_model_spec(model_config: Any, change: Callable[[Any], Any]) -> None:
+    """Let a model be built from a changed spec of its layers.
+
+    Args:
+        model_config: The configuration that ``megatron.training`` builds models from: of GPT or of
+            hybrid models, with a spec, a function that makes one, or neither. Changed in place.
+        change: Makes the changed spec from the one that the model would be built from.
+    """
+    if hasattr(model_config, "hybrid_stack_spec"):
+        if model_config.hybrid_stack_spec is None:
+            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+            model_config.hybrid_stack_spec = hybrid_stack_spec
+        model_config.hybrid_stack_spec = change(model_config.hybrid_stack_spec)
+        return
+    given = model_config.transformer_layer_spec
+
+    def changed(config: Any, vp_stage: Optional[int] = None) -> Any:
+        spec = given
+        if spec is None:
+            from megatron.training.models.gpt import default_layer_spec
+
+            spec = default_layer_spec(config, vp_stage)
+        elif not isinstance(spec, ModuleSpec) and callable(spec):
+            takes_stage = "vp_stage" in inspect.signature(spec).parameters
+            spec = spec(config, vp_stage=vp_stage) if takes_stage else spec(config)
+        return change(spec)
+
+    model_config.transformer_layer_spec = changed

@@ -86,13 +86,14 @@ def _layer_names(rank: int, world_size: int, port: int) -> set[str]:
     from megatron.core import parallel_state
 
     from megatron.slipstream.integration.arguments import parse_and_validate
-    from megatron.slipstream.integration.graph_layers import change_model_spec
+    from megatron.slipstream.integration.graph_layers import with_graph_offloading
+    from megatron.slipstream.integration.specs import change_model_spec
 
     config = compat._GPT(parse_and_validate(GPT))
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel()
-    change_model_spec(config)
+    change_model_spec(config, with_graph_offloading)
     spec = config.transformer_layer_spec(config, vp_stage=None)
     return {layer.module.__name__ for layer in spec.layer_specs}
 

@@ -471,6 +471,7 @@ def test_models_are_built_from_changed_specs() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatron.slipstream.integration import dynamic_context_parallel as dynamic
+    from megatron.slipstream.integration.specs import change_model_spec
 
     def attention_of(spec: Any) -> Any:
         return spec.submodules.self_attention.module
@@ -479,10 +480,10 @@ def test_models_are_built_from_changed_specs() -> None:
         given = get_gpt_layer_local_spec(multi_latent_attention=latent)
         for spec in (given, lambda config, given=given: given):
             config = SimpleNamespace(transformer_layer_spec=spec)
-            dynamic.change_model_spec(config)
+            change_model_spec(config, dynamic.with_dynamic_context_parallelism)
             changed = config.transformer_layer_spec(None)
             assert attention_of(changed).__name__ == kind
         assert attention_of(given).__name__ == kind.removeprefix("Dynamic")
     stack = SimpleNamespace(hybrid_stack_spec=given)
-    dynamic.change_model_spec(stack)
+    change_model_spec(stack, dynamic.with_dynamic_context_parallelism)
     assert attention_of(stack.hybrid_stack_spec).__name__ == "DynamicMLASelfAttention"

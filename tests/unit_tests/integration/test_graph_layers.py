@@ -147,10 +147,11 @@ def _for_a_stage(config: Any, vp_stage: Optional[int] = None) -> Any:
 def test_a_model_is_built_from_layers_that_offload_in_graphs(
     given: Callable[[], Any], stages: list[int]
 ) -> None:
-    from megatron.slipstream.integration.graph_layers import change_model_spec
+    from megatron.slipstream.integration.graph_layers import with_graph_offloading
+    from megatron.slipstream.integration.specs import change_model_spec
 
     config = SimpleNamespace(transformer_layer_spec=given(), stages=[])
-    change_model_spec(config)
+    change_model_spec(config, with_graph_offloading)
     spec = config.transformer_layer_spec(config, vp_stage=1)
     assert spec.module.__name__ == "GraphOffloadTransformerLayer"
     assert repr(spec.submodules) == repr(_layer_spec().submodules)
@@ -160,10 +161,11 @@ def test_a_model_is_built_from_layers_that_offload_in_graphs(
 def test_a_hybrid_model_is_built_from_such_layers() -> None:
     if not compat.has_hybrid_models():
         pytest.skip(f"{compat.release()} has no HybridModel")
-    from megatron.slipstream.integration.graph_layers import change_model_spec
+    from megatron.slipstream.integration.graph_layers import with_graph_offloading
+    from megatron.slipstream.integration.specs import change_model_spec
 
     config = SimpleNamespace(hybrid_stack_spec=None)
-    change_model_spec(config)
+    change_model_spec(config, with_graph_offloading)
     layers = config.hybrid_stack_spec.submodules
     assert layers.attention_layer.module.__name__ == "GraphOffloadTransformerLayer"
     assert layers.moe_layer.module.__name__ == "GraphOffloadMoETransformerLayer"
