@@ -222,7 +222,7 @@ def _tokenizer(documents: Sequence[str], vocab_size: int, existing: Path | None)
         from tokenizers.trainers import BpeTrainer
     except ImportError as error:
         raise ValueError(
-            "the package 'tokenizers' is not installed; install it, or megatron-slipstream[demo]"
+            "the package 'tokenizers' is not installed; pip install tokenizers"
         ) from error
     if existing is not None:
         return _load_tokenizer(Tokenizer, existing)

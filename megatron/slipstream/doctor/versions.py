@@ -102,7 +102,7 @@ TE_MISSING = Problem(
     "transformer-engine-missing",
     "warning",
     "Transformer Engine is not installed, and on a GPU megatron-core offloads only with its layers",
-    'pip install "megatron-slipstream[te]"',
+    'pip install --no-build-isolation "transformer-engine[pytorch]>=2.14"',
 )
 FLASH_ATTN = Problem(
     "flash-attn-not-tested",

@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -155,7 +156,9 @@ def _add_group(parser: argparse.ArgumentParser, options: type, title: str) -> No
     # Megatron's factory wants types where postponed annotations leave their text.
     types = get_type_hints(options)
     for field in dataclasses.fields(options):
-        field.type = types[field.name]
+        # Of a type that it cannot infer it prints a warning, though the field says how it is read.
+        is_told = "type" in field.metadata.get("argparse_meta", {})
+        field.type = str if is_told else types[field.name]
     ArgumentGroupFactory(options).build_group(parser, title)
 
 
@@ -400,7 +403,11 @@ def _validate_with_megatron(args: Any, hide_offloading: bool) -> None:
 def refused_by_megatron(error: AssertionError) -> ValueError:
     """Megatron asserts what users must keep, often without a message: then the test is one."""
     test = traceback.extract_tb(error.__traceback__)[-1].line or "an unnamed check"
-    return ValueError(str(error) or f"megatron refuses the arguments because of its check: {test}")
+    missing = re.fullmatch(r"assert args\.(\w+) is not None", test)
+    cure = f"; set --{missing[1].replace('_', '-')}" if missing else ""
+    return ValueError(
+        str(error) or f"megatron refuses the arguments because of its check: {test}{cure}"
+    )
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def require_matplotlib() -> None:
     except ImportError:
         raise ValueError(
             "matplotlib is not installed, so no picture can be drawn; "
-            "pip install 'megatron-slipstream[plot]', or write a .json file instead"
+            "pip install matplotlib, or write a .json file instead"
         ) from None
 
 

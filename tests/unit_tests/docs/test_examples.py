@@ -55,6 +55,7 @@ OTHER_FLAGS = {
     *("--external_plugins", "--gpus", "--ipc", "--megatron_extra_kwargs", "--mem", "--mem-bind"),
     *("--membind", "--nnodes", "--no-build-isolation", "--no-deps", "--nproc-per-node", "--pid"),
     *("--rm", "--runtime-env-json", "--shm-size", "--standalone", "--stat", "--ulimit"),
+    "--wheel-dir",
 }
 """Of programs that are not ours."""
 

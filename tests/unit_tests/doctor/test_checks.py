@@ -91,7 +91,7 @@ CASES = {
     "transformer-engine-missing": Case(
         "warning",
         facts({"transformer_engine": None, "te_offload_v1": None}),
-        ("Transformer Engine is not installed", "megatron-slipstream[te]"),
+        ("Transformer Engine is not installed", "transformer-engine[pytorch]>=2.14"),
         (facts({"transformer_engine": None, "te_offload_v1": None}, gpus=()),),
     ),
     "transformer-engine-does-not-import": Case(

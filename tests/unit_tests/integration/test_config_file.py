@@ -127,6 +127,16 @@ def test_other_ranks_keep_quiet(
 
 
 @pytest.mark.releases
+def test_making_the_flags_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.slipstream.integration.arguments import add_offload_arguments
+
+    parser = add_offload_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--offload-max-overhead-percent", "auto"])
+    assert args.offload_max_overhead_percent == 1
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.releases
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(write: Write) -> None:
     from megatron.slipstream.integration.arguments import add_offload_arguments, offload_config
 

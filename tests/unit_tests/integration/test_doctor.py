@@ -178,6 +178,12 @@ def test_a_number_of_processes_that_does_not_fit_is_refused_by_megatron(tmp_path
     assert "3" in result["refusal_of_megatron"]
 
 
+def test_a_flag_that_megatron_misses_is_named_as_a_flag(tmp_path: Path) -> None:
+    at = MODEL.index("--micro-batch-size")
+    result = check(tmp_path, [*MODEL[:at], *MODEL[at + 2 :], *MOCK])
+    assert result["refusal_of_megatron"].endswith("is not None; set --micro-batch-size")
+
+
 def test_every_dataset_is_looked_at(tmp_path: Path) -> None:
     flags = ["--data-path", "no/one", "no/two", *MOCK[1:]]
     findings = check(tmp_path, [*MODEL, *flags])["findings"]
