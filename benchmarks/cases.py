@@ -32,6 +32,8 @@ class ModelCase:
     pp: int = 1
     vpp: Optional[int] = None
     tp: int = 1
+    dp: int = 1
+    """Data-parallel ranks, each with data of its own; a multiple of ``ep``."""
     ep: int = 1
     te_rng_tracker: bool = False
     """Draw random numbers as CUDA graphs must: from Transformer Engine's tracker (on a GPU)."""
@@ -48,6 +50,9 @@ class Variant:
     tunings: Mapping[str, Mapping[str, Any]] = NOTHING
     """Settings of Slipstream that are measured beside its defaults: a name, and options of
     ``OffloadConfig``. The tuning ``x`` is the engine ``slipstream:x`` in commands and results."""
+    has_defaults: bool = True
+    """Whether Slipstream is measured with its defaults too: each of its engines pins host memory of
+    its own."""
 
     @property
     def name(self) -> str:
@@ -79,7 +84,32 @@ class Case:
     @property
     def num_ranks(self) -> int:
         """Processes, and with GPUs the number of them."""
-        return self.model.pp * self.model.tp
+        return self.model.pp * self.model.tp * self.model.dp
+
+
+FIGURES = ("memory", "compute", "host", "copies")
+"""What is found out beside step times: device memory, the compute time between marks (for the
+bound), host time, copies as the profiler sees them."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to go on with each variant, and what to find out."""
+
+    min_iterations: int = 10
+    max_iterations: int = 100
+    seconds: float = 30.0
+    """For the iterations that are timed."""
+    num_warmups: int = 4
+    """Iterations of each engine before any is measured: the other one fills its pool, and the
+    allocator comes to rest."""
+    max_planning: int = 250
+    """Iterations of ours before those, at most. It goes on until its plan is settled: after the
+    first ones it plans anew up to three times, and tries out what a plan for an allowed overhead
+    costs."""
+    num_memory_iterations: int = 3
+    """Of each engine alone, after as many others but two at most."""
+    figures: tuple[str, ...] = FIGURES
 
 
 AUTO = {"auto": {"offload_max_overhead_percent": "auto"}}
@@ -149,6 +179,20 @@ _MLA_MOE = ModelCase(
         "moe_aux_loss_coeff": 0.01,
         "moe_permute_fusion": True,
     },
+)
+# The layout that PR 1752 of megatron-core was measured with, where a step took 1.26 s. Reckoned for
+# a step of about 1.2 s: the case 'moe' does 3 * (8 layers * 0.138 + vocabulary 0.131) = 3.7 GFLOP a
+# token (in a layer: experts 101 MFLOP, causal attention 17, its linears 21) for 16384 tokens in
+# 122 ms of kernels on one H200, that is 0.5 PFLOP/s. Here a rank has 8 of 16 layers and 8
+# micro-batches of 16384 tokens of sequence 8192 (attention: 34): 8 * 16384 * 3 * 8 * 0.155 GFLOP
+# take 0.98 s, the vocabulary on the last stage 0.10 s, filling and emptying the pipeline
+# 1 / (2 chunks * 8 micro-batches) = 6%, and moving tokens between the ranks of the experts (64 KiB
+# a token and layer, 3/4 of them to other GPUs, at 300 GB/s) 0.17 s: 1.3 s in all. Micro-batches are
+# twice those of 'moe', whose GPU waits for the host.
+_EXPERT_PIPELINE = replace(_MOE, num_layers=16, seq_length=8192, pp=2, vpp=2)
+_EXPERT_PIPELINE_VARIANTS = (
+    *(Variant((name,)) for name in ("qkv_linear", "core_attn", "expert_fc1", "moe_act")),
+    Variant(("qkv_linear", "core_attn", "expert_fc1", "moe_act"), AUTO, has_defaults=False),
 )
 _PIPELINE = replace(_DENSE, num_layers=16, seq_length=4096, pp=2)
 _PIPELINE_VARIANTS = _variants(DENSE_MODULES, "core_attn", "core_attn attn_proj")
@@ -232,6 +276,28 @@ CASES: tuple[Case, ...] = (
         num_micro_batches=8,
     ),
     Case(
+        "moe_ep4_pp2_vpp2",
+        "16 layers of the moe case, sequence 8192, micro-batch 2, 8 micro-batches, on eight GPUs: "
+        "DP 4, EP 4, PP 2 (ranks 0 to 3 are the first stage), two model chunks a stage",
+        replace(_EXPERT_PIPELINE, dp=4, ep=4),
+        _EXPERT_PIPELINE_VARIANTS,
+        num_micro_batches=8,
+    ),
+    Case(
+        "moe_ep2_pp2_vpp2",
+        "the same on four GPUs: DP 2, EP 2, PP 2 (ranks 0 and 1 are the first stage)",
+        replace(_EXPERT_PIPELINE, dp=2, ep=2),
+        _EXPERT_PIPELINE_VARIANTS,
+        num_micro_batches=8,
+    ),
+    Case(
+        "moe_ep4",
+        "its ranks of one stage on four GPUs: 8 layers, DP 4, EP 4, no pipeline",
+        replace(_EXPERT_PIPELINE, num_layers=8, pp=1, vpp=None, dp=4, ep=4),
+        _EXPERT_PIPELINE_VARIANTS,
+        num_micro_batches=8,
+    ),
+    Case(
         "small",
         "16 dense layers of hidden 1024, sequence 1024, micro-batch 2: too small to gain from "
         "offloading",
@@ -255,6 +321,15 @@ CASES: tuple[Case, ...] = (
         "the same on two pipeline stages, each a process",
         replace(_SMOKE, num_layers=6, pp=2),
         (Variant(("core_attn", "attn_proj")),),
+        num_micro_batches=4,
+        offload={"min_offloaded_tensor_size": 1},
+        needs_gpu=False,
+    ),
+    Case(
+        "smoke_ep2_pp2_vpp2",
+        "four tiny expert layers in the layout of moe_ep2_pp2_vpp2, on four processes",
+        replace(_SMOKE, kind="moe", num_layers=4, pp=2, vpp=2, dp=2, ep=2),
+        _EXPERT_PIPELINE_VARIANTS,
         num_micro_batches=4,
         offload={"min_offloaded_tensor_size": 1},
         needs_gpu=False,
@@ -309,6 +384,7 @@ def engine_labels(variant: Variant, chosen: Sequence[str]) -> tuple[str, ...]:
 
     'slipstream' chooses its tunings too; 'slipstream:auto' that one only.
     """
-    labels = ("megatron", "slipstream", *(f"slipstream:{name}" for name in variant.tunings))
+    tunings = [f"slipstream:{name}" for name in variant.tunings]
+    labels = ("megatron", *(["slipstream"] if variant.has_defaults else []), *tunings)
     picked = [label for label in labels if {label, label.partition(":")[0]} & set(chosen)]
     return ("off", *picked)

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.cases import Case, ModelCase, Variant
 from benchmarks.measure import give_back_unused_memory
-from benchmarks.models import build_chunks, make_config, micro_batches, run_schedule, use_gpu
+from benchmarks.models import build_chunks, make_config, micro_batches, run_schedule, use_gpu, wrap
 
 Chunks = Sequence[torch.nn.Module]
 
@@ -28,18 +28,49 @@ NUM_DATA = 4
 
 
 class BaseModel:
-    """The model without offloading, and the data for everybody; lives as long as its case."""
+    """The model without offloading, and the data for everybody; lives as long as its case.
+
+    [Note: One wrapper for data parallelism]
+    Gradients belong to parameters, which all engines have in common, so they are reduced by one
+    ``DistributedDataParallel`` whose hooks see the backward of every engine. It wraps the model
+    without offloading, and is never called: with gradients that are reduced after the last
+    micro-batch, its forward does nothing of its own.
+    """
 
     def __init__(self, case: Case) -> None:
+        from megatron.core import parallel_state
+
         self.case = case
-        self.chunks: Chunks = build_chunks(case.model, make_config(case.model))
+        config = make_config(case.model)
+        self.chunks: Chunks = build_chunks(case.model, config)
+        self._wrapped = wrap(config, self.chunks) if case.model.dp > 1 else []
+        self.reduce_with(config)
+        dp_rank = parallel_state.get_data_parallel_rank()
         self._data = [
-            list(micro_batches(case.model, step, case.num_micro_batches))
+            list(micro_batches(case.model, step, case.num_micro_batches, dp_rank))
             for step in range(NUM_DATA)
         ]
 
+    def reduce_with(self, config: Any) -> None:
+        """Have schedules that run with ``config`` reduce gradients over data-parallel ranks."""
+        if self._wrapped:
+            config.finalize_model_grads_func = self._finalize
+
+    def _finalize(self, _: Any, *arguments: Any, **options: Any) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads(self._wrapped, *arguments, **options)
+
     def run(self, chunks: Chunks, iteration: int) -> list[torch.Tensor]:
-        """One iteration, forward and backward; gradients add up. Returns its losses."""
+        """One iteration, forward and backward, with data parallelism up to the reduced gradients.
+
+        Without it gradients add up.
+
+        Returns:
+            Its losses.
+        """
+        for wrapper in self._wrapped:
+            wrapper.zero_grad_buffer()  # type: ignore[operator]
         return run_schedule(self.case.model, chunks, self._data[iteration % NUM_DATA])
 
 
@@ -132,6 +163,7 @@ def build_twin(
     # Both engines get megatron-core's default size limit unless the case has another one.
     offload = {"min_offloaded_tensor_size": 1024 * 1024, **base.case.offload, **offload}
     config = make_config(model, modules, **offload)
+    base.reduce_with(config)
     chunks = build_chunks(model, config)
     for chunk, twin in zip(base.chunks, chunks, strict=True):
         share_parameters(chunk, twin)

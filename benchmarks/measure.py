@@ -115,7 +115,7 @@ class MemoryFigures:
     reserved_bytes: Optional[int] = None
     """The most that the caching allocator held, with what lies unused in its cache."""
     num_device_allocs: Optional[int] = None
-    """Calls of cudaMalloc in three iterations of the steady state."""
+    """Calls of cudaMalloc in the iterations of the steady state (three unless told otherwise)."""
     num_alloc_retries: Optional[int] = None
     """How often the cache had to be emptied for a request, in the same iterations."""
 
@@ -125,27 +125,32 @@ class MemoryFigures:
         return self.peak_bytes - self.resident_bytes
 
 
-def measure_memory(run: Run, manager: Any = None) -> MemoryFigures:
+def measure_memory(
+    run: Run, manager: Any = None, num_iterations: int = NUM_MEMORY_ITERATIONS
+) -> MemoryFigures:
     """Run a few iterations of one engine alone, beginning with an empty cache. A collective.
 
     Args:
         run: Its iterations.
         manager: Ours, whose host buffers are not device memory where the CPU stands for the device;
             None for others.
+        num_iterations: On a GPU, how many, after as many others but two at most.
     """
-    return _measure_cuda_memory(run) if use_gpu() else _measure_cpu_memory(run, manager)
+    if not use_gpu():
+        return _measure_cpu_memory(run, manager)
+    return _measure_cuda_memory(run, num_iterations)
 
 
-def _measure_cuda_memory(run: Run) -> MemoryFigures:
+def _measure_cuda_memory(run: Run, num_iterations: int) -> MemoryFigures:
     gc.collect()
     wait_for_all()
     torch.cuda.empty_cache()
-    for iteration in range(NUM_MEMORY_WARMUPS):
+    for iteration in range(min(NUM_MEMORY_WARMUPS, num_iterations)):
         run(iteration)
         wait_for_all()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()
-    for iteration in range(NUM_MEMORY_ITERATIONS):
+    for iteration in range(num_iterations):
         run(iteration)
         wait_for_all()
     after = torch.cuda.memory_stats()

@@ -228,9 +228,18 @@ def accumulators_on_side_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(side)
 
 
-def micro_batches(case: ModelCase, step: int, count: int) -> Iterator[dict[str, torch.Tensor]]:
-    """``count`` micro-batches of ``step``: int64 ``[b, s]`` tokens, labels and positions."""
-    generator = torch.Generator().manual_seed(1000 * step + 17)
+def micro_batches(
+    case: ModelCase, step: int, count: int, dp_rank: int = 0
+) -> Iterator[dict[str, torch.Tensor]]:
+    """``count`` micro-batches of ``step``: int64 ``[b, s]`` tokens, labels and positions.
+
+    Args:
+        case: The model.
+        step: Number of the step; each has data of its own.
+        count: How many.
+        dp_rank: Data-parallel rank; each has data of its own.
+    """
+    generator = torch.Generator().manual_seed(1000 * step + 17 + 1_000_000 * dp_rank)
     device = "cuda" if use_gpu() else "cpu"
     shape = (case.micro_batch_size, case.seq_length)
     for _ in range(count):

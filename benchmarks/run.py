@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import os
 import socket
 import subprocess
@@ -16,12 +17,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
-from benchmarks.cases import CASES, Case, engine_labels, find_case, select_variants
+from benchmarks.cases import (
+    CASES,
+    FIGURES,
+    Case,
+    Limits,
+    engine_labels,
+    find_case,
+    select_variants,
+)
 from benchmarks.rows import RowWriter, finished, read_rows
 from benchmarks.worker import EXIT_ENGINE_FAILED, Job, work
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("off", "megatron", "slipstream")
+PASSED_ON = (
+    *("min_iterations", "max_iterations", "warmups", "max_planning", "memory_iterations"),
+    *("seconds_per_variant", "figures", "micro_batches", "output", "name"),
+)
+"""Options that ranks get as they are."""
 GRACE_S = 5
 """What the other ranks of a failed one get to fail by themselves."""
 
@@ -49,7 +63,9 @@ what is written, to DIR/NAME.*:
 
 how long it takes: an engine is done when the standard error of its median step is below 0.2% of it,
 but not before --min-iterations, nor after --max-iterations or --seconds-per-variant. To that add a
-few seconds a variant for building, warm-up, memory and profiles.
+few seconds a variant for building, warm-up, memory and profiles. Where an iteration takes a second,
+little enough is --warmups 1 --min-iterations 3 --max-iterations 3 --memory-iterations 1
+--max-planning 12 --figures memory.
 """
 
 
@@ -103,15 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="an option of OffloadConfig for every Slipstream engine; repeatable",
     )
-    add("--min-iterations", type=int, default=10, metavar="N", help="default: %(default)s")
-    add("--max-iterations", type=int, default=100, metavar="N", help="default: %(default)s")
-    add(
-        "--seconds-per-variant",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="time for the alternating iterations of a set of modules (default: %(default)s)",
-    )
+    _add_limits(parser)
     add(
         "--output",
         type=Path,
@@ -131,6 +139,76 @@ def _parser() -> argparse.ArgumentParser:
     add("--run-id", default="", help=argparse.SUPPRESS)
     add("--command", default="", help=argparse.SUPPRESS)
     return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """What makes a run shorter."""
+    add, usual = parser.add_argument, Limits()
+    for name, default, text in (
+        ("--min-iterations", usual.min_iterations, "timed iterations of each engine, at least"),
+        ("--max-iterations", usual.max_iterations, "the same, at most"),
+        ("--warmups", usual.num_warmups, "iterations of each engine before those"),
+        ("--max-planning", usual.max_planning, "iterations in which Slipstream plans, at most"),
+        ("--memory-iterations", usual.num_memory_iterations, "of each engine alone, for its peak"),
+    ):
+        help_ = f"{text} (default: %(default)s)"
+        add(name, type=int, default=default, metavar="N", help=help_)
+    add(
+        "--seconds-per-variant",
+        type=float,
+        default=usual.seconds,
+        metavar="S",
+        help="time for the alternating iterations of a set of modules (default: %(default)s)",
+    )
+    add(
+        "--figures",
+        default=",".join(FIGURES),
+        metavar="A,B",
+        help="what to find out beside step times (default: %(default)s)",
+    )
+    add(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="in an iteration, instead of the case's own number",
+    )
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    if options.min_iterations < 2 or options.max_iterations < options.min_iterations:
+        raise ValueError(
+            f"--min-iterations {options.min_iterations} --max-iterations {options.max_iterations} "
+            "leave nothing to take a median of; set at least 2, and the most no less than the least"
+        )
+    for name in ("warmups", "max_planning", "memory_iterations"):
+        if getattr(options, name) < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} {getattr(options, name)} is too few; set at least 1")
+    figures = tuple(filter(None, options.figures.split(",")))
+    for figure in figures:
+        if figure not in FIGURES:
+            raise ValueError(f"--figures {figure} is not one; Figures: {', '.join(FIGURES)}")
+    return Limits(
+        options.min_iterations,
+        options.max_iterations,
+        options.seconds_per_variant,
+        options.warmups,
+        options.max_planning,
+        options.memory_iterations,
+        figures,
+    )
+
+
+def _with_micro_batches(case: Case, number: Optional[int]) -> Case:
+    """The case with another number of micro-batches, if one is given."""
+    if number is None:
+        return case
+    if number < 1 or (case.model.vpp is not None and number % case.model.pp):
+        raise ValueError(
+            f"--micro-batches {number} is not supported with --case {case.name} because its "
+            f"schedule needs a multiple of {case.model.pp if case.model.vpp else 1}; set one"
+        )
+    return dataclasses.replace(case, num_micro_batches=number)
 
 
 def _engines(options: argparse.Namespace) -> tuple[str, ...]:
@@ -167,19 +245,12 @@ def _list_cases(cases: Sequence[Case]) -> str:
 
 
 def _job(options: argparse.Namespace, case: Case, run: str, command: str) -> Job:
-    if options.min_iterations < 2 or options.max_iterations < options.min_iterations:
-        raise ValueError(
-            f"--min-iterations {options.min_iterations} --max-iterations {options.max_iterations} "
-            "leave nothing to take a median of; set at least 2, and the most no less than the least"
-        )
     return Job(
-        case,
+        _with_micro_batches(case, options.micro_batches),
         select_variants(case, options.modules),
         _engines(options),
         _engine_options(options.engine_option),
-        options.min_iterations,
-        options.max_iterations,
-        options.seconds_per_variant,
+        _limits(options),
         options.output / f"{options.name}.jsonl",
         run,
         command,
@@ -297,8 +368,9 @@ def _start_rank(
     arguments += [f"--command={job.command}", f"--engines={options.engines}"]
     arguments += [f"--modules={modules}" for modules in options.modules]
     arguments += [f"--engine-option={option}" for option in options.engine_option]
-    for name in ("min_iterations", "max_iterations", "seconds_per_variant", "output", "name"):
-        arguments.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
+    for name in PASSED_ON:
+        if getattr(options, name) is not None:
+            arguments.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
     if job.traces is not None:
         arguments.append(f"--traces={job.traces}")
     environment = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from benchmarks.cases import CASES, short_name
+from benchmarks.rank_memory import drop_rows
 from benchmarks.rows import Row, read_rows
 
 NONE = "-"
@@ -43,6 +44,14 @@ def _number(name: str, digits: int = 0) -> Callable[[Row], Optional[str]]:
     def cell(row: Row) -> Optional[str]:
         value = row.get(name)
         return None if value is None else f"{value:.{digits}f}"
+
+    return cell
+
+
+def _percent(name: str) -> Callable[[Row], Optional[str]]:
+    def cell(row: Row) -> Optional[str]:
+        value = row.get(name)
+        return None if value is None else f"{value:.2f}%"
 
     return cell
 
@@ -114,6 +123,24 @@ COLUMNS = (
     Column("host us/group", _number("host_us_per_group", 0)),
     Column("mallocs", _number("num_device_allocs")),
 )
+
+RANK_COLUMNS = (
+    Column("engine", lambda row: row["engine"]),
+    Column("rank", lambda row: str(row["rank"])),
+    Column("peak MiB off", _mib("off_peak_bytes")),
+    Column("ours", _mib("peak_bytes")),
+    Column("built-in", _mib("builtin_peak_bytes")),
+    Column("drop MiB ours", _mib("drop_bytes")),
+    Column("theoretical", _mib("theoretical_drop_bytes")),
+    Column("reached", _percent("drop_percent")),
+    Column("drop MiB built-in", _mib("builtin_drop_bytes")),
+    Column("all marked", _mib("movable_drop_bytes")),
+    Column("reached", _percent("builtin_drop_percent")),
+)
+RANK_LEGEND = """\
+Peak device memory of each rank, everything counted. `theoretical`: of what our plan moves, the most
+bytes that are saved at once beside the group in use, each storage once; `all marked`: the same if
+all moved that is marked and can, which the built-in engine is held against."""
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -203,6 +230,9 @@ def _case_tables(rows: Sequence[Row]) -> list[str]:
         several = any(row["num_ranks"] > 1 for row in measured)
         rank = [Column("rank", lambda row: str(row["rank"]))] if several else []
         parts.append(_table([*rank, *COLUMNS], measured))
+        drops = drop_rows(measured) if several else []
+        if drops:
+            parts += [RANK_LEGEND, _table(RANK_COLUMNS, drops)]
         offloading = [row for row in measured if row.get("host_us_per_call")]
         if offloading:
             parts.append("Host time of one call, in microseconds:")

@@ -11,11 +11,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 
-from benchmarks.cases import Variant
+from benchmarks.cases import Limits, Variant
 from benchmarks.copies import Copies, Direction, profile_copies
 from benchmarks.engines import (
     BaseModel,
@@ -34,17 +34,11 @@ from benchmarks.measure import (
     timed_step,
     without_garbage_collection,
 )
+from benchmarks.rank_memory import drop_fields
 from benchmarks.rows import RowWriter
 from megatron.slipstream.plan.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.trace import Bandwidth
-
-NUM_WARMUPS = 4
-"""Iterations of each engine before any is measured: the other one fills its pool, and the allocator
-comes to rest."""
-MAX_PLANNING = 250
-"""Iterations of ours before those, at most. It goes on until its plan is settled: after the first
-ones it plans anew up to three times, and tries out what a plan for an allowed overhead costs."""
 
 RELATIVE_ERROR = 0.002
 """An engine has been timed well enough when the median's standard error is this share of it."""
@@ -52,14 +46,6 @@ RELATIVE_ERROR = 0.002
 LOSS_TOLERANCE = 0.01
 """Engines are timed with kernels that add in any order, so losses are only close. That they are
 equal bit by bit, where kernels allow it, is for tests to show."""
-
-
-class Limits(NamedTuple):
-    """How long to go on."""
-
-    min_iterations: int
-    max_iterations: int
-    seconds: float
 
 
 class EngineFailed(Exception):
@@ -127,9 +113,9 @@ class VariantRun:
         Raises:
             EngineFailed: See there.
         """
-        self._start()
+        self._start(limits)
         self._time_rounds(limits, on_round)
-        timing = self._measure_each()
+        timing = self._measure_each(limits)
         for label in list(self._engines):
             self._attempt(label, self._write_summary, label, timing)
         # Not where EngineFailed is raised: the device may be lost, and the process ends.
@@ -138,7 +124,7 @@ class VariantRun:
         self._engines.clear()
         release_host_memory()
 
-    def _start(self) -> None:
+    def _start(self, limits: Limits) -> None:
         """Build everything and bring it to its steady state."""
         chunks = None
         if len(self._options) > 1:
@@ -149,13 +135,13 @@ class VariantRun:
                 if made is not None:
                     self._engines[label] = made
         for label, engine in list(self._engines.items()):
-            for iteration in range(MAX_PLANNING):
+            for iteration in range(limits.max_planning):
                 is_settled = not engine.is_ours or engine.manager.is_settled
                 if maximum_of_ranks(not is_settled) == 0:
                     break
                 if self._attempt(label, timed_step, engine.run, iteration) is None:
                     break
-        for iteration in range(NUM_WARMUPS):
+        for iteration in range(limits.num_warmups):
             for label, engine in list(self._engines.items()):
                 # megatron-core's engine prints a table after its first iteration.
                 with contextlib.redirect_stdout(io.StringIO()):
@@ -226,20 +212,27 @@ class VariantRun:
     def _ms(self, label: str) -> list[float]:
         return [step.ms for step in self._steps[label]]
 
-    def _measure_each(self) -> Optional[Timing]:
+    def _measure_each(self, limits: Limits) -> Optional[Timing]:
         """Memory, host time and copies, engine by engine, and the compute time between marks."""
         self._figures = {label: _Figures() for label in self._engines}
-        for label, engine in list(self._engines.items()):
-            manager = engine.manager if engine.is_ours else None
-            self._figures[label].memory = self._attempt(label, measure_memory, engine.run, manager)
+        if "memory" in limits.figures:
+            number = limits.num_memory_iterations
+            for label, engine in list(self._engines.items()):
+                manager = engine.manager if engine.is_ours else None
+                self._figures[label].memory = self._attempt(
+                    label, measure_memory, engine.run, manager, number
+                )
         timing = None
         for label, engine in list(self._engines.items()):
-            if label != "off" and timing is None:
+            if "compute" in limits.figures and label != "off" and timing is None:
                 timing = self._try(label, "compute time", measure_step_ms, engine)
         for label, engine in list(self._engines.items()):
-            if label != "off":
-                figures = self._figures[label]
+            if label == "off":
+                continue
+            figures = self._figures[label]
+            if "host" in limits.figures:
                 figures.host = self._try(label, "host time", measure_host_times, engine)
+            if "copies" in limits.figures:
                 figures.copies = self._try(label, "copies", profile_copies, engine.run, 0)
         return timing
 
@@ -261,6 +254,7 @@ class VariantRun:
         if engine.is_ours:
             row |= report_fields(engine.manager)
             if engine.manager.plan is not None:
+                row |= drop_fields(engine.manager.plan)
                 names = (self._base.case.name, self._variant.name, label, self._rank)
                 self._writer.save_trace(engine.manager.plan.trace, *names)
             row |= self._bound_fields(engine.manager, timing)
@@ -320,6 +314,7 @@ class VariantRun:
             "options": self._options[label],
             "rank": self._rank,
             "num_ranks": self._base.case.num_ranks,
+            "num_micro_batches": self._base.case.num_micro_batches,
         }
 
     def _attempt(self, label: str, action: Callable[..., Any], *arguments: Any) -> Any:
@@ -387,6 +382,7 @@ def report_fields(manager: Any) -> dict[str, Any]:
         "num_late": total.num_late,
         "num_groups": total.num_groups,
         "num_groups_moved": total.num_groups_moved,
+        "is_settled": manager.is_settled,
         "host_memory_bytes": manager.report.host_allocated_bytes,
         "planned_saved_bytes": (
             manager.report.baseline_peak_bytes - manager.report.planned_peak_bytes

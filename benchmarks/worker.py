@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from benchmarks.cases import Case, Variant, engine_labels, short_name
+from benchmarks.cases import Case, Limits, Variant, engine_labels, short_name
 from benchmarks.rows import RowWriter, finished, read_rows
 
 EXIT_ENGINE_FAILED = 3
@@ -38,9 +38,7 @@ class Job(NamedTuple):
     engines: tuple[str, ...]
     options: Mapping[str, Any]
     """Options of ``OffloadConfig`` for every Slipstream engine."""
-    min_iterations: int
-    max_iterations: int
-    seconds: float
+    limits: Limits
     rows: Path
     run: str
     command: str
@@ -58,7 +56,7 @@ def work(job: Job) -> int:
     from benchmarks.engines import BaseModel, release_host_memory
     from benchmarks.measure import wait_for_all
     from benchmarks.models import initialize, use_gpu
-    from benchmarks.variant import EngineFailed, Limits, VariantRun
+    from benchmarks.variant import EngineFailed, VariantRun
 
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     writer = RowWriter(job.rows, job.run, job.traces)
@@ -79,7 +77,6 @@ def work(job: Job) -> int:
             case=job.case.name,
             bandwidth=bandwidth._asdict() if bandwidth else None,
         )
-    limits = Limits(job.min_iterations, job.max_iterations, job.seconds)
     base = BaseModel(job.case)
     try:
         with progress_bar(job, is_shown=rank == 0) as show:
@@ -88,7 +85,7 @@ def work(job: Job) -> int:
                 labels = tuple(label for label in labels if (variant.name, label) not in done)
                 if "off" in labels:
                     measured = VariantRun(base, variant, labels, job.options, writer, bandwidth)
-                    measured.measure(limits, show(variant))
+                    measured.measure(job.limits, show(variant))
     except EngineFailed as error:
         sys.stderr.write(f"{job.case.name}: rank {rank}: engine {error} failed\n")
         return EXIT_ENGINE_FAILED
@@ -158,7 +155,7 @@ def _terminal_bar(job: Job) -> Iterator[Show]:
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         variants = progress.add_task(job.case.name, total=len(job.variants), text="variants")
-        task = progress.add_task("", total=job.max_iterations, text="")
+        task = progress.add_task("", total=job.limits.max_iterations, text="")
 
         def show(variant: Variant) -> Callable[[int, str], None]:
             progress.update(variants, completed=job.variants.index(variant))

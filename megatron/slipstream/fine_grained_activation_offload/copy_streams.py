@@ -365,7 +365,7 @@ class CopyStreams:
     ) -> list[float]:
         """What copies that run at once reach, in 1e9 bytes per second: of a few rates one each."""
         if meeting is not None:
-            meeting.wait()
+            meeting.meet()
         is_alone = meeting is None or meeting.is_alone
         rates: list[list[float]] = []
         for _ in range(NUM_RATES):

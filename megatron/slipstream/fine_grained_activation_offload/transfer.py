@@ -252,27 +252,28 @@ class ActivationStore:
         """
         meeting = None if self._has_met else HostMeeting()
         self._has_met = True
-        bandwidth = self._measure_bandwidth(meeting)
-        if bandwidth is None and meeting is not None:
-            for _ in range(NUM_MEETINGS):
-                meeting.wait()  # so that the others need not wait for this one in vain
+        lent = self._borrow_to_measure()
+        if lent is None:
+            if meeting is not None:
+                meeting.attend(NUM_MEETINGS)  # so that nobody waits for this one in vain
+            return None
+        device, lease = lent
+        buffer = lease.buffer.first(BANDWIDTH_NBYTES)
+        bandwidth = self.copy_streams.measure_bandwidth(device, buffer, meeting)
+        self.host_pool.give_back(lease)
         return bandwidth
 
-    def _measure_bandwidth(self, meeting: Optional[HostMeeting]) -> Optional[Bandwidth]:
+    def _borrow_to_measure(self) -> Optional[tuple[Bytes, HostLease]]:
+        """Device and host memory to copy between; None if there is none to spare."""
         if self.host_pool.allocated_bytes < BANDWIDTH_NBYTES:
             return None  # Next to nothing moves, and no memory is to be pinned for a measurement.
         device = self.backend.allocate_scratch(BANDWIDTH_NBYTES)
         if device is None:
             return None
         try:
-            lease = self.host_pool.borrow(BANDWIDTH_NBYTES)
+            return Bytes(device, 0, BANDWIDTH_NBYTES), self.host_pool.borrow(BANDWIDTH_NBYTES)
         except HostMemoryFull:
             return None
-        memory = Bytes(device, 0, BANDWIDTH_NBYTES)
-        buffer = lease.buffer.first(memory.nbytes)
-        bandwidth = self.copy_streams.measure_bandwidth(memory, buffer, meeting)
-        self.host_pool.give_back(lease)
-        return bandwidth
 
     def close(self) -> None:
         """Return the host memory. Nothing that was saved can be read afterwards."""

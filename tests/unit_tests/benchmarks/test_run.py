@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run
-from benchmarks.cases import CASES, engine_labels, find_case, select_variants
+from benchmarks.cases import CASES, Limits, engine_labels, find_case, select_variants
 from benchmarks.rows import Row, RowWriter, read_rows
 from benchmarks.worker import EXIT_ENGINE_FAILED
 from megatron.slipstream.plan.build import build_plan
@@ -93,7 +93,7 @@ def test_ranks_of_a_pipeline_are_started_and_one_bad_option_does_not_end_the_run
 def failing_job(path: Path, statuses: list[int], failing: list[str]) -> tuple[run.Job, Callable]:
     """A job, and ranks that end with ``statuses``, the first ones after an engine's failure."""
     path.touch()
-    job = run.Job(find_case("smoke"), (), (), {}, 10, 20, 1.0, path, "run", "command")
+    job = run.Job(find_case("smoke"), (), (), {}, Limits(), path, "run", "command")
 
     def run_ranks(job: run.Job, _: object) -> int:
         if failing:
@@ -180,3 +180,40 @@ def test_engines_are_chosen_by_name_or_by_tuning() -> None:
     assert engine_labels(variant, ["slipstream:auto"]) == ("off", "slipstream:auto")
     assert engine_labels(variant, ["slipstream"]) == ("off", "slipstream", "slipstream:auto")
     assert engine_labels(variant, ["off"]) == ("off",)
+
+
+def options_of(*arguments: str) -> object:
+    return run._parser().parse_args(["--case", "smoke_pp2", *arguments])
+
+
+def test_a_short_run_is_made_of_options_that_every_rank_gets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = "--warmups 1 --min-iterations 3 --max-iterations 4 --memory-iterations 1 "
+    given += f"--max-planning 12 --figures memory,host --micro-batches 6 --output {tmp_path}"
+    options = options_of(*given.split())
+    job = run._job(options, find_case("smoke_pp2"), "run", "command")
+    assert job.limits == Limits(3, 4, 30.0, 1, 12, 1, ("memory", "host"))
+    assert job.case.num_micro_batches == 6
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env: started.append(command))
+    run._start_rank(job, options, rank=1, port=1)
+    (command,) = started
+    of_rank = run._parser().parse_args(command[3:])
+    assert run._job(of_rank, find_case("smoke_pp2"), "run", "command") == job
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--case smoke --warmups 0", "--warmups 0 is too few"),
+        ("--case smoke --figures memory,hosts", "--figures hosts is not one"),
+        ("--case smoke --micro-batches 0", "--micro-batches 0 is not supported with --case smoke"),
+        ("--case smoke_ep2_pp2_vpp2 --micro-batches 3", "needs a multiple of 2"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run.main([*arguments.split(), "--output", str(tmp_path / "new")]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,196 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Ranks of one host measure their links at the same moment, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from timed_backend import TimedBackend
+from toy_model import SCHEDULES, make_chunks, run_schedule
+
+from megatron.slipstream.fine_grained_activation_offload import host_meeting, transfer
+from megatron.slipstream.fine_grained_activation_offload.backend import Bytes
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
+    NUM_MEETINGS,
+    CopyStreams,
+)
+from megatron.slipstream.fine_grained_activation_offload.host_meeting import HostMeeting
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, NUM_WARMUPS
+
+LATE_S = 0.3
+NUM_ITERATIONS = 1 + NUM_WARMUPS + NUM_TIMED
+"""After the last of them the link is measured."""
+
+
+def join(rank: int, num_ranks: int, port: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=num_ranks
+    )
+
+
+def leave() -> None:
+    """Not before the others: the first rank has the store."""
+    torch.distributed.barrier()
+
+
+def come_one_after_another(rank: int, num_ranks: int, port: int) -> tuple[bool, list[float]]:
+    join(rank, num_ranks, port)
+    meeting, times_s = HostMeeting(), []
+    for late in range(num_ranks):
+        time.sleep(LATE_S if rank == late else 0)
+        begin_s = time.monotonic()
+        meeting.meet()
+        times_s.append(time.monotonic() - begin_s)
+    leave()
+    return meeting.is_alone, times_s
+
+
+def test_those_who_come_early_wait_for_the_last() -> None:
+    results = run_ranks(2, come_one_after_another)
+    assert [is_alone for is_alone, _ in results] == [False, False]
+    for rank, (_, times_s) in enumerate(results):
+        assert times_s[1 - rank] > LATE_S / 2
+
+
+def miss_the_first(rank: int, num_ranks: int, port: int) -> tuple[bool, float]:
+    join(rank, num_ranks, port)
+    host_meeting.PATIENCE_S = LATE_S
+    meeting = HostMeeting()
+    if rank == 1:
+        torch.distributed.barrier()  # by now the other one has given up
+    begin_s = time.monotonic()
+    meeting.attend(NUM_MEETINGS)
+    elapsed_s = time.monotonic() - begin_s
+    if rank == 0:
+        torch.distributed.barrier()
+    leave()
+    return meeting.is_alone, elapsed_s
+
+
+def test_who_does_not_come_is_waited_for_once_and_waits_for_nobody() -> None:
+    (early_is_alone, early_s), (late_is_alone, late_s) = run_ranks(2, miss_the_first)
+    assert early_is_alone
+    assert late_is_alone
+    assert LATE_S <= early_s < 2 * LATE_S
+    assert late_s < LATE_S / 2
+
+
+@pytest.mark.parametrize("world", ["1", None], ids=["one rank", "no group"])
+def test_without_other_ranks_nobody_is_waited_for(
+    world: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", world or "8")
+    if world is not None:
+        monkeypatch.setattr(host_meeting, "_store", torch.distributed.HashStore)
+    assert HostMeeting().is_alone
+
+
+class LostStore(torch.distributed.HashStore):
+    """Of a process that has gone."""
+
+    def add(self, key: str, amount: int) -> int:
+        raise torch.distributed.DistStoreError(f"no {key}")
+
+
+def test_a_lost_store_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(host_meeting, "_store", LostStore)
+    meeting = HostMeeting()
+    assert not meeting.is_alone
+    meeting.meet()
+    assert meeting.is_alone
+
+
+class Company(HostMeeting):
+    """Others that always come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_met = 0
+        self.is_alone = False
+
+    def meet(self) -> None:
+        self.num_met += 1
+
+
+class ScriptedBackend(TimedBackend):
+    """Copies take 1, 2 and 4 ms in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_read = 0
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float:
+        self.num_read += 1
+        return (1.0, 2.0, 4.0)[self.num_read % 3]
+
+
+def test_in_company_neither_the_best_nor_the_worst_rate_counts() -> None:
+    half = 1 << 20
+    device, host = (Bytes.of(torch.empty(2 * half, dtype=torch.uint8)) for _ in range(2))
+    company = Company()
+    found = CopyStreams(ScriptedBackend()).measure_bandwidth(device, host, company)
+    alone = CopyStreams(ScriptedBackend()).measure_bandwidth(device, host)
+    assert found is not None
+    assert alone is not None
+    assert found.d2h_gb_per_s == pytest.approx(half / 2.0 / 1e6)
+    assert alone.d2h_gb_per_s == pytest.approx(half / 1.0 / 1e6)
+    assert company.num_met == NUM_MEETINGS
+
+
+class SlowToTell(TimedBackend):
+    """Tells of the times of iterations some iterations late, as a device that has not come."""
+
+    def __init__(self, num_late: int) -> None:
+        super().__init__()
+        self.num_left = num_late
+
+    def elapsed_ms(self, start: Any, stop: Any) -> Any:
+        return super().elapsed_ms(start, stop) if self.num_left <= 0 else None
+
+
+def train(rank: int, num_ranks: int, port: int) -> tuple[list[int], bool, list[float]]:
+    """Rank 1 has next to no host memory, and times come later to rank 2 than to the others."""
+    join(rank, num_ranks, port)
+    iterations: list[int] = []
+    spans_s: list[float] = []
+    are_alone: list[bool] = []
+
+    class Watched(HostMeeting):
+        def meet(self) -> None:
+            begin_s = time.monotonic()
+            super().meet()
+            iterations.append(iteration)
+            spans_s.append(time.monotonic() - begin_s)
+            are_alone.append(self.is_alone)
+
+    transfer.HostMeeting = Watched  # type: ignore[misc]
+    if rank == 1:
+        transfer.BANDWIDTH_NBYTES *= 1 << 10
+    backend = SlowToTell(NUM_ITERATIONS + 2) if rank == 2 else TimedBackend()
+    manager = PipelineOffloadManager(backend)
+    chunks = make_chunks(1)
+    for iteration in range(1, NUM_ITERATIONS + 6):
+        if iteration == NUM_ITERATIONS and rank == 0:
+            time.sleep(LATE_S)
+        run_schedule(chunks, SCHEDULES["accumulation"], manager)
+        if rank == 2:
+            backend.num_left -= 1
+    leave()
+    return iterations, any(are_alone), spans_s
+
+
+def test_ranks_measure_after_the_same_iteration_whenever_the_device_tells() -> None:
+    for rank, (iterations, was_alone, spans_s) in enumerate(run_ranks(3, train)):
+        assert iterations == [NUM_ITERATIONS] * NUM_MEETINGS
+        assert not was_alone
+        assert (spans_s[0] > LATE_S / 2) is (rank != 0)
