@@ -9,6 +9,8 @@ process. With a GPU they are spawned, as CUDA asks for.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import socket
@@ -19,6 +21,10 @@ from typing import Any
 import torch
 
 TIMEOUT_S = 300
+FIRST_PORT, NUM_PORTS = 10_000, 22_000
+"""Below those that Linux gives to whoever asks for any."""
+
+_places = itertools.count(997 * os.getpid())
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -100,6 +106,13 @@ def _rank_main(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody else takes before rank 0 does.
+
+    Not one that the system chooses: from the same range gloo's listeners in other tests have
+    theirs, dozens at a time. And not where other processes that run tests look at the same time.
+    """
+    while True:
+        port = FIRST_PORT + next(_places) % NUM_PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
