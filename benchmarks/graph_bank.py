@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import socket
 import sys
 import time
 import warnings
@@ -30,6 +29,7 @@ from benchmarks.cases import ModelCase
 from benchmarks.figures import overhead_percent, spread_of
 from benchmarks.measure import Step, reserved_bytes, timed_step, without_garbage_collection
 from benchmarks.models import initialize, make_config, use_gpu, wrap
+from benchmarks.ports import free_port
 from benchmarks.rows import RowWriter
 from benchmarks.worker import machine_facts
 from megatron.slipstream.context_parallel.documents import shared_sample
@@ -456,9 +456,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
             "fewer, or --case smoke, which runs without one\n"
         )
         return 2
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     run = time.strftime("%Y-%m-%dT%H:%M:%S")
     start: Any = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
     method = "spawn" if use_gpu() else "fork"  # CUDA does not survive a fork, imports do

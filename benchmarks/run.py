@@ -8,7 +8,6 @@ import argparse
 import ast
 import dataclasses
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from benchmarks.cases import (
     find_case,
     select_variants,
 )
+from benchmarks.ports import free_port
 from benchmarks.rows import RowWriter, finished, read_rows
 from benchmarks.worker import EXIT_ENGINE_FAILED, Job, work
 
@@ -328,9 +328,7 @@ def _run_case(job: Job, options: argparse.Namespace) -> None:
 
 def _run_ranks(job: Job, options: argparse.Namespace) -> int:
     """Start the ranks of a case and wait for them. Returns 0, or a failed one's exit status."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [_start_rank(job, options, rank, port) for rank in range(job.case.num_ranks)]
     try:
         while True:

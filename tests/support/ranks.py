@@ -9,22 +9,17 @@ process. With a GPU they are spawned, as CUDA asks for.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-TIMEOUT_S = 300
-FIRST_PORT, NUM_PORTS = 10_000, 22_000
-"""Below those that Linux gives to whoever asks for any."""
+from benchmarks.ports import free_port
 
-_places = itertools.count(997 * os.getpid())
+TIMEOUT_S = 300
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -47,7 +42,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
         import megatron.core.pipeline_parallel  # noqa: F401
 
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
@@ -103,16 +98,3 @@ def _rank_main(
     # Without running the interpreter's shutdown: gloo and NCCL threads may still be waiting for
     # ranks that have already gone.
     os._exit(0)
-
-
-def _free_port() -> int:
-    """A port that nobody else takes before rank 0 does.
-
-    Not one that the system chooses: from the same range gloo's listeners in other tests have
-    theirs, dozens at a time. And not where other processes that run tests look at the same time.
-    """
-    while True:
-        port = FIRST_PORT + next(_places) % NUM_PORTS
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
