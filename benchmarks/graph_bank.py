@@ -29,7 +29,6 @@ from benchmarks.cases import ModelCase
 from benchmarks.figures import overhead_percent, spread_of
 from benchmarks.measure import Step, reserved_bytes, timed_step, without_garbage_collection
 from benchmarks.models import initialize, make_config, use_gpu, wrap
-from benchmarks.ports import free_port
 from benchmarks.rows import RowWriter
 from benchmarks.worker import machine_facts
 from megatron.slipstream.context_parallel.documents import shared_sample
@@ -40,6 +39,7 @@ from megatron.slipstream.context_parallel.scheduler import (
     schedule,
     share_of,
 )
+from megatron.slipstream.integration.ports import free_port
 from megatron.slipstream.packed_sequences.packing import Piece
 from megatron.slipstream.plan.render import format_bytes
 

@@ -25,9 +25,9 @@ from benchmarks.cases import (
     find_case,
     select_variants,
 )
-from benchmarks.ports import free_port
 from benchmarks.rows import RowWriter, finished, read_rows
 from benchmarks.worker import EXIT_ENGINE_FAILED, Job, work
+from megatron.slipstream.integration.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("off", "megatron", "slipstream")

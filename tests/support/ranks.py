@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.ports import free_port
+from megatron.slipstream.integration.ports import free_port
 
 TIMEOUT_S = 300
 

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from megatron.slipstream.integration.ports import free_port
 from tools.functional_tests.cases import ROOT, Arguments, Case, command_line, without_offloading
 
 TAIL_LINES, WIDTH = 15, 240
@@ -124,9 +124,7 @@ class Training:
 
     def command(self) -> list[str]:
         """The launcher, the script and its flags, within the case's own commands."""
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         last = self.num_ranks - 1
         shown = "0:3" if last == 0 else f"0:3,{last}:3"
         launcher = [sys.executable, "-m", "torch.distributed.run"]

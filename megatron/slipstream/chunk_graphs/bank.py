@@ -25,7 +25,6 @@ arguments of one call are turned into those of all sizes (:meth:`Sizes.arguments
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Optional, Protocol
@@ -41,8 +40,6 @@ from megatron.slipstream.chunk_graphs.engine import (
 )
 from megatron.slipstream.chunk_graphs.places import Place
 from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments
-
-logger = logging.getLogger(__name__)
 
 
 class Sizes(Protocol):

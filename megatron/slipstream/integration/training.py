@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.integration.environment import settings
 from megatron.slipstream.integration.messages import show_messages
 from megatron.slipstream.integration.monitor import Monitor, progress_kind
+from megatron.slipstream.integration.ports import free_port
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.report_page import PAGE_SUFFIXES
 
@@ -78,11 +78,8 @@ def _set_single_process_environment() -> None:
     """Stand in for torchrun on one process, so that ``python pretrain_gpt.py`` just works."""
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
-    for name, value in {**defaults, "MASTER_PORT": port}.items():
+    for name, value in {**defaults, "MASTER_PORT": free_port()}.items():
         os.environ.setdefault(name, str(value))
 
 
