@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import random
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -178,9 +179,9 @@ class VariantRun:
                     break
 
     def _time_round(self, round_: int) -> None:
-        labels = list(self._engines)
-        shift = round_ % len(labels)  # so that no engine always follows the same other one
-        for label in labels[shift:] + labels[:shift]:
+        # Every round in another order, the same on all ranks: what an engine leaves behind (heat,
+        # caches) must not always meet the same other one.
+        for label in random.Random(round_).sample(list(self._engines), len(self._engines)):
             gc.collect()
             step = self._attempt(label, timed_step, self._engines[label].run, round_)
             if step is None:
