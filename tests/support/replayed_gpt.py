@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -192,8 +191,13 @@ def gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
         for parameter in chunk.parameters()
         if parameter.requires_grad
     ]
-    buffers = itertools.chain.from_iterable(chunk.module.buffers() for chunk in chunks)
-    found += [buffer.clone() for buffer in buffers]
+    # Rotary tables are no state: where a graph holds its own, nobody renews the module's.
+    found += [
+        buffer.clone()
+        for chunk in chunks
+        for name, buffer in chunk.module.named_buffers()
+        if not name.endswith(("cos_cached", "sin_cached"))
+    ]
     found += [values.clone() for values in expert_metrics()]
     for state in (torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()):
         found.append(state if torch.is_tensor(state) else state.get_state())

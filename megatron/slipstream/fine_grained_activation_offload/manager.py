@@ -425,6 +425,7 @@ class PipelineOffloadManager:
             self._book.read_clocks()
             self._last_plan = self._book.find(turn.plan.trace.steps)
         self.report.modules, self.report.late_groups = {}, {}
+        self._report_graphs()
         self.report.num_iterations += 1
         self._note_time()
 
@@ -564,10 +565,14 @@ class PipelineOffloadManager:
         report.host_waste_bytes = pool.waste_bytes
         report.host_memory_limit_bytes = pool.limit_bytes
         report.num_host_allocations = pool.num_allocations
-        report.graphs = self.graphs.modules
-        report.graph_host_bytes = self.graphs.pool.allocated_bytes if self.graphs.pool else 0
+        self._report_graphs()
         if self._last_plan is not None:
             report.num_kept_for_host_memory = self._last_plan.num_kept_for_host_memory
+
+    def _report_graphs(self) -> None:
+        pool = self.graphs.pool
+        self.report.graphs = self.graphs.modules
+        self.report.graph_host_bytes = pool.allocated_bytes if pool is not None else 0
 
     def _note_time(self) -> None:
         now = time.perf_counter()

@@ -141,14 +141,20 @@ def test_a_layer_is_back_before_its_own_graph_begins(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_the_report_tells_what_graphs_move() -> None:
+@pytest.mark.parametrize("has_marks", [True, False], ids=["marks outside too", "graphs only"])
+def test_the_report_tells_what_graphs_move(has_marks: bool) -> None:
     chunks = make_chunks(1, NUM_LAYERS)
     manager = trained(chunks, "cpu", "one micro-batch")
     assert manager.report.graphs == {}
     assert "graphs" not in Report([manager.report]).render()
     warm_up(chunks, manager)
     step(chunks, manager, "F0 B0")
-    run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
+    manager.graphs.close()
+    if has_marks:
+        run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
+    else:
+        manager.init_model_chunk_offload_handler(0, None, None)
+        manager.reset()
     report = Report([manager.report])
     assert manager.report.graphs["first"].d2h_bytes > 0
     assert manager.report.graph_host_bytes == manager.graphs.pool.allocated_bytes > 0
