@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ MIB = 1 << 20
 COLORS = {"megatron": "#9a6fb0", "slipstream": "#1b7f5c"}
 TUNINGS = ("#66b391", "#0d4d38", "#a6d8c2")
 """For Slipstream's tunings, in order of appearance."""
+ERROR_BARS = {"ecolor": "dimgray", "elinewidth": 0.8, "capsize": 2}
 
 
 def plot_overhead(rows: Sequence[Row], path: Path) -> None:
@@ -34,11 +36,17 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
         for row in mine:
             place = variants.index(row["variant"]) + height * engines.index(row["engine"])
             value = row["overhead_percent"]
-            bound = row.get("bound_overhead_percent")
-            axes.barh(place, value, height, color=colors[row["engine"]], align="edge")
+            error, bound = _error(row), row.get("bound_overhead_percent")
+            axes.barh(
+                *(place, value, height),
+                color=colors[row["engine"]],
+                align="edge",
+                xerr=error,
+                error_kw=ERROR_BARS,
+            )
             axes.annotate(
                 f"{value:+.1f}%",
-                (max(value, bound or 0, 0), place + height / 2),
+                (max(value + error, bound or 0, 0), place + height / 2),
                 xytext=(3, 0),
                 textcoords="offset points",
                 va="center",
@@ -56,7 +64,9 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
         axes.margins(x=0.15)
         axes.set_title(case, loc="left", fontsize=9)
         axes.tick_params(labelsize=7)
-        axes.set_xlabel("step time over engine off, % (black: physical bound)", fontsize=8)
+        axes.set_xlabel(
+            "step time over engine off, % (black: physical bound; gray: standard error)", fontsize=8
+        )
     _finish(figure, colors, path)
 
 
@@ -77,7 +87,8 @@ def plot_tradeoff(rows: Sequence[Row], path: Path) -> None:
             overhead = [row["overhead_percent"] for row in group]
             axes.plot(saved, overhead, color="lightgray", linewidth=0.8, zorder=1)
             for x, y, row in zip(saved, overhead, group, strict=True):
-                axes.scatter(x, y, s=22, color=colors[row["engine"]], zorder=2)
+                color = colors[row["engine"]]
+                axes.errorbar(x, y, _error(row), fmt="o", ms=4, color=color, elinewidth=0.8)
             top = max(range(len(group)), key=lambda index: overhead[index])
             axes.annotate(
                 _wrapped(variant),
@@ -92,7 +103,7 @@ def plot_tradeoff(rows: Sequence[Row], path: Path) -> None:
         axes.set_title(case, loc="left", fontsize=9)
         axes.tick_params(labelsize=7)
         axes.set_xlabel("peak device memory saved, MiB", fontsize=8)
-        axes.set_ylabel("step time over engine off, %", fontsize=8)
+        axes.set_ylabel("step time over engine off,\n% ± standard error", fontsize=8)
     _finish(figure, colors, path)
 
 
@@ -126,6 +137,12 @@ def _colors(rows: Sequence[Row]) -> dict[str, str]:
     tunings = [label for label in labels if label not in COLORS]
     colors = {label: color for label, color in COLORS.items() if label in labels}
     return colors | {label: TUNINGS[i % len(TUNINGS)] for i, label in enumerate(tunings)}
+
+
+def _error(row: Row) -> float:
+    """The standard error of the row's overhead; 0 where one iteration left none."""
+    error = row.get("overhead_percent_standard_error")
+    return error if error is not None and math.isfinite(error) else 0.0
 
 
 def _wrapped(variant: str) -> str:
