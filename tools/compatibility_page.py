@@ -299,7 +299,18 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
             },
         ),
         Setting("float16"),
-        Setting("FP8", {"fp8": "hybrid"}),
+        *(
+            Setting(
+                f"FP8, {recipe}",
+                {"fp8": "hybrid", "fp8_recipe": recipe},
+                {"chunk graphs": chunk_tests} if chunk_tests else {},
+            )
+            for recipe, chunk_tests in {
+                "tensorwise": (("chunks", '"FP8": ModelCase('),),
+                "blockwise": (),
+                "delayed": (),
+            }.items()
+        ),
     ),
     "Recomputation": (
         Setting(

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Optional, Union
 
 MODULE_NAMES: Mapping[str, str] = {
@@ -366,6 +367,36 @@ def check_rules(rules: Iterable[Rule], facts: Any) -> None:
     for rule in rules:
         if rule.when(facts) and not rule.requires(facts):
             raise ValueError(rule.message.format(**vars(facts)))
+
+
+def is_off(option: str, when: Callable[[Any], bool], beside: str, because: str, cure: str) -> Rule:
+    """The rule that ``option`` does not go together with ``beside``, which is on ``when``."""
+    return Rule(
+        option,
+        when,
+        lambda facts: not getattr(facts, option),
+        f"{option}={{{option}}} is not supported with {beside} because {because}; {cure}",
+    )
+
+
+def is_one_of(option: str, values: Collection[Any]) -> Callable[[Any], bool]:
+    """The requirement that ``option`` has one of these values."""
+    return lambda facts: getattr(facts, option) in values
+
+
+def facts_of(
+    args: Any, rules: Iterable[Rule], others: Iterable[str], defaults: Mapping[str, Any]
+) -> SimpleNamespace:
+    """``args`` with a value for every option that ``rules`` look at. Not every release has each.
+
+    Args:
+        args: An object with options as attributes.
+        rules: Their options are None where ``args`` has none.
+        others: So are these, which rules look at besides.
+        defaults: What options are instead of None.
+    """
+    names = [*(rule.option for rule in rules), *others]
+    return SimpleNamespace(**{**dict.fromkeys(names), **defaults, **vars(args)})
 
 
 def check_module_names(names: Iterable[str]) -> None:

@@ -20,6 +20,8 @@ EXPERT_BIAS = {
     "moe_router_score_function": "sigmoid",
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+"""Without a GPU the quantization is imitated."""
 ONE_RANK = {
     "dense": ModelCase("dense", overrides=DROPOUT),
     "dense, bf16": ModelCase("dense", bf16=True, overrides=DROPOUT),
@@ -42,11 +44,13 @@ ONE_RANK = {
             "hidden_dropout": 0.1,
         },
     ),
+    "FP8": ModelCase("dense", overrides={**FP8, **DROPOUT}),
 }
 PIPELINES = {
     "PP2": (ModelCase("dense", pp=2, overrides=DROPOUT), (4, 3, 1, 6, 2)),
     "PP2 VPP2": (ModelCase("dense", pp=2, vpp=2, overrides=DROPOUT), (4, 2, 6, 4)),
     "PP2 VPP2, experts": (ModelCase("moe", pp=2, vpp=2, overrides=DROP_AND_PAD), (4, 2, 6)),
+    "PP2, FP8": (ModelCase("dense", pp=2, overrides={**FP8, **DROPOUT}), (4, 3, 1, 6, 2)),
 }
 
 
@@ -80,7 +84,7 @@ def test_pipelines(case: ModelCase, counts: Sequence[int]) -> None:
     check(2, case, counts)
 
 
-@pytest.mark.parametrize("name", ["PP2", "PP2 VPP2, experts"])
+@pytest.mark.parametrize("name", ["PP2", "PP2 VPP2, experts", "PP2, FP8"])
 def test_offloading_inside_the_graphs(name: str) -> None:
     case, counts = PIPELINES[name]
     case = dataclasses.replace(case, num_layers=8)  # the last layer of a chunk stays
@@ -113,6 +117,9 @@ GPU_SIZES: dict[str, Any] = {
 }
 MLA_SIZES = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 EXPERTS = {**DROP_AND_PAD, "moe_permute_fusion": True}
+BLOCKS = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+UNEVEN_EXPERTS = {**EXPERTS, "moe_expert_capacity_factor": 1.1}
+"""564 tokens for each, which layers in FP8 pad to 576."""
 
 
 def on_gpu(case: ModelCase, **overrides: Any) -> ModelCase:
@@ -128,7 +135,36 @@ ON_GPU = {
     "expert bias": on_gpu(ModelCase("moe"), **EXPERTS, **EXPERT_BIAS),
     "norms recomputed": on_gpu(ONE_RANK["norms recomputed"], **DROPOUT),
     "attention recomputed": on_gpu(ONE_RANK["attention recomputed"]),
+    "FP8": on_gpu(ModelCase(), **FP8, **DROPOUT),
+    "FP8, blocks": on_gpu(ModelCase(), **BLOCKS, **DROPOUT),
+    "FP8, experts": on_gpu(ModelCase("moe"), **FP8, **EXPERTS),
+    "FP8, blocks, experts": on_gpu(ModelCase("moe"), **BLOCKS, **EXPERTS),
+    "FP8, uneven experts": on_gpu(ModelCase("moe"), **FP8, **UNEVEN_EXPERTS),
+    "FP8, MLA": on_gpu(ModelCase("mla"), **FP8, **MLA_SIZES),
+    "FP8, recomputed": on_gpu(
+        ModelCase(),
+        **FP8,
+        recompute_granularity="selective",
+        recompute_modules=["layernorm", "mlp"],
+    ),
+    "FP8, first and last layer in bf16": on_gpu(
+        ModelCase(),
+        **FP8,
+        first_last_layers_bf16=True,
+        num_layers_at_start_in_bf16=1,
+        num_layers_at_end_in_bf16=1,
+    ),
 }
+
+
+def skip_without_recipe(name: str) -> None:
+    """Blocks take CUDA 12.9."""
+    if ON_GPU[name].overrides.get("fp8_recipe") == "blockwise":
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+        is_available, reason = FP8GlobalStateManager.is_fp8_block_scaling_available()
+        if not is_available:
+            pytest.skip(reason)
 
 
 def random_counts(num_iterations: int, step: int = 1) -> tuple[int, ...]:
@@ -137,19 +173,36 @@ def random_counts(num_iterations: int, step: int = 1) -> tuple[int, ...]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ON_GPU.values(), ids=ON_GPU)
-def test_one_gpu(case: ModelCase) -> None:
-    check(1, case, random_counts(8))
+@pytest.mark.parametrize("name", ON_GPU)
+def test_one_gpu(name: str) -> None:
+    skip_without_recipe(name)
+    check(1, ON_GPU[name], random_counts(8))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["dense", "MLA", "experts, drop and pad"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dense", "MLA", "experts, drop and pad"),
+        *("FP8", "FP8, blocks", "FP8, experts", "FP8, blocks, experts"),
+    ],
+)
 def test_fifty_iterations(name: str) -> None:
+    skip_without_recipe(name)
     check(1, on_gpu(ON_GPU[name]), random_counts(50))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["FP8", "FP8, blocks"])
+def test_offloading_inside_the_graphs_on_one_gpu(name: str) -> None:
+    skip_without_recipe(name)
+    case = ModelCase(**{**vars(ON_GPU[name]), "num_layers": 8})  # the last layer stays
+    (result,) = check(1, case, random_counts(8), None, DENSE_MODULES)
+    assert min(result.moved_bytes) > 0
+
+
 @pytest.mark.gpus2
-@pytest.mark.parametrize("name", ["dense", "experts, drop and pad"])
+@pytest.mark.parametrize("name", ["dense", "experts, drop and pad", "FP8"])
 @pytest.mark.parametrize("vpp", [None, 2], ids=["PP2", "PP2 VPP2"])
 def test_pipelines_of_two_gpus(name: str, vpp: Optional[int]) -> None:
     case = ModelCase(**{**vars(ON_GPU[name]), "pp": 2, "vpp": vpp})

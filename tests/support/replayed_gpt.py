@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
+from quantized_linears import MarksBakedIn, train_in_fp8
 from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make_config, run_step
 
 from benchmarks.models import use_gpu, wrap
@@ -154,14 +155,19 @@ def _train(
 
     destroy_moe_metrics_tracker()
     config = make_config(case, offload_modules)
-    chunks: list[Any] = wrap(config, build_chunks(case, config), **wrapper)
+    models = build_chunks(case, config)
+    if config.fp8:
+        for model in models:
+            train_in_fp8(get_block(model))
+    chunks: list[Any] = wrap(config, models, **wrapper)
     torch.manual_seed(11)  # as build_chunks does with the tracker, which modules have kept
     if wrapper.get("overlap_grad_reduce"):
         config.no_sync_func = [chunk.no_sync for chunk in chunks]
         config.grad_sync_func = None
         if len(chunks) == 1:
             config.no_sync_func = config.no_sync_func[0]
-    graphs = replay_chunks(chunks, num_warmup_iterations=1) if replays else []
+    backend = MarksBakedIn(chunks) if config.fp8 and not use_gpu() else None
+    graphs: Any = replay_chunks(chunks, 1, backend) if replays else []
     for chunk, graph in zip(chunks, graphs, strict=False):
         if poison is not None:
             poison.fill_before_forward(chunk, graph)

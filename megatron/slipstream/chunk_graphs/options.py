@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Literal
 
-from megatron.slipstream.config import Rule, check_rules
+from megatron.slipstream.config import Rule, check_rules, facts_of, is_off, is_one_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ _DEFAULTS: dict[str, Any] = {
     "cuda_graph_impl": "none",
     "cuda_graph_modules": (),
     "cuda_graph_warmup_steps": 3,
+    "fp8_recipe": "delayed",
     "moe_token_dispatcher_type": "allgather",
     "moe_flex_dispatcher_backend": "deepep",
     "apply_rope_fusion": True,
@@ -38,18 +38,25 @@ _DEFAULTS: dict[str, Any] = {
 """Of options that rules look at; others are None. Not every release has every option."""
 
 
+_STATELESS_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+"""Recipes of FP8 that scale a tensor by nothing but what is in it."""
+
+_OTHER_NAMES = {
+    "fp8_param": "fp8_param_gather",
+    "te_precision_config_file": "quant_recipe",
+    "kitchen_config_file": "quant_recipe",
+    "kitchen_recipe_number": "quant_recipe",
+}
+"""What a flag is called in megatron-core's configuration, or the other way round, and the name that
+its rule has."""
+
+
 def _is_chunk(facts: Any) -> bool:
     return bool(facts.cuda_graph_granularity == "chunk")
 
 
 def _is_off(option: str, because: str, cure: str) -> Rule:
-    return Rule(
-        option,
-        _is_chunk,
-        lambda facts: not getattr(facts, option),
-        f"{option}={{{option}}} is not supported with cuda_graph_granularity=chunk because "
-        f"{because}; {cure}",
-    )
+    return is_off(option, _is_chunk, "cuda_graph_granularity=chunk", because, cure)
 
 
 def _drops_and_pads(facts: Any) -> bool:
@@ -64,6 +71,10 @@ def _has_rank_capacity(facts: Any) -> bool:
         and facts.moe_flex_dispatcher_backend == "hybridep"
         and facts.moe_expert_rank_capacity_factor is not None
     )
+
+
+def _is_in_fp8(facts: Any) -> bool:
+    return _is_chunk(facts) and bool(facts.fp8)
 
 
 def _recomputes_dropout(facts: Any) -> bool:
@@ -154,15 +165,48 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "its copies are issued by the host, layer by layer",
         "leave it out",
     ),
+    Rule(
+        "fp8_recipe",
+        _is_in_fp8,
+        is_one_of("fp8_recipe", _STATELESS_RECIPES),
+        "fp8_recipe={fp8_recipe} is not supported with cuda_graph_granularity=chunk because it "
+        "may scale tensors by what the passes before had in them, and the host computes those "
+        "scales between passes; set fp8_recipe=tensorwise or blockwise (mxfp8 on Blackwell)",
+    ),
+    *(
+        is_off(
+            option,
+            _is_in_fp8,
+            "cuda_graph_granularity=chunk",
+            "Transformer Engine scales some tensors of attention by what the passes before had in "
+            "them",
+            "leave it out",
+        )
+        for option in ("fp8_dot_product_attention", "fp8_multi_head_attention")
+    ),
     _is_off(
-        "fp8",
-        "which weights are cast again is decided by the host for every micro-batch",
-        "train in bf16",
+        "fp8_param_gather",
+        "a parameter in FP8 is a tensor of several parts, which have no fixed place in memory",
+        "leave it out",
+    ),
+    Rule(
+        "quant_recipe",
+        _is_chunk,
+        lambda f: f.quant_recipe is None,
+        "a precision for each module (te_precision_config_file, kitchen_config_file, "
+        "kitchen_recipe_number, quant_recipe) is not supported with cuda_graph_granularity=chunk "
+        "because nobody has looked at what all of them keep from pass to pass; set fp8 and "
+        "fp8_recipe for all modules",
     ),
     _is_off(
         "fp4",
-        "which weights are cast again is decided by the host for every micro-batch",
-        "train in bf16",
+        "gradients are rounded by random numbers that nobody has tested in a graph",
+        "train in bf16 or fp8",
+    ),
+    _is_off(
+        "use_transformer_engine_op_fuser",
+        "its modules hold on to parameters that others stand in for during the capture",
+        "leave it out",
     ),
     _is_off(
         "use_megatron_fsdp",
@@ -217,18 +261,17 @@ def check_chunk_graphs(args: Any, has_gpu: bool) -> None:
     Raises:
         ValueError: The first broken rule, naming option, value and cure.
     """
-    facts = SimpleNamespace(**{rule.option: None for rule in CHUNK_GRAPH_RULES})
-    for name in (
-        "moe_expert_capacity_factor",
-        "moe_pad_expert_input_to_capacity",
-        "sequence_packing",
-        "fine_grained_activation_offloading",
-        "hidden_dropout",
-        "attention_dropout",
-        "recompute_modules",
-    ):
-        setattr(facts, name, None)
-    vars(facts).update(_DEFAULTS)
-    vars(facts).update(vars(args))
+    others = (
+        *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "sequence_packing"),
+        *("fine_grained_activation_offloading", "hidden_dropout", "attention_dropout"),
+        *("recompute_modules", "fp8"),
+    )
+    facts = facts_of(args, CHUNK_GRAPH_RULES, others, _DEFAULTS)
+    for name, name_of_rule in _OTHER_NAMES.items():
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
+            setattr(facts, name_of_rule, value)
+    # In a configuration this one may be a member of an enum.
+    facts.fp8_recipe = getattr(facts.fp8_recipe, "value", facts.fp8_recipe)
     facts.has_gpu = has_gpu
     check_rules(CHUNK_GRAPH_RULES, facts)

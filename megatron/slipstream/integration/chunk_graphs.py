@@ -38,6 +38,10 @@ from megatron.slipstream.fine_grained_activation_offload.manager import Pipeline
 from megatron.slipstream.integration import mcore
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.graph_sizes import DynamicSizes
+from megatron.slipstream.integration.quantized_weights import (
+    nothing_to_skip,
+    quantize_weights_in_every_pass,
+)
 from megatron.slipstream.integration.rotary_tables import RotaryTables
 from megatron.slipstream.integration.schedules import chunk_slots
 
@@ -114,6 +118,9 @@ def replay_chunks(
     asked = {"cuda_graph_granularity": "chunk", "cuda_graph_impl": "local"}
     facts = {**vars(config), "num_experts": config.num_moe_experts, **asked}
     check_chunk_graphs(SimpleNamespace(**facts), torch.cuda.is_available())
+    if config.fp8:
+        for chunk in chunks:
+            quantize_weights_in_every_pass(get_attr_wrapped_model(chunk, "decoder"))
     if backend is None:
         backend = _cuda_graphs() if torch.cuda.is_available() else ImitatedGraphs()
     replayed: list[Replayed] = []
@@ -347,6 +354,7 @@ def _transformer_engine_captures() -> Iterator[None]:
 
     set_capture_start()
     try:
-        yield
+        with nothing_to_skip():
+            yield
     finally:
         set_capture_end()

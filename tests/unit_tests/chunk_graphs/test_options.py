@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.enums import Fp8Recipe
 
 from megatron.slipstream.chunk_graphs.options import CHUNK_GRAPH_RULES, check_chunk_graphs
 from megatron.slipstream.config import check_model_options
@@ -19,6 +20,7 @@ EXPERTS = {
     "moe_expert_capacity_factor": 1.0,
     "moe_pad_expert_input_to_capacity": True,
 }
+IN_FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 
 
 def check(has_gpu: bool = True, **options: Any) -> None:
@@ -34,6 +36,12 @@ def check(has_gpu: bool = True, **options: Any) -> None:
         {**CHUNK, "sequence_packing": "greedy"},
         {**CHUNK, **EXPERTS},
         {**CHUNK, "fine_grained_activation_offloading": True},
+        *(
+            {**CHUNK, "fp8": "hybrid", "fp8_recipe": recipe}
+            for recipe in ("tensorwise", "blockwise", "mxfp8")
+        ),
+        {**CHUNK, "fp8": "e4m3", "fp8_recipe": Fp8Recipe.tensorwise, "fp8_param": False},
+        {**CHUNK, "fp8_recipe": "delayed", "fp8_dot_product_attention": True},  # all in bf16
         {**CHUNK, "recompute_granularity": "selective"},
         {**CHUNK, "recompute_granularity": "full", "hidden_dropout": 0.0},
         {**CHUNK, "recompute_granularity": "selective", "hidden_dropout": 0.1},
@@ -86,6 +94,26 @@ def test_what_goes_together(options: dict[str, Any]) -> None:
             "recompute_granularity=selective of layers with dropout",
         ),
         ({"sequence_packing": "greedy", "apply_rope_fusion": False}, "apply_rope_fusion=False"),
+        ({"fp8": "hybrid"}, "fp8_recipe=delayed is not .*set fp8_recipe=tensorwise or blockwise"),
+        ({"fp8": "e4m3", "fp8_recipe": Fp8Recipe.delayed}, "fp8_recipe=delayed is not supported"),
+        ({"fp8": "e4m3", "fp8_recipe": "custom"}, "fp8_recipe=custom is not supported"),
+        ({**IN_FP8, "fp8_dot_product_attention": True}, "fp8_dot_product_attention=True is not"),
+        ({**IN_FP8, "fp8_multi_head_attention": True}, "fp8_multi_head_attention=True is not"),
+        ({**IN_FP8, "fp8_param_gather": True}, "fp8_param_gather=True is not .*no fixed place"),
+        (
+            {**IN_FP8, "fp8_param_gather": True, "fp8_param": False},
+            "fp8_param_gather=True is not supported",
+        ),
+        ({**IN_FP8, "fp8_param": True}, "fp8_param_gather=True is not supported"),
+        *(
+            ({option: value}, "a precision for each module .* is not supported with cuda_graph_gr")
+            for option, value in {
+                "quant_recipe": object(),
+                "te_precision_config_file": "precision.yaml",
+                "kitchen_config_file": "kitchen.yaml",
+                "kitchen_recipe_number": 0,
+            }.items()
+        ),
         *(
             ({option: value}, f"{option}={value} is not supported with cuda_graph_granularity")
             for option, value in {
@@ -93,8 +121,8 @@ def test_what_goes_together(options: dict[str, Any]) -> None:
                 "overlap_moe_expert_parallel_comm": True,
                 "delay_wgrad_compute": True,
                 "cpu_offloading_num_layers": 2,
-                "fp8": "hybrid",
                 "fp4": "e2m1",
+                "use_transformer_engine_op_fuser": True,
                 "use_megatron_fsdp": True,
                 "use_torch_fsdp2": True,
                 "tp_comm_overlap": True,

@@ -1,0 +1,67 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Weights of a replayed chunk that trains in FP8.
+
+[Note: Weights are quantized in every replay]
+megatron-core tells each linear layer whether a micro-batch is the first one since the optimizer's
+step. In the first, Transformer Engine quantizes the weight into memory that it keeps, and the
+weight's gradient overwrites the main gradient. In all others it takes what it has kept, and adds.
+A graph would do for ever what the pass did that was captured: keep the gradient of the last
+micro-batch alone, or go on with the weights of the step in which it was captured.
+
+A layer that is told nothing (``disable_parameter_transpose_cache``) quantizes its weight in every
+pass, keeps nothing, and adds. That gives the same bits: weights do not change between
+micro-batches, and main gradients begin at zero. It is what layers are told from the beginning, in
+passes that are not replayed too. A replay runs no layer's ``forward``, which is what takes the mark
+of the first micro-batch away, so that a later micro-batch without a graph would overwrite the
+gradients of those with one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def quantize_weights_in_every_pass(block: torch.nn.Module) -> None:
+    """Have the layers of a chunk keep no quantized weights.
+
+    Args:
+        block: The layers, of which those count that megatron-core tells of first micro-batches.
+
+    Raises:
+        ValueError: One of those cannot be told to keep nothing.
+    """
+    for name, module in block.named_modules():
+        if not hasattr(module, "is_first_microbatch"):
+            continue
+        if not hasattr(module, "disable_parameter_transpose_cache"):
+            raise ValueError(
+                f"a {type(module).__name__} ({name}) is not supported in FP8 with "
+                "cuda_graph_granularity=chunk because it may keep quantized weights that replays "
+                "would go on using after the optimizer has changed them; train in bf16, or with "
+                "megatron-core's layers of Transformer Engine"
+            )
+        module.disable_parameter_transpose_cache = True
+
+
+@contextlib.contextmanager
+def nothing_to_skip() -> Iterator[None]:
+    """Around a capture: without what others' graphs have left for layers that are captured.
+
+    Graphs of Transformer Engine or megatron-core tell theirs by a global tensor when to keep their
+    quantized weights. While there is one, every layer that is captured looks at it, whatever it is
+    told.
+    """
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    # Up to some release these were attributes of the class.
+    state: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
+    tensor, state.skip_fp8_weight_update_tensor = state.skip_fp8_weight_update_tensor, None
+    try:
+        yield
+    finally:
+        state.skip_fp8_weight_update_tensor = tensor
