@@ -22,6 +22,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.rows import RowWriter
+from benchmarks.ways import in_turn
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
 from megatron.slipstream.integration.attach.handle import Attached, attach
@@ -374,8 +375,7 @@ def _measure(
     gc.collect()
     for iteration in range(options.iterations):
         batch = ids[iteration % len(ids)]
-        turn = iteration % len(ways)
-        for way in [*ways[turn:], *ways[:turn]]:
+        for way in in_turn(ways, iteration):
             took_ms = _timed(way, batch)
             ms[way.name].append(took_ms)
             writer.write("iteration", way=way.name, iteration=iteration, ms=took_ms)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -19,13 +18,12 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.cases import ModelCase
-from benchmarks.figures import overhead_percent, spread_of
+from benchmarks.figures import Pace
 from benchmarks.graphed import capture_layers, with_graphs
-from benchmarks.measure import reserved_bytes, without_garbage_collection
+from benchmarks.measure import reserved_bytes
 from benchmarks.models import (
     build_chunks,
     initialize,
@@ -36,6 +34,7 @@ from benchmarks.models import (
     wrap,
 )
 from benchmarks.rows import RowWriter
+from benchmarks.ways import parser_of, take_turns
 from megatron.slipstream.packed_sequences.batch import packed_sample
 from megatron.slipstream.packed_sequences.packing import PackLimits
 
@@ -306,15 +305,13 @@ def measure(case: Case, num_steps: int, write: Callable[..., None], console: Con
         way.replay_us.clear()
         ways.append(way)
     times: dict[str, list[Timing]] = {way.name: [] for way in ways}
-    with Progress(console=console, transient=True) as progress, without_garbage_collection():
-        for number in progress.track(range(num_steps), description="measuring"):
-            # Who comes first has no neighbour of its own kind to warm the clocks up.
-            for turn in range(len(ways)):
-                way = ways[(number + turn) % len(ways)]
-                timing = way.step(number)
-                times[way.name].append(timing)
-                write("step", way=way.name, number=number, **timing._asdict())
-            gc.collect()
+
+    def step(way: Way, number: int) -> None:
+        timing = way.step(number)
+        times[way.name].append(timing)
+        write("step", way=way.name, number=number, **timing._asdict())
+
+    take_turns(ways, num_steps, step, console)
     table = _table(ways, times, memory, write)
     for way in ways:
         way.close()
@@ -330,16 +327,12 @@ def _table(
     table = Table("way", "ms", "slower", "host", "a replay", "memory", "a slot")
     base = [timing.ms for timing in times["eager"]]
     for way in ways:
-        mine = [timing.ms for timing in times[way.name]]
-        spread, slower = spread_of(mine), overhead_percent(mine, base)
+        pace = Pace.of([timing.ms for timing in times[way.name]], base)
         host_ms = statistics.median(timing.host_ms for timing in times[way.name])
         replay_us = statistics.median(way.replay_us)
         figures = way.graphs.figures if way.graphs is not None else None
         fields = {
-            "median_ms": spread.median,
-            "interquartile_ms": spread.interquartile,
-            "slower_percent": slower.median,
-            "slower_percent_standard_error": slower.standard_error,
+            **pace.fields(),
             "host_ms": host_ms,
             "replay_us": replay_us,
             "reserved_bytes": memory[way.name],
@@ -348,8 +341,7 @@ def _table(
         write("summary", way=way.name, **fields)
         table.add_row(
             way.name,
-            f"{spread.median:.2f} ({spread.interquartile:.2f})",
-            f"{slower.median:+.1f}% (±{slower.standard_error:.1f})",
+            *pace.cells(),
             f"{host_ms:.2f} ms",
             f"{replay_us:.0f} µs",
             f"{memory[way.name] / 2**20:.0f} MiB",
@@ -360,15 +352,8 @@ def _table(
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the command. Returns 0, or 2 for an error of the user's."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.chunk_graphs",
-        description=DESCRIPTION,
-        epilog="cases:\n"
-        + "".join(f"  {name:17s} {case.what}\n" for name, case in CASES.items())
-        + "\n"
-        + EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    cases = {name: case.what for name, case in CASES.items()}
+    parser = parser_of("chunk_graphs", cases, DESCRIPTION, EPILOG)
     parser.add_argument("--case", choices=CASES, default="launch_bound_thd", help="%(default)s")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each way: 20")
     parser.add_argument("--output", type=Path, metavar="FILE", help="append rows to this file")
@@ -377,13 +362,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         sys.stderr.write("error: torch sees no GPU; --case smoke runs without one\n")
         return 2
     command = f"python -m benchmarks.chunk_graphs --case {options.case} --steps {options.steps}"
-    run = time.strftime("%Y-%m-%dT%H:%M:%S")
-    writer = None if options.output is None else RowWriter(options.output, run)
-
-    def write(kind: str, **fields: Any) -> None:
-        if writer is not None:
-            writer.write(kind, case=options.case, **fields)
-
+    rows = RowWriter(options.output, time.strftime("%Y-%m-%dT%H:%M:%S"))
+    write = functools.partial(rows.write, case=options.case)
     gpu = torch.cuda.get_device_name() if use_gpu() else None
     write("machine", gpu=gpu, torch=torch.__version__, command=command)
     console = Console(stderr=True)

@@ -10,28 +10,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.cases import ModelCase
-from benchmarks.figures import overhead_percent, spread_of
-from benchmarks.measure import Step, reserved_bytes, timed_step, without_garbage_collection
-from benchmarks.models import initialize, make_config, use_gpu, wrap
+from benchmarks.figures import Pace
+from benchmarks.measure import Step, reserved_bytes, timed_step
+from benchmarks.models import initialize, make_config, shared_inputs, use_gpu, wrap
 from benchmarks.rows import RowWriter
+from benchmarks.ways import parser_of, take_turns
 from benchmarks.worker import machine_facts
-from megatron.slipstream.context_parallel.documents import shared_sample
 from megatron.slipstream.context_parallel.limits import CostModel, RankLimits
 from megatron.slipstream.context_parallel.scheduler import (
     MicroBatch,
@@ -208,7 +208,8 @@ class Way:
         """Run one step and wait for it; a collective."""
         inputs = [self._inputs(batch, number) for batch in self._batches(number)]
         step = timed_step(lambda _: self._run(inputs), number)
-        total = torch.tensor(step.losses, dtype=torch.float64, device=_device()).sum()
+        device = "cuda" if use_gpu() else "cpu"
+        total = torch.tensor(step.losses, dtype=torch.float64, device=device).sum()
         torch.distributed.all_reduce(total)
         self.losses.append(float(total))
         return step
@@ -225,27 +226,10 @@ class Way:
 
     def _inputs(self, micro_batch: MicroBatch, step: int) -> tuple[dict[str, Any], torch.Tensor]:
         """What the model is called with, and which labels count."""
-        from megatron.slipstream.integration.packed_sequences import packed_seq_params
-
         share = share_of(micro_batch, self._groups.rank)
-        limits = self._documents.limits[self._is_fixed].of(share.size)
         texts = [self._documents.text(piece, step) for piece in share.pack]
-        loaded = {
-            key: tensor.unsqueeze(0).to(_device())
-            for key, tensor in shared_sample(texts, share, limits).items()
-        }
-        params = packed_seq_params(
-            loaded["cu_seqlens"][0], loaded["cu_seqlens_padded"][0], limits.max_tokens
-        )
-        params.cp_group = self._groups.of_size[share.size]
-        inputs = {
-            "input_ids": loaded["tokens"],
-            "position_ids": loaded["position_ids"],
-            "attention_mask": None,
-            "labels": loaded["labels"],
-            "packed_seq_params": params,
-        }
-        return inputs, loaded["loss_mask"]
+        limits = self._documents.limits[self._is_fixed]
+        return shared_inputs(texts, share, limits, self._groups.of_size[share.size])
 
     def _run(self, batches: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> list[torch.Tensor]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -271,10 +255,6 @@ class Way:
         return [result["loss"] for result in results]
 
 
-def _device() -> str:
-    return "cuda" if use_gpu() else "cpu"
-
-
 # Measuring
 
 
@@ -295,19 +275,11 @@ class Memory(NamedTuple):
         return cls(reserved, total - free - reserved)
 
 
-class Writer:
-    """Writes rows, on the first rank only."""
-
-    def __init__(self, path: Optional[Path], run: str, case: str, rank: int) -> None:
-        self._rows = RowWriter(path, run) if path is not None and rank == 0 else None
-        self._case = case
-
-    def __call__(self, kind: str, **fields: Any) -> None:
-        if self._rows is not None:
-            self._rows.write(kind, case=self._case, **fields)
+Write = Callable[..., None]
+"""Takes a row's kind and its fields."""
 
 
-def measure(case: Case, num_ranks: int, num_steps: int, write: Writer, console: Console) -> None:
+def measure(case: Case, num_ranks: int, num_steps: int, write: Write, console: Console) -> None:
     """Measure every way of a case, write rows, and print what they say. A collective.
 
     Args:
@@ -338,15 +310,13 @@ def measure(case: Case, num_ranks: int, num_steps: int, write: Writer, console: 
         way.losses.clear()
         ways.append(way)
     times: dict[str, list[float]] = {way.name: [] for way in ways}
-    with Progress(console=console, transient=True) as progress, without_garbage_collection():
-        for number in progress.track(range(num_steps), description="measuring"):
-            # Who comes first has no neighbour of its own kind to warm the clocks up.
-            for turn in range(len(ways)):
-                way = ways[(number + turn) % len(ways)]
-                ms = way.step(number).ms
-                times[way.name].append(ms)
-                write("step", way=way.name, number=number, ms=ms)
-            gc.collect()
+
+    def step(way: Way, number: int) -> None:
+        ms = way.step(number).ms
+        times[way.name].append(ms)
+        write("step", way=way.name, number=number, ms=ms)
+
+    take_turns(ways, num_steps, step, console)
     console.print(_table(ways, times, memory, write))
     console.print(_sizes_table(ways, write))
     for way in ways:
@@ -357,29 +327,24 @@ def _table(
     ways: Sequence[Way],
     times: Mapping[str, Sequence[float]],
     memory: Mapping[str, Memory],
-    write: Writer,
+    write: Write,
 ) -> Table:
     table = Table("way", "ms", "slower", "reserved", "outside", "loss")
     base, *_ = ways
     for way in ways:
-        spread = spread_of(times[way.name])
-        slower = overhead_percent(times[way.name], times[base.name])
+        pace = Pace.of(times[way.name], times[base.name])
         pairs = list(zip(way.losses, base.losses, strict=True))
         difference = max((abs(a - b) / max(abs(b), 1) for a, b in pairs), default=0.0)
         write(
             "summary",
             way=way.name,
-            median_ms=spread.median,
-            interquartile_ms=spread.interquartile,
-            slower_percent=slower.median,
-            slower_percent_standard_error=slower.standard_error,
+            **pace.fields(),
             loss_difference=difference,
             **memory[way.name]._asdict(),
         )
         table.add_row(
             way.name,
-            f"{spread.median:.2f} ({spread.interquartile:.2f})",
-            f"{slower.median:+.1f}% (±{slower.standard_error:.1f})",
+            *pace.cells(),
             format_bytes(memory[way.name].reserved_bytes),
             format_bytes(memory[way.name].outside_bytes),
             "equal" if difference == 0 else f"{difference:.1e}",
@@ -387,7 +352,7 @@ def _table(
     return table
 
 
-def _sizes_table(ways: Sequence[Way], write: Writer) -> Table:
+def _sizes_table(ways: Sequence[Way], write: Write) -> Table:
     table = Table("way", "size", "each size", "micro-batches")
     for way in ways:
         for size, graphs in way.bank.of_size.items() if way.bank is not None else ():
@@ -415,7 +380,8 @@ def _work(rank: int, options: argparse.Namespace, port: int, run: str) -> None:
         numa.bind_to_gpu(rank)
     else:
         torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
-    write = Writer(options.output, run, options.case, rank)
+    rows = RowWriter(options.output if rank == 0 else None, run)
+    write = functools.partial(rows.write, case=options.case)
     command = f"--case {options.case} --ranks {options.ranks} --steps {options.steps}"
     write(
         "machine",
@@ -432,15 +398,8 @@ def _work(rank: int, options: argparse.Namespace, port: int, run: str) -> None:
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the command. Returns 0, or 2 for an error of the user's."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.graph_bank",
-        description=DESCRIPTION,
-        epilog="cases:\n"
-        + "".join(f"  {name:13s} {case.what}\n" for name, case in CASES.items())
-        + "\n"
-        + EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    cases = {name: case.what for name, case in CASES.items()}
+    parser = parser_of("graph_bank", cases, DESCRIPTION, EPILOG)
     parser.add_argument("--case", choices=CASES, default="launch_bound", help="%(default)s")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes: %(default)s")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each way: 20")

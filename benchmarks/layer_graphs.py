@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import io
 import logging
@@ -35,12 +36,13 @@ from benchmarks.engines import (
     make_engine,
     release_host_memory,
 )
-from benchmarks.figures import loss_difference, overhead_percent, spread_of
+from benchmarks.figures import Pace, loss_difference
 from benchmarks.graphed import capture_layers, prepare_unwrapped, with_graphs
 from benchmarks.measure import Step, reserved_bytes, timed_step, without_garbage_collection
 from benchmarks.models import initialize, use_gpu
 from benchmarks.rows import RowWriter
 from benchmarks.variant import LOSS_TOLERANCE, describe, report_fields
+from benchmarks.ways import in_turn, parser_of
 from benchmarks.worker import machine_facts
 from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
 from megatron.slipstream.plan.render import format_bytes
@@ -364,8 +366,7 @@ class Measurement:
         way.peaks.clear()
 
     def _round(self, number: int) -> None:
-        shift = number % max(1, len(self._ways))  # so that none always follows the same other one
-        for way in self._ways[shift:] + self._ways[:shift]:
+        for way in in_turn(self._ways, number):
             gc.collect()
             step = self._attempt(way, way.step, number)
             self._steps.setdefault(way.name, []).append(step)
@@ -389,21 +390,20 @@ class Measurement:
             *("way", "ms", "slower", "held", "graphs", "step", "moved", "planned"),
             title=f"{self._case.name}: {self._case.about}; {' '.join(self._case.modules)} moves",
         )
+        times = {name: [step.ms for step in steps] for name, steps in self._steps.items()}
         for way in self._ways:
-            fields = self._summary(way)
+            pace = Pace.of(times[way.name], times.get(GRAPH) or next(iter(times.values())))
+            fields = self._summary(way, pace)
             self._write("summary", way=way.name, **fields)
-            table.add_row(way.name, *_cells(fields))
+            table.add_row(way.name, *pace.cells(), *_cells(fields))
         return table
 
-    def _summary(self, way: Way) -> dict[str, Any]:
-        times = {name: [step.ms for step in steps] for name, steps in self._steps.items()}
+    def _summary(self, way: Way, pace: Pace) -> dict[str, Any]:
         losses = {
             name: [loss for step in steps for loss in step.losses]
             for name, steps in self._steps.items()
         }
-        first = next(iter(times))
-        spread = spread_of(times[way.name])
-        slower = overhead_percent(times[way.name], times.get(GRAPH, times[first]))
+        first = next(iter(losses))
         difference = loss_difference(losses[way.name], losses[first])
         differs = difference is not None and not difference <= LOSS_TOLERANCE
         return {
@@ -412,11 +412,11 @@ class Measurement:
             else None,
             "captured": self._case.captured if GRAPH in way.name else None,
             "modules": self._case.modules if OFFLOAD in way.name else (),
-            "num_steps": len(times[way.name]),
-            "step_ms": spread.median,
-            "step_ms_interquartile": spread.interquartile,
-            "slower_percent": slower.median,
-            "slower_percent_standard_error": slower.standard_error,
+            "num_steps": len(self._steps[way.name]),
+            "step_ms": pace.ms.median,
+            "step_ms_interquartile": pace.ms.interquartile,
+            "slower_percent": pace.slower_percent.median,
+            "slower_percent_standard_error": pace.slower_percent.standard_error,
             "held_bytes": way.held_bytes,
             "graph_pool_bytes": way.pool_bytes,
             "step_peak_bytes": max(way.peaks, default=0),
@@ -431,8 +431,6 @@ def _cells(fields: Mapping[str, Any]) -> list[str]:
     moved = fields["copied_bytes"] or fields["claimed_bytes"]
     sizes = [fields[f"{name}_bytes"] for name in ("held", "graph_pool", "step_peak")]
     return [
-        f"{fields['step_ms']:.2f} ({fields['step_ms_interquartile']:.2f})",
-        f"{fields['slower_percent']:+.1f}% (±{fields['slower_percent_standard_error']:.1f})",
         *(format_bytes(nbytes) if nbytes else "" for nbytes in sizes),
         format_bytes(moved) if moved else "",
         format_bytes(fields["planned_saved_bytes"]) if fields["planned_saved_bytes"] else "",
@@ -459,10 +457,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     # megatron-core warns of each optional package that is not there, and of each GPTModel.
     warnings.simplefilter("ignore")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    writer = None if options.output is None else RowWriter(options.output, options.run)
-    if writer is not None:
-        command = f"python -m benchmarks.layer_graphs {' '.join(arguments)}"
-        writer.write("machine", **machine_facts(), command=command)
+    writer = RowWriter(options.output, options.run)
+    command = f"python -m benchmarks.layer_graphs {' '.join(arguments)}"
+    writer.write("machine", **machine_facts(), command=command)
     for position, name in enumerate(names):
         failed = _measure(CASES[name], options, writer)
         if failed is not None:
@@ -470,13 +467,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def _measure(case: Case, options: argparse.Namespace, writer: Optional[RowWriter]) -> Optional[str]:
+def _measure(case: Case, options: argparse.Namespace, writer: RowWriter) -> Optional[str]:
     """Measure a case. Returns the way that failed; None if all is well."""
-
-    def write(kind: str, **fields: Any) -> None:
-        if writer is not None:
-            writer.write(kind, case=case.name, **fields)
-
+    write = functools.partial(writer.write, case=case.name)
     counts = Counts(options.eager_steps, options.warmups, options.steps)
     ways = [way for way in WAYS if way in (options.ways or case.ways)]
     measurement = Measurement(case, counts, write, Console(stderr=True))
@@ -513,15 +506,8 @@ def _go_on_elsewhere(options: argparse.Namespace, failed: str, names: Sequence[s
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.layer_graphs",
-        description=DESCRIPTION,
-        epilog="cases:\n"
-        + "".join(f"  {name:13s} {case.about}\n" for name, case in CASES.items())
-        + "\n"
-        + EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    cases = {name: case.about for name, case in CASES.items()}
+    parser = parser_of("layer_graphs", cases, DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("--case", nargs="+", choices=CASES, metavar="NAME", help="all that need a GPU")
     add(

@@ -17,6 +17,9 @@ from typing import Any, Optional
 import torch
 
 from benchmarks.cases import ModelCase
+from megatron.slipstream.context_parallel.documents import shared_sample
+from megatron.slipstream.context_parallel.limits import RankLimits
+from megatron.slipstream.context_parallel.scheduler import Share
 
 
 def use_gpu() -> bool:
@@ -291,3 +294,36 @@ def run_schedule(
         forward_only=forward_only,
     )
     return [result["loss"] for result in results]
+
+
+def shared_inputs(
+    texts: Sequence[Any], share: Share, limits: RankLimits, group: Optional[Any]
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """What a rank's model is called with for its part of a micro-batch, and which labels count.
+
+    Args:
+        texts: The tokens of each document of the pack.
+        share: The part.
+        limits: Of the ranks.
+        group: Told to the model; None leaves it with the static one.
+    """
+    from megatron.slipstream.integration.packed_sequences import packed_seq_params
+
+    held = limits.of(share.size)
+    device = "cuda" if use_gpu() else "cpu"
+    sample = {
+        key: tensor.unsqueeze(0).to(device)
+        for key, tensor in shared_sample(list(texts), share, held).items()
+    }
+    params = packed_seq_params(
+        sample["cu_seqlens"][0], sample["cu_seqlens_padded"][0], held.max_tokens
+    )
+    params.cp_group = group
+    inputs = {
+        "input_ids": sample["tokens"],
+        "position_ids": sample["position_ids"],
+        "attention_mask": None,
+        "labels": sample["labels"],
+        "packed_seq_params": params,
+    }
+    return inputs, sample["loss_mask"]

@@ -24,15 +24,23 @@ Row = Mapping[str, Any]
 
 
 class RowWriter:
-    """Appends rows to a file that several processes write."""
+    """Appends rows to a file that several processes write.
 
-    def __init__(self, path: Path, run: str, traces: Optional[Path] = None) -> None:
+    Args:
+        path: The file; None keeps no rows.
+        run: Names the run in every row.
+        traces: The folder for traces; None keeps none.
+    """
+
+    def __init__(self, path: Optional[Path], run: str, traces: Optional[Path] = None) -> None:
         self._path = path
         self._run = run
         self._traces = traces
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a row. One write call, so rows of several processes do not mix."""
+        if self._path is None:
+            return
         line = json.dumps(_finite({"kind": kind, "run": self._run, **fields})) + "\n"
         with self._path.open("a") as stream:
             stream.write(line)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import random
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from benchmarks.measure import (
 )
 from benchmarks.rank_memory import drop_fields
 from benchmarks.rows import RowWriter
+from benchmarks.ways import in_turn
 from megatron.slipstream.plan.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.trace import Bandwidth
@@ -179,9 +179,7 @@ class VariantRun:
                     break
 
     def _time_round(self, round_: int) -> None:
-        # Every round in another order, the same on all ranks: what an engine leaves behind (heat,
-        # caches) must not always meet the same other one.
-        for label in random.Random(round_).sample(list(self._engines), len(self._engines)):
+        for label in in_turn(list(self._engines), round_):
             gc.collect()
             step = self._attempt(label, timed_step, self._engines[label].run, round_)
             if step is None:

@@ -4,24 +4,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import framework_pages
 import pytest
 import torch
+from framework_runs import WITHOUT_KERNELS, last_line, skip_without
 from ranks import run_ranks
 from tiny_gpt import ModelCase, first_difference, initialize, train
 
 from megatron.slipstream import preflight
 
-for name in ("megatron.bridge", "transformer_engine"):
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed; see ./run test-frameworks", allow_module_level=True)
+skip_without("megatron.bridge", "transformer_engine")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,17 +44,11 @@ def _provider() -> Any:
         position_embedding_type="rope",
         normalization="RMSNorm",
         add_bias_linear=False,
-        use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         min_offloaded_tensor_size=1,
         transformer_layer_spec=spec,
+        **WITHOUT_KERNELS,
     )
 
 
@@ -168,17 +158,8 @@ print(finding.text)
 
 def test_only_our_check_sees_that_the_switch_was_set_too_late() -> None:
     environment = {name: v for name, v in os.environ.items() if name != preflight.TE_SWITCH}
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SWITCH_SET_LATE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert "it was set after Transformer Engine was imported" in result.stdout, result.stderr[
-        -2000:
-    ]
+    finding = last_line(SWITCH_SET_LATE, environment=environment)
+    assert "it was set after Transformer Engine was imported" in finding
 
 
 def _serialised(rank: int, world_size: int, port: int) -> str:

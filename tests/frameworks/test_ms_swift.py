@@ -6,11 +6,8 @@ ms-swift``."""
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +16,13 @@ from typing import Any
 import framework_pages
 import pytest
 import torch
+from framework_runs import WITHOUT_KERNELS, last_line, skip_without
 from ranks import run_ranks
 from tiny_gpt import ModelCase, first_difference, initialize, train
 
 from megatron.slipstream import to_transformer_overrides
 
-for name in ("swift", "mcore_bridge", "transformer_engine"):
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed; see ./run test-frameworks", allow_module_level=True)
+skip_without("swift", "mcore_bridge", "transformer_engine")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -47,18 +43,9 @@ print(json.dumps([json_parse_to_dict(args.megatron_extra_kwargs), args.external_
 
 
 def _python(code: str, *arguments: str) -> str:
-    """The last line that a process of its own prints: the CPU shims and ms-swift's parser do not
-    go together."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout.splitlines()[-1]
+    """In a process of its own: the CPU shims and ms-swift's parser do not go together."""
+    quiet = os.environ | {"PYTHONWARNINGS": "ignore"}
+    return last_line(code, *arguments, environment=quiet)
 
 
 def test_the_command_line_is_read_as_it_stands() -> None:
@@ -118,16 +105,9 @@ def _config(extra: dict[str, Any], **arguments: Any) -> Any:
         task_type="causal_lm",
         router_replay_mode="disabled",
         padded_vocab_size=CASE.vocab_size,
-        # What a CPU has no kernels for.
         perform_initialization=True,
-        use_cpu_initialization=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
         variable_seq_lengths=False,
+        **WITHOUT_KERNELS,
         **arguments,
     )
 

@@ -4,16 +4,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import framework_pages
 import pytest
+from framework_runs import last_line, skip_without
 from ranks import run_ranks
 
 from megatron.slipstream import to_transformer_overrides
@@ -116,14 +114,7 @@ def test_importing_verl_gets_ready_and_installs_nothing() -> None:
     )
     variables = framework_pages.variables("verl", "export VERL_USE_EXTERNAL_MODULES")
     results = [
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code],
-            env=os.environ | more,
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=True,
-        ).stdout.splitlines()[-1]
+        last_line(code, environment=os.environ | more)
         for more in ({name: value for name, value in variables.items() if "CONFIG" not in name}, {})
     ]
     assert results == ["True None", "False None"]
@@ -147,7 +138,5 @@ def _mbridge(rank: int, world_size: int, port: int, overrides: dict[str, Any]) -
 
 
 def test_mbridge_makes_a_configuration_that_has_them() -> None:
-    for name in ("mbridge", "transformer_engine"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
+    skip_without("mbridge", "transformer_engine")
     assert run_ranks(1, _mbridge, OVERRIDES) == [OVERRIDES]

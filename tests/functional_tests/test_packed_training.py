@@ -9,7 +9,6 @@ every rank, as hashes of their bytes.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from run_records import read_records, result_of
 
 ROOT = Path(__file__).parents[2]
 PLAY = ROOT / "examples" / "data" / "first_folio" / "macbeth.txt"
@@ -75,21 +75,7 @@ def _train(num_ranks: int, flags: list[str], record: Path) -> list[dict[str, Any
     """Train and return each rank's record."""
     flags = [*COMMON, *flags, "--run-record-path", str(record)]
     assert run_ranks(num_ranks, _main, record.parent, flags) == [0] * num_ranks
-    return _records(num_ranks, record)
-
-
-def _records(num_ranks: int, record: Path) -> list[dict[str, Any]]:
-    records = [record, *(record.with_suffix(f".rank{r}.json") for r in range(1, num_ranks))]
-    return [json.loads(path.read_text()) for path in records]
-
-
-def _result(record: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "losses": [iteration["loss"] for iteration in record["iterations"]],
-        "evaluations": record["evaluations"],
-        "gradients": record["gradients_sha256"],
-        "weights": record["weights_sha256"],
-    }
+    return read_records(num_ranks, record)
 
 
 @pytest.mark.parametrize("num_ranks, flags", LAYOUTS)
@@ -101,9 +87,9 @@ def test_packed_training_learns_the_same_with_the_engine(
     offload += ["--min-offloaded-tensor-size", "1"]
     off = _train(num_ranks, [*corpus, *flags], tmp_path / "off.json")
     on = _train(num_ranks, [*corpus, *flags, *offload], tmp_path / "on.json")
-    assert [_result(record) for record in on] == [_result(record) for record in off]
+    assert [result_of(record) for record in on] == [result_of(record) for record in off]
     assert all(record["iterations"][-1]["bytes_offloaded"] > 0 for record in on)
-    last = _result(off[-1])
+    last = result_of(off[-1])
     assert last["losses"][-1] < last["losses"][0] - 0.3
     before, after = (evaluation["loss"] for evaluation in last["evaluations"][:2])
     assert after < before - 0.3
@@ -145,8 +131,8 @@ def test_packed_training_learns_the_same_with_chunk_graphs(
     record = tmp_path / "on.json"
     more = [*COMMON, *flags, *CHUNK_GRAPHS, "--run-record-path", str(record)]
     num_replays = run_ranks(num_ranks, _main_replayed, tmp_path, more)
-    on = _records(num_ranks, record)
-    assert [_result(record) for record in on] == [_result(record) for record in off]
+    on = read_records(num_ranks, record)
+    assert [result_of(record) for record in on] == [result_of(record) for record in off]
     num_chunks = 2 if VPP2[0] in flags else 1
     num_micro_batches = 2 if DYNAMIC[-1] in flags else 4
     assert num_replays == [(8 - 2) * num_micro_batches * num_chunks] * num_ranks

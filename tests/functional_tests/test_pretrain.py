@@ -9,7 +9,6 @@ compared on every rank, as hashes of their bytes.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_records import read_records, result_of
 
 from megatron.slipstream.integration import compat
 
@@ -93,17 +93,7 @@ def _train(
         launcher + script, env=environment, cwd=record.parent, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    records = [record, *(record.with_suffix(f".rank{r}.json") for r in range(1, num_ranks))]
-    return [json.loads(path.read_text()) for path in records]
-
-
-def _result(record: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "losses": [iteration["loss"] for iteration in record["iterations"]],
-        "evaluations": record["evaluations"],
-        "gradients": record["gradients_sha256"],
-        "weights": record["weights_sha256"],
-    }
+    return read_records(num_ranks, record)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +118,7 @@ def test_training_is_the_same_with_the_engine(
     modules = MOE_MODULES if "--num-experts" in flags else DENSE_MODULES
     off = train_without(layout)
     on = _train(num_ranks, flags, tmp_path / "on.json", modules)
-    assert [_result(record) for record in on] == [_result(record) for record in off]
+    assert [result_of(record) for record in on] == [result_of(record) for record in off]
     assert on[0]["iterations"][-1]["bytes_offloaded"] > 0
     peaks = [record[0]["iterations"][-1]["activation_peak_bytes"] for record in (off, on)]
     assert peaks[1] < peaks[0]
@@ -143,7 +133,7 @@ def test_the_adversarial_backend_trains_the_same(
     on = _train(
         num_ranks, flags, tmp_path / "on.json", MOE_MODULES, "--offload-backend", "cpu-lazy"
     )
-    assert [_result(record) for record in on] == [_result(record) for record in off]
+    assert [result_of(record) for record in on] == [result_of(record) for record in off]
 
 
 def test_the_report_and_the_trace_of_a_run_read_back(tmp_path: Path) -> None:

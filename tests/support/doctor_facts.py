@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron.slipstream import preflight
@@ -24,6 +25,15 @@ PROCESS = preflight.Facts(
     available_memory_bytes=1000 * GIB,
     affinity_tools=True,
 )
+
+
+def write(root: Path, files: dict[str, object]) -> Path:
+    """Write files of a system below ``root``, by their path there."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return root
 
 
 def gpu(number: int, node: int) -> Gpu:

@@ -25,7 +25,7 @@ from tiny_gpt import (
     use_gpu,
 )
 
-from megatron.slipstream.context_parallel.documents import SIZE_KEY, shared_sample
+from benchmarks.models import shared_inputs
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Group, MicroBatch, Share, share_of
 from megatron.slipstream.packed_sequences.packing import Piece
@@ -104,36 +104,9 @@ def with_gathering_attention(spec: Any) -> Any:
 def inputs_of(
     share: Share, texts: Sequence[np.ndarray], limits: RankLimits, group: Optional[Any]
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """What a rank's model is called with for its part of a micro-batch, and which labels count.
-
-    Args:
-        share: The part.
-        texts: The documents.
-        limits: Of the ranks.
-        group: Told to the model; None leaves it with the static one.
-    """
-    from megatron.slipstream.integration.packed_sequences import packed_seq_params
-
+    """:func:`shared_inputs` of the documents that the part holds whole."""
     mine = [texts[piece.document] for piece in share.pack]
-    held = limits.of(share.size)
-    device = "cuda" if use_gpu() else "cpu"
-    sample = {
-        key: tensor.unsqueeze(0).to(device)
-        for key, tensor in shared_sample(mine, share, held).items()
-    }
-    assert int(sample[SIZE_KEY]) == share.size
-    params = packed_seq_params(
-        sample["cu_seqlens"][0], sample["cu_seqlens_padded"][0], held.max_tokens
-    )
-    params.cp_group = group
-    inputs = {
-        "input_ids": sample["tokens"],
-        "position_ids": sample["position_ids"],
-        "attention_mask": None,
-        "labels": sample["labels"],
-        "packed_seq_params": params,
-    }
-    return inputs, sample["loss_mask"]
+    return shared_inputs(mine, share, limits, group)
 
 
 def passes(

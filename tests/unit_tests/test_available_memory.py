@@ -7,22 +7,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from doctor_facts import GIB, write
 
 from megatron.slipstream.preflight import (
     available_memory_bytes,
     default_host_memory_limit_bytes,
 )
-
-GIB = 1 << 30
-
-
-def write(root: Path, files: dict[str, object]) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{content}\n")
-    return root
-
 
 MACHINE = {
     "proc/meminfo": f"MemTotal: {200 << 20} kB\nMemAvailable:   {100 << 20} kB\nCached: 1 kB"

@@ -162,14 +162,10 @@ def build_group_index(
             "to train on; set data_path to a corpus that has some, or split to give this set a part"
         )
     stream = document_stream(lengths, documents, plan, 1 if num_slots is None else None)
-    pieces, ends, sizes = array("i"), array("q"), array("i")
+    sizes = array("i")
     packs = _packs(plan.groups(stream), sizes, plan.packs_per_batch * plan.num_ranks, num_slots)
-    for pack in watched(packs, None, what):
-        pieces.extend(itertools.chain.from_iterable(pack))
-        ends.append(len(pieces) // 3)
-    rows = np.frombuffer(pieces, dtype=np.int32).reshape(-1, 3)
-    packs_of_all = PackIndex(rows, np.frombuffer(ends, dtype=np.int64))
-    return GroupIndex(packs_of_all, np.frombuffer(sizes, dtype=np.int32))
+    index = PackIndex.of(watched(packs, None, what))  # which fills ``sizes`` too
+    return GroupIndex(index, np.frombuffer(sizes, dtype=np.int32))
 
 
 def _packs(

@@ -15,7 +15,7 @@ from megatron.slipstream.packed_sequences.packing import (
     PackLimits,
     Piece,
     _Bin,
-    _shortest_for,
+    _give,
 )
 
 _CANDIDATES = 8
@@ -81,27 +81,8 @@ class Levelling:
         return False
 
     def _give(self, heavy: OpenGroup, light: OpenGroup, piece: Piece, highest: int) -> bool:
-        """Move a piece if then both cost less than ``highest``.
-
-        If there is no room for it, ``heavy`` takes the shortest pieces in return, which cost least
-        per token.
-        """
-        back = _shortest_for(light, piece)
-        if back is None:
-            return False
-        gain = piece.length**2 - sum(item.length**2 for item in back)
-        if gain <= 0 or self.cost(light.size, light.work + gain) >= highest:
-            return False
-        room = heavy.room + heavy.limits.footprint(piece.length)
-        room -= sum(heavy.limits.footprint(item.length) for item in back)
-        if room < 0 or len(heavy.pieces) - 1 + len(back) > heavy.limits.max_sequences:
-            return False
-        heavy.remove(piece)
-        for item in back:
-            light.remove(item)
-            heavy.add(item)
-        light.add(piece)
-        return True
+        """Move a piece if then both cost less than ``highest``."""
+        return _give(heavy, light, piece, lambda work: self.cost(light.size, work) < highest)
 
     def _widen(self, key: int, highest: int) -> bool:
         """Double the group, by the ranks of the cheapest others and with their pieces."""

@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Optional
 
-from megatron.slipstream.config import Rule, check_rules
+from megatron.slipstream.config import Rule, check_rules, facts_of, is_off, is_one_of
 from megatron.slipstream.context_parallel.limits import CostModel, RankLimits
 from megatron.slipstream.packed_sequences.options import pack_limits
 
@@ -53,13 +51,7 @@ def _is_on(facts: Any) -> bool:
 
 
 def _is_off(option: str, because: str, cure: str) -> Rule:
-    return Rule(
-        option,
-        _is_on,
-        lambda facts: not getattr(facts, option),
-        f"{option}={{{option}}} is not supported with dynamic_context_parallel because {because}; "
-        f"{cure}",
-    )
+    return is_off(option, _is_on, "dynamic_context_parallel", because, cure)
 
 
 def _needs_it(option: str, default: Any) -> Rule:
@@ -77,10 +69,6 @@ def _exchanges_in_a_ring(facts: Any) -> bool:
     return set([kinds] if isinstance(kinds, str) else kinds or []) <= {"p2p"}
 
 
-def _is_one_of(option: str, values: tuple[Any, ...]) -> Callable[[Any], bool]:
-    return lambda facts: getattr(facts, option) in values
-
-
 DYNAMIC_RULES: tuple[Rule, ...] = (
     _needs_it("min_dynamic_context_parallel_size", 1),
     _needs_it("max_dynamic_context_parallel_size", None),
@@ -88,7 +76,7 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
     Rule(
         "sequence_packing",
         _is_on,
-        _is_one_of("sequence_packing", ("balanced",)),
+        is_one_of("sequence_packing", ("balanced",)),
         "sequence_packing={sequence_packing} is not supported with dynamic_context_parallel "
         "because sizes are chosen where documents of a batch are balanced; set balanced",
     ),
@@ -164,11 +152,8 @@ def check_dynamic_context_parallel(args: Any) -> None:
     Raises:
         ValueError: The first broken rule, naming option, value and cure.
     """
-    facts = SimpleNamespace(**{rule.option: None for rule in DYNAMIC_RULES})
-    for name in ("dynamic_context_parallel", "data_parallel_size", "position_embedding_type"):
-        setattr(facts, name, None)
-    vars(facts).update(_DEFAULTS)
-    vars(facts).update(vars(args))
+    others = ("dynamic_context_parallel", "data_parallel_size", "position_embedding_type")
+    facts = facts_of(args, DYNAMIC_RULES, others, _DEFAULTS)
     check_rules(DYNAMIC_RULES, facts)
     if _is_on(facts) and facts.data_parallel_size:
         _check_positions(facts, rank_limits(facts))

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
-from typing import Any, Optional
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Optional
 
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.utils import Split
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 
 from megatron.slipstream.context_parallel.documents import (
@@ -45,10 +42,12 @@ from megatron.slipstream.integration.context_parallel_groups import (
 from megatron.slipstream.integration.packed_sequences import (
     PackedDatasetConfig,
     PackedGPTDataset,
+    Stage,
     packed_seq_params,
 )
 from megatron.slipstream.integration.padded_routing import exclude_padding_from_routing
 from megatron.slipstream.packed_sequences.batch import OFFSET_KEYS
+from megatron.slipstream.packed_sequences.dataset import PackingPlan
 
 logger = logging.getLogger(__name__)
 
@@ -58,49 +57,30 @@ logger = logging.getLogger(__name__)
 class SharedGPTDataset(PackedGPTDataset):
     """This rank's parts of the micro-batches of one corpus, as megatron's builder makes them."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        dataset_path: Optional[str],
-        indices: Any,
-        num_samples: Optional[int],
-        index_split: Split,
-        config: PackedDatasetConfig,
-    ) -> None:
-        MegatronDataset.__init__(
-            self, dataset, dataset_path, indices, num_samples, index_split, config
-        )
-        plan = config.plan(index_split)
+    _load_index: ClassVar[Callable[..., Any]] = staticmethod(load_group_index)
+    _save_index: ClassVar[Callable[..., None]] = staticmethod(save_group_index)
+
+    def _samples(self, plan: PackingPlan, masked_token: Optional[int]) -> SharedDocuments:
         assert isinstance(plan, GroupPlan)
-        self.samples = SharedDocuments(  # type: ignore[assignment]
-            dataset,
-            self._group_index(plan),
+        return SharedDocuments(
+            self.dataset,
+            self._index(plan),
             plan.ranks,
             mpu.get_context_parallel_world_size(),
             mpu.get_context_parallel_rank(),
-            masked_token=config.tokenizer.eod if config.eod_mask_loss else None,
+            masked_token,
         )
 
-    def _group_index(self, plan: GroupPlan) -> GroupIndex:
-        """From the cache, or scheduled now, which gives the same on every rank."""
-        folder = self._cache_folder()
-        name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        index = None if folder is None else load_group_index(folder, name)
-        if index is not None:
-            return index
+    def _build_index(self, plan: GroupPlan, num_samples: Optional[int]) -> GroupIndex:
         num_slots = None
-        if self.num_samples is not None:
-            # Megatron asks for none where it will not evaluate, and then refuses an empty set.
-            num_slots = max(self.num_samples, 1) * mpu.get_context_parallel_world_size()
+        if num_samples is not None:
+            num_slots = num_samples * mpu.get_context_parallel_world_size()
         what = f"scheduling documents ({self.index_split.name})"
         lengths = self.dataset.sequence_lengths
-        index = build_group_index(lengths, self.indices, plan, num_slots, what)
-        # Megatron's builder lets the first rank go first; the others then find its files.
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            _log_sizes(self.index_split.name, index, plan)
-            if folder is not None:
-                save_group_index(folder, name, index, plan)
-        return index
+        return build_group_index(lengths, self.indices, plan, num_slots, what)
+
+    def _log_index(self, index: GroupIndex, plan: GroupPlan) -> None:
+        _log_sizes(self.index_split.name, index, plan)
 
 
 def _log_sizes(name: str, index: GroupIndex, plan: GroupPlan) -> None:
@@ -194,32 +174,15 @@ def forward(
         As there, of this rank's tokens.
     """
     args = get_args()
-    vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    is_first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-    is_last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    stage = Stage.of(model, args)
     assert data_iterator is not None, "every rank reads the data"
     loaded = next(data_iterator)
     params = micro_batch_params(loaded, args)
-    needed = {"tokens", "labels", "position_ids", "loss_mask"} if is_first or is_last else set()
-    needed |= {"padding_mask"} if args.num_experts else set()
     device = params.cu_seqlens_q.device
-    batch = {key: loaded[key].to(device, non_blocking=True) for key in needed}
-    if vp_stage in (None, 0):
+    batch = {key: loaded[key].to(device, non_blocking=True) for key in stage.needed}
+    if stage.is_ranks_first:
         _count_work(params, int(args.context_parallel_size))
-    more: dict[str, Any] = {}
-    if args.num_experts:
-        more["padding_mask"] = packed_sequences._padding_mask_for(
-            batch["padding_mask"], is_first, args
-        )
-    output = model(
-        batch.get("tokens"),
-        batch.get("position_ids"),
-        None,
-        labels=batch.get("labels"),
-        packed_seq_params=params,
-        **more,
-    )
-    return output, batch.get("loss_mask")
+    return packed_sequences._run_model(model, batch, params, stage, args)
 
 
 def _count_work(params: PackedSeqParams, static_size: int) -> None:

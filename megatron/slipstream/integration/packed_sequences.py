@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
 from megatron.core import mpu
@@ -86,9 +86,8 @@ class PackedGPTDataset(MegatronDataset):
         config: PackedDatasetConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        plan = config.plan(index_split)
-        masked = config.tokenizer.eod if config.eod_mask_loss else None
-        self.samples = PackedDocuments(dataset, self._index(plan), plan.limits, masked)
+        masked_token = config.tokenizer.eod if config.eod_mask_loss else None
+        self.samples = self._samples(config.plan(index_split), masked_token)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
@@ -109,22 +108,36 @@ class PackedGPTDataset(MegatronDataset):
     def __getitem__(self, idx: Optional[int]) -> dict[str, torch.Tensor]:
         return self.samples[idx]
 
-    def _index(self, plan: PackingPlan) -> PackIndex:
-        """From the cache, or packed now, which gives the same on every rank."""
+    # What a subclass has of its own: its samples, their index, and the files of that.
+
+    _load_index: ClassVar[Callable[..., Any]] = staticmethod(load_index)
+    _save_index: ClassVar[Callable[..., None]] = staticmethod(save_index)
+
+    def _samples(self, plan: PackingPlan, masked_token: Optional[int]) -> Any:
+        return PackedDocuments(self.dataset, self._index(plan), plan.limits, masked_token)
+
+    def _build_index(self, plan: Any, num_samples: Optional[int]) -> Any:
+        what = f"packing documents ({self.index_split.name})"
+        return build_index(self.dataset.sequence_lengths, self.indices, plan, num_samples, what)
+
+    def _log_index(self, index: Any, plan: Any) -> None:
+        _log_filling(self.index_split.name, index, plan)
+
+    def _index(self, plan: PackingPlan) -> Any:
+        """From the cache, or made now, which gives the same on every rank."""
         folder = self._cache_folder()
         name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        index = None if folder is None else load_index(folder, name)
+        index = None if folder is None else self._load_index(folder, name)
         if index is not None:
             return index
         # Megatron asks for none where it will not evaluate, and then refuses an empty set.
         num_samples = self.num_samples if self.num_samples is None else max(self.num_samples, 1)
-        what = f"packing documents ({self.index_split.name})"
-        index = build_index(self.dataset.sequence_lengths, self.indices, plan, num_samples, what)
+        index = self._build_index(plan, num_samples)
         # Megatron's builder lets the first rank go first; the others then find its files.
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            _log_filling(self.index_split.name, index, plan)
+            self._log_index(index, plan)
             if folder is not None:
-                save_index(folder, name, index, plan)
+                self._save_index(folder, name, index, plan)
         return index
 
     def _cache_folder(self) -> Optional[Path]:
@@ -281,6 +294,30 @@ def _broadcast(
     return received
 
 
+class Stage(NamedTuple):
+    """The place of a model chunk in the pipeline, and what it needs of a micro-batch."""
+
+    is_first: bool
+    """Whether it takes tokens."""
+    is_ranks_first: bool
+    """Whether micro-batches come to it first of all chunks of the rank."""
+    needed: frozenset[str]
+    """Beside the offsets."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, args: Any) -> Stage:
+        """That of a wrapped model chunk."""
+        vp_stage = get_attr_wrapped_model(model, "vp_stage")
+        is_first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        is_last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        needed: set[str] = set()
+        if is_first or is_last:
+            needed |= {"tokens", "labels", "position_ids", "loss_mask"}
+        if args.num_experts:
+            needed |= {"padding_mask"}
+        return cls(is_first, vp_stage in (None, 0), frozenset(needed))
+
+
 def forward(
     data_iterator: Optional[Iterator[Any]], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
@@ -292,23 +329,27 @@ def forward(
         padding are finite, so a product with the mask leaves them out.
     """
     args = get_args()
-    vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    is_first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-    is_last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    needed = set(OFFSET_KEYS)
-    if is_first or is_last:
-        needed |= {"tokens", "labels", "position_ids", "loss_mask"}
-    if args.num_experts:
-        needed |= {"padding_mask"}
-    batch = _batch(data_iterator, needed, args)
+    stage = Stage.of(model, args)
+    batch = _batch(data_iterator, {*OFFSET_KEYS, *stage.needed}, args)
     params = packed_seq_params(
         batch["cu_seqlens"][0], batch["cu_seqlens_padded"][0], pack_limits(args).max_tokens
     )
-    if vp_stage in (None, 0):
+    if stage.is_ranks_first:
         _count_work(params.cu_seqlens_q)
+    return _run_model(model, batch, params, stage, args)
+
+
+def _run_model(
+    model: torch.nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    params: PackedSeqParams,
+    stage: Stage,
+    args: Any,
+) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """The end of :func:`forward`, with what the stage needs of the micro-batch."""
     more: dict[str, Any] = {}
     if args.num_experts:
-        more["padding_mask"] = _padding_mask_for(batch["padding_mask"], is_first, args)
+        more["padding_mask"] = _padding_mask_for(batch["padding_mask"], stage.is_first, args)
     if getattr(args, "mtp_num_layers", None):
         more["loss_mask"] = batch.get("loss_mask")
     output = model(

@@ -132,6 +132,17 @@ class PackIndex:
     pieces: NDArray[np.int32]
     ends: NDArray[np.int64]
 
+    @classmethod
+    def of(cls, packs: Iterable[Pack]) -> PackIndex:
+        """The index of samples that hold these packs."""
+        # Arrays that grow in place: lists of tuples would take ten times the memory.
+        pieces, ends = array("i"), array("q")
+        for pack in packs:
+            pieces.extend(itertools.chain.from_iterable(pack))
+            ends.append(len(pieces) // 3)
+        rows = np.frombuffer(pieces, dtype=np.int32).reshape(-1, 3)
+        return cls(rows, np.frombuffer(ends, dtype=np.int64))
+
     def __len__(self) -> int:
         return len(self.ends)
 
@@ -174,13 +185,7 @@ def build_index(
         )
     stream = document_stream(lengths, documents, plan, 1 if num_samples is None else None)
     packs = itertools.islice(plan.packs(stream), num_samples)
-    # Arrays that grow in place: lists of tuples would take ten times the memory.
-    pieces, ends = array("i"), array("q")
-    for pack in _watched(packs, num_samples, what):
-        pieces.extend(itertools.chain.from_iterable(pack))
-        ends.append(len(pieces) // 3)
-    rows = np.frombuffer(pieces, dtype=np.int32).reshape(-1, 3)
-    return PackIndex(rows, np.frombuffer(ends, dtype=np.int64))
+    return PackIndex.of(_watched(packs, num_samples, what))
 
 
 class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

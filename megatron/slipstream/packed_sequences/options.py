@@ -4,12 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Literal, Optional
 
-from megatron.slipstream.config import Rule, check_rules
+from megatron.slipstream.config import Rule, check_rules, facts_of, is_off, is_one_of
 from megatron.slipstream.packed_sequences.packing import PackLimits
 
 _TOKENS_PER_SEQUENCE = 64
@@ -57,13 +56,7 @@ def _packs_balanced(facts: Any) -> bool:
 
 
 def _is_off(option: str, because: str, cure: str) -> Rule:
-    return Rule(
-        option,
-        _packs,
-        lambda facts: not getattr(facts, option),
-        f"{option}={{{option}}} is not supported with sequence_packing={{sequence_packing}} "
-        f"because {because}; {cure}",
-    )
+    return is_off(option, _packs, "sequence_packing={sequence_packing}", because, cure)
 
 
 def _needs_packing(option: str) -> Rule:
@@ -88,10 +81,6 @@ def _predicts_more_with_experts(facts: Any) -> bool:
 def _balancing_types(facts: Any) -> set[str]:
     given = facts.moe_router_load_balancing_type
     return {given} if isinstance(given, str) else set(given)
-
-
-def _is_one_of(option: str, values: tuple[Any, ...]) -> Callable[[Any], bool]:
-    return lambda facts: getattr(facts, option) in values
 
 
 PACKING_RULES: tuple[Rule, ...] = (
@@ -152,25 +141,25 @@ PACKING_RULES: tuple[Rule, ...] = (
     Rule(
         "dataloader_type",
         _packs,
-        _is_one_of("dataloader_type", (None, "single", "cyclic")),
+        is_one_of("dataloader_type", (None, "single", "cyclic")),
         "dataloader_type={dataloader_type} is not supported with sequence_packing="
         "{sequence_packing} because the batches then come from elsewhere; set 'single'",
     ),
     Rule(
         "dataloader_type",
         _packs_balanced,
-        _is_one_of("dataloader_type", (None, "single")),
+        is_one_of("dataloader_type", (None, "single")),
         "dataloader_type={dataloader_type} is not supported with sequence_packing=balanced because "
         "shuffled micro-batches no longer are a balanced batch; set 'single' (documents are "
         "shuffled before they are packed), or sequence_packing=greedy",
     ),
     *(
-        Rule(
+        is_off(
             option,
             _packs_balanced,
-            lambda facts, option=option: not getattr(facts, option),  # type: ignore[misc]
-            f"{option}={{{option}}} is not supported with sequence_packing=balanced because packs "
-            "are spread over batches of one size; set sequence_packing=greedy",
+            "sequence_packing=balanced",
+            "packs are spread over batches of one size",
+            "set sequence_packing=greedy",
         )
         for option in (
             "rampup_batch_size",
@@ -203,7 +192,7 @@ PACKING_RULES: tuple[Rule, ...] = (
     Rule(
         "attention_backend",
         lambda f: _packs(f) and f.transformer_impl == "transformer_engine",
-        _is_one_of("attention_backend", ("auto", "fused")),
+        is_one_of("attention_backend", ("auto", "fused")),
         "attention_backend={attention_backend} is not supported with sequence_packing="
         "{sequence_packing} because Transformer Engine's FlashAttention 2 and unfused attention "
         "take no padding between sequences; set fused",
@@ -211,7 +200,7 @@ PACKING_RULES: tuple[Rule, ...] = (
     Rule(
         "cuda_graph_impl",
         lambda f: _packs(f) and f.cuda_graph_granularity != "chunk",
-        _is_one_of("cuda_graph_impl", ("none",)),
+        is_one_of("cuda_graph_impl", ("none",)),
         "cuda_graph_impl={cuda_graph_impl} is not supported with sequence_packing="
         "{sequence_packing} because megatron-core's graphs take no packed sequences; set none, or "
         "local with cuda_graph_granularity=chunk",
@@ -264,8 +253,7 @@ def check_packing(args: Any) -> None:
     Raises:
         ValueError: The first broken rule, naming option, value and cure.
     """
-    facts = SimpleNamespace(**{rule.option: None for rule in PACKING_RULES})
-    for name in (
+    others = (
         "sequence_packing",
         "seq_length",
         "eval_micro_batch_size",
@@ -273,10 +261,8 @@ def check_packing(args: Any) -> None:
         "sequence_parallel",
         "transformer_impl",
         "cuda_graph_granularity",
-    ):
-        setattr(facts, name, None)
-    vars(facts).update(_DEFAULTS)
-    vars(facts).update(vars(args))
+    )
+    facts = facts_of(args, PACKING_RULES, others, _DEFAULTS)
     # Megatron parses this one to a member of an enum.
     facts.attention_backend = getattr(facts.attention_backend, "name", facts.attention_backend)
     check_rules(PACKING_RULES, facts)

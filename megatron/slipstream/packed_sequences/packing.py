@@ -16,7 +16,7 @@ import bisect
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
@@ -270,27 +270,34 @@ def _spread(
 def _exchange(heavy: _Bin, light: _Bin) -> bool:
     """Give ``light`` a piece of ``heavy`` if then both cost less than ``heavy`` did.
 
-    If ``light`` is full, ``heavy`` takes its shortest pieces in return, which cost least per token.
+    See :func:`_give`.
     """
-    for piece in sorted(heavy.pieces, key=lambda item: -item.length)[:_CANDIDATES]:
-        back = _shortest_for(light, piece)
-        if back is None:
-            continue
-        gain = piece.length**2 - attention_work(back)
-        if gain <= 0 or light.work + gain >= heavy.work:
-            continue
-        heavy_room = heavy.room + heavy.limits.footprint(piece.length)
-        returned_tokens = sum(heavy.limits.footprint(item.length) for item in back)
-        num_pieces = len(heavy.pieces) - 1 + len(back)
-        if returned_tokens > heavy_room or num_pieces > heavy.limits.max_sequences:
-            continue
-        heavy.remove(piece)
-        for item in back:
-            light.remove(item)
-            heavy.add(item)
-        light.add(piece)
-        return True
-    return False
+    longest = sorted(heavy.pieces, key=lambda item: -item.length)[:_CANDIDATES]
+    return any(_give(heavy, light, piece, lambda work: work < heavy.work) for piece in longest)
+
+
+def _give(heavy: _Bin, light: _Bin, piece: Piece, may_have: Callable[[int], bool]) -> bool:
+    """Move a piece if ``light`` may then have so much work, and ``heavy`` has less than it did.
+
+    If there is no room for it, ``heavy`` takes the shortest pieces in return, which cost least per
+    token.
+    """
+    back = _shortest_for(light, piece)
+    if back is None:
+        return False
+    gain = piece.length**2 - attention_work(back)
+    if gain <= 0 or not may_have(light.work + gain):
+        return False
+    room = heavy.room + heavy.limits.footprint(piece.length)
+    room -= sum(heavy.limits.footprint(item.length) for item in back)
+    if room < 0 or len(heavy.pieces) - 1 + len(back) > heavy.limits.max_sequences:
+        return False
+    heavy.remove(piece)
+    for item in back:
+        light.remove(item)
+        heavy.add(item)
+    light.add(piece)
+    return True
 
 
 def _shortest_for(light: _Bin, piece: Piece) -> Optional[Pack]:

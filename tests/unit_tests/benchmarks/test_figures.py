@@ -13,7 +13,7 @@ import pytest
 from make_trace import Model, one_pass
 
 from benchmarks.copies import copies_of
-from benchmarks.figures import loss_difference, overhead_percent, spread_of
+from benchmarks.figures import Pace, loss_difference, overhead_percent, spread_of
 from benchmarks.variant import bound_fields, describe
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.policy import PolicyOptions
@@ -52,6 +52,17 @@ def test_overhead_compares_neighbours_so_that_drift_cancels() -> None:
     overhead = overhead_percent([1.05 * ms for ms in base], base)
     assert overhead.median == pytest.approx(5)
     assert overhead.standard_error == pytest.approx(0, abs=1e-9)
+
+
+def test_rows_and_tables_tell_the_same_pace() -> None:
+    pace = Pace.of([11.0, 22.0, 33.0], [10.0, 20.0, 30.0])
+    assert pace.fields() == {
+        "median_ms": 22.0,
+        "interquartile_ms": 11.0,
+        "slower_percent": pytest.approx(10),
+        "slower_percent_standard_error": pytest.approx(0, abs=1e-9),
+    }
+    assert pace.cells() == ("22.00 (11.00)", "+10.0% (±0.0)")
 
 
 def test_copies_are_read_from_a_profile() -> None:

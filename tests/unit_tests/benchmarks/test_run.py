@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from benchmark_runs import benchmark
 
 from benchmarks import run
 from benchmarks.cases import CASES, Limits, engine_labels, find_case, select_variants
@@ -20,21 +19,6 @@ from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.files import load_trace
 from megatron.slipstream.plan.policy import PolicyOptions
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-
 
 def summaries(rows: list[Row]) -> dict[tuple[str, int], Row]:
     found = [row for row in rows if row["kind"] == "summary"]
@@ -43,6 +27,7 @@ def summaries(rows: list[Row]) -> dict[tuple[str, int], Row]:
 
 def test_smoke_writes_rows_table_and_plots(tmp_path: Path) -> None:
     result = benchmark(
+        "run",
         *"--case smoke --modules all --name smoke --max-iterations 10".split(),
         *f"--output {tmp_path} --traces {tmp_path / 'traces'}".split(),
     )
@@ -81,6 +66,7 @@ def test_ranks_of_a_pipeline_are_started_and_one_bad_option_does_not_end_the_run
     tmp_path: Path,
 ) -> None:
     result = benchmark(
+        "run",
         *"--case smoke_pp2 --engines slipstream --engine-option offload_release_lags=2".split(),
         *f"--max-iterations 10 --output {tmp_path}".split(),
     )

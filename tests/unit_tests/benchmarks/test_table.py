@@ -118,6 +118,12 @@ def test_infinities_are_written_as_null(tmp_path: Path) -> None:
     assert row["nested"] == {"ms": None}
 
 
+def test_without_a_file_a_row_goes_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    RowWriter(None, "run").write("summary", step_ms=1.0)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "content, message",
     [

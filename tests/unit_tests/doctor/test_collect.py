@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doctor_facts import GIB, gpu
+from doctor_facts import GIB, gpu, write
 
 from megatron.slipstream import preflight
 from megatron.slipstream.doctor import collect as reading
@@ -21,14 +21,6 @@ from megatron.slipstream.doctor.facts import Facts, Gpu, Link, Node, Ranks, Torc
 from megatron.slipstream.integration import numa
 
 QUIET = Request(measures=False)
-
-
-def write(root: Path, files: dict[str, object]) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{content}\n")
-    return root
 
 
 def node_files(number: int, cpus: str, free: int, inactive: int = 0) -> dict[str, object]:

@@ -23,6 +23,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from shared_documents import changed_specs, fill_weights, initialize_groups, layer_name
+from small_corpora import Tokenizer, write_corpus
 from tiny_gpt import ModelCase, build_chunks, make_config
 
 from megatron.slipstream.context_parallel.options import DynamicContextParallelOptions
@@ -45,25 +46,15 @@ ROUTER = {
 """Auxiliary losses are those of a micro-batch, so without. For the bias, routers count tokens."""
 
 
-class Tokenizer:
-    eod = 0
-    vocab_size = 128
-    unique_identifiers = "none"
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prefix of a corpus of which half of the tokens are in documents longer than a buffer."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    prefix = str(tmp_path_factory.mktemp("corpus") / "text")
     pick = np.random.RandomState(2)
-    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    documents = []
     for _ in range(80):
         length = int(pick.choice([2, 11, 17, 30, 100, 300], p=[0.1, 0.2, 0.3, 0.2, 0.1, 0.1]))
-        builder.add_document(torch.from_numpy(pick.randint(1, 128, length)), [length])
-    builder.finalize(prefix + ".idx")
-    return prefix
+        documents.append(pick.randint(1, 128, length))
+    return write_corpus(tmp_path_factory.mktemp("corpus"), documents)
 
 
 def case_of(**options: Any) -> ModelCase:

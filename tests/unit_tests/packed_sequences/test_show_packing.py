@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from small_corpora import write_corpus
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = "--seq-length 100 --thd-max-packed-sequences 4 --global-batch-size 4 --num-ranks 2".split()
@@ -29,15 +29,8 @@ def tool() -> Any:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Eighty documents, of which every fourth fills a buffer and the others a quarter of one."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    prefix = str(tmp_path_factory.mktemp("corpus") / "text")
-    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
-    for number in range(80):
-        length = 101 if number % 4 == 0 else 26
-        builder.add_document(torch.arange(length), [length])
-    builder.finalize(prefix + ".idx")
-    return prefix
+    documents = [np.arange(101 if number % 4 == 0 else 26) for number in range(80)]
+    return write_corpus(tmp_path_factory.mktemp("corpus"), documents)
 
 
 def test_the_table_tells_filling_and_waiting(

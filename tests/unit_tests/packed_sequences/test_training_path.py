@@ -17,35 +17,24 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from small_corpora import END_OF_DOCUMENT, Tokenizer, write_corpus
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
 pytestmark = pytest.mark.releases
 
 SEQ_LENGTH = 64
 NUM_MICRO_BATCHES = 4
-END_OF_DOCUMENT = 0
-
-
-class Tokenizer:
-    eod = END_OF_DOCUMENT
-    vocab_size = 128
-    unique_identifiers = "none"
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prefix of a corpus of 60 documents, most of them short, that end with token 0."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    prefix = str(tmp_path_factory.mktemp("corpus") / "text")
     pick = np.random.RandomState(2)
-    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    documents = []
     for _ in range(60):
         length = int(pick.choice([5, 11, 17, 30, 90]))
-        document = [*pick.randint(1, 128, length).tolist(), END_OF_DOCUMENT]
-        builder.add_document(torch.tensor(document), [len(document)])
-    builder.finalize(prefix + ".idx")
-    return prefix
+        documents.append(np.append(pick.randint(1, 128, length), END_OF_DOCUMENT))
+    return write_corpus(tmp_path_factory.mktemp("corpus"), documents)
 
 
 def case_of(**options: Any) -> ModelCase:
