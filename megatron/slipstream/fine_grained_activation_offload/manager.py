@@ -91,7 +91,11 @@ class PipelineOffloadManager:
         self._plan: Optional[Plan] = None
         """The plan being followed; None where the iteration is not like any planned one."""
         self._last_plan: Optional[Plan] = None
+        """The plan of the last iteration: the one it followed, or the one that was made of it."""
+        self._next_plan: Optional[Plan] = None
         """The plan to begin the next iteration with."""
+        self._has_departed = False
+        """Whether this iteration did not follow one plan from its first step on."""
         self._is_bound_to_plan = False
         """Whether to follow any other is an error."""
         self._watch: Optional[Watch] = None
@@ -101,6 +105,8 @@ class PipelineOffloadManager:
         self._turn: Optional[Turn] = None
         """What is special about this iteration: the engine may be left out of it."""
         self._passes: list[ChunkOffloadHandler] = []
+        self._num_entered = 0
+        """How often forward has entered a model chunk, with the engine or without."""
         self._groups: dict[GroupKey, OffloadTensorGroup] = {}
         self._chunk: Optional[ChunkOffloadHandler] = None
         """The pass that forward is in; None outside of training passes."""
@@ -153,7 +159,7 @@ class PipelineOffloadManager:
 
     @property
     def plan(self) -> Optional[Plan]:
-        """The plan that is followed, or that the next iteration will begin with; None if none."""
+        """The plan that is followed, or else that of the last iteration; None if there is none."""
         return self._plan or self._last_plan
 
     @property
@@ -216,10 +222,14 @@ class PipelineOffloadManager:
             delta_offload_bytes_across_pp_ranks=delta_offload_bytes_across_pp_ranks,
         )
         if self._book.change_options(options):
-            self._plan = self._last_plan = None
+            self._leave_plan(self._num_steps)
+            self._last_plan = self._next_plan = None
         self._begin_turn()
+        self._num_entered += 1
         if self._turn is not None and self._turn.is_left_out:
             return
+        if self._num_steps == 0:
+            self._passes.clear()  # Without marks, or of an iteration that failed before its first.
         stage = vp_stage or 0
         self._chunk = ChunkOffloadHandler(
             len(self._passes),
@@ -320,7 +330,7 @@ class PipelineOffloadManager:
             self._finish_iteration()
         elif self._turn is not None or (self._has_begun and self.graphs.modules):
             self._finish_without_marks()
-        self._has_begun, self._turn = False, None
+        self._has_begun, self._turn, self._num_entered = False, None, 0
         self._passes.clear()  # of which nothing was marked, as where a whole chunk is replayed
 
     # A pass that is captured as a whole (chunk_graphs/offloading.py).
@@ -331,7 +341,8 @@ class PipelineOffloadManager:
         Args:
             plan: Of another engine.
         """
-        self._last_plan, self._is_bound_to_plan = plan, True
+        self._last_plan = self._next_plan = plan
+        self._is_bound_to_plan = True
 
     def release_all(self) -> None:
         """Let go of all that is being copied out."""
@@ -346,11 +357,9 @@ class PipelineOffloadManager:
     def finish_report(self) -> None:
         """Add what was timed, as far as the device has come."""
         self._book.read_clocks()
-        times = self._book.times
+        times = self._book.times_of(self._last_plan)
         for name, counters in self.report.modules.items():
             counters.stall_ms = times.stall_ms_by_module.get(name, 0.0) if times else 0.0
-        if times is not None:
-            self.report.measured_ms = times.total_ms
         if self._last_plan is not None:
             self._book.report_plan(self._last_plan)
         self.report.warnings = keep_warnings()
@@ -415,23 +424,29 @@ class PipelineOffloadManager:
             return
         self._has_begun = True
         if not self.graphs.modules and not self._is_bound_to_plan:
-            self._turn = self._book.begin_turn(self._last_plan, self.report.num_iterations)
+            self._turn = self._book.begin_turn(self._next_plan, self.report.num_iterations)
 
     def _finish_without_marks(self) -> None:
         """An iteration has ended that the engine was left out of, or that graphs replayed whole."""
         turn = self._turn
+        is_trial = False
         if turn is not None:
             self._book.end_turn(turn, was_followed=False)
             self._book.read_clocks()
-            self._last_plan = self._book.find(turn.plan.trace.steps)
-        self.report.modules, self.report.late_groups = {}, {}
-        self._report_graphs()
-        self.report.num_iterations += 1
-        self._note_time()
+            # Marks do not tell which iteration it was, but how many micro-batches it had does.
+            plan = self._last_plan = self._book.find_like(turn.plan, self._num_entered)
+            self._next_plan = self._book.plan_after(plan) if plan is not None else None
+            is_trial = plan is not None and self._book.is_tried(plan)
+        self.report.is_left_out = is_trial
+        if not is_trial:  # else the figures are those of its neighbour
+            self.report.modules, self.report.late_groups = {}, {}
+        self._update_report()
 
     def _begin_iteration(self) -> None:
-        self._plan = self._last_plan
-        if self._plan is not None:
+        self._plan = self._next_plan
+        if self._plan is None:
+            self._recorder.reads_memory = True
+        else:
             self._watch = self._book.watch(self._plan)
             if self._watch is not None and self._watch.clock is not None:
                 self.store.copy_streams.stalls = self._watch.clock.stalls
@@ -446,6 +461,7 @@ class PipelineOffloadManager:
                 "the model has to do the same in every micro-batch"
             )
         self._stop_watching()
+        self._has_departed = True
         done = (*self._plan.trace.steps[:index], step)
         plan = self._book.find_beginning(done)
         if plan is not None:
@@ -460,11 +476,24 @@ class PipelineOffloadManager:
             index,
             step,
         )
-        self._plan = None
-        self._recorder.steps.extend(done)
-        self._improvised.extend(
-            group for group in self._groups.values() if group.state is GroupState.COMMITTED
-        )
+        self._leave_plan(index)
+        self._recorder.steps.append(step)
+
+    def _leave_plan(self, num_steps: int) -> None:
+        """Follow no plan from here on.
+
+        Args:
+            num_steps: Of the iteration, those that were as planned.
+        """
+        self._stop_watching()
+        self._has_departed = True
+        if self._plan is None:
+            return
+        planned, self._plan = self._plan.trace.steps[:num_steps], None
+        self._recorder.steps.extend(planned)
+        commits = (step.key for step in planned if step.kind is StepKind.FORWARD_COMMIT)
+        committed = (self._groups[key] for key in commits)
+        self._improvised.extend(g for g in committed if g.state is GroupState.COMMITTED)
 
     def _perform(self, plan: Plan, action: Action) -> None:
         group = self._groups.get(action.key)
@@ -511,7 +540,7 @@ class PipelineOffloadManager:
         was_followed = plan is not None and len(plan.trace.steps) == self._num_steps
         if self._turn is not None:
             self._book.end_turn(self._turn, was_followed and plan is self._turn.plan)
-        if plan is not None and was_followed:
+        if plan is not None and was_followed and not self._has_departed:
             self._book.note_followed(plan, self._watch)
         if plan is not None and not was_followed:
             self._recorder.steps.extend(plan.trace.steps[: self._num_steps])
@@ -519,9 +548,14 @@ class PipelineOffloadManager:
         if plan is None:
             # Departed, or ended before the plan did: what it was may be known all the same.
             plan = self._book.find(tuple(self._recorder.steps)) or self._make_plan()
+        self._book.note_order(plan, self._num_entered)
         self._book.read_clocks()
         # The one for the same steps: it may have been made anew.
         self._last_plan = self._book.find(plan.trace.steps)
+        self._next_plan = self._book.plan_after(plan)
+        self.report.is_left_out = False
+        self.report.modules = self.store.modules
+        self.report.late_groups = {str(key): n for key, n in self.store.late_groups.items()}
         self._update_report()
         self._stop_verifying()
         self._clear_iteration()
@@ -535,9 +569,8 @@ class PipelineOffloadManager:
         """The pool lowers its limit where the system refuses it memory: then plan for less."""
         limit_bytes = self.store.host_pool.limit_bytes
         options = replace(self._book.options, host_memory_limit_bytes=limit_bytes)
-        if self._book.change_options(options) and self._plan is not None:
-            self._recorder.steps.extend(self._plan.trace.steps[: self._num_steps])
-            self._plan = None
+        if self._book.change_options(options):
+            self._leave_plan(self._num_steps)
 
     def _stop_verifying(self) -> None:
         verifier = self.store.verifier
@@ -555,8 +588,6 @@ class PipelineOffloadManager:
 
     def _update_report(self) -> None:
         report, pool = self.report, self.store.host_pool
-        report.modules = self.store.modules
-        report.late_groups = {str(key): num for key, num in self.store.late_groups.items()}
         report.num_iterations += 1
         self._note_time()
         report.host_growth_bytes = pool.allocated_bytes - report.host_allocated_bytes
@@ -565,14 +596,10 @@ class PipelineOffloadManager:
         report.host_waste_bytes = pool.waste_bytes
         report.host_memory_limit_bytes = pool.limit_bytes
         report.num_host_allocations = pool.num_allocations
-        self._report_graphs()
+        report.graphs = self.graphs.modules
+        report.graph_host_bytes = self.graphs.pool.allocated_bytes if self.graphs.pool else 0
         if self._last_plan is not None:
             report.num_kept_for_host_memory = self._last_plan.num_kept_for_host_memory
-
-    def _report_graphs(self) -> None:
-        pool = self.graphs.pool
-        self.report.graphs = self.graphs.modules
-        self.report.graph_host_bytes = pool.allocated_bytes if pool is not None else 0
 
     def _note_time(self) -> None:
         now = time.perf_counter()
@@ -592,8 +619,9 @@ class PipelineOffloadManager:
         self._improvised.clear()
         self._delayed.clear()
         self._unwatched.clear()
-        self._num_steps = 0
-        self._has_begun, self._turn = False, None
+        self._num_steps = self._num_entered = 0
+        self._has_begun = self._has_departed = False
+        self._turn = None
         self._chunk = self._plan = self._started = None
 
     def _restart_if_abandoned(self) -> None:

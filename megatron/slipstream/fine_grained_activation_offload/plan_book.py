@@ -15,7 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
-from megatron.slipstream.fine_grained_activation_offload.cost_trial import MAX_TRIALS, CostTrial
+from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
+    MAX_TRIALS,
+    CostTrial,
+    Overhead,
+)
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
@@ -108,6 +112,12 @@ class _Entry:
     """Under way."""
     num_trials: int = 0
     """Of this plan and those before it."""
+    tried: Optional[Overhead] = None
+    """What a trial of this plan found that was within the limit."""
+    followed_by: tuple[Optional[Steps], Optional[Steps]] = (None, None)
+    """What came after iterations like this one the last two times."""
+    num_passes: int = 0
+    """Times that forward enters a model chunk, in those that have no marks too."""
 
     @property
     def num_moving(self) -> int:
@@ -133,8 +143,9 @@ class _Entry:
     def is_memory_to_be_read(self) -> bool:
         # Warm, and not timed, since reading takes time. In each round: what vanishes between two
         # marks counts as there up to the second, and where the peak is between the two, that is
-        # right only for a plan that lets go of the same.
-        return self.num_iterations == NUM_WARMUPS - 1 and bool(self.plan.trace.memory)
+        # right only for a plan that lets go of the same. And it may be the first reading: where
+        # an iteration began like another one, it was not read while it was recorded.
+        return self.num_iterations == NUM_WARMUPS - 1
 
     @property
     def is_as_predicted(self) -> bool:
@@ -164,8 +175,6 @@ class PlanBook:
         """What the plans were made for."""
         self.facts: Optional[PlanFacts] = None
         """What was proved of the newest plan."""
-        self.times: Optional[Times] = None
-        """Of the iteration that was timed last."""
         self._store = store
         self._report = report
         self._entries: dict[Steps, _Entry] = {}
@@ -176,6 +185,8 @@ class PlanBook:
         self._bandwidth: Optional[Bandwidth] = None
         self._told: set[str] = set()
         """What the user has been told of plans."""
+        self._last_steps: Optional[Steps] = None
+        """Of the last iteration that had marks."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -186,6 +197,7 @@ class PlanBook:
             return False
         self.options = options
         self._entries.clear()
+        self._last_steps = None
         return True
 
     def find(self, steps: Steps) -> Optional[Plan]:
@@ -200,12 +212,58 @@ class PlanBook:
                 return entry.plan
         return None
 
+    def find_like(self, plan: Plan, num_passes: int) -> Optional[Plan]:
+        """The plan for an iteration of so many passes; None if there is none.
+
+        That for the steps of ``plan`` if it has as many, else the one used last that has.
+        """
+        entries = self._entries
+        first = [entries[plan.trace.steps]] if plan.trace.steps in entries else []
+        for entry in (*first, *reversed(entries.values())):
+            if entry.num_passes == num_passes:
+                return entry.plan
+        return None
+
+    def note_order(self, plan: Plan, num_passes: int) -> None:
+        """An iteration has had the steps of ``plan``.
+
+        Args:
+            plan: The plan.
+            num_passes: How often forward entered a model chunk.
+        """
+        steps = plan.trace.steps
+        before = self._entries.get(self._last_steps) if self._last_steps is not None else None
+        if before is not None:
+            before.followed_by = (before.followed_by[1], steps)
+        self._last_steps = steps
+        entry = self._entries.pop(steps, None)
+        if entry is not None:
+            entry.num_passes = num_passes
+            self._entries[steps] = entry  # The one that is used last goes last.
+
+    def plan_after(self, plan: Plan) -> Optional[Plan]:
+        """The plan to expect after an iteration like this.
+
+        That for what came the last two times; else, since numbers of micro-batches mostly stay the
+        same for long, this one again.
+        """
+        entry = self._entries.get(plan.trace.steps)
+        if entry is None:
+            return None
+        earlier, last = entry.followed_by
+        expected = self._entries.get(last) if last is not None and last == earlier else None
+        return (expected or entry).plan
+
     def make(self, trace: Trace) -> Plan:
         """A new plan, proved safe, in place of the one for the same steps."""
         plan = build_plan(trace, self.options)
         self._tell(plan)
         self.facts = check_plan(plan)
-        entry = self._entries[trace.steps] = _Entry(plan)
+        entry = _Entry(plan)
+        before = self._entries.pop(trace.steps, None)
+        if before is not None:
+            entry.followed_by, entry.num_passes = before.followed_by, before.num_passes
+        self._entries[trace.steps] = entry
         if len(self._entries) > MAX_PLANS:
             del self._entries[next(iter(self._entries))]
         if trace.step_ms and trace.bandwidth is not None:
@@ -222,7 +280,17 @@ class PlanBook:
         entry = self._entry_of(plan)
         return entry is not None and (entry.is_settled or not self._store.backend.takes_time)
 
+    def times_of(self, plan: Optional[Plan]) -> Optional[Times]:
+        """Of the last iteration that was timed and followed this plan; None if none was."""
+        entry = self._entry_of(plan)
+        return entry.times[-1] if entry is not None and entry.times else None
+
     # Trials.
+
+    def is_tried(self, plan: Plan) -> bool:
+        """Whether a trial of the plan is under way."""
+        entry = self._entry_of(plan)
+        return entry is not None and entry.trial is not None
 
     def begin_turn(self, plan: Optional[Plan], number: int) -> Optional[Turn]:
         """An iteration begins that will most likely follow ``plan``.
@@ -263,9 +331,11 @@ class PlanBook:
             peaks is None or peaks[0] > MAX_SHARE_OF_DEVICE * obtainable
         ):
             logger.info(
-                "rank %d: what offloading costs is not tried out, since iterations without it "
-                "would hardly fit in device memory",
+                "rank %d: what offloading costs is not tried out, since iterations without it %s",
                 self._report.rank,
+                "have not been seen to fit in device memory"
+                if peaks is None
+                else "would hardly fit in device memory",
             )
             return
         entry.trial = CostTrial(max_percent)
@@ -292,8 +362,7 @@ class PlanBook:
     def _end_trial(self, entry: _Entry, trial: CostTrial, is_affordable: bool) -> None:
         percent, error = trial.overhead
         entry.trial = None
-        report = self._report
-        log = logger.info if report.rank == 0 else logger.debug
+        log = logger.info if self._report.rank == 0 else logger.debug
         log(
             "tried out: with %d of %d groups moving, an iteration takes %.2f%% (± %.2f) longer "
             "than the %.1f ms without the engine",
@@ -304,9 +373,9 @@ class PlanBook:
             statistics.median(trial.off_ms),
         )
         if is_affordable:
-            report.tried_percent, report.tried_standard_error = percent, error
+            entry.tried = trial.overhead
+            self.report_plan(entry.plan)
             return
-        report.tried_percent = None
         # Whatever it is that costs so much, fewer groups cost less of it.
         off_ms = statistics.median(trial.off_ms)
         budget_ms = trial.max_percent / 100 * off_ms
@@ -330,7 +399,7 @@ class PlanBook:
         entry = self._entry_of(plan)
         if entry is None:
             return None
-        if entry.is_to_be_timed:
+        if entry.is_to_be_timed and self._store.backend.takes_time:
             return Watch(StepClock(self._store.backend), None)
         if entry.is_memory_to_be_read:
             return Watch(None, MemoryReader(self._store.backend))
@@ -363,6 +432,9 @@ class PlanBook:
         report.plan, report.options, report.notes = render_plan(plan), plan.options, [*plan.notes]
         report.baseline_peak_bytes, report.planned_peak_bytes = plan.peak_bytes() or (0, 0)
         report.planned_ms = entry.planned_ms
+        report.measured_ms = entry.times[-1].total_ms if entry.times else 0.0
+        report.tried_percent = entry.tried.percent if entry.tried else None
+        report.tried_standard_error = entry.tried.standard_error if entry.tried else 0.0
         times = entry.times[-1:]
         report.step_ms = [round(ms, _DIGITS) for one in times for ms in one.step_ms]
         report.step_stall_ms = [round(ms, _DIGITS) for one in times for ms in one.stall_ms]
@@ -380,7 +452,6 @@ class PlanBook:
             if times is None:
                 self._read_later.append((plan, clock))
             elif entry is not None:
-                self.times = times
                 entry.times.append(times)
                 if len(entry.times) == NUM_TIMED and not self._improve(entry):
                     self._begin_trial(entry)

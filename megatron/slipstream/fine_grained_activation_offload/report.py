@@ -54,7 +54,7 @@ class RankReport:
     """What an iteration takes with the plan from its first mark to its end, as predicted; 0 where
     nothing was timed."""
     measured_ms: float = 0.0
-    """What the last iteration that was timed took."""
+    """What the last iteration that was timed and followed the newest plan took; 0 if none was."""
     tried_percent: Optional[float] = None
     """By how much iterations with the engine were longer than others without it, in percent; None
     if that was not tried. See ``cost_trial``."""
@@ -76,6 +76,9 @@ class RankReport:
     num_kept_for_host_memory: int = 0
     """Groups that the plan keeps on the device because host memory is limited."""
     num_iterations: int = 0
+    is_left_out: bool = False
+    """Whether the last iteration was tried out without the engine; figures are then those of the
+    last one with it."""
     num_plans: int = 0
     graphs: dict[str, ModuleCounters] = field(default_factory=dict)
     """What one replay of all CUDA graphs moves, by module name. Not a part of ``modules``."""

@@ -180,7 +180,8 @@ class _Engine:
         Those inside CUDA graphs count once, however often the graphs are replayed.
         """
         report = self._manager.report
-        return report.d2h_bytes + sum(item.d2h_bytes for item in report.graphs.values())
+        outside = 0 if report.is_left_out else report.d2h_bytes
+        return outside + sum(item.d2h_bytes for item in report.graphs.values())
 
     def read_memory_from(self, meter: DeviceMemoryMeter) -> None:
         """Plan from the meter's device memory, and keep host buffers out of its count."""

@@ -225,7 +225,7 @@ def _moves(rank: RankReport) -> Iterator[Found]:
 
 
 def _timed(rank: RankReport) -> Iterator[Found]:
-    if rank.num_iterations and not rank.measured_ms:
+    if rank.num_iterations and not (rank.measured_ms or rank.planned_ms):
         yield Found(
             "note",
             "Nothing was timed",

@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "Copies that freed no device memory",
         "core_attn: 10 B of 100 B",
     ),
-    "untimed": ({"measured_ms": 0.0}, "Nothing was timed", ""),
+    "untimed": ({"measured_ms": 0.0, "planned_ms": 0.0}, "Nothing was timed", ""),
 }
 
 

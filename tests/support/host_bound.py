@@ -1,0 +1,79 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""An engine whose iterations take as long as the host says: passes, and the copies of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from timed_backend import TimedBackend
+from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
+
+from megatron.slipstream.fine_grained_activation_offload.backend import Copy, Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.cost_trial import MAX_PAIRS, MAX_TRIALS
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.step_clock import (
+    MAX_ROUNDS,
+    NUM_TIMED,
+    NUM_WARMUPS,
+)
+from megatron.slipstream.plan.policy import PolicyOptions
+
+NUM_ITERATIONS = (MAX_ROUNDS + MAX_TRIALS + 1) * (NUM_WARMUPS + NUM_TIMED + 2 * MAX_PAIRS)
+PASS_MS = 10.0
+NUM_PASSES = 3
+
+
+class HostBound(TimedBackend):
+    """Its clock goes on only where the host works: for each pass, and for each group's copies."""
+
+    def __init__(self, copy_ms: float, obtainable: Optional[int] = None) -> None:
+        super().__init__()
+        self.now_ms = 0.0
+        self.num_copies = 0
+        self._copy_ms = copy_ms
+        self._obtainable = obtainable
+
+    def timed_event(self, stream: Stream) -> Event:
+        return self.now_ms
+
+    def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
+        return float(stop - start) if self.has_come else None
+
+    def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
+        super().run_copies(copies, stream)
+        self.now_ms += self._copy_ms
+        self.num_copies += len(copies)
+
+    def obtainable_bytes(self) -> Optional[int]:
+        return self._obtainable
+
+
+class Engine(PipelineOffloadManager):
+    """The engine of a model whose passes take some time."""
+
+    def __init__(self, backend: HostBound, max_percent: float) -> None:
+        super().__init__(backend, PolicyOptions(max_overhead_percent=max_percent))
+        self.clock = backend
+
+    def init_model_chunk_offload_handler(self, *arguments: Any, **options: Any) -> None:
+        super().init_model_chunk_offload_handler(*arguments, **options)
+        self.clock.now_ms += PASS_MS
+
+    @property
+    def num_moving(self) -> int:
+        assert self.plan is not None
+        return sum(group.moves for group in self.plan.groups)
+
+
+def train(engine: Engine, num_iterations: int = NUM_ITERATIONS) -> list[float]:
+    """Train, compare every gradient, and tell how long the iterations took."""
+    chunks = make_chunks(1)
+    expected = run_schedule(chunks, SCHEDULES["accumulation"], None)
+    took_ms = []
+    for _ in range(num_iterations):
+        begin_ms = engine.clock.now_ms
+        assert all_equal(expected, run_schedule(chunks, SCHEDULES["accumulation"], engine))
+        took_ms.append(engine.clock.now_ms - begin_ms)
+    return took_ms
