@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import pytest
+from fp8_recipes import RECIPES, skip_without_recipe
 from ranks import run_ranks
 from replayed_gpt import DROP_AND_PAD, Replayed, compare
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
@@ -20,7 +21,7 @@ EXPERT_BIAS = {
     "moe_router_score_function": "sigmoid",
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
-FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+FP8 = RECIPES["tensorwise"]
 """Without a GPU the quantization is imitated."""
 ONE_RANK = {
     "dense": ModelCase("dense", overrides=DROPOUT),
@@ -117,7 +118,7 @@ GPU_SIZES: dict[str, Any] = {
 }
 MLA_SIZES = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 EXPERTS = {**DROP_AND_PAD, "moe_permute_fusion": True}
-BLOCKS = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+BLOCKS = RECIPES["blockwise"]
 UNEVEN_EXPERTS = {**EXPERTS, "moe_expert_capacity_factor": 1.1}
 """564 tokens for each, which layers in FP8 pad to 576."""
 
@@ -157,16 +158,6 @@ ON_GPU = {
 }
 
 
-def skip_without_recipe(name: str) -> None:
-    """Blocks take CUDA 12.9."""
-    if ON_GPU[name].overrides.get("fp8_recipe") == "blockwise":
-        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-        is_available, reason = FP8GlobalStateManager.is_fp8_block_scaling_available()
-        if not is_available:
-            pytest.skip(reason)
-
-
 def random_counts(num_iterations: int, step: int = 1) -> tuple[int, ...]:
     draw = random.Random(5)
     return tuple(step * draw.randint(1, 8 // step) for _ in range(num_iterations))
@@ -175,7 +166,7 @@ def random_counts(num_iterations: int, step: int = 1) -> tuple[int, ...]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
 def test_one_gpu(name: str) -> None:
-    skip_without_recipe(name)
+    skip_without_recipe(ON_GPU[name].overrides)
     check(1, ON_GPU[name], random_counts(8))
 
 
@@ -188,14 +179,14 @@ def test_one_gpu(name: str) -> None:
     ],
 )
 def test_fifty_iterations(name: str) -> None:
-    skip_without_recipe(name)
+    skip_without_recipe(ON_GPU[name].overrides)
     check(1, on_gpu(ON_GPU[name]), random_counts(50))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["FP8", "FP8, blocks"])
 def test_offloading_inside_the_graphs_on_one_gpu(name: str) -> None:
-    skip_without_recipe(name)
+    skip_without_recipe(ON_GPU[name].overrides)
     case = ModelCase(**{**vars(ON_GPU[name]), "num_layers": 8})  # the last layer stays
     (result,) = check(1, case, random_counts(8), None, DENSE_MODULES)
     assert min(result.moved_bytes) > 0

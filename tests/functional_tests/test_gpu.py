@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fp8_recipes import RECIPES, skip_without_recipe
 from ranks import run_ranks
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare
 
@@ -119,6 +120,22 @@ def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
         if case.kind != "mla":
             planned = pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
             assert result.peak_drop_bytes == planned
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8(recipe: str) -> None:
+    """Quantized weights, which modules keep, stay; what forward quantized moves."""
+    skip_without_recipe(RECIPES[recipe])
+    case = ModelCase(**{**vars(DENSE), "overrides": RECIPES[recipe]})
+    result = _check(case, DENSE_MODULES, (2, 2, 2))
+    assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
+
+
+@pytest.mark.gpu
+def test_fp8_experts() -> None:
+    case = ModelCase(**{**vars(MOE), "overrides": {**MOE.overrides, **RECIPES["tensorwise"]}})
+    _check(case, MOE_MODULES, (2, 1, 2))
 
 
 @pytest.mark.gpu
