@@ -32,7 +32,7 @@ import torch
 
 from megatron.slipstream.chunk_graphs.backend import Graph, GraphBackend
 from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
-from megatron.slipstream.chunk_graphs.places import Place
+from megatron.slipstream.chunk_graphs.places import Place, copy_to
 from megatron.slipstream.chunk_graphs.stand_ins import StandIns
 from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments, TensorFacts
 from megatron.slipstream.plan.render import format_bytes
@@ -163,8 +163,7 @@ class _Slot:
         """Copy a call's tensors to where the graphs read them."""
         with torch.no_grad():
             self.hidden.copy_(hidden)
-            for static, tensor in zip(self._statics, tensors, strict=True):
-                static.copy(tensor)
+        copy_to(self._statics, tensors)
 
 
 class _Prepared(NamedTuple):

@@ -16,6 +16,7 @@ from toy_chunk import TOKENS, WIDTH, Training, equal
 from megatron.slipstream.chunk_graphs.backend import Cost, ImitatedGraphs
 from megatron.slipstream.chunk_graphs.bank import GraphBank
 from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
+from megatron.slipstream.chunk_graphs.places import Static, copy_to
 
 SIZES = (1, 2, 4)
 SCHEDULES = ["FB", "FFBB", "FFBFBB", "FFFBFBFBBB", "FB", "FFFBBB"]
@@ -189,8 +190,29 @@ def test_an_input_that_sizes_share_is_copied_again_when_another_size_had_it() ->
     assert shared is second._slots[0].place.static("mask", torch.ones(3))
     one, other = torch.ones(3), torch.full((3,), 2.0)
     for source in (one, other, one):
-        shared.copy(source)
+        copy_to([shared], [source])
         assert torch.equal(shared.tensor, source)
+
+
+def test_inputs_of_all_types_are_copied_where_they_are_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[int] = []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda to, sources: copied.append(len(to)) or copy(to, sources)
+    )
+    sources = [torch.arange(3), torch.ones(2), torch.arange(4), torch.tensor([True])]
+    statics = [Static(torch.zeros_like(source)) for source in sources]
+    copy_to(statics, sources)
+    assert copied == [2, 1, 1]
+    assert all(map(torch.equal, (static.tensor for static in statics), sources))
+    copy_to(statics, sources)
+    assert copied == [2, 1, 1], "nothing has changed"
+    sources[2].add_(1)
+    copy_to(statics, sources)
+    assert copied == [2, 1, 1, 1]
+    assert torch.equal(statics[2].tensor, sources[2])
 
 
 def test_a_place_is_taken_whatever_the_size() -> None:
