@@ -39,7 +39,6 @@ DENSE_MODULES = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"
 MOE_MODULES = [*DENSE_MODULES, "expert_fc1", "moe_act"]
 
 LAYOUTS = {
-    "GPT": (1, ["--num-layers", "4"]),
     "GPT, bf16, dropout": (
         1,
         "--num-layers 4 --bf16 --hidden-dropout 0.1 --attention-dropout 0.1".split(),
@@ -57,11 +56,6 @@ LAYOUTS = {
     ),
     "EP2": (2, ["--num-layers", "4", "--expert-model-parallel-size", "2", *MOE]),
     "PP2": (2, "--num-layers 4 --pipeline-model-parallel-size 2".split()),
-    "PP2 VPP2, one layer per chunk": (
-        2,
-        "--num-layers 4 --pipeline-model-parallel-size 2 "
-        "--num-layers-per-virtual-pipeline-stage 1".split(),
-    ),
     "PP2 VPP2, MoE": (
         2,
         "--num-layers 4 --pipeline-model-parallel-size 2 "
