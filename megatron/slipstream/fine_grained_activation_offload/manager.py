@@ -94,8 +94,6 @@ class PipelineOffloadManager:
         """The plan of the last iteration: the one it followed, or the one that was made of it."""
         self._next_plan: Optional[Plan] = None
         """The plan to begin the next iteration with."""
-        self._has_departed = False
-        """Whether this iteration did not follow one plan from its first step on."""
         self._is_bound_to_plan = False
         """Whether to follow any other is an error."""
         self._watch: Optional[Watch] = None
@@ -461,7 +459,6 @@ class PipelineOffloadManager:
                 "the model has to do the same in every micro-batch"
             )
         self._stop_watching()
-        self._has_departed = True
         done = (*self._plan.trace.steps[:index], step)
         plan = self._book.find_beginning(done)
         if plan is not None:
@@ -486,7 +483,6 @@ class PipelineOffloadManager:
             num_steps: Of the iteration, those that were as planned.
         """
         self._stop_watching()
-        self._has_departed = True
         if self._plan is None:
             return
         planned, self._plan = self._plan.trace.steps[:num_steps], None
@@ -540,7 +536,7 @@ class PipelineOffloadManager:
         was_followed = plan is not None and len(plan.trace.steps) == self._num_steps
         if self._turn is not None:
             self._book.end_turn(self._turn, was_followed and plan is self._turn.plan)
-        if plan is not None and was_followed and not self._has_departed:
+        if plan is not None and was_followed and plan is self._next_plan:  # from its first step
             self._book.note_followed(plan, self._watch)
         if plan is not None and not was_followed:
             self._recorder.steps.extend(plan.trace.steps[: self._num_steps])
@@ -620,8 +616,7 @@ class PipelineOffloadManager:
         self._delayed.clear()
         self._unwatched.clear()
         self._num_steps = self._num_entered = 0
-        self._has_begun = self._has_departed = False
-        self._turn = None
+        self._has_begun, self._turn = False, None
         self._chunk = self._plan = self._started = None
 
     def _restart_if_abandoned(self) -> None:

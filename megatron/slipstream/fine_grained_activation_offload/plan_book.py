@@ -432,12 +432,11 @@ class PlanBook:
         report.plan, report.options, report.notes = render_plan(plan), plan.options, [*plan.notes]
         report.baseline_peak_bytes, report.planned_peak_bytes = plan.peak_bytes() or (0, 0)
         report.planned_ms = entry.planned_ms
-        report.measured_ms = entry.times[-1].total_ms if entry.times else 0.0
-        report.tried_percent = entry.tried.percent if entry.tried else None
-        report.tried_standard_error = entry.tried.standard_error if entry.tried else 0.0
-        times = entry.times[-1:]
-        report.step_ms = [round(ms, _DIGITS) for one in times for ms in one.step_ms]
-        report.step_stall_ms = [round(ms, _DIGITS) for one in times for ms in one.stall_ms]
+        times = self.times_of(plan)
+        report.measured_ms = times.total_ms if times else 0.0
+        report.step_ms = [round(ms, _DIGITS) for ms in times.step_ms] if times else []
+        report.step_stall_ms = [round(ms, _DIGITS) for ms in times.stall_ms] if times else []
+        report.tried_percent, report.tried_standard_error = entry.tried or (None, 0.0)
         report.step_peak_bytes = [reading.peak_bytes for reading in entry.memory]
         pairs = zip(report.step_peak_bytes, device_memory(plan).with_plan, strict=False)
         report.later_bytes = max(0, min((now - then for now, then in pairs), default=0))
