@@ -15,6 +15,28 @@ from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
 WIDTH, TOKENS = 8, 6
 
 
+def run_in_order(
+    schedule: str, forward: Callable[[int], torch.Tensor], first: int
+) -> list[torch.Tensor]:
+    """Losses of the micro-batches of an iteration.
+
+    Args:
+        schedule: ``F`` is the forward of the next micro-batch, ``B`` the oldest one's backward.
+        forward: Returns the loss of the micro-batch of this number.
+        first: Number of the first micro-batch.
+    """
+    losses: list[torch.Tensor] = []
+    found = []
+    for letter in schedule:
+        if letter == "F":
+            losses.append(forward(first))
+            first += 1
+            found.append(losses[-1].detach().clone())
+        else:
+            losses.pop(0).backward()
+    return found
+
+
 class _OwnGradient(torch.autograd.Function):
     """``x @ weight.T`` whose backward adds to ``main_grad`` itself, as fused kernels do."""
 
@@ -177,14 +199,7 @@ class Training:
             first: Number of the first micro-batch.
         """
         self.begin_iteration()
-        losses: list[torch.Tensor] = []
-        for letter in schedule:
-            if letter == "F":
-                losses.append(self.forward(first))
-                first += 1
-                self.results.append(losses[-1].detach().clone())
-            else:
-                losses.pop(0).backward()
+        self.results += run_in_order(schedule, self.forward, first)
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         self.results += [parameter.main_grad.clone() for parameter in trained]
         self.results += [buffer.clone() for buffer in self.module.buffers()]

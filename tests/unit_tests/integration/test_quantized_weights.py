@@ -11,6 +11,7 @@ from typing import Any, Optional
 import pytest
 import torch
 from quantized_linears import MarksBakedIn, QuantizedLinear
+from toy_chunk import run_in_order
 
 from megatron.slipstream.chunk_graphs.backend import Recorded, Work
 from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
@@ -93,14 +94,7 @@ class Training:
         for parameter in self.parameters():
             parameter.main_grad.zero_()
         self.mark_first()
-        losses: list[torch.Tensor] = []
-        for letter in schedule:
-            if letter == "F":
-                losses.append(self.forward(first))
-                first += 1
-                self.results.append(losses[-1].detach().clone())
-            else:
-                losses.pop(0).backward()
+        self.results += run_in_order(schedule, self.forward, first)
         for parameter in self.parameters():
             parameter.grad = None
             self.results.append(parameter.main_grad.clone())
