@@ -278,7 +278,7 @@ def _positive(text: str) -> int:
 def _compare(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    writer = RowWriter(options.output or Path("/dev/null"), now)
+    writer = RowWriter(options.output, now)
     writer.write("machine", **_machine(options, device))
     plain = _build(options, device)
     ways = [Way("plain", plain, contextlib.nullcontext)]
