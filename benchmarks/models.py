@@ -27,7 +27,13 @@ def use_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def initialize(case: ModelCase, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
+def initialize(
+    case: ModelCase,
+    rank: int = 0,
+    world_size: int = 1,
+    port: int = 0,
+    context_parallel_size: int = 1,
+) -> None:
     """Process groups and random generators for ``case``; the CPU shims where there is no GPU."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -49,15 +55,31 @@ def initialize(case: ModelCase, rank: int = 0, world_size: int = 1, port: int = 
             world_size=world_size,
         )
     parallel_state.destroy_model_parallel()
+    _close_groups()
     destroy_moe_metrics_tracker()  # sized for the layers of the model before
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp,
+        context_parallel_size=context_parallel_size,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=1,
     )
     _seed(case, 123)
+
+
+def _close_groups() -> None:
+    """Those of an earlier case, which megatron-core forgets but torch keeps.
+
+    With gloo each has threads and sockets: after twenty cases a rank has two thousand of each, and
+    every collective takes ten times as long. NCCL's stay: CUDA graphs may hold them.
+    """
+    if use_gpu():
+        return
+    # torch lists its groups nowhere in public.
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
 
 
 def _seed(case: ModelCase, seed: int) -> None:

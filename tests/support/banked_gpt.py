@@ -23,11 +23,10 @@ from shared_documents import (
     Setting,
     Sizes,
     changed_specs,
-    initialize_groups,
     inputs_of,
     micro_batch_of,
 )
-from tiny_gpt import build_chunks, first_difference, make_config, use_gpu
+from tiny_gpt import build_chunks, first_difference, initialize, make_config, use_gpu
 
 from benchmarks.models import wrap
 from megatron.slipstream.config import OffloadConfig
@@ -99,7 +98,7 @@ def compare_bank(
     setting = dataclasses.replace(
         setting, case=dataclasses.replace(setting.case, te_rng_tracker=True)
     )
-    initialize_groups(setting.case, rank, num_ranks, port)
+    initialize(setting.case, rank, num_ranks, port)
     if not use_gpu():
         torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
     expected = Training(setting, False, wrapper or {}).run(steps)

@@ -56,20 +56,6 @@ def micro_batch_of(sizes: Sizes, texts: Sequence[np.ndarray]) -> MicroBatch:
     )
 
 
-def initialize_groups(
-    case: ModelCase, rank: int, num_ranks: int, port: int, context_parallel_size: int = 1
-) -> None:
-    """``tiny_gpt.initialize`` with a static context-parallel size."""
-    initialize(case, rank, num_ranks, port)
-    if context_parallel_size > 1:
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=case.pp, context_parallel_size=context_parallel_size
-        )
-
-
 @contextmanager
 def changed_specs(change: Callable[[Any], Any]) -> Iterator[None]:
     """Models that are built now are built from changed layer specs."""
@@ -224,7 +210,7 @@ def _start(setting: Setting, rank: int, num_ranks: int, port: int) -> Any:
     """Process groups with a static size of 1."""
     from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 
-    initialize_groups(setting.case, rank, num_ranks, port)
+    initialize(setting.case, rank, num_ranks, port)
     return context_parallel_groups(setting.limits)
 
 
@@ -235,7 +221,7 @@ def change_from_static(
     found = {}
     micro_batches = setting.micro_batches
     for size in setting.limits.sizes:
-        initialize_groups(setting.case, rank, num_ranks, port, size)
+        initialize(setting.case, rank, num_ranks, port, size)
         change = (lambda spec: spec) if use_gpu() else with_gathering_attention
         static = build(setting.case, change, context_parallel_size=size)
         twice = [micro_batches[size]] * 2

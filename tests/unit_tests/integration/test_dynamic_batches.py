@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from shared_documents import changed_specs, fill_weights, initialize_groups, layer_name
+from shared_documents import changed_specs, fill_weights, layer_name
 from small_corpora import Tokenizer, write_corpus
-from tiny_gpt import ModelCase, build_chunks, make_config
+from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
 from megatron.slipstream.context_parallel.options import DynamicContextParallelOptions
 from megatron.slipstream.packed_sequences.packing import Piece
@@ -188,7 +188,7 @@ def _train(
         with_dynamic_context_parallelism,
     )
 
-    initialize_groups(case, rank, num_ranks, port, static_size)
+    initialize(case, rank, num_ranks, port, static_size)
     args = set_arguments(case)
     train, *_ = dynamic_batches.datasets((8, 2, 0), base_config(corpus, cache))
     config = make_config(case)
@@ -248,7 +248,7 @@ def _alone(
 
     overrides = {key: case.overrides[key] for key in ROUTER if key in case.overrides}
     whole = case_of(kind=case.kind, overrides=overrides)
-    initialize_groups(whole, rank, num_ranks, port)
+    initialize(whole, rank, num_ranks, port)
     (chunk,) = build_chunks(whole, make_config(whole))
     fill_weights(chunk)
     texts = IndexedDataset(corpus)
@@ -308,7 +308,7 @@ def _datasets(rank: int, num_ranks: int, port: int, corpus: str, cache: Path) ->
     def never(*_: Any) -> Any:
         raise AssertionError("scheduled again")
 
-    initialize_groups(case_of(), rank, num_ranks, port)
+    initialize(case_of(), rank, num_ranks, port)
     set_arguments(case_of())
     data_rank = mpu.get_data_parallel_rank()
     base = base_config(corpus, cache)
@@ -358,7 +358,7 @@ def _batch_of_each_rank(
     from megatron.slipstream.integration import dynamic_batches
 
     case = case_of(tp=2)
-    initialize_groups(case, rank, num_ranks, port)
+    initialize(case, rank, num_ranks, port)
     args = set_arguments(case)
     train, *_ = dynamic_batches.datasets((8, 2, 0), base_config(corpus, cache))
     found = []
@@ -387,7 +387,7 @@ def _different_corpora(rank: int, num_ranks: int, port: int, corpus: str, cache:
     """What a rank says whose documents are others than its neighbour's, with a check and not."""
     from megatron.slipstream.integration import dynamic_batches
 
-    initialize_groups(case_of(), rank, num_ranks, port)
+    initialize(case_of(), rank, num_ranks, port)
     args = set_arguments(case_of(), seed=5 + rank)
     train, *_ = dynamic_batches.datasets((8, 2, 0), base_config(corpus, cache / str(rank)))
     said = []

@@ -24,12 +24,11 @@ from shared_documents import (
     compare_sizes,
     difference,
     documents,
-    initialize_groups,
     losses_of_stages,
     train,
     with_gathering_attention,
 )
-from tiny_gpt import ModelCase
+from tiny_gpt import ModelCase, initialize
 
 from megatron.slipstream.context_parallel.limits import RankLimits
 
@@ -109,7 +108,7 @@ def _differences(
     from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 
     found = {}
-    initialize_groups(DENSE, rank, num_ranks, port)
+    initialize(DENSE, rank, num_ranks, port)
     groups = context_parallel_groups(limits)
     for name, (case, overrides) in RECOMPUTED.items():
         texts = documents(LENGTHS, case.vocab_size)
@@ -166,7 +165,7 @@ def _as_is(rank: int, num_ranks: int, port: int) -> dict[str, Any]:
 
     from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 
-    initialize_groups(DENSE, rank, num_ranks, port)
+    initialize(DENSE, rank, num_ranks, port)
     rope_utils.fused_apply_rotary_pos_emb_thd = fused_rotation
     groups = context_parallel_groups(TWO)
     texts = documents(LENGTHS, DENSE.vocab_size)
@@ -201,7 +200,7 @@ def _static(rank: int, num_ranks: int, port: int) -> dict[str, Any]:
 
     from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 
-    initialize_groups(DENSE, rank, num_ranks, port, context_parallel_size=2)
+    initialize(DENSE, rank, num_ranks, port, context_parallel_size=2)
     groups = context_parallel_groups(TWO)
     static_group = parallel_state.get_context_parallel_group()
     found: dict[str, Any] = {}
@@ -368,7 +367,7 @@ def _groups(
 
     from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 
-    initialize_groups(DENSE, rank, num_ranks, port)
+    initialize(DENSE, rank, num_ranks, port)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**options)
     groups = context_parallel_groups(limits)
@@ -432,7 +431,7 @@ def _disagree(rank: int, num_ranks: int, port: int) -> list[str]:
         context_parallel_groups,
     )
 
-    initialize_groups(DENSE, rank, num_ranks, port)
+    initialize(DENSE, rank, num_ranks, port)
     groups = context_parallel_groups(FOUR)
     said = []
     for sizes, documents_of_ranks in (

@@ -15,8 +15,8 @@ import torch
 from banked_gpt import Banked, Training, compare_bank, every_order, random_sizes
 from ranks import run_ranks
 from replayed_gpt import DROP_AND_PAD
-from shared_documents import Setting, initialize_groups, inputs_of, micro_batch_of
-from tiny_gpt import DENSE_MODULES, ModelCase
+from shared_documents import Setting, inputs_of, micro_batch_of
+from tiny_gpt import DENSE_MODULES, ModelCase, initialize
 
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import share_of
@@ -126,7 +126,7 @@ def _after_eviction(rank: int, num_ranks: int, port: int) -> int:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     setting = on_two(ModelCase("mla", **SMALL, overrides=PER_TOKEN))
-    initialize_groups(setting.case, rank, num_ranks, port)
+    initialize(setting.case, rank, num_ranks, port)
     training = Training(setting, True, {})
     (bank,) = training.graphs
     training.run([(1,)])
@@ -147,7 +147,7 @@ def test_graphs_do_not_need_the_tables_that_megatron_core_keeps() -> None:
 def _refusals(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """What a rank is told of micro-batches that no graph can run, and whether it goes on then."""
     setting = on_two(ModelCase(**SMALL, overrides=PER_TOKEN))
-    initialize_groups(setting.case, rank, num_ranks, port)
+    initialize(setting.case, rank, num_ranks, port)
     training = Training(setting, True, {})
     training.run(every_order((1, 2), 2))
     (bank,) = training.graphs
@@ -204,7 +204,7 @@ def _abort(rank: int, num_ranks: int, port: int, failing_rank: int) -> dict[str,
     from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 
     setting = on_two(ModelCase(tp=2, **SMALL, overrides=PER_TOKEN))
-    initialize_groups(setting.case, rank, num_ranks, port)
+    initialize(setting.case, rank, num_ranks, port)
     training = Training(setting, True, {})
     (bank,) = training.graphs
     training.run([(1,)])
@@ -252,7 +252,7 @@ def _disagreement(rank: int, num_ranks: int, port: int) -> tuple[str, int]:
     from megatron.slipstream.integration.context_parallel_groups import check_agreement
 
     setting = on_two(ModelCase(**SMALL, overrides=PER_TOKEN))
-    initialize_groups(setting.case, rank, num_ranks, port)
+    initialize(setting.case, rank, num_ranks, port)
     training = Training(setting, True, {})
     training.run(every_order((1, 2), 2))
     (bank,) = training.graphs
