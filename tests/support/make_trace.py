@@ -11,6 +11,7 @@ from megatron.slipstream.plan.schedules import Pass as Pass  # Tests have them f
 from megatron.slipstream.plan.schedules import Schedule, one_f_one_b
 from megatron.slipstream.plan.schedules import interleaved as interleaved
 from megatron.slipstream.plan.trace import (
+    OUTPUT_LAYER,
     Bandwidth,
     GroupKey,
     GroupTrace,
@@ -57,6 +58,8 @@ class Model:
     """Labels of storages that something else keeps on the device."""
     without_use: Collection[int] = ()
     """Groups that backward never reaches."""
+    has_output: bool = False
+    """An output layer follows the last group."""
 
     @property
     def num_groups(self) -> int:
@@ -64,8 +67,8 @@ class Model:
         return self.num_layers * len(self.modules)
 
     def name(self, group: int) -> str:
-        """The module name of a group."""
-        return self.modules[group % len(self.modules)]
+        """The module name of a group, or of the output layer."""
+        return self.modules[group % len(self.modules)] if group >= 0 else OUTPUT_LAYER
 
     def last_groups(self) -> set[int]:
         """The groups of the last layer."""
@@ -79,6 +82,8 @@ class Model:
             inner = [(kind, group) for group in others for kind in _FORWARD]
             start, commit = ((kind, first) for kind in _FORWARD)
             marks += [start, *inner, commit] if self.encloses else [start, commit, *inner]
+        if self.has_output:
+            marks += [(StepKind.OUTPUT_START, -1), (StepKind.OUTPUT_END, -1)]
         return marks
 
     def backward_marks(self) -> list[tuple[StepKind, int]]:

@@ -46,9 +46,9 @@ def make_trace(
     is_timed: bool = True,
     nbytes: int = 1 << 20,
 ) -> Trace:
-    """An iteration of the first of two pipeline ranks; copies take as long as computation."""
+    """Two micro-batches in flight, an output layer; copies take as long as computation."""
     sizes = {f"own {i}": nbytes + 1024 * i for i in range(num_layers * len(modules))}
-    model = Model(num_layers, tuple(modules), nbytes=sizes)
+    model = Model(num_layers, tuple(modules), nbytes=sizes, has_output=True)
     trace = trace_of(one_f_one_b(2, 0, num_micro_batches), model)
     if is_timed:
         trace = timed(trace, 1.0, nbytes / 1e6)
@@ -112,7 +112,9 @@ def with_waits(run: Run, waits_ms: dict[int, float]) -> Run:
     stalls = [waits_ms.get(step, 0.0) for step in range(len(run.plan.trace.steps))]
     modules = {name: replace(item) for name, item in run.rank.modules.items()}
     for step, ms in waits_ms.items():
-        modules[run.plan.trace.steps[step].name].stall_ms += ms
+        mark = run.plan.trace.steps[step]
+        # At the output layer's marks it is for groups that compute waits, too.
+        modules[mark.name if mark.is_of_group else run.plan.groups[0].name].stall_ms += ms
     rank = replace(
         run.rank,
         step_stall_ms=stalls,

@@ -11,7 +11,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
-from megatron.slipstream.plan.trace import GroupKey
+from megatron.slipstream.plan.trace import OUTPUT_LAYER, GroupKey, Step, StepKind
 
 
 class ChunkOffloadHandler:
@@ -31,6 +31,7 @@ class ChunkOffloadHandler:
         self._num_layers: dict[str, int] = {}
         """How many groups of each name there are."""
         self._committed: list[OffloadTensorGroup] = []
+        self._num_outputs = 0
 
     def open_group(self, name: str) -> OffloadTensorGroup:
         """A new group, next in order."""
@@ -46,6 +47,11 @@ class ChunkOffloadHandler:
         )
         self.groups.append(group)
         return group
+
+    def mark_output(self, kind: StepKind) -> Step:
+        """The mark at the begin or end of a call of the output layer."""
+        self._num_outputs += kind is StepKind.OUTPUT_START
+        return Step(kind, GroupKey(self.index, -self._num_outputs), OUTPUT_LAYER)
 
     def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
         """Commit the innermost open group called ``name``; None if there is none.

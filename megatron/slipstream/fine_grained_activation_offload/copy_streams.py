@@ -126,13 +126,33 @@ class Stall(NamedTuple):
     stop: Event
 
 
+class TimedCopies(NamedTuple):
+    """Copies that went into a copy stream at once, with the time before and after them."""
+
+    is_out: bool
+    """Whether they go to the host."""
+    nbytes: int
+    start: Event
+    """After what they wait for."""
+    stop: Event
+
+
+class Timings:
+    """What the device will have spent in an iteration, in order of issue."""
+
+    def __init__(self) -> None:
+        self.stalls: list[Stall] = []
+        """Waits of the compute stream for copies."""
+        self.copies: list[TimedCopies] = []
+
+
 class CopyStreams:
     """Owns the copy streams. Knows nothing of groups or plans."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.stalls: Optional[list[Stall]] = None
-        """While a list, every wait of the compute stream is timed and appended."""
+        self.timings: Optional[Timings] = None
+        """While there are some, waits of the compute stream and copies are timed and added."""
         self._positions = itertools.count(1)
         self._waited: dict[tuple[Hashable, Hashable], int] = {}
         """By waiter and signalling stream: [Note: A wait covers what came before]."""
@@ -191,7 +211,7 @@ class CopyStreams:
                 self._wait(Edge.E2, stream, stream_id, last_use)  # edge E2
         if before is not None:
             before()
-        self._backend.run_copies(
+        self._run(
             [Copy(lease.buffer.first(source.nbytes), source) for source, lease in moves], stream
         )
         return self._end(moves, stream, stream_id)
@@ -258,7 +278,7 @@ class CopyStreams:
         stream, stream_id = self.h2d, self._h2d_id
         here = self._signal(current, current_id)
         self._wait(Edge.E4, stream, stream_id, here)  # edge E4
-        self._backend.run_copies(
+        self._run(
             [
                 Copy(destination, lease.buffer.first(destination.nbytes))
                 for destination, lease in moves
@@ -388,6 +408,18 @@ class CopyStreams:
         choose = max if is_alone else statistics.median
         return [choose(of_one) for of_one in zip(*rates, strict=True)]
 
+    def _run(self, copies: Sequence[Copy], stream: Stream) -> None:
+        """Put copies into a copy stream, and time them if that is wanted."""
+        if self.timings is None or self._graph:
+            self._backend.run_copies(copies, stream)
+            return
+        start = self._backend.timed_event(stream)
+        self._backend.run_copies(copies, stream)
+        stop = self._backend.timed_event(stream)
+        if start is not None:
+            nbytes = sum(copy.source.nbytes for copy in copies)
+            self.timings.copies.append(TimedCopies(stream is self.d2h, nbytes, start, stop))
+
     def _signal(self, stream: Stream, stream_id: Hashable) -> Signal:
         return Signal(self._backend.record(stream), stream_id, next(self._positions), self._graph)
 
@@ -419,14 +451,14 @@ class CopyStreams:
         self._waited[pair] = signal.position
         if stream is None:
             stream = self._backend.current_stream()
-        if self.stalls is None or self._graph or edge not in (Edge.E3, Edge.E5):
+        if self.timings is None or self._graph or edge not in (Edge.E3, Edge.E5):
             self._backend.wait(stream, signal.event)
             return
         start = self._backend.timed_event(stream)
         self._backend.wait(stream, signal.event)
         stop = self._backend.timed_event(stream)
         if start is not None:
-            self.stalls.append(Stall(label, start, stop))
+            self.timings.stalls.append(Stall(label, start, stop))
 
     def _wait_on_host(self, edge: Edge, stream: Stream) -> None:
         self._backend.wait_on_host(stream)

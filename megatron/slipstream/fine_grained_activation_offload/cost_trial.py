@@ -7,8 +7,9 @@ A plan knows the waits for copies. It does not know what the host does for each 
 where the host sets the pace; nor that launches take longer while the link is busy, nor that copies
 take power from a GPU which is short of it. An allowed overhead is a promise about all of it. So a
 plan that is made for one is tried: in turn an iteration follows it and an iteration leaves the
-engine out altogether. What it costs in excess is shared among the groups that move, and the next
-plan has to afford that for each of its own.
+engine out altogether. What it costs beyond the waits that it foresaw is shared among the groups
+that move, and the next plan has to afford that for each of its own; from the second one on all that
+it costs is.
 """
 
 from __future__ import annotations

@@ -384,6 +384,20 @@ class PipelineOffloadManager:
             group.move_to(GroupState.IN_USE)
             self._advance(StepKind.BACKWARD_USE, group)
 
+    def mark_output(self, kind: StepKind) -> None:
+        """Forward comes to the output layer, or has computed it.
+
+        For passes that have groups only: another one has nothing that could go or come there.
+
+        Args:
+            kind: OUTPUT_START or OUTPUT_END.
+        """
+        chunk = self._chunk
+        if chunk is None or not chunk.groups or self.graphs.is_capturing:
+            return
+        if self._is_training_forward():
+            self._advance(kind, chunk.mark_output(kind))
+
     def _is_current(self, group: OffloadTensorGroup) -> bool:
         """Whether the group is of this iteration: backward may outlive its iteration's end."""
         return self._groups.get(group.key) is group
@@ -396,13 +410,20 @@ class PipelineOffloadManager:
 
     # Following the plan.
 
-    def _advance(self, kind: StepKind, group: OffloadTensorGroup) -> None:
+    def _advance(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
+        """Do what is due at a mark.
+
+        Args:
+            kind: Of the mark.
+            at: Its group, or the mark itself if it is none of a group. (Marks of groups are made
+                only where they are recorded, since there are many.)
+        """
         index = self._num_steps
         if index == 0:
             self._begin_iteration()
         self._num_steps = index + 1
-        if self._plan is not None and not _is_step(self._plan, index, kind, group):
-            self._depart(index, Step(kind, group.key, group.name))
+        if self._plan is not None and not _is_step(self._plan, index, kind, at):
+            self._depart(index, Step(kind, at.key, at.name))
         if self._plan is not None:
             if self._watch is not None:
                 self._watch.begin_step()
@@ -412,8 +433,9 @@ class PipelineOffloadManager:
                 self._watch.end_step()
             return
         if len(self._recorder.steps) == index:
-            self._recorder.add_step(Step(kind, group.key, group.name))
-        self._improvise(kind, group)
+            self._recorder.add_step(Step(kind, at.key, at.name))
+        if isinstance(at, OffloadTensorGroup):
+            self._improvise(kind, at)
         self._recorder.end_step()
 
     def _begin_turn(self) -> None:
@@ -447,7 +469,7 @@ class PipelineOffloadManager:
         else:
             self._watch = self._book.watch(self._plan)
             if self._watch is not None and self._watch.clock is not None:
-                self.store.copy_streams.stalls = self._watch.clock.stalls
+                self.store.copy_streams.timings = self._watch.clock.timings
 
     def _depart(self, index: int, step: Step) -> None:
         """The iteration is not the planned one: follow another plan that begins alike, or none."""
@@ -559,7 +581,7 @@ class PipelineOffloadManager:
         self._recorder.reads_memory = False
 
     def _stop_watching(self) -> None:
-        self._watch = self.store.copy_streams.stalls = None
+        self._watch = self.store.copy_streams.timings = None
 
     def _drop_plans_beyond_limit(self) -> None:
         """The pool lowers its limit where the system refuses it memory: then plan for less."""
@@ -635,10 +657,10 @@ class PipelineOffloadManager:
 _NO_RANGE = nullcontext()
 
 
-def _is_step(plan: Plan, index: int, kind: StepKind, group: OffloadTensorGroup) -> bool:
+def _is_step(plan: Plan, index: int, kind: StepKind, at: OffloadTensorGroup | Step) -> bool:
     """Whether the plan's step at ``index`` is this one, given that those before it were."""
     steps = plan.trace.steps
     if index >= len(steps):
         return False
     step = steps[index]
-    return step.kind is kind and step.key == group.key and step.name == group.name
+    return step.kind is kind and step.key == at.key and step.name == at.name

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
+from megatron.slipstream.fine_grained_activation_offload.copy_rates import rates_beside_compute
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     MAX_TRIALS,
     CostTrial,
@@ -378,8 +379,11 @@ class PlanBook:
             return
         # Whatever it is that costs so much, fewer groups cost less of it.
         off_ms = statistics.median(trial.off_ms)
-        budget_ms = trial.max_percent / 100 * off_ms
-        per_group_ms = percent / 100 * off_ms / entry.num_moving
+        budget_ms, excess_ms = trial.max_percent / 100 * off_ms, percent / 100 * off_ms
+        if entry.num_trials == 1:
+            # The next plan foresees its own waits. If that is too dear, too, it pays for all.
+            excess_ms = max(0.0, excess_ms - simulate(entry.plan).stall_ms)
+        per_group_ms = excess_ms / entry.num_moving
         if entry.num_trials >= MAX_TRIALS:
             per_group_ms = max(per_group_ms, 2 * budget_ms)
         own_ms = sum(entry.plan.trace.step_ms)
@@ -472,7 +476,9 @@ class PlanBook:
         trace = replace(
             entry.plan.trace,
             step_ms=tuple(ms * share for ms in typical_step_ms(entry.times)),
-            bandwidth=self._bandwidth,
+            bandwidth=rates_beside_compute(
+                self._bandwidth, [times.copies for times in entry.times]
+            ),
             memory=entry.memory or entry.plan.trace.memory,
             ms_per_moved_group=host_ms,
         )

@@ -184,13 +184,19 @@ class Report:
         """
         try:
             data = json.loads(text, parse_constant=_refuse_constant)
+            if "schema" in data:
+                raise ValueError(f"it holds a {data['schema']!r}")
             for rank in data["ranks"]:
                 rank["modules"]  # A rank's report always has them.
             return _adapter().validate_json(text, strict=True, extra="forbid")
         except ValidationError as error:
-            raise ValueError(f"not a Slipstream report: {describe(error)}") from error
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not a Slipstream report: {error}") from error
+            raise ValueError(_no_report(describe(error))) from error
+        except KeyError as error:
+            raise ValueError(_no_report(f"{error} is missing")) from error
+        except json.JSONDecodeError as error:
+            raise ValueError(_no_report(f"invalid JSON: {error}")) from error
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(_no_report(str(error))) from error
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON, whole or not at all."""
@@ -208,6 +214,10 @@ class Report:
         """Several ranks' reports as one, in rank order."""
         ranks = [rank for report in reports for rank in report.ranks]
         return cls(sorted(ranks, key=lambda rank: rank.rank))
+
+
+def _no_report(reason: str) -> str:
+    return f"not a Slipstream report: {reason}; give a file that --offload-report-path wrote"
 
 
 @cache

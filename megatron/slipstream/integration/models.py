@@ -30,10 +30,12 @@ from typing import Any, Optional
 
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
+from torch.utils.hooks import RemovableHandle
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat
+from megatron.slipstream.plan.trace import StepKind
 
 
 class RoutedManager(PipelineOffloadManager):
@@ -96,9 +98,23 @@ class _Model:
         self.manager: Optional[RoutedManager] = None
         """None until it is trained: a reference model takes no share of the host memory."""
         self._chunks: list[weakref.ref[torch.nn.Module]] = []
+        self._hooks: list[RemovableHandle] = []
 
     def add(self, chunk: torch.nn.Module) -> None:
         self._chunks.append(weakref.ref(chunk))
+        output_layer = getattr(chunk, "output_layer", None)
+        # Engines that take turns with one model, as in benchmarks, share its hooks.
+        if isinstance(output_layer, torch.nn.Module) and not _is_marked(output_layer):
+            self._hooks += [
+                output_layer.register_forward_pre_hook(_output_begins),
+                output_layer.register_forward_hook(_output_ends),
+            ]
+
+    def forget_chunks(self) -> None:
+        """Leave no hook on any of them."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
@@ -251,6 +267,8 @@ class Router:
         """Return all host memory."""
         for manager in self.managers:
             manager.close()
+        for model in self._models:
+            model.forget_chunks()
 
     # The life of models.
 
@@ -287,6 +305,25 @@ class Router:
             if model.manager is not None and model.manager is not self.default:
                 model.manager.close()
                 self._share_host_memory(self.managers)
+
+
+def _is_marked(output_layer: torch.nn.Module) -> bool:
+    return _output_begins in output_layer._forward_pre_hooks.values()
+
+
+def _output_begins(_: torch.nn.Module, __: Any) -> None:
+    _mark_output(StepKind.OUTPUT_START)
+
+
+def _output_ends(_: torch.nn.Module, __: Any, ___: Any) -> None:
+    _mark_output(StepKind.OUTPUT_END)
+
+
+def _mark_output(kind: StepKind) -> None:
+    """See [Note: Marks of the output layer] in ``plan/trace.py``."""
+    manager = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+    if hasattr(manager, "mark_output"):  # Not megatron-core's own.
+        manager.mark_output(kind)
 
 
 def _check_beside_others(config: Any) -> None:

@@ -1,115 +1,51 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""How long an iteration must take if copies run as fast as the link and wait for nothing.
+"""How long an iteration must take at least for its device peak, whichever engine moves the bytes.
 
-Compute and copies overlap at best, so a phase lasts as long as the longest of its compute, its
-copies to the host and its copies to the device. A phase is a maximal run of forward marks or of
-backward marks. Bytes belong to the phase in which their group commits (to the host) or is used (to
-the device): a copy out that runs on into the next phase, or a copy back that starts in the one
-before, would keep its device memory meanwhile.
+Compute and copies overlap, but not anyhow. What is away at the peak has been copied out since its
+group committed, and the group that committed last has the least time for that: what committed from
+some mark on needs that mark's time and the time of all those copies, one after the other. Likewise
+what is used up to some mark cannot be back before the time of all those copies after the peak. So
+where memory is short, compute waits, however well the copies are ordered. :class:`Limits` adds
+these waits up.
+
+Beside the rate of the link this takes nothing for granted but the two marks of a group: no copy out
+starts before its commit, none back ends after its use. When memory goes is left open. A plan, which
+lets it go at marks only, may need longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import groupby
-from typing import NamedTuple
-
 from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.trace import StepKind, Trace
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A maximal run of forward marks or of backward marks."""
-
-    is_forward: bool
-    first_step: int
-    compute_ms: float
-    """From its first mark to the next phase's."""
-    d2h_bytes: int
-    """Of groups that commit in it."""
-    h2d_bytes: int
-    """Of groups that are used in it."""
-
-
-class _Transfer(NamedTuple):
-    nbytes: int
-    commit_step: int
-    use_step: int
-
-
-def phases(plan: Plan | Trace) -> tuple[Phase, ...]:
-    """The phases of a plan, with what it moves; of a trace, as if all that can moved.
-
-    Raises:
-        ValueError: The trace has no times.
-    """
-    trace = plan.trace if isinstance(plan, Plan) else plan
-    if len(trace.step_ms) != len(trace.steps):
-        raise ValueError(
-            "the trace has no compute times (Trace.step_ms); record it on a device that is timed"
-        )
-    transfers = list(_planned(plan) if isinstance(plan, Plan) else _possible(plan))
-    found = []
-    first = 0
-    for is_backward, run in groupby(step.kind is StepKind.BACKWARD_USE for step in trace.steps):
-        steps = range(first, first + len(list(run)))
-        first = steps.stop
-        found.append(
-            Phase(
-                not is_backward,
-                steps.start,
-                sum(trace.step_ms[step] for step in steps),
-                sum(item.nbytes for item in transfers if item.commit_step in steps),
-                sum(item.nbytes for item in transfers if item.use_step in steps),
-            )
-        )
-    return tuple(found)
+from megatron.slipstream.plan.limits import Limits
+from megatron.slipstream.plan.trace import Trace
+from megatron.slipstream.plan.workload import Workload
 
 
 def physical_bound_ms(plan: Plan | Trace) -> float:
     """The least time from the first mark to the end of the iteration, in milliseconds.
 
     Args:
-        plan: A plan, for what it moves; a trace, for all that it could.
+        plan: A plan, for the peak that it reaches by moving what it moves; a trace, for the lowest
+            peak that it allows. Without memory readings, the peak is that of the saved storages.
 
     Raises:
         ValueError: The trace has no times or no bandwidth.
     """
     trace = plan.trace if isinstance(plan, Plan) else plan
-    bandwidth = trace.bandwidth
-    if bandwidth is None:
+    if len(trace.step_ms) != len(trace.steps):
+        raise ValueError(
+            "the trace has no compute times (Trace.step_ms); record it on a device that is timed"
+        )
+    if trace.bandwidth is None:
         raise ValueError(
             "the trace has no bandwidth (Trace.bandwidth); measure what copies reach and add it"
         )
-    # 1e9 bytes a second are 1e6 a millisecond. A phase copies one way only.
-    return sum(
-        max(
-            phase.compute_ms,
-            phase.d2h_bytes / (1e6 * bandwidth.d2h_gb_per_s),
-            phase.h2d_bytes / (1e6 * bandwidth.h2d_gb_per_s),
-        )
-        for phase in phases(plan)
-    )
-
-
-def _planned(plan: Plan) -> Iterable[_Transfer]:
-    return (_Transfer(item.nbytes, item.d2h_step, item.use_step) for item in plan.storages)
-
-
-def _possible(trace: Trace) -> Iterable[_Transfer]:
-    for storage in trace.storages:
-        uses = [
-            trace.step_index[StepKind.BACKWARD_USE, key]
-            for key in storage.holders
-            if (StepKind.BACKWARD_USE, key) in trace.step_index
-        ]
-        commits = [
-            trace.step_index[StepKind.FORWARD_COMMIT, key]
-            for key in storage.holders
-            if (StepKind.FORWARD_COMMIT, key) in trace.step_index
-        ]
-        if uses and commits and not storage.held_outside:
-            yield _Transfer(storage.nbytes, min(commits), min(uses))
+    workload = Workload(trace)
+    if isinstance(plan, Plan):
+        limits = Limits(workload, [g.key for g in plan.groups if g.moves], at_marks=False)
+        peak_bytes = float((workload.present_bytes - plan.absent_bytes).max(initial=0.0))
+    else:
+        limits = Limits(workload, [group.key for group in trace.groups], at_marks=False)
+        peak_bytes = limits.lowest_peak_bytes()
+    return workload.compute_ms + limits.least_stall_ms(peak_bytes)

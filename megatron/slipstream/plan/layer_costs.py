@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron.slipstream.plan.model_shapes import ModelShape
+from megatron.slipstream.plan.trace import OUTPUT_LAYER
 
 BACKWARD_PER_FORWARD = 2.0
 ATTENTION_BACKWARD_PER_FORWARD = 2.5
@@ -60,11 +61,15 @@ def layer_costs(shape: ModelShape, layer: int) -> dict[str, Cost]:
     }
 
 
-def head_cost(shape: ModelShape) -> Cost:
-    """The final norm, the output layer and the loss."""
+def head_costs(shape: ModelShape) -> dict[str, Cost]:
+    """What follows the layers, in the order of forward: final norm, output layer and loss."""
     logits = shape.tokens * shape.vocab_size / shape.parallelism.tp
-    # Logits are written once, then read and written in float32 a few times for the loss.
-    return Cost(2 * logits * shape.hidden_size, logits * (shape.element_bytes + 4 * _LOSS_PASSES))
+    return {
+        "final_norm": _norm(shape),
+        OUTPUT_LAYER: Cost(2 * logits * shape.hidden_size, logits * shape.element_bytes),
+        # Logits are read and written in float32 a few times.
+        "loss": Cost(0.0, logits * 4 * _LOSS_PASSES),
+    }
 
 
 _LOSS_PASSES = 4

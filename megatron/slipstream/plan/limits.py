@@ -56,10 +56,21 @@ class Bound:
 
 
 class Limits:
-    """The bounds for all plans that move nothing but some of ``movable``."""
+    """The bounds for all plans that move nothing but some of ``movable``.
 
-    def __init__(self, workload: Workload, movable: Collection[GroupKey]) -> None:
+    Args:
+        workload: The timed trace.
+        movable: The groups.
+        at_marks: Memory is let go and taken at marks only, as plans do. Otherwise the bounds hold
+            for any engine: what is away at the peak between two marks may have left as late as the
+            second of them, and may be on its way back from the first.
+    """
+
+    def __init__(
+        self, workload: Workload, movable: Collection[GroupKey], at_marks: bool = True
+    ) -> None:
         self._workload = workload
+        self.at_marks = at_marks
         bandwidth = workload.bandwidth
         # Whichever is the higher, so that the bound holds whether the other direction is busy.
         d2h = max(bandwidth.d2h_gb_per_s, bandwidth.d2h_both_gb_per_s)
@@ -134,30 +145,36 @@ class _Step:
         start_ms = limits.start_ms
         out = limits.by_begin[away[limits.by_begin]]
         back = limits.by_stop[away[limits.by_stop]]
+        # Between which marks it is that all has left and that all may begin to return.
+        self._left, self._returns = (step, step + 1) if limits.at_marks else (step + 1, step)
         # For each commit, what may be away beside those that committed from there on; the time that
         # these have; and where it begins. For each use likewise, and where it ends.
         self._out_others = _before(limits.nbytes[out])
-        self._out_ms = start_ms[step] - start_ms[limits.begin[out]]
+        self._out_ms = start_ms[self._left] - start_ms[limits.begin[out]]
         self._commits = limits.begin[out]
         self._out_rate = limits.out_rate
         self._in_others = _before(limits.nbytes[back])
-        self._in_ms = start_ms[limits.stop[back]] - start_ms[step + 1]
+        self._in_ms = start_ms[limits.stop[back]] - start_ms[self._returns]
         self._uses = limits.stop[back]
         self._in_rate = limits.in_rate
+        self._step_ms = float(start_ms[step + 1] - start_ms[step])
 
     def least_stalls(self, absent_bytes: float) -> list[_Stall]:
         """How long compute has to wait at least, before and after, for so much to be away."""
-        found = []
-        if len(self._commits):
-            late_ms = (absent_bytes - self._out_others) / self._out_rate - self._out_ms
-            most = int(np.argmax(late_ms))
-            if late_ms[most] > 0:
-                found.append(_Stall(self.step, int(self._commits[most]), float(late_ms[most])))
-            late_ms = (absent_bytes - self._in_others) / self._in_rate - self._in_ms
-            most = int(np.argmax(late_ms))
-            if late_ms[most] > 0:
-                found.append(_Stall(int(self._uses[most]), self.step + 1, float(late_ms[most])))
-        return found
+        if not len(self._commits):
+            return []
+        late_ms = (absent_bytes - self._out_others) / self._out_rate - self._out_ms
+        most = int(np.argmax(late_ms))
+        out = _Stall(self._left, int(self._commits[most]), float(late_ms[most]))
+        late_ms = (absent_bytes - self._in_others) / self._in_rate - self._in_ms
+        most = int(np.argmax(late_ms))
+        back = _Stall(int(self._uses[most]), self._returns, float(late_ms[most]))
+        found = [out, back]
+        if self._left > self._returns:
+            # Each has the whole step, but the time of both together has it only once.
+            both_ms = out.ms + back.ms + self._step_ms
+            found.append(_Stall(back.last, out.first, both_ms))
+        return [stall for stall in found if stall.ms > 0]
 
 
 def _most_without_overlap(stalls: Collection[_Stall]) -> float:

@@ -345,8 +345,8 @@ class ModelShape:
             if self.num_layers % (par.pp * num_stages):
                 yield (
                     f"num_layers={self.num_layers} cannot be divided evenly among "
-                    f"pipeline_model_parallel_size={par.pp} times {num_stages} chunks; give the "
-                    "layers of each chunk"
+                    f"pipeline_model_parallel_size={par.pp} times {num_stages} chunks; set "
+                    "decoder_first_pipeline_num_layers or decoder_last_pipeline_num_layers"
                 )
             return
         is_table = [len(stages) for stages in self.layers_per_chunk] == [num_stages] * par.pp

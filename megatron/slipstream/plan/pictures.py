@@ -178,7 +178,7 @@ def _title(simulation: Simulation, memory: DeviceMemory) -> str:
 
 def _colour_of(span: Span, colours: dict[str, str]) -> str:
     # After its commit a group has saved what it saves: what runs then belongs to no group.
-    if span.cause.kind is StepKind.FORWARD_COMMIT:
+    if span.cause.kind in (StepKind.FORWARD_COMMIT, StepKind.OUTPUT_END):
         return _OTHER_COLOUR
     return colours[span.cause.name]
 

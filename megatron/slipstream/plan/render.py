@@ -84,12 +84,11 @@ def _summary(plan: Plan) -> str:
 
 def _phases(plan: Plan, width: int) -> str:
     """The strip's heading: F where most steps of a column are forward, B where backward."""
-    forward = (StepKind.FORWARD_START, StepKind.FORWARD_COMMIT)
     text = ""
     for column in range(width):
         first, last = _columns(plan, column, width)
         steps = plan.trace.steps[first:last]
-        num_forward = sum(step.kind in forward for step in steps)
+        num_forward = sum(step.kind is not StepKind.BACKWARD_USE for step in steps)
         text += "F" if 2 * num_forward >= len(steps) else "B"
     return text
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple, Union
 
 from megatron.slipstream.plan.gpus import Speed
-from megatron.slipstream.plan.layer_costs import Cost, head_cost, layer_costs
+from megatron.slipstream.plan.layer_costs import Cost, head_costs, layer_costs
 from megatron.slipstream.plan.model_shapes import Chunk, ModelShape
 from megatron.slipstream.plan.saved_tensors import (
     SavedTensor,
@@ -25,6 +25,7 @@ from megatron.slipstream.plan.saved_tensors import (
 )
 from megatron.slipstream.plan.schedules import Pass, Schedule, idle_ms, rank_schedule
 from megatron.slipstream.plan.trace import (
+    OUTPUT_LAYER,
     GroupKey,
     GroupTrace,
     MemoryReading,
@@ -113,7 +114,7 @@ def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace
 
 
 class Mark(NamedTuple):
-    """The start or the end of a group, by the group's index in its pass."""
+    """The start or the end of a group, or of the output layer, by its index in the pass."""
 
     kind: StepKind
     group: int
@@ -162,7 +163,7 @@ class ChunkWork:
         for place, layer in enumerate(self.chunk.layers):
             self._add_layer(layer, is_first=place == 0)
         if self.chunk.is_last:
-            self.events.append(self._head())
+            self._add_head()
 
     @property
     def forward_ms(self) -> float:
@@ -228,12 +229,21 @@ class ChunkWork:
         if name in group_of:
             self.events.append(Mark(kind, group_of[name], name))
 
-    def _head(self) -> Work:
+    def _add_head(self) -> None:
         """The final norm, the output layer and the loss."""
         shape = self.plan.shape
         hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
         logits = shape.tokens * shape.vocab_size // shape.parallelism.tp
-        return self._work(head_cost(shape), 2 * hidden + logits * (shape.element_bytes + 4), 0)
+        saved = {
+            "final_norm": 2 * hidden,
+            OUTPUT_LAYER: logits * shape.element_bytes,
+            "loss": logits * 4,
+        }
+        marks = {OUTPUT_LAYER: -1} if self.groups else {}  # [Note: Marks of the output layer]
+        for part, cost in head_costs(shape).items():
+            self._mark(StepKind.OUTPUT_START, part, marks)
+            self.events.append(self._work(cost, saved[part], 0))
+            self._mark(StepKind.OUTPUT_END, part, marks)
 
     def _work(self, cost: Cost, saved_bytes: int, gradient_bytes: int) -> Work:
         compute_ms = self.plan.speed.compute_ms

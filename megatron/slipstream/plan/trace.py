@@ -17,7 +17,15 @@ from typing import NamedTuple, Optional
 
 
 class StepKind(enum.Enum):
-    """What happens to a group, in order."""
+    """What happens: to a group, in order; and to the pass that it is in.
+
+    [Note: Marks of the output layer]
+    An action is due at a mark, and the peak mostly lies between the last commit of a model and the
+    first use in backward: where logits and loss are computed, for a fourth of the time that forward
+    takes. With no mark in between, memory that has to be away for the loss would have to be so when
+    the last group commits. So the output layer's begin and end are marks too, though it is no group
+    and nothing of it moves.
+    """
 
     FORWARD_START = "FS"
     """The group's operations begin in forward."""
@@ -25,8 +33,16 @@ class StepKind(enum.Enum):
     """The group has saved what it needs: its tensors may be copied out from here on."""
     BACKWARD_USE = "BU"
     """Backward reaches the group: its tensors are needed on the device from here on."""
+    OUTPUT_START = "OS"
+    """The pass comes to its output layer: its groups have all committed."""
+    OUTPUT_END = "OE"
+    """The output layer has computed the logits: the loss follows."""
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and steps are looked up a lot.
+
+
+OUTPUT_LAYER = "output_layer"
+"""The name of its marks."""
 
 
 class GroupKey(NamedTuple):
@@ -36,10 +52,11 @@ class GroupKey(NamedTuple):
     """Index of the forward pass of a model chunk (one micro-batch through one virtual pipeline
     stage) among those of the iteration, in forward order."""
     group: int
-    """Index of the group within the pass, in order of its start."""
+    """Index of the group within the pass, in order of its start. Below 0 for the output layer,
+    which is none: -1 at its first call in the pass, -2 at its second."""
 
     def __str__(self) -> str:
-        return f"{self.chunk_pass}.{self.group}"
+        return f"{self.chunk_pass}.{self.group}" if self.group >= 0 else f"{self.chunk_pass}"
 
 
 class Step(NamedTuple):
@@ -48,7 +65,12 @@ class Step(NamedTuple):
     kind: StepKind
     key: GroupKey
     name: str
-    """The module name, as in ``offload_modules``."""
+    """The module name, as in ``offload_modules``; or that of the output layer."""
+
+    @property
+    def is_of_group(self) -> bool:
+        """Whether it is a mark of a group: [Note: Marks of the output layer]."""
+        return self.key.group >= 0
 
     def __str__(self) -> str:
         return f"{self.key}.{self.name}:{self.kind.value}"

@@ -16,7 +16,13 @@ from megatron.slipstream.plan.build import ActionKind
 from megatron.slipstream.plan.pictures import unit_of
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.trace import StepKind
-from megatron.slipstream.report_page.iteration import Bar, Iteration, Lane, is_between_groups
+from megatron.slipstream.report_page.iteration import (
+    KINDS_BETWEEN_GROUPS,
+    Bar,
+    Iteration,
+    Lane,
+    is_between_groups,
+)
 
 WIDTH = 1_000_000
 """Of the drawing, whatever time it stands for: fine enough to zoom in a thousand times."""
@@ -143,16 +149,17 @@ def draw_memory(iteration: Iteration) -> MemoryCurve:
 def figures(iteration: Iteration) -> dict[str, Any]:
     """What the page shows under the pointer, as JSON can hold it."""
     colours = colours_of(iteration)
-    keys = [group.key for group in iteration.plan.groups]
-    place = {key: index for index, key in enumerate(keys)}
-
+    # The groups come first, in the order of the table's rows; then what is none, the output layers.
+    named = {group.key: group.name for group in iteration.plan.groups}
+    named |= {step.key: step.name for step in iteration.plan.trace.steps}
+    place = {key: index for index, key in enumerate(named)}
     kinds = [*(kind.value for kind in StepKind), *(kind.value for kind in ActionKind)]
 
     def columns(bars: Sequence[Bar]) -> dict[str, list[Any]]:
         return {
             "start": [round(bar.start, DIGITS) for bar in bars],
             "length": [round(bar.end - bar.start, DIGITS) for bar in bars],
-            "group": [place[bar.cause.key] for bar in bars],
+            "owner": [place[bar.cause.key] for bar in bars],
             "kind": [kinds.index(bar.kind) for bar in bars],
             "bytes": [bar.nbytes for bar in bars] if any(bar.nbytes for bar in bars) else [],
         }
@@ -163,8 +170,9 @@ def figures(iteration: Iteration) -> dict[str, Any]:
         "unit": iteration.unit,
         "total": iteration.total,
         "kinds": kinds,
-        "groups": [f"{group.key}.{group.name}" for group in iteration.plan.groups],
-        "colours": [colours[group.name] for group in iteration.plan.groups],
+        "kindsBetweenGroups": [kind.value for kind in KINDS_BETWEEN_GROUPS],
+        "owners": [f"{key}.{name}" for key, name in named.items()],
+        "colours": [colours[name] for name in named.values()],
         "lanes": [
             {
                 "name": lane.name,

@@ -25,6 +25,9 @@ from megatron.slipstream.plan.workload import is_timed
 AT_ONCE_GB_PER_S = 1e18
 """A bandwidth at which copies take no time, for traces that say nothing of it."""
 
+KINDS_BETWEEN_GROUPS = (StepKind.FORWARD_COMMIT, StepKind.OUTPUT_END)
+"""After its commit a group has saved what it saves: what runs then belongs to none."""
+
 
 class Bar(NamedTuple):
     """Something that takes time: computation behind a step, a copy, or a wait."""
@@ -209,5 +212,5 @@ def waits_by_group(lane: Optional[Lane]) -> dict[GroupKey, float]:
 
 
 def is_between_groups(bar: Bar) -> bool:
-    """After its commit a group has saved what it saves: what runs then belongs to no group."""
-    return bar.cause.kind is StepKind.FORWARD_COMMIT
+    """Whether what runs belongs to no group, nor to the output layer."""
+    return bar.cause.kind in KINDS_BETWEEN_GROUPS

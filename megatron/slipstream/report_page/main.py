@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.slipstream.plan.file_errors import require_writable, writing, wrong_with
 from megatron.slipstream.report_page import PAGE_SUFFIXES
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def _check(options: argparse.Namespace) -> None:
         return
     if options.html.suffix not in PAGE_SUFFIXES:
         raise ValueError(f"--html={options.html} is no name of a page; name a .html file")
+    require_writable("--html", options.html)
     if len(drawn) > len(options.files):
         raise ValueError(
             f"{name} has {len(drawn)} files for {len(options.files)} reports; give each report's "
@@ -121,33 +123,37 @@ def _load(path: Path) -> Report:
         raise ValueError(
             f"{path} does not exist; train with --offload-report-path {path} to write it"
         ) from None
+    except OSError as error:
+        raise ValueError(
+            f"report {path} {wrong_with(error)}; give a file that --offload-report-path wrote"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def _write_page(options: argparse.Namespace, reports: Sequence[Report], report: Report) -> None:
-    from rich.console import Console
-    from rich.progress import Progress
-
+    from megatron.slipstream.plan.progress_bar import bar_on_stderr
     from megatron.slipstream.report_page.page import save_page
 
     drawn = options.plan or options.trace
     plans = {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bar_on_stderr() as progress:
         task = progress.add_task("planning", total=len(drawn) + len(report.ranks))
         for done, (path, source) in enumerate(zip(drawn, reports, strict=False)):
             progress.update(task, completed=done)
             rank = _only_rank(path, source)
             plans[rank.rank] = _plan(rank, path, is_plan=bool(options.plan))
         progress.update(task, description="drawing")
-        save_page(
-            options.html,
-            report,
-            plans,
-            lambda done, _: progress.update(task, completed=len(drawn) + done),
-        )
+        with writing("--html", options.html):
+            save_page(
+                options.html,
+                report,
+                plans,
+                lambda done, _: progress.update(task, completed=len(drawn) + done),
+            )
     size = options.html.stat().st_size
-    sys.stdout.write(f"{options.html}: {size / 1e6:.1f} MB, {len(report.ranks)} ranks\n")
+    ranks = f"{len(report.ranks)} rank{'s' if len(report.ranks) != 1 else ''}"
+    sys.stdout.write(f"{options.html}: {size / 1e6:.1f} MB, {ranks}\n")
 
 
 def _only_rank(path: Path, report: Report) -> RankReport:
@@ -173,6 +179,15 @@ def _plan(rank: RankReport, path: Path, is_plan: bool) -> Plan:
     except FileNotFoundError:
         how = "run slipstream plan with --output" if is_plan else "train with --offload-trace-path"
         raise ValueError(f"{path} does not exist; {how} {path} to write it") from None
+    except OSError as error:
+        if is_plan:
+            raise ValueError(
+                f"--plan={path} {wrong_with(error)}; give a file that 'slipstream plan --output' "
+                "wrote"
+            ) from error
+        raise ValueError(
+            f"--trace={path} {wrong_with(error)}; give a file that --offload-trace-path wrote"
+        ) from error
     plan = build_plan(trace, rank.options or PolicyOptions())
     check_plan(plan)
     return plan

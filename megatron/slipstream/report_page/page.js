@@ -82,7 +82,7 @@ class Charts {
 
   kind(bars, place) { return this.data.kinds[bars.kind[place]]; }
 
-  action(bars, place) { return `${this.data.groups[bars.group[place]]}:${this.kind(bars, place)}`; }
+  action(bars, place) { return `${this.data.owners[bars.owner[place]]}:${this.kind(bars, place)}`; }
 
   // Changing what is in view.
 
@@ -133,7 +133,7 @@ class Charts {
     this.chosen = group;
     let first = this.data.total, last = 0;
     for (const { bars } of this.data.lanes) {
-      bars.group.forEach((other, place) => {
+      bars.owner.forEach((other, place) => {
         if (other !== group) return;
         first = Math.min(first, bars.start[place]);
         last = Math.max(last, bars.start[place] + bars.length[place]);
@@ -141,7 +141,7 @@ class Charts {
     }
     const margin = 0.06 * (last - first);
     this.view((first - margin) / this.data.total, (last + margin) / this.data.total);
-    this.said = this.data.groups[group];
+    this.said = this.data.owners[group];
     this.lanes.focus();
   }
 
@@ -192,16 +192,16 @@ class Charts {
         const left = Math.max(0, place(bars.start[i]));
         const right = Math.min(1, place(bars.start[i] + bars.length[i]));
         if (right <= left) continue;
-        if (bars.group[i] === this.chosen) {
+        if (bars.owner[i] === this.chosen) {
           made.push(svg("rect", { x: percent(left), width: percent(right - left), y, height }));
         }
         const room = (right - left) * pixels / PIXELS_PER_CHARACTER;
         if (!isClose || room < 3) continue;
-        const full = this.data.groups[bars.group[i]];
+        const full = this.data.owners[bars.owner[i]];
         const short = full.split(".", 2).join(".");
         const text = room > full.length + 1 ? full : short;
         if (room < text.length + 0.6) continue;
-        const colour = this.kind(bars, i) === "FC" ? "other" : `c${this.data.colours[bars.group[i]]}`;
+        const colour = this.data.kindsBetweenGroups.includes(this.kind(bars, i)) ? "other" : `c${this.data.colours[bars.owner[i]]}`;
         const label = svg("text", { x: percent((left + right) / 2), y: y + height / 2, dy: "0.35em", "text-anchor": "middle", class: colour });
         label.textContent = text;
         made.push(label);

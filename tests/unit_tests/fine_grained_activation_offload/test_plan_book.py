@@ -7,12 +7,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from make_trace import Model, one_pass, with_saved_bytes_as_memory
+from make_trace import DEFAULT_NBYTES, Model, one_pass, timed, with_saved_bytes_as_memory
+from timed_backend import TimedBackend
 
+from megatron.slipstream.fine_grained_activation_offload.cost_trial import MIN_PAIRS, CostTrial
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.plan_book import _Entry
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_WARMUPS, Times
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.trace import MemoryReading
 
 PLANNED_MS = 100.0
@@ -47,6 +51,32 @@ def test_a_plan_is_good_enough_if_time_and_peak_are_what_it_said(
 
 def test_without_a_reading_time_decides_alone() -> None:
     assert replace(_followed(_plan(), 100.0, 1.5), memory=()).is_as_predicted
+
+
+@pytest.mark.parametrize(("num_trials", "counts_waits"), [(1, False), (2, True)])
+def test_waits_that_a_plan_foresaw_are_no_cost_of_its_groups_at_first(
+    num_trials: int, counts_waits: bool
+) -> None:
+    off_ms, percent = 100.0, 30.0
+    trace = one_pass(Model(num_layers=8))
+    trace = timed(trace, off_ms / len(trace.steps), DEFAULT_NBYTES / 12e6)
+    trace = with_saved_bytes_as_memory(trace, 10_000)
+    options = PolicyOptions(max_overhead_percent=20.0)
+    plan = build_plan(trace, options)
+    waits_ms = simulate(plan).stall_ms
+    assert 5 < waits_ms <= 20
+    trial = CostTrial(20.0)
+    for _ in range(MIN_PAIRS + 1):
+        trial.note_with(off_ms * (1 + percent / 100))
+        trial.note_without(off_ms)
+    book = PipelineOffloadManager(TimedBackend(), options)._book
+    entry = _Entry(plan, planned_ms=PLANNED_MS, num_trials=num_trials)
+    book._entries[trace.steps] = entry
+    book._end_trial(entry, trial, is_affordable=False)
+    again = book._entries[trace.steps]
+    costs_ms = percent - (0 if counts_waits else waits_ms)
+    assert again.plan.trace.ms_per_moved_group == pytest.approx(costs_ms / entry.num_moving)
+    assert again.num_trials == num_trials
 
 
 @pytest.mark.parametrize("num_rounds", [0, 1, 2])

@@ -130,6 +130,20 @@ def test_what_is_wrong_with_a_report_is_told_with_its_place() -> None:
         Report.from_json(text)
 
 
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("{}", "'ranks' is missing"),
+        ("# Slipstream", "invalid JSON: .*"),
+        ('{"schema": "slipstream-trace"}', "it holds a 'slipstream-trace'"),
+    ],
+)
+def test_another_file_than_a_report_is_named_with_its_cure(text: str, reason: str) -> None:
+    cure = "give a file that --offload-report-path wrote"
+    with pytest.raises(ValueError, match=f"^not a Slipstream report: {reason}; {cure}$"):
+        Report.from_json(text)
+
+
 def test_a_report_of_an_earlier_version_can_be_read() -> None:
     (rank,) = Report.from_json('{"ranks": [{"modules": {}, "rank": 3}]}').ranks
     assert rank == RankReport(3)

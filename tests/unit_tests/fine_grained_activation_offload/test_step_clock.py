@@ -50,9 +50,9 @@ def test_waits_for_copies_are_no_part_of_a_steps_own_time() -> None:
     backend = ScriptedBackend([0, 10, 30, 60])
     clock = StepClock(backend)
     clock.note_step()
-    clock.stalls.append(Stall("core_attn", 2, 5))
+    clock.timings.stalls.append(Stall("core_attn", 2, 5))
     clock.note_step()
-    clock.stalls += [Stall("moe_act", 11, 12), Stall("core_attn", 20, 27)]
+    clock.timings.stalls += [Stall("moe_act", 11, 12), Stall("core_attn", 20, 27)]
     clock.note_step()
     clock.note_step()
     times = clock.read()
@@ -144,6 +144,12 @@ def test_what_a_group_costs_is_the_slope_between_plans_that_differ_enough() -> N
     assert ms_per_group([(70, 200.0), (20, 175.0)]) == pytest.approx(0.5)
     assert ms_per_group([(70, 200.0), (20, 205.0)]) == 0, "noise, or waits that cool the device"
     assert ms_per_group([(70, 200.0), (20, 175.0), (0, 165.0)]) == pytest.approx(0.5)
+
+
+def test_plans_that_move_nearly_as_much_do_not_tell_what_a_group_costs() -> None:
+    assert ms_per_group([(92, 455.0), (83, 430.0)]) == 0
+    assert ms_per_group([(92, 455.0), (69, 430.0)]) == pytest.approx(25 / 23)
+    assert ms_per_group([(92, 455.0), (60, 290.0)]) == 0, "without groups: less than no time"
 
 
 def test_no_memory_is_pinned_for_a_measurement_alone() -> None:

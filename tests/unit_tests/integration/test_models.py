@@ -16,6 +16,7 @@ from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import compat
+from megatron.slipstream.plan.trace import StepKind
 
 MODULES = ("core_attn", "attn_proj", "mlp_norm")
 POLICY = ModelCase("dense")
@@ -563,6 +564,42 @@ def _forward_only_with_gradients(rank: int, world_size: int, port: int) -> tuple
 
 def test_a_schedule_without_backward_leaves_the_plan_alone() -> None:
     assert run_ranks(1, _forward_only_with_gradients) == [(0, 0)]
+
+
+def _marks_of_output_layers(rank: int, world_size: int, port: int) -> None:
+    from megatron.slipstream.integration import mcore
+
+    initialize(POLICY)
+    plain, moved = Model(POLICY), Model(POLICY, MODULES)
+    expected = [plain.run(step) for step in range(STEPS)]
+    manager = mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    for step in range(STEPS):
+        moved.log_probabilities(step)
+        with mcore.suspended():
+            moved.run(step)
+        actual = moved.run(step)
+        assert all(torch.equal(a, b) for a, b in zip(expected[step], actual, strict=True))
+    plan = manager.plan
+    assert plan is not None
+    marks = [(i, step) for i, step in enumerate(plan.trace.steps) if not step.is_of_group]
+    assert [str(step) for _, step in marks] == [
+        *("0.output_layer:OS", "0.output_layer:OE"),
+        *("1.output_layer:OS", "1.output_layer:OE"),
+    ]
+    kinds = [step.kind for step in plan.trace.steps]
+    for start, _ in marks[::2]:
+        assert kinds[start - 1] is StepKind.FORWARD_COMMIT
+        assert kinds[start + 2] is StepKind.BACKWARD_USE
+    assert not any(group.name == "output_layer" for group in plan.trace.groups)
+    mcore.uninstall()
+    layer = moved.chunks[0].output_layer
+    assert not layer._forward_pre_hooks
+    assert not layer._forward_hooks
+
+
+@pytest.mark.releases
+def test_the_output_layer_is_marked_between_forward_and_backward() -> None:
+    run_ranks(1, _marks_of_output_layers)
 
 
 def test_older_releases_get_the_engine_that_takes_their_calls() -> None:

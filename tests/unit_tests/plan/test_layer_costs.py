@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.slipstream.plan.gpus import GPUS, find_speed
-from megatron.slipstream.plan.layer_costs import attended_pairs, head_cost, layer_costs
+from megatron.slipstream.plan.layer_costs import attended_pairs, head_costs, layer_costs
 from megatron.slipstream.plan.model_shapes import (
     Experts,
     LatentAttention,
@@ -26,7 +26,7 @@ LATENT = replace(LLAMA, latent_attention=LatentAttention(1536, 512, 128, 64, 128
 
 def flops(shape: ModelShape) -> float:
     """Of matrix products in forward, attention's scores left out."""
-    return head_cost(shape).flops + sum(
+    return sum(cost.flops for cost in head_costs(shape).values()) + sum(
         cost.flops
         for layer in range(shape.num_layers)
         for part, cost in layer_costs(shape, layer).items()

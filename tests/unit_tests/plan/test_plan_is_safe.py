@@ -126,9 +126,10 @@ def model_of(case: Case, rng: random.Random) -> Model:
         encloses=case.encloses,
         saves={} if rng.random() < 0.3 else saves,
         nbytes={label: rng.randint(1, 1 << rng.randint(0, 33)) for label in labels},
-        one_for_all_passes=some(rng.choice([0.0, 0.1])),
+        one_for_all_passes=some(rng.choice([0.0, 0.1, 0.2])),
         held_outside=some(rng.choice([0.0, 0.0, 0.2])),
         without_use=[g for g in range(num_groups) if rng.random() < 0.02],
+        has_output=rng.random() < 0.5,
     )
 
 
@@ -213,6 +214,8 @@ def count_features(plan: Plan, seen: Counter[str]) -> None:
     seen["is timed"] += bool(plan.trace.step_ms)
     seen["has a target"] += bool(plan.trace.step_ms) and plan.bound is not None
     seen["is large"] += len(plan.groups) > SMALL
+    acting = (step for step, due in zip(plan.trace.steps, plan.actions, strict=True) if due)
+    seen["acts at the output layer"] += not all(step.is_of_group for step in acting)
 
 
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
@@ -252,6 +255,7 @@ def test_every_plan_is_safe_and_ends(chunk: int, monkeypatch: pytest.MonkeyPatch
         ("is timed", 150),
         ("has a target", 50),
         ("is large", 4),
+        ("acts at the output layer", 15),
     ):
         assert seen[feature] >= least, feature
 

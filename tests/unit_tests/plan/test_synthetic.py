@@ -79,7 +79,7 @@ def test_the_models_input_lingers_until_its_forward_has_returned() -> None:
     trace = synthetic_trace(workplan(), 0)
     index = trace.groups[0].storages[0]
     until = trace.storages[index].lingers_until
-    assert trace.steps[until - 1].kind is StepKind.FORWARD_COMMIT
+    assert trace.steps[until - 1].kind is StepKind.OUTPUT_END
     assert trace.steps[until].kind is StepKind.BACKWARD_USE
     assert not any(item.lingers_until for item in trace.storages[index + 1 : len(trace.groups)])
 

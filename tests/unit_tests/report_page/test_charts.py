@@ -12,6 +12,7 @@ from make_trace import timed
 from reported_runs import make_run, make_trace, with_waits
 
 from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.trace import OUTPUT_LAYER
 from megatron.slipstream.report_page import charts
 from megatron.slipstream.report_page.charts import (
     HEIGHT,
@@ -58,7 +59,7 @@ def test_every_bar_is_drawn_once_at_its_time_in_its_colour(num_micro_batches: in
     iteration = iteration_of(run.plan, run.rank)
     drawn = draw_timeline(iteration)
     num_paths = [sum(shape.name != "wait" for shape in lane.shapes) for lane in drawn.lanes]
-    assert (max(num_paths) > 3) == (num_micro_batches == 20), "long lanes are in pieces"
+    assert (max(num_paths) > 4) == (num_micro_batches == 20), "long lanes are in pieces"
     scale = WIDTH / iteration.total
     colours = charts.colours_of(iteration)
     for lane, bars in zip(drawn.lanes, (lane.bars for lane in iteration.lanes), strict=True):
@@ -181,15 +182,18 @@ def test_ticks_of_time_are_round_and_few(scale: float) -> None:
 
 
 def test_figures_for_the_pointer_are_those_of_the_lanes() -> None:
-    run = with_waits(make_run(), {2: 4.0})
+    run = make_run()
+    (begin, *_) = [i for i, step in enumerate(run.plan.trace.steps) if not step.is_of_group]
+    run = with_waits(run, {2: 4.0, begin: 1.0})
     iteration = iteration_of(run.plan, run.rank)
     data = figures(iteration)
+    assert len(data["lanes"][0]["waits"]["owner"]) == 2, "of a group, and of the output layer"
     assert data["total"] == iteration.total
     for lane, shown_lane in zip(iteration.lanes, data["lanes"], strict=True):
         for bars, columns in ((lane.bars, shown_lane["bars"]), (lane.waits, shown_lane["waits"])):
             actions = [
-                f"{data['groups'][group]}:{data['kinds'][kind]}"
-                for group, kind in zip(columns["group"], columns["kind"], strict=True)
+                f"{data['owners'][owner]}:{data['kinds'][kind]}"
+                for owner, kind in zip(columns["owner"], columns["kind"], strict=True)
             ]
             assert actions == [str(bar.cause) for bar in bars]
             assert columns["start"] == pytest.approx([bar.start for bar in bars], abs=1e-4)
@@ -206,8 +210,8 @@ def test_modules_beyond_the_colours_share_them() -> None:
     names = [f"module{place}" for place in range(12)]
     run = make_run(make_trace(num_layers=2, modules=tuple(names)), is_measured=False)
     colours = charts.colours_of(iteration_of(run.plan, run.rank))
-    assert list(colours) == names
-    assert list(colours.values()) == [*range(10), 0, 1]
+    assert list(colours) == [*names, OUTPUT_LAYER]
+    assert list(colours.values()) == [*range(10), 0, 1, 2]
 
 
 def test_a_sparkline_goes_from_edge_to_edge_and_up_to_the_highest() -> None:

@@ -13,6 +13,7 @@ from reported_runs import make_run, make_trace, with_waits
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.plan.build import ActionKind
 from megatron.slipstream.plan.operations import Queue
+from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.trace import StepKind
 from megatron.slipstream.report_page.groups import group_table
@@ -133,7 +134,7 @@ def table(run_rank: RankReport, shown: Iteration) -> list[dict[str, str]]:
 
 
 def test_a_row_tells_place_bytes_and_times_of_its_group() -> None:
-    run = make_run(is_measured=False)
+    run = make_run(options=PolicyOptions(activation_offload_fraction=0.5), is_measured=False)
     shown = iteration_of(run.plan, run.rank)
     rows = table(run.rank, shown)
     assert len(rows) == len(run.plan.groups)

@@ -125,7 +125,8 @@ def test_the_figures_for_the_script_are_those_of_the_runs(two_ranks: str) -> Non
     run = make_run(rank=0)
     iteration = iteration_of(run.plan, run.rank)
     assert first["total"] == pytest.approx(iteration.total)
-    assert first["groups"] == [f"{group.key}.{group.name}" for group in run.plan.groups]
+    groups = [f"{group.key}.{group.name}" for group in run.plan.groups]
+    assert first["owners"] == [*groups, "0.output_layer", "1.output_layer"]
     assert [lane["name"] for lane in first["lanes"]] == [  # type: ignore[attr-defined]
         lane.name for lane in iteration.lanes
     ]
@@ -203,7 +204,7 @@ def test_a_name_is_text_wherever_it_comes_from(name: str) -> None:
     shown = " ".join(name.split())
     assert page.text.count(shown) > 10
     (data,) = page.data
-    assert any(name in str(group) for group in data["groups"])  # type: ignore[attr-defined]
+    assert any(name in str(owner) for owner in data["owners"])  # type: ignore[attr-defined]
 
 
 def test_no_file_of_the_page_ends_its_own_element() -> None:

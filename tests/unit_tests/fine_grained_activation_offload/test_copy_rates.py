@@ -1,0 +1,88 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Plans are made for the rates that copies reach beside computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from host_bound import HostBound
+from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
+
+from megatron.slipstream.fine_grained_activation_offload import copy_rates
+from megatron.slipstream.fine_grained_activation_offload.backend import Copy, Stream
+from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
+    MIN_NBYTES,
+    CopyTime,
+    rates_beside_compute,
+)
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, NUM_WARMUPS
+from megatron.slipstream.plan.trace import Bandwidth
+
+MEASURED = Bandwidth(50.0, 40.0, 30.0, 20.0)
+GB = 10**9
+
+
+def test_copies_that_run_alone_give_their_rate() -> None:
+    copies = [CopyTime(True, GB, 0, 25), CopyTime(True, GB, 100, 125), CopyTime(False, GB, 30, 50)]
+    assert rates_beside_compute(MEASURED, [copies]) == pytest.approx((40.0, 50.0, 24.0, 25.0))
+
+
+def test_while_others_go_the_other_way_the_lower_rate_is_expected() -> None:
+    # 20 ms alone and 20 ms beside the other: 50 * 20 + 30 * 20 = 1600 MB at the measured rates.
+    out, back = CopyTime(True, 800 * 10**6, 0, 40), CopyTime(False, 400 * 10**6, 20, 40)
+    assert rates_beside_compute(MEASURED, [[out, back]]) == pytest.approx((25.0, 40.0, 15.0, 20.0))
+
+
+def test_the_median_of_iterations_counts() -> None:
+    runs = [[CopyTime(True, GB, 0, ms)] for ms in (25, 40, 500)]
+    assert rates_beside_compute(MEASURED, runs).d2h_gb_per_s == pytest.approx(25.0)
+
+
+@pytest.mark.parametrize("copies", [[], [CopyTime(True, MIN_NBYTES - 1, 0, 500)]])
+def test_what_hardly_copies_tells_nothing(copies: Sequence[CopyTime]) -> None:
+    assert rates_beside_compute(MEASURED, [copies]) == MEASURED
+    assert rates_beside_compute(MEASURED, []) == MEASURED
+
+
+class SlowBesideCompute(HostBound):
+    """Copies reach a fourth of their rate unless they are those of the measurement."""
+
+    BYTES_PER_MS = 1000.0
+
+    def __init__(self) -> None:
+        super().__init__(copy_ms=0.0)
+        self.is_in_iteration = True
+
+    def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
+        super().run_copies(copies, stream)
+        rate = self.BYTES_PER_MS / (4 if self.is_in_iteration else 1)
+        self.now_ms += sum(copy.source.nbytes for copy in copies) / rate
+
+
+def test_a_plan_made_from_times_has_the_rates_of_its_iterations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copy_rates, "MIN_NBYTES", 1)
+    backend = SlowBesideCompute()
+    manager = PipelineOffloadManager(backend)
+    measure = manager.store.measure_bandwidth
+
+    def measure_alone() -> Bandwidth | None:
+        backend.is_in_iteration = False
+        try:
+            return measure()
+        finally:
+            backend.is_in_iteration = True
+
+    monkeypatch.setattr(manager.store, "measure_bandwidth", measure_alone)
+    chunks = make_chunks(1)
+    expected = run_schedule(chunks, SCHEDULES["accumulation"], None)
+    for _ in range(1 + NUM_WARMUPS + NUM_TIMED + 1):
+        assert all_equal(expected, run_schedule(chunks, SCHEDULES["accumulation"], manager))
+    assert manager.plan is not None
+    assert manager.plan.trace.bandwidth is not None
+    gb_per_s = backend.BYTES_PER_MS / 4 / 1e6
+    assert manager.plan.trace.bandwidth[:2] == pytest.approx((gb_per_s, gb_per_s), rel=1e-3)
