@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Optional
 
+from megatron.slipstream import __version__
 from megatron.slipstream.cli_plan.main import add_plan
 from megatron.slipstream.doctor.main import add_doctor
 from megatron.slipstream.report_page.main import add_report
@@ -21,10 +23,18 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         The exit status: what the sub-command returns, 0 if that is nothing, or 2 for an error of
         the user's.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        # By the command's own parser, whose usage helps; argparse would show the one above it.
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return options.run(options) or 0
+        status = options.run(options) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read has seen enough, as 'head' does. Python would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -34,10 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slipstream", description="Activation offloading for Megatron-Core."
     )
+    parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_report(commands)
     add_plan(commands)
     add_doctor(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser
 
 

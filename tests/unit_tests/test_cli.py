@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from make_trace import Model, one_f_one_b, trace_of
 
+from megatron.slipstream import __version__
 from megatron.slipstream.cli import main
 from megatron.slipstream.fine_grained_activation_offload.report import (
     ModuleCounters,
@@ -95,7 +97,8 @@ def test_a_bad_file_among_good_ones_shows_nothing(
 
 def test_a_folder_is_not_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert show("report", tmp_path) == 2
-    assert str(tmp_path) in capsys.readouterr().err
+    cure = "give a file that --offload-report-path wrote"
+    assert capsys.readouterr().err == f"error: report {tmp_path} is a folder; {cure}\n"
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,8 +208,19 @@ def test_plan_shows_the_frontier_as_a_table(
     path = trace_file.with_name("frontier.json")
     assert show("plan", trace_file, "--frontier", path) == 0
     frontier = sweep(load_trace(trace_file), PolicyOptions())
-    assert frontier.render() in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert frontier.render() in shown.out
     assert path.read_bytes() == frontier.to_json()
+    assert shown.err == ""
+
+
+def test_an_option_of_the_frontier_is_one_that_makes_its_plan(trace_file: Path) -> None:
+    output = trace_file.with_name("plan.json")
+    frontier = sweep(load_trace(trace_file), PolicyOptions(), num_points=6)
+    for point in frontier.points:
+        assert show("plan", trace_file, *point.flag.split(), "--output", output) == 0
+        plan = load_plan(output)
+        assert (plan.moved_nbytes, simulate(plan).total_ms) == (point.moved_nbytes, point.total_ms)
 
 
 def test_plan_of_a_trace_without_times_is_shown_all_the_same(
@@ -229,6 +243,13 @@ def test_plan_of_a_trace_without_times_is_shown_all_the_same(
         (["--max-overhead", "-1"], "--max-overhead=-1.0 must be 0 percent or more"),
         (["--timeline", "t.gif"], "--timeline=t.gif is not supported; name a .png or a .json"),
         (["--frontier", "f"], "--frontier=f is not supported; name a .png or a .json"),
+        (["--output", "."], "--output=. is a folder; name a file in a folder that can be written"),
+        (["--timeline", "/"], "--timeline=/ is a folder; name a file"),
+        (
+            ["--output", f"{__file__}/x.json"],
+            f"--output={__file__}/x.json is not in a folder: a part of its path is a file; name",
+        ),
+        (["--frontier", f"{__file__}/x/y.png"], f"--frontier={__file__}/x/y.png is not in a"),
     ],
 )
 def test_plan_refuses_what_makes_no_sense(
@@ -250,6 +271,25 @@ def test_plan_names_a_missing_and_a_corrupt_trace(
     path.write_text("{")
     assert show("plan", path) == 2
     assert capsys.readouterr().err.startswith(f"error: {path} is not a whole slipstream-trace")
+    assert show("plan", tmp_path) == 2
+    cure = "give a file that --offload-trace-path wrote"
+    assert capsys.readouterr().err == f"error: trace {tmp_path} is a folder; {cure}\n"
+
+
+def test_a_write_that_fails_in_the_end_names_its_option(
+    trace_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    for option in ("--output", "--timeline", "--frontier"):
+        path = trace_file.with_name("file.json")
+        assert show("plan", trace_file, option, path) == 2
+        assert capsys.readouterr().err == (
+            f"error: {option}={path} cannot be opened: no space left on device; name a file in a "
+            "folder that can be written\n"
+        )
 
 
 def test_help_of_plan_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,3 +347,42 @@ def test_the_example_is_what_its_generator_writes(tmp_path: Path) -> None:
     subprocess.run([sys.executable, script, path], check=True, timeout=60, cwd=tmp_path)
     committed = ROOT / "examples" / "traces" / "dense_8b_pp4_rank0.json"
     assert load_trace(path) == load_trace(committed)
+
+
+def test_a_report_of_another_kind_of_file_names_the_kind(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show("report", trace_file) == 2
+    error = capsys.readouterr().err
+    assert "it holds a 'slipstream-trace'; give a file that --offload-report-path wrote" in error
+
+
+@pytest.mark.parametrize("command", ["plan", "report", "doctor"])
+def test_an_unknown_option_shows_how_its_command_is_used(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "file.json", "--sheep"])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: slipstream {command}")
+    assert "unrecognized arguments: --sheep" in error
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    trace = ROOT / "examples" / "traces" / "dense_8b_pp4_rank0.json"
+    command = [sys.executable, "-u", "-m", "megatron.slipstream.cli", "plan", str(trace)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"slipstream {__version__}\n"

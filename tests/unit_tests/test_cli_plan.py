@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from doc_pages import Block, blocks_of, commands_in
 
 from megatron.slipstream.cli import main
 from megatron.slipstream.plan.files import load_plan
@@ -47,7 +50,9 @@ def row_of(output: str, first: str) -> list[str]:
 
 def test_a_layer_is_shown_part_by_part(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert show("--hf-config", small, "--seq-length", 8192) == 0
-    shown = capsys.readouterr().out
+    read = capsys.readouterr()
+    shown = read.out
+    assert read.err == ""
     shape = ModelShape(seq_length=8192, **load_hub_config(small).fields)
     (output, statistics) = (
         sum(item.nbytes for item in saved_tensors(shape, 0)["core_attn"]),
@@ -148,6 +153,13 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
         ([], "nothing to plan is given; name one of a trace, --hf-config"),
         (["t.json", "--hf-config", LLAMA], "a trace and --hf-config is given"),
         (["--args-file", "a", "--", "--x"], "flags after -- and --args-file is given"),
+        (["--args-file", "nofile"], "--args-file=nofile does not exist; give a file of megatron's"),
+        (["--args-file", "."], "--args-file=. is a folder; give a file of megatron's flags"),
+        (["--hf-config", "."], "--hf-config=. is a folder; give the config.json of a model"),
+        (
+            ["--hf-config", f"{LLAMA}/x"],
+            f"--hf-config={LLAMA}/x is not in a folder: a part of its path is a file; give",
+        ),
         (["t.json", "--gpu", "h200"], "--gpu is not supported with a trace"),
         (["t.json", "--seq-length", "8"], "--seq-length is not supported with a trace"),
         (
@@ -219,6 +231,7 @@ def test_wrong_calls_say_what_is_wrong(
     assert show(*arguments) == 2
     shown = capsys.readouterr()
     assert message in shown.err
+    assert shown.err.startswith("error: ")
     assert shown.out == ""
 
 
@@ -236,22 +249,30 @@ def test_help_teaches_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
         assert example in shown
 
 
+@pytest.mark.parametrize(
+    "arguments, needing",
+    [
+        (["--", "--num-layers", "2"], "flags after -- need"),
+        (["--args-file", "flags.txt"], "--args-file=flags.txt needs"),
+    ],
+)
 def test_flags_without_megatron_core_say_what_is_missing(
-    tmp_path: Path,
+    tmp_path: Path, arguments: list[str], needing: str
 ) -> None:
+    (tmp_path / "flags.txt").write_text("--num-layers 2")
     # As where it is not installed: a folder that comes first has none of it.
     code = (
         "import sys\n"
         "sys.modules['torch'] = None\n"
         "from megatron.slipstream.cli import main\n"
-        "sys.exit(main(['plan', '--', '--num-layers', '2']))\n"
+        "sys.exit(main(['plan', *sys.argv[1:]]))\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
-        cwd=ROOT,
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60,
+        check=False, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert result.returncode == 2
-    assert "flags after -- need megatron-core" in result.stderr
+    assert result.stderr.startswith(f"error: {needing} megatron-core, whose parser reads flags,")
     assert "give --hf-config" in result.stderr
 
 
@@ -271,19 +292,57 @@ def test_a_config_is_planned_without_importing_torch(small: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_the_commands_of_the_planning_page_work(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "user-guide" / "planning.md").read_text().replace("\\\n", " ")
-    commands = [
-        line.split() for line in page.splitlines() if line.startswith("slipstream plan --hf")
-    ]
-    assert {command[3] for command in commands} == {
-        f"examples/models/{path.name}" for path in EXAMPLES.glob("*.json")
+def without_files(command: list[str]) -> list[str]:
+    """Arguments of the command, its files those of the repository and none of them written."""
+    if "--frontier" in command:
+        place = command.index("--frontier")
+        command = command[:place] + command[place + 2 :]
+    return [str(ROOT / word) if word.startswith("examples/") else word for word in command[2:]]
+
+
+def missing_part(example: str, output: str) -> str:
+    """The first part of an example, between lines of dots, that is not next in the output."""
+    rest = " ".join(output.split())
+    for part in re.split(r"^\.\.\.$", example, flags=re.MULTILINE):
+        words = " ".join(part.split())
+        if words not in rest:
+            return part
+        rest = rest[rest.index(words) + len(words) :]
+    return ""
+
+
+PLANNING = list(blocks_of(ROOT / "docs" / "user-guide" / "planning.md"))
+EXAMPLES_WITH_OUTPUT = [
+    (command, output)
+    for command, output in itertools.pairwise(PLANNING)
+    if (command.language, output.language) == ("bash", "text")
+]
+
+
+def test_every_output_of_the_planning_page_is_that_of_a_command() -> None:
+    outputs = [block for block in PLANNING if block.language == "text"]
+    assert [output for _, output in EXAMPLES_WITH_OUTPUT] == outputs
+    # No heading, and so no other subject, is between the two.
+    for command, output in EXAMPLES_WITH_OUTPUT:
+        assert output.line == command.line + command.text.count("\n") + 3
+    text = "".join(command.text for command, _ in EXAMPLES_WITH_OUTPUT)
+    assert set(re.findall(r"examples/models/(\S+)", text)) == {
+        path.name for path in EXAMPLES.glob("*.json")
     }
-    for command in commands:
-        # One rank is as good as all, and no file is written.
-        files = [place for place, word in enumerate(command) if word == "--frontier"]
-        command = [word for place, word in enumerate(command)
-                   if place not in files and place - 1 not in files]  # fmt: skip
-        arguments = [str(ROOT / word) if "/" in word else word for word in command[2:]]
-        assert show(*arguments, *([] if "--rank" in arguments else ["--rank", 0])) == 0
-        assert "Predicted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command, output", EXAMPLES_WITH_OUTPUT, ids=lambda block: block.line)
+def test_the_commands_of_the_planning_page_print_what_it_shows(
+    command: Block, output: Block, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (words,) = commands_in(command.text)
+    assert main(["plan", *without_files(words)]) == 0
+    assert missing_part(output.text, capsys.readouterr().out) == ""
+
+
+def test_an_example_is_compared_in_the_order_of_its_parts() -> None:
+    output = "a  1\nb  2\nc  3\n"
+    for example in ("a 1\n", "b 2\nc  3\n", "a 1\n...\nc 3\n", "b   2\n...\n"):
+        assert missing_part(example, output) == ""
+    for example in ("a 2\n", "a 1\nc 3\n", "c 3\n...\na 1\n"):
+        assert missing_part(example, output)

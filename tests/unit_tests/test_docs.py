@@ -10,12 +10,16 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from doc_pages import blocks_of, commands_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+WRITING = {"--frontier", "--html", "--json", "--output", "--timeline"}
+"""Options that name a file to be written."""
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -118,6 +122,19 @@ def test_documented_defaults_of_megatron_core_are_those_of_the_installed_one() -
     for option in generate_docs.MEGATRON_OPTIONS:
         default = repr(option.default)
         assert defaults[option.name] == written.get(default, default), option.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_command_of_a_page_writes_over_the_documentation(page: Path) -> None:
+    words = [
+        word
+        for block in blocks_of(page)
+        if block.language == "bash"
+        for command in commands_in(block.text)
+        for word in command
+    ]
+    written = [path for option, path in pairwise(words) if option in WRITING or option == ">"]
+    assert [path for path in written if path.startswith("docs/")] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -35,7 +35,7 @@ def show_plan(options: argparse.Namespace) -> None:
     """Plan what the options name, and show it."""
     # None of what is imported below imports torch, megatron's flags apart: a plan can be made where
     # it is not installed.
-    _check_suffixes(options)
+    _check_files(options)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     is_trace = len(words) == 1 and not words[0].startswith("-")
     given = [
@@ -61,11 +61,11 @@ def show_plan(options: argparse.Namespace) -> None:
         _show_trace(Path(words[0]), options)
         return
 
-    from rich.console import Console
-
     from megatron.slipstream.cli_plan.models import configured_by
+    from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
-    with Console(stderr=True).status("reading the configuration"):
+    with bar_on_stderr() as progress:
+        progress.add_task("reading the configuration", total=None)
         configured = configured_by(words, options)
     _show_configured(configured, options)
 
@@ -79,11 +79,16 @@ def _refuse(options: argparse.Namespace, names: tuple[str, ...], given: str, has
             )
 
 
-def _check_suffixes(options: argparse.Namespace) -> None:
+def _check_files(options: argparse.Namespace) -> None:
     """Before minutes are spent on what cannot be written."""
-    for name in ("timeline", "frontier"):
+    from megatron.slipstream.plan.file_errors import require_writable
+
+    for name in ("output", "timeline", "frontier"):
         path = getattr(options, name)
-        if path and path.suffix not in (".png", ".json"):
+        if path is None:
+            continue
+        require_writable(f"--{name}", path)
+        if name != "output" and path.suffix not in (".png", ".json"):
             raise ValueError(f"--{name}={path} is not supported; name a .png or a .json file")
 
 
@@ -91,6 +96,7 @@ def _check_suffixes(options: argparse.Namespace) -> None:
 
 
 def _show_trace(path: Path, options: argparse.Namespace) -> None:
+    from megatron.slipstream.plan.file_errors import wrong_with
     from megatron.slipstream.plan.files import load_trace
 
     try:
@@ -99,6 +105,10 @@ def _show_trace(path: Path, options: argparse.Namespace) -> None:
         raise ValueError(
             f"{path} does not exist; train with --offload-trace-path {path} to write it"
         ) from None
+    except OSError as error:
+        raise ValueError(
+            f"trace {path} {wrong_with(error)}; give a file that --offload-trace-path wrote"
+        ) from error
     policy = _policy_options(options)
     plan, simulation = _plan(trace, policy, bool(options.timeline or options.frontier))
     _show(plan, simulation, 64)
@@ -135,14 +145,20 @@ def _write(
     policy: PolicyOptions,
     options: argparse.Namespace,
 ) -> None:
+    from megatron.slipstream.plan.file_errors import writing
     from megatron.slipstream.plan.files import save_plan, write_whole
 
     if options.output:
-        save_plan(plan, options.output)
+        with writing("--output", options.output):
+            save_plan(plan, options.output)
     if options.timeline and simulation is not None:
-        write_whole(options.timeline, _timeline(plan, simulation, options.timeline.suffix))
+        timeline = _timeline(plan, simulation, options.timeline.suffix)
+        with writing("--timeline", options.timeline):
+            write_whole(options.timeline, timeline)
     if options.frontier:
-        write_whole(options.frontier, _frontier(plan.trace, policy, options.frontier.suffix))
+        frontier = _frontier(plan.trace, policy, options.frontier.suffix)
+        with writing("--frontier", options.frontier):
+            write_whole(options.frontier, frontier)
 
 
 def _policy_options(options: argparse.Namespace) -> PolicyOptions:
@@ -173,15 +189,13 @@ def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
 
 def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
     """Sweep behind a progress bar, show the table, and give the file's content."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from megatron.slipstream.plan.frontier import sweep
     from megatron.slipstream.plan.pictures import frontier_png, require_matplotlib
+    from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
     if suffix == ".png":
         require_matplotlib()  # Not to find out after the sweep.
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bar_on_stderr() as progress:
         task = progress.add_task("planning for many targets", total=None)
         frontier = sweep(
             trace,
@@ -227,10 +241,8 @@ def _plan_ranks(
     configured: Configured, speed: Speed, policy: PolicyOptions, options: argparse.Namespace
 ) -> list[RankPlan]:
     """Plan the pipeline ranks, or the one that was asked for, behind a progress bar."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from megatron.slipstream.plan.model_state import state_bytes
+    from megatron.slipstream.plan.progress_bar import bar_on_stderr
     from megatron.slipstream.plan.shape_tables import RankPlan
     from megatron.slipstream.plan.synthetic import Workplan, synthetic_trace
 
@@ -244,7 +256,7 @@ def _plan_ranks(
         configured.min_numel,
     )  # fmt: skip
     found = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bar_on_stderr() as progress:
         ranks = range(pp) if options.rank is None else [options.rank]
         for rank in progress.track(ranks, description="planning pipeline ranks"):
             state = state_bytes(configured.shape, rank)

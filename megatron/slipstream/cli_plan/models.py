@@ -27,23 +27,22 @@ def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configur
         options: Of the sub-command.
 
     Raises:
-        ValueError: They describe none that can be planned.
-        OSError: A file cannot be read.
+        ValueError: They describe none that can be planned, or a file cannot be read.
     """
     if options.hf_config is not None:
         return _by_hub_config(options)
     from megatron.slipstream.doctor.command import split_command
 
-    source = "flags after --"
+    needing = "flags after -- need"
     if options.args_file is not None:
-        source = f"--args-file={options.args_file}"
+        needing = f"--args-file={options.args_file} needs"
         words = read_flags(options.args_file)
     command = split_command(list(words))
     try:
         from megatron.slipstream.integration.model_arguments import configured_by_flags
     except ImportError as error:
         raise ValueError(
-            f"{source} need megatron-core, whose parser reads them, and {error.name} cannot be "
+            f"{needing} megatron-core, whose parser reads flags, and {error.name} cannot be "
             "imported; install megatron-core, or give --hf-config"
         ) from error
     num_processes = command.ranks_per_host and command.ranks_per_host * command.num_hosts

@@ -27,6 +27,12 @@ STAYS = Problem(
     "graphs keep what they take in and give out",
     "leave them out, or capture other parts (cuda_graph_modules)",
 )
+NO_EFFECT = Problem(
+    "no-effect",
+    "note",
+    "{names}: of no effect without fine_grained_activation_offloading",
+    "add --fine-grained-activation-offloading, or leave them out",
+)
 NOTHING_TO_MOVE = Problem(
     "nothing-to-move",
     "note",
@@ -85,6 +91,8 @@ def check_command(words: Words) -> Command:
     findings += checked.findings
     if checked.stays:
         findings.append(STAYS.found(names=", ".join(checked.stays)))
+    if checked.unused:
+        findings.append(NO_EFFECT.found(names=", ".join(checked.unused)))
     args = checked.args
     if args is None:
         return Command(tuple(findings), checked.num_processes)
@@ -129,7 +137,7 @@ TOPIC = Topic(
             "Flags",
             _flags,
             (
-                *(REFUSED, REFUSED_BY_MEGATRON, STAYS, NOTHING_TO_MOVE),
+                *(REFUSED, REFUSED_BY_MEGATRON, STAYS, NO_EFFECT, NOTHING_TO_MOVE),
                 preflight.DATASET_MISSING,
                 preflight.DATASET_CORRUPT,
                 preflight.TOKEN_OUTSIDE_VOCABULARY,

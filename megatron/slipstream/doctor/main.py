@@ -73,12 +73,16 @@ def run(options: argparse.Namespace) -> int:
     from megatron.slipstream.doctor.checks import examine, findings_of
     from megatron.slipstream.doctor.collect import Request, collect
     from megatron.slipstream.doctor.show import render, to_json
+    from megatron.slipstream.plan.file_errors import require_writable, writing
     from megatron.slipstream.plan.files import write_whole
 
     if options.ranks_per_host is not None and options.ranks_per_host < 1:
         raise ValueError(
             f"--ranks-per-host={options.ranks_per_host} is no number of processes; give 1 or more"
         )
+    path = None if options.json in (None, "-") else Path(options.json)
+    if path is not None:
+        require_writable("--json", path)
     request = Request(options.ranks_per_host, not options.no_bandwidth, options.words)
     with _progress() as progress:
         facts = collect(request, progress)
@@ -87,19 +91,17 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write(to_json(facts, rows))
     else:
         render(rows, sys.stdout)
-        if options.json is not None:
-            write_whole(Path(options.json), to_json(facts, rows).encode())
+        if path is not None:
+            with writing("--json", path):
+                write_whole(path, to_json(facts, rows).encode())
     return int(any(finding.severity == "error" for finding in findings_of(rows)))
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """A bar on stderr that names what is looked at."""
-    from rich.console import Console
-    from rich.progress import Progress
+    from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
-    # Of this stream, whatever is put in its place while the flags are parsed.
-    console = Console(file=sys.stderr)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bar_on_stderr() as progress:
         task = progress.add_task("", total=None)
         yield lambda what: progress.update(task, description=f"looking at {what}")

@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from megatron.slipstream import preflight
+from megatron.slipstream import __version__, preflight
 from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
 from megatron.slipstream.doctor.facts import Facts
 from megatron.slipstream.preflight import Finding, Problem
@@ -110,6 +110,10 @@ FLASH_ATTN = Problem(
     "Slipstream was tested with the attention of cuDNN only, not with flash-attn",
     "if something is odd, see whether it is with --attention-backend fused too",
 )
+
+
+def _slipstream(_: Facts) -> Seen:
+    return Seen(__version__)
 
 
 def _python(facts: Facts) -> Seen:
@@ -213,6 +217,7 @@ TOPIC = Topic(
     "Supported is what the package accepts: another version is an error. Tested is what its tests "
     "have run with: another version is a note. Without torch or megatron-core nothing trains.",
     (
+        Check("Slipstream", _slipstream, ()),
         Check("Python", _python, (UNSUPPORTED, UNTESTED)),
         Check("torch", _torch, (MISSING, TORCH_BROKEN, UNSUPPORTED, UNTESTED)),
         Check("CUDA runtime", _cuda, (TORCH_WITHOUT_CUDA, ROCM, UNTESTED)),

@@ -42,11 +42,13 @@ from megatron.slipstream.context_parallel.options import (
 )
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.config_file import config_from_environment
+from megatron.slipstream.integration.frameworks.options import OffloadOptions
 from megatron.slipstream.packed_sequences.options import (
     PackingOptions,
     check_corpora,
     check_packing,
 )
+from megatron.slipstream.plan.file_errors import require_writable
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +204,7 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
         cpu_only.tolerate_missing_affinity_tools()
     _apply_tokenizer(args)
     check(args, facts)
+    _tell_what_has_no_effect(args, argv)
     _prepare_chunk_graphs(args)
     _validate_with_megatron(args, hide_offloading=on_cpu)
     # Again: options may have come from a checkpoint, or been given by the names they once had.
@@ -229,6 +232,7 @@ def check(args: Any, facts: preflight.Facts) -> None:
     preflight.require(preflight.check_process(facts, args.fine_grained_activation_offloading))
     _check_device(args)
     _check_packed_attention(args)
+    _check_outputs(args)
     # Only for the tokenizer that stands for tokens made elsewhere is their range known here.
     vocab_size = args.vocab_size if args.tokenizer_type == "NullTokenizer" else None
     blends = _dataset_prefixes(args)
@@ -253,6 +257,32 @@ def _tell_what_stays(args: Any) -> None:
             ", ".join(names),
             "them" if len(names) > 1 else "it",
         )
+
+
+def _tell_what_has_no_effect(args: Any, argv: Sequence[str]) -> None:
+    names = unused_flags(args, argv)
+    if names and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "%s %s no effect without fine_grained_activation_offloading; add "
+            "--fine-grained-activation-offloading, or leave %s out",
+            ", ".join(names),
+            "have" if len(names) > 1 else "has",
+            "them" if len(names) > 1 else "it",
+        )
+
+
+def unused_flags(args: Any, argv: Sequence[str]) -> list[str]:
+    """Options of an engine that is not switched on, of those that were given as flags.
+
+    Not an error, since it is how a training with and one without offloading are compared; and what
+    a file of settings says is meant for all trainings.
+    """
+    if args.fine_grained_activation_offloading:
+        return []
+    given = {word.split("=")[0] for word in argv}
+    own = (field.name for field in dataclasses.fields(OffloadConfig))
+    options = (*OffloadOptions.__annotations__, *own)
+    return [name for name in options if "--" + name.replace("_", "-") in given]
 
 
 def offload_config(args: Any) -> OffloadConfig:
@@ -307,6 +337,14 @@ def _check_packed_attention(args: Any) -> None:
             f"{args.sequence_packing} on a GPU because megatron-core's own attention takes no "
             "packed sequences; set --transformer-impl transformer_engine"
         )
+
+
+def _check_outputs(args: Any) -> None:
+    """The files that a training writes in the end."""
+    for option in ("offload_report_path", "offload_trace_path", "run_record_path"):
+        path = getattr(args, option)
+        if path is not None:
+            require_writable(option, Path(path))
 
 
 def _dataset_prefixes(args: Any) -> list[list[str]]:

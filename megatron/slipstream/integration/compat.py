@@ -55,6 +55,21 @@ def schedule_frees_before_sent() -> bool:
     return not has_hybrid_models()
 
 
+def forget_expert_metrics() -> None:
+    """Let what routers report of their experts begin afresh, for a model of other depth.
+
+    megatron-core keeps it in one table per process, as long as the first model had layers.
+    """
+    if preflight.is_installed("megatron.core.transformer.moe.moe_logging"):  # from 0.18 on
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
+    else:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        get_moe_layer_wise_logging_tracker().clear()
+
+
 # The offload manager
 
 _MANAGER_CONTRACT = frozenset(

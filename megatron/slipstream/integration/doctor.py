@@ -15,6 +15,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
@@ -50,6 +51,8 @@ class Checked(NamedTuple):
     """About datasets."""
     stays: tuple[str, ...] = ()
     """Of ``offload_modules``, those that stay in the layers that graphs capture."""
+    unused: tuple[str, ...] = ()
+    """Options of the engine that were given as flags, while it is not switched on."""
 
 
 def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Checked:
@@ -74,8 +77,17 @@ def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Ch
         stays = modules_at_the_edge_of_graphs(args)
         refusals, findings = _check(args)
         refusal = _refusal_of_megatron(args)
+        if refusal is not None and _is_of_an_option_in(refusal, refusals):
+            refusal = None  # ours has the cure
     return Checked(
-        args, args.world_size, graphs, tuple(refusals), refusal, tuple(findings), tuple(stays)
+        args,
+        args.world_size,
+        graphs,
+        tuple(refusals),
+        refusal,
+        tuple(findings),
+        tuple(stays),
+        tuple(arguments.unused_flags(args, flags)),
     )
 
 
@@ -128,6 +140,7 @@ def _check(args: Any) -> tuple[list[str], list[preflight.Finding]]:
         lambda: arguments._check_device(args),
         lambda: arguments._check_packed_attention(args),
         check_data,
+        lambda: arguments._check_outputs(args),
     ]
     # Should training check more than is named here, that is found once the rest is right.
     if not (refusals := list(dict.fromkeys(_refusals(steps)))) and not findings:
@@ -183,6 +196,16 @@ def _refusal_of_megatron(args: Any) -> Optional[str]:
     finally:
         args.fine_grained_activation_offloading = offloading
     return None
+
+
+def _is_of_an_option_in(refusal: str, refusals: Iterable[str]) -> bool:
+    """Whether the text names an option that one of the others names."""
+    return bool(_named(refusal) & set().union(*map(_named, refusals)))
+
+
+def _named(text: str) -> set[str]:
+    """The options in a text, as far as their names could not be other words."""
+    return {word for word in re.findall(r"\w+", text) if "_" in word}
 
 
 # The process

@@ -8,11 +8,12 @@ training starts; :func:`main` prints it as one line and exits with code 2.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any, Optional
@@ -253,11 +254,23 @@ def _report(args: Any, config: OffloadConfig, monitor: Monitor, engine: Optional
         if _rank() == 0:
             logger.info("%s", report.render())
         if config.offload_report_path is not None:
-            _save_report(config.offload_report_path, report, engine)
+            with _telling("offload_report_path"):
+                _save_report(config.offload_report_path, report, engine)
         if config.offload_trace_path is not None:
-            engine.save_trace(rank_path(config.offload_trace_path, _rank()))
+            with _telling("offload_trace_path"):
+                engine.save_trace(rank_path(config.offload_trace_path, _rank()))
     if args.run_record_path is not None:
-        monitor.save(rank_path(args.run_record_path, _rank()))
+        with _telling("run_record_path"):
+            monitor.save(rank_path(args.run_record_path, _rank()))
+
+
+@contextlib.contextmanager
+def _telling(option: str) -> Iterator[None]:
+    """A file that cannot be written is no end to a training that has ended well."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("%s: nothing is written, since %s", option, error)
 
 
 def _save_report(path: str, report: Report, engine: _Engine) -> None:

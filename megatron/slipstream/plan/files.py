@@ -113,7 +113,8 @@ def write_whole(path: str | Path, data: bytes) -> None:
     """Write a file so that nobody ever sees a part of it; its folder is made if need be.
 
     Raises:
-        OSError: It cannot be written; whatever was there before is unchanged.
+        OSError: It cannot be written, by the name that was given; whatever was there before is
+            unchanged.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,8 +123,15 @@ def write_whole(path: str | Path, data: bytes) -> None:
     try:
         temporary.write_bytes(data)
         temporary.replace(path)
+    except OSError as error:
+        if error.filename != str(temporary):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+_WRITERS = {TRACE_SCHEMA: "--offload-trace-path", PLAN_SCHEMA: "'slipstream plan --output'"}
 
 
 @cache
@@ -135,7 +143,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 def _read(path: str | Path, kind: type, schema: str) -> Any:
     """The content of a file whose header says ``schema``, with its types checked."""
     data = Path(path).read_bytes()
-    cure = f"give a file that slipstream wrote as a {schema}"
+    cure = f"give a file that {_WRITERS[schema]} wrote"
     try:
         header = _adapter(_Header).validate_json(data, strict=True, extra="ignore")
     except ValidationError as error:
@@ -209,12 +217,14 @@ def _step_problems(trace: Trace) -> Iterator[str]:
         yield f"two groups have the key {next(key for key in keys if keys.count(key) > 1)}"
     for place, step in enumerate(trace.steps):
         group = trace.group_by_key.get(step.key)
-        if group is None:
-            yield f"steps[{place}], {step}: there is no group {step.key}"
-        elif group.name != step.name:
-            yield f"steps[{place}], {step}: group {step.key} has the name {group.name!r}"
-        elif trace.step_index[step.kind, step.key] != place:
+        if trace.step_index[step.kind, step.key] != place:
             yield f"steps[{place}], {step}: the same mark comes twice"
+        elif step.is_of_group is (step.kind not in _ORDER):
+            yield f"steps[{place}], {step}: a mark of this kind cannot have the key {step.key!r}"
+        elif group is None and step.is_of_group:
+            yield f"steps[{place}], {step}: there is no group {step.key}"
+        elif group is not None and group.name != step.name:
+            yield f"steps[{place}], {step}: group {step.key} has the name {group.name!r}"
     for group in trace.groups:
         places = [trace.step_index.get((kind, group.key)) for kind in _ORDER]
         if places[1] is None:

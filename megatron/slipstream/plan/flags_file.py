@@ -18,15 +18,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.slipstream.plan.file_errors import wrong_with
+
 
 def read_flags(path: Path) -> list[str]:
     """The words of a file of flags.
 
     Raises:
-        ValueError: It is not one; names the place.
-        OSError: It cannot be read.
+        ValueError: It is not one, or cannot be read; names the place.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--args-file={path} {wrong_with(error)}; give a file of megatron's flags, as text or "
+            "YAML"
+        ) from error
     if path.suffix not in (".yaml", ".yml"):
         try:
             return shlex.split(text.replace("\\\n", " "), comments=True)

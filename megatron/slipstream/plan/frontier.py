@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import decimal
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +22,13 @@ VERSION = 1
 
 Sweep = Literal["activation_offload_fraction", "target_memory_bytes", "max_overhead_percent"]
 
+_FLAGS: dict[Sweep, str] = {
+    "activation_offload_fraction": "--fraction",
+    "target_memory_bytes": "--target-memory",
+    "max_overhead_percent": "--max-overhead",
+}
+"""Of ``slipstream plan``, which takes memory in GiB."""
+
 
 @dataclass(frozen=True)
 class FrontierPoint:
@@ -28,7 +36,7 @@ class FrontierPoint:
 
     option: Sweep
     value: float
-    """Of that option; all others are those of the sweep."""
+    """Of that option; all others are those of the sweep. It is one that :attr:`flag` can say."""
     peak_bytes: int
     """Device peak: of all that the allocator held, or of the saved storages alone; see
     :attr:`Frontier.is_measured`."""
@@ -39,6 +47,12 @@ class FrontierPoint:
     peak_host_bytes: int
     is_pareto: bool = False
     """No other plan is lower in one of peak and time and not higher in the other."""
+
+    @property
+    def flag(self) -> str:
+        """What makes ``slipstream plan`` plan the same."""
+        is_bytes = self.option == "target_memory_bytes"
+        return f"{_FLAGS[self.option]} {self.value / 2**30 if is_bytes else self.value:.4g}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,7 @@ def sweep(
         ValueError: The trace has no times or no bandwidth.
     """
     base = replace(options, target_memory_bytes=None, max_overhead_percent=None)
-    fractions = [place / (num_points - 1) for place in range(num_points)]
+    fractions = [round(place / (num_points - 1), 3) for place in range(num_points)]
     variants: list[tuple[Sweep, float]] = [("activation_offload_fraction", f) for f in fractions]
     num_plans = len(variants) + len(MAX_OVERHEADS_PERCENT) + num_points
     report = progress or (lambda done, total: None)
@@ -116,7 +130,9 @@ def sweep(
     run(variants)
     peaks = [point.peak_bytes for point in points]
     low, high = min(peaks), max(peaks)
-    targets = [low + (high - low) * place // num_points for place in range(num_points)]
+    targets = [
+        _bytes_to_type(low + (high - low) * place // num_points) for place in range(num_points)
+    ]
     run([("target_memory_bytes", target) for target in targets])
     run([("max_overhead_percent", percent) for percent in MAX_OVERHEADS_PERCENT])
     report(num_plans, num_plans)
@@ -151,15 +167,18 @@ def _point(trace: Trace, base: PolicyOptions, option: Sweep, value: float) -> Fr
     )
 
 
+def _bytes_to_type(nbytes: int) -> int:
+    """At least so many, as GiB of four digits: what is shown, and typed again, is the same plan."""
+    up = decimal.Context(prec=4, rounding=decimal.ROUND_CEILING)
+    return int(float(up.create_decimal_from_float(nbytes / 2**30)) * 2**30)
+
+
 def _row(point: FrontierPoint) -> list[str]:
-    value = f"{point.value:.3g}"
-    if point.option == "target_memory_bytes":
-        value = format_bytes(point.value)
     return [
         format_bytes(point.peak_bytes),
         f"{point.total_ms:.1f} ms",
         f"{point.overhead_percent:.1f}%",
         format_bytes(point.moved_nbytes),
         format_bytes(point.peak_host_bytes),
-        f"{point.option}={value}",
+        point.flag,
     ]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+from megatron.slipstream.plan.file_errors import wrong_with
 from megatron.slipstream.plan.model_shapes import Experts, LatentAttention
 
 
@@ -29,16 +30,16 @@ def load_hub_config(path: Path) -> HubModel:
     """Read a ``config.json``.
 
     Raises:
-        ValueError: It is none, its ``model_type`` is not known, or a number is missing.
-        OSError: It cannot be read.
+        ValueError: It is none or cannot be read, its ``model_type`` is not known, or a number is
+            missing.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except OSError as error:
         raise ValueError(
-            f"--hf-config={path} does not exist; give the config.json of a model (it is not "
+            f"--hf-config={path} {wrong_with(error)}; give the config.json of a model (it is not "
             "downloaded)"
-        ) from None
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; give the config.json of a model") from error
     if not isinstance(config, dict) or "model_type" not in config:

@@ -317,7 +317,7 @@ CASES = {
 
 OF_THE_COMMAND = {
     *(command.REFUSED.name, command.REFUSED_BY_MEGATRON.name),
-    *(command.STAYS.name, command.NOTHING_TO_MOVE.name),
+    *(command.STAYS.name, command.NO_EFFECT.name, command.NOTHING_TO_MOVE.name),
     *(problem.name for problem in preflight.PROBLEMS if "data" in problem.name),
     preflight.TOKEN_OUTSIDE_VOCABULARY.name,
 }

@@ -63,6 +63,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             refusal_of_megatron="hidden_size",
             findings=(DATASET_MISSING.found(prefix="p", missing="p.idx"),),
             stays=("attn_norm", "mlp_norm"),
+            unused=("offload_modules", "offload_verify"),
         )
     ]
 
@@ -84,6 +85,8 @@ def test_all_that_is_wrong_with_flags_is_found_with_its_cure(checked: list[Any])
     assert found[3][1].startswith("data_path=p does not exist")
     assert found[4][0] == "note"
     assert "attn_norm, mlp_norm of the layers" in found[4][1]
+    assert found[5][0] == "note"
+    assert found[5][1].startswith("offload_modules, offload_verify: of no effect")
     assert command[1:] == (16, True, "transformer_engine", True, 5)
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import subprocess
@@ -88,8 +89,32 @@ def test_a_file_that_cannot_be_written_is_2(
     machine: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    assert main(["doctor", "--json", str(tmp_path / "file" / "doctor.json")]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    inside = tmp_path / "file" / "doctor.json"
+    for path, wrong in ((inside, "is not in a folder: a part of its path is a file"),
+                        (tmp_path, "is a folder")):  # fmt: skip
+        assert main(["doctor", "--json", str(path)]) == 2
+        shown = capsys.readouterr()
+        cure = "name a file in a folder that can be written"
+        assert shown.err == f"error: --json={path} {wrong}; {cure}\n"
+        assert shown.out == ""
+    # Nor is time spent on measuring.
+    assert len(machine) == 1
+
+
+def test_a_file_that_cannot_be_written_in_the_end_is_named(
+    machine: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(self: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    path = tmp_path / "doctor.json"
+    assert main(["doctor", "--json", str(path)]) == 2
+    error = f"error: --json={path} cannot be opened: no space left on device; name a file in a"
+    assert capsys.readouterr().err.startswith(error)
 
 
 def test_options_and_the_command_reach_the_one_who_reads_the_machine(machine: list[Any]) -> None:

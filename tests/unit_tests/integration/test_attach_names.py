@@ -59,6 +59,7 @@ def test_a_group_is_called_after_its_pattern_or_type(model: Decoder) -> None:
         ("layers", r"only containers that never run \('layers' is a ModuleList\).*'layers\.\*'"),
         ([], r"patterns=\[\] chooses nothing"),
         ([3], r"patterns contains 3, which is neither a name pattern nor a module type"),
+        (3, r"patterns contains 3, which is neither a name pattern nor a module type"),
         (["layers.*", "layers.*.mlp"], r"'layers\.\*\.mlp', which adds nothing .*leave one"),
         (["**.mlp", torch.nn.GELU], r"'GELU', which adds nothing"),
         (Decoder, r"'Decoder', which matches no sub-module"),
@@ -70,6 +71,14 @@ def test_a_pattern_that_chooses_nothing_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=error):
         attach(model, patterns)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_an_argument_of_another_type_is_an_error_that_names_it(model: Decoder) -> None:
+    with pytest.raises(ValueError, match=r"model='layers' is no module"):
+        attach("layers", "layers.*")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"config=\{'offload_verify': 1\} is no OffloadConfig"):
+        attach(model, "layers.*", {"offload_verify": 1})  # type: ignore[arg-type]
     assert not any(module._forward_hooks for module in model.modules())
 
 

@@ -87,6 +87,7 @@ def test_flags_that_train_are_all_right(tmp_path: Path) -> None:
         "refusal_of_megatron": None,
         "findings": [],
         "stays": [],
+        "unused": [],
         "is_clean": True,
         "printed": "",
     }
@@ -184,6 +185,14 @@ def test_a_flag_that_megatron_misses_is_named_as_a_flag(tmp_path: Path) -> None:
     assert result["refusal_of_megatron"].endswith("is not None; set --micro-batch-size")
 
 
+def test_files_that_cannot_be_written_are_found(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "record.json"
+    result = check(tmp_path, [*MODEL, *MOCK, "--run-record-path", str(path)])
+    (refusal,) = result["refusals"]
+    assert refusal.startswith(f"run_record_path={path} is not in a folder")
+
+
 def test_every_dataset_is_looked_at(tmp_path: Path) -> None:
     flags = ["--data-path", "no/one", "no/two", *MOCK[1:]]
     findings = check(tmp_path, [*MODEL, *flags])["findings"]
@@ -205,7 +214,19 @@ def test_what_training_checks_beyond_that_is_found_once_the_rest_is_right(
 
 
 def test_settings_of_the_engine_do_not_matter_where_none_is_asked_for(tmp_path: Path) -> None:
-    assert check(tmp_path, [*MODEL, *MOCK, "--offload-backend", "cuda"])["refusals"] == []
+    flags = [*MODEL, *MOCK, "--offload-backend", "cuda", "--offload-modules=core_attn"]
+    result = check(tmp_path, flags)
+    assert result["refusals"] == []
+    assert result["unused"] == ["offload_modules", "offload_backend"]
+    result = check(tmp_path, [*MODEL, *MOCK, *OFFLOAD, "core_attn", "attn_proj"])
+    assert result["unused"] == []
+
+
+def test_what_is_refused_with_its_cure_is_not_refused_again_by_megatron(tmp_path: Path) -> None:
+    result = check(tmp_path, [*MODEL, *MOCK, *OFFLOAD, "core_atn"])
+    (refusal,) = result["refusals"]
+    assert "did you mean 'core_attn'" in refusal
+    assert result["refusal_of_megatron"] is None
 
 
 def test_graphs_are_told_as_they_were_asked_for(tmp_path: Path) -> None:

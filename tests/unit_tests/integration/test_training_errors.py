@@ -9,6 +9,7 @@ imported what they need; the shims and megatron's global variables stay in the c
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
 import subprocess
@@ -69,6 +70,8 @@ def _train(
                 os.dup2(stream.fileno(), 1)
                 os.dup2(stream.fileno(), 2)
             sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
+            # What another test has set up in the parent writes to where that test listened.
+            logging.getLogger("megatron.slipstream").handlers.clear()
             os.chdir(folder)
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
                 os.environ.pop(name, None)
@@ -419,6 +422,35 @@ def test_help_teaches_our_flags_and_the_modules(folder: Path) -> None:
         assert word in outcome.output
     assert "--num-layers" not in outcome.output.split("examples:")[0]
     assert "--tensor-model-parallel-size" in _train(folder, ["--help-all"]).output
+
+
+def test_flags_of_an_engine_that_is_off_are_told(folder: Path) -> None:
+    outcome = _train(folder, [*MODEL, *MOCK, "--offload-modules", "core_attn"])
+    assert outcome.code == 0, outcome.output
+    told = "offload_modules has no effect without fine_grained_activation_offloading; add --fine-"
+    assert outcome.output.count(told) == 1
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_training(folder: Path) -> None:
+    flags = [*MODEL, *MOCK, "--run-record-path", "/dev/null/record.json"]
+    _assert_refused(_train(folder, flags), folder, "run_record_path=/dev/null/", "name a file")
+
+
+def test_a_disk_that_is_full_at_the_end_is_told_and_loses_one_file(folder: Path) -> None:
+    from megatron.slipstream.integration import training
+
+    def fill_the_disk() -> None:
+        def fail(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        training._save_report = fail  # type: ignore[assignment]
+
+    paths = ["--run-record-path", "record.json", "--offload-report-path", "report.json"]
+    flags = [*MODEL, *MOCK, *paths, *OFFLOAD, "core_attn", "attn_proj"]
+    outcome = _train(folder, flags, before=fill_the_disk)
+    assert outcome.code == 0, outcome.output
+    assert "offload_report_path: nothing is written, since" in outcome.output
+    assert [path.name for path in folder.iterdir()] == ["record.json"]
 
 
 @pytest.mark.releases

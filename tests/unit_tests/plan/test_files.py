@@ -176,7 +176,7 @@ def change(data: dict[str, Any], place: str, value: object) -> None:
 @pytest.mark.parametrize(
     "place, value, match",
     [
-        ("steps.0.0", "XX", "trace.steps[0][0]: input should be 'FS', 'FC' or 'BU'"),
+        ("steps.0.0", "XX", "trace.steps[0][0]: input should be 'FS', 'FC', 'BU', 'OS' or 'OE'"),
         ("steps.0.1.0", "0", "trace.steps[0][1][0]: input should be a valid integer"),
         ("steps.0.1", [0], "trace.steps[0][1][1]: field required"),
         ("steps", ..., "trace.steps: field required"),
@@ -198,6 +198,8 @@ def change(data: dict[str, Any], place: str, value: object) -> None:
         ("groups.0.key", [7, 7], "there is no group 0.0"),
         ("steps.0.1", [7, 7], "steps[0], 7.7.core_attn:FS: there is no group 7.7"),
         ("steps.0.0", "FC", "steps[0], 0.0.core_attn:FC: the same mark comes twice"),
+        ("steps.0.0", "OS", "steps[0], 0.0.core_attn:OS: a mark of this kind cannot have the key"),
+        ("steps.0.1", [0, -1], "steps[0], 0.core_attn:FS: a mark of this kind cannot have the key"),
         ("steps.1.0", "BU", "steps[1], 0.0.core_attn:BU: the same mark comes twice"),
         ("step_ms", [1.0], "step_ms has 1 entries"),
         ("step_ms.0", -1.0, "step_ms[0] is -1.0, which is no duration"),
@@ -333,6 +335,12 @@ def test_a_failed_write_leaves_what_was_there(
         write_whole(path, b"after")
     assert path.read_bytes() == b"before"
     assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_write_that_fails_names_the_file_that_was_given(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError) as failed:
+        write_whole(tmp_path, b"")
+    assert str(failed.value) == f"[Errno 21] Is a directory: '{tmp_path}'"
 
 
 def test_folders_are_made(tmp_path: Path) -> None:

@@ -105,6 +105,29 @@ def test_the_table_has_a_row_for_each_point_of_the_line() -> None:
     assert summary.startswith(f"{len(rows)} of {len(FRONTIER.points)} plans")
 
 
+def test_a_point_is_named_as_the_command_line_names_it() -> None:
+    points = sweep(TRACE, OPTIONS, num_points=24).points
+    flags = {}
+    for p in points:
+        flag, text = p.flag.split(" ")
+        flags[p.option] = flag
+        # What is read of it is the value itself, not one nearby.
+        typed = float(text)
+        assert (int(typed * 2**30) if flag == "--target-memory" else typed) == p.value
+    assert flags == {
+        "activation_offload_fraction": "--fraction",
+        "target_memory_bytes": "--target-memory",
+        "max_overhead_percent": "--max-overhead",
+    }
+    rows = FRONTIER.render().split("\n")[1:-1]
+    assert all(row.endswith(f" {p.flag}") for row, p in zip(rows, FRONTIER.pareto, strict=True))
+
+
+def test_every_target_of_a_sweep_can_be_met() -> None:
+    by_target = [p for p in FRONTIER.points if p.option == "target_memory_bytes"]
+    assert all(p.peak_bytes <= p.value for p in by_target)
+
+
 def test_progress_goes_from_none_to_all() -> None:
     seen: list[tuple[int, int]] = []
     frontier = sweep(TRACE, OPTIONS, 3, lambda done, total: seen.append((done, total)))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,14 @@ def test_traces_belong_to_the_reports_in_the_same_places(
     assert "another plan" not in page.read_text()
     shown = capsys.readouterr()
     assert shown.out == f"{page}: {page.stat().st_size / 1e6:.1f} MB, 2 ranks\n"
+    assert shown.err == ""
+
+
+def test_the_page_of_one_rank_is_counted_as_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder / "report.json", "--html", folder / "page.html") == 0
+    assert capsys.readouterr().out.endswith(" MB, 1 rank\n")
 
 
 def test_ranks_without_a_trace_have_no_timeline(folder: Path) -> None:
@@ -105,6 +114,22 @@ WRONG = {
         ["--plan", "none.json", "--html", "page.html"],
         "none.json does not exist; run slipstream plan with --output none.json to write it",
     ),
+    "folder for a trace": (
+        ["--trace", ".", "--html", "page.html"],
+        "--trace=. is a folder; give a file that --offload-trace-path wrote",
+    ),
+    "folder for a plan": (
+        ["--plan", ".", "--html", "page.html"],
+        "--plan=. is a folder; give a file that 'slipstream plan --output' wrote",
+    ),
+    "folder for the page": (
+        ["--html", "folder.html"],
+        "--html=folder.html is a folder; name a file in a folder that can be written",
+    ),
+    "page in a file": (
+        ["--html", "report.json/page.html"],
+        "--html=report.json/page.html is not in a folder: a part of its path is a file; name",
+    ),
     "no trace": (
         ["--trace", "report.json", "--html", "page.html"],
         "report.json is not a whole slipstream-trace",
@@ -121,13 +146,28 @@ def test_what_does_not_fit_is_refused_with_its_cure(
     message: str,
 ) -> None:
     monkeypatch.chdir(folder)
+    Path("folder.html").mkdir()
     before = Path("report.json").read_text()
     assert run("report.json", *arguments) == 2
     shown = capsys.readouterr()
-    assert shown.err.splitlines()[-1].startswith(f"error: {message}")
+    assert shown.err.startswith(f"error: {message}")
+    assert shown.err.count("\n") == 1
     assert shown.out == ""
     assert not Path("page.html").exists()
     assert Path("report.json").read_text() == before
+
+
+def test_a_page_that_cannot_be_written_in_the_end_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    page = folder / "page.html"
+    assert run(folder / "report.json", "--html", page) == 2
+    error = f"error: --html={page} cannot be opened: no space left on device; name a file in a"
+    assert capsys.readouterr().err.startswith(error)
 
 
 def test_a_trace_does_not_say_which_of_several_ranks_it_is_of(

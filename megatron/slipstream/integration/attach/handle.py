@@ -100,13 +100,18 @@ def attach(
         ends it. The handle need not be kept.
 
     Raises:
-        ValueError: A pattern chooses nothing, an option or its value is not supported, a chosen
-            module is attached already, or the model lies on several GPUs.
+        ValueError: An argument is of another type, a pattern chooses nothing, an option or its
+            value is not supported, a chosen module is attached already, or the model lies on
+            several GPUs.
         RuntimeError: torch is older than 2.8.
     """
     if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
         raise RuntimeError(f"attach() needs torch 2.8 or newer, this is {torch.__version__}")
-    config = config or OffloadConfig()
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model={model!r} is no module; give the torch.nn.Module to attach to")
+    config = OffloadConfig() if config is None else config
+    if not isinstance(config, OffloadConfig):
+        raise ValueError(f"config={config!r} is no OffloadConfig; give OffloadConfig(...), or none")
     check_rules(ATTACH_RULES, config)
     own = SimpleNamespace(
         fine_grained_activation_offloading=True,
@@ -114,7 +119,7 @@ def attach(
         activation_offload_fraction=activation_offload_fraction,
     )
     check_rules((rule for rule in MODEL_RULES if rule.option in _OWN_OPTIONS), own)
-    if isinstance(patterns, (str, type)):
+    if isinstance(patterns, (str, type)) or not isinstance(patterns, Iterable):
         patterns = [patterns]
     matches = find_modules(model, patterns)
     _check_not_attached(model, matches)

@@ -1,0 +1,65 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What to tell a user whose file cannot be read or written: the option, the path and the cure."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def wrong_with(error: OSError) -> str:
+    """What is wrong with a file, to be said after its option and its path."""
+    if error.errno == errno.ENOENT:
+        return "does not exist"
+    if error.errno == errno.EISDIR:
+        return "is a folder"
+    # The second is what mkdir says.
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return "is not in a folder: a part of its path is a file"
+    return f"cannot be opened: {(error.strerror or str(error)).lower()}"
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Around what writes the file that an option names.
+
+    Raises:
+        ValueError: It cannot be written. The message names the option and the path as it was given,
+            whichever file or folder the error was of.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{option}={path} {wrong_with(error)}; name a file in a folder that can be written"
+        ) from error
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Refuse early what could not be written in the end. Nothing that stays is made.
+
+    Raises:
+        ValueError: As :func:`writing`.
+    """
+    with writing(option, path):
+        if path.is_dir():
+            raise _os_error(errno.EISDIR, path)
+        # Folders that are missing are made, in the first one that is there.
+        above = next(folder for folder in path.absolute().parents if folder.exists())
+        if not above.is_dir():
+            raise _os_error(errno.ENOTDIR, above)
+        try:
+            # Some file systems let nobody make files, whatever the permissions of a folder say.
+            with tempfile.TemporaryFile(dir=above):
+                pass
+        except FileNotFoundError:
+            raise _os_error(errno.EACCES, above) from None
+
+
+def _os_error(number: int, path: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(path))

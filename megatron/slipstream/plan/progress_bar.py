@@ -1,0 +1,22 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The progress bar of the ``slipstream`` command."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+def bar_on_stderr() -> Progress:
+    """A bar on a terminal, which is gone when it ends; where stderr is none, nothing at all."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # Of this stream, whatever is put in its place meanwhile, as while megatron's flags are parsed.
+    console = Console(file=sys.stderr)
+    # Without a terminal, a bar that is not disabled still ends in an empty line.
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
