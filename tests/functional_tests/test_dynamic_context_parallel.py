@@ -16,12 +16,16 @@ from typing import Any, Optional
 
 import pytest
 from banked_gpt import Banked, compare_bank, every_order, random_sizes
-from ranks import run_ranks
+from ranks import TIMEOUT_S, run_ranks
 from replayed_gpt import DROP_AND_PAD
 from shared_documents import Found, Setting, Sizes, compare_sizes, losses_of_stages
 from tiny_gpt import DENSE_MODULES, ModelCase
 
 from megatron.slipstream.context_parallel.limits import RankLimits
+
+# Up to two minutes with two GPUs to themselves. Longer than run_ranks waits, which can tell what is
+# late.
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 LOSS_TOLERANCE = 0.01
 """Of the mean loss, which is about 7."""

@@ -9,14 +9,13 @@ every rank, as hashes of their bytes.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import run_ranks
-from run_records import read_records, result_of
+from training_runs import read_records, result_of, train_main, train_on_ranks
 
 ROOT = Path(__file__).parents[2]
 PLAY = ROOT / "examples" / "data" / "first_folio" / "macbeth.txt"
@@ -52,8 +51,6 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags that name the speeches of a play and their tokenizer."""
-    import megatron.slipstream.integration.providers  # noqa: F401  (once, for all that fork)
-
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         import preprocess_text
@@ -64,20 +61,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--data-path", str(prefix), "--tokenizer-json", f"{prefix}-tokenizer.json"]
 
 
-def _main(rank: int, num_ranks: int, port: int, folder: Path, flags: list[str]) -> int:
-    from megatron.slipstream.integration import training
-
-    os.chdir(folder)
-    return training.main(flags)
-
-
-def _train(num_ranks: int, flags: list[str], record: Path) -> list[dict[str, Any]]:
-    """Train and return each rank's record."""
-    flags = [*COMMON, *flags, "--run-record-path", str(record)]
-    assert run_ranks(num_ranks, _main, record.parent, flags) == [0] * num_ranks
-    return read_records(num_ranks, record)
-
-
 @pytest.mark.parametrize("num_ranks, flags", LAYOUTS)
 def test_packed_training_learns_the_same_with_the_engine(
     num_ranks: int, flags: list[str], corpus: list[str], tmp_path: Path
@@ -85,8 +68,8 @@ def test_packed_training_learns_the_same_with_the_engine(
     modules = [*MODULES, "expert_fc1", "moe_act"] if "--num-experts" in flags else MODULES
     offload = ["--fine-grained-activation-offloading", "--offload-modules", *modules]
     offload += ["--min-offloaded-tensor-size", "1"]
-    off = _train(num_ranks, [*corpus, *flags], tmp_path / "off.json")
-    on = _train(num_ranks, [*corpus, *flags, *offload], tmp_path / "on.json")
+    off = train_on_ranks(num_ranks, [*COMMON, *corpus, *flags], tmp_path / "off.json")
+    on = train_on_ranks(num_ranks, [*COMMON, *corpus, *flags, *offload], tmp_path / "on.json")
     assert [result_of(record) for record in on] == [result_of(record) for record in off]
     assert all(record["iterations"][-1]["bytes_offloaded"] > 0 for record in on)
     last = result_of(off[-1])
@@ -110,7 +93,7 @@ def _main_replayed(rank: int, num_ranks: int, port: int, folder: Path, flags: li
         return made
 
     chunk_graphs.replay_chunks = noted
-    assert _main(rank, num_ranks, port, folder, flags) == 0
+    assert train_main(rank, num_ranks, port, folder, flags) == 0
     return sum(graphs.num_replays for graphs in made)
 
 
@@ -126,10 +109,10 @@ def _main_replayed(rank: int, num_ranks: int, port: int, folder: Path, flags: li
 def test_packed_training_learns_the_same_with_chunk_graphs(
     num_ranks: int, flags: list[str], corpus: list[str], tmp_path: Path
 ) -> None:
-    flags = [*corpus, *flags, "--cuda-graph-warmup-steps", "2"]
-    off = _train(num_ranks, flags, tmp_path / "off.json")
+    flags = [*COMMON, *corpus, *flags, "--cuda-graph-warmup-steps", "2"]
+    off = train_on_ranks(num_ranks, flags, tmp_path / "off.json")
     record = tmp_path / "on.json"
-    more = [*COMMON, *flags, *CHUNK_GRAPHS, "--run-record-path", str(record)]
+    more = [*flags, *CHUNK_GRAPHS, "--run-record-path", str(record)]
     num_replays = run_ranks(num_ranks, _main_replayed, tmp_path, more)
     on = read_records(num_ranks, record)
     assert [result_of(record) for record in on] == [result_of(record) for record in off]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_records import read_records, result_of
+from training_runs import result_of, train_on_ranks
 
 from megatron.slipstream.integration import compat
 
@@ -28,7 +28,7 @@ COMMON = """
     --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
     --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear
-    --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --train-iters 4
+    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 4
     --eval-interval 2 --eval-iters 1 --log-interval 1
 """.split()
 MOE = """
@@ -65,29 +65,10 @@ LAYOUTS = {
 }
 
 
-def _train(
-    num_ranks: int, flags: list[str], record: Path, modules: list[str] | None, *more: str
-) -> list[dict[str, Any]]:
-    """Train and return each rank's record."""
-    script = [str(ROOT / "pretrain_gpt.py"), *COMMON, *flags, "--run-record-path", str(record)]
-    if modules is not None:
-        script += ["--fine-grained-activation-offloading", "--offload-modules", *modules]
-        script += ["--min-offloaded-tensor-size", "1", *more]
-    launcher = [sys.executable]
-    if num_ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        launcher += [str(num_ranks)]
-    environment = {
-        **{key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor parallelism
-    }
-    result = subprocess.run(
-        launcher + script, env=environment, cwd=record.parent, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return read_records(num_ranks, record)
+def _offload(modules: list[str], *more: str) -> list[str]:
+    """Flags that switch the engine on."""
+    switch = ["--fine-grained-activation-offloading", "--offload-modules", *modules]
+    return [*switch, "--min-offloaded-tensor-size", "1", *more]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +78,8 @@ def train_without(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], l
     @functools.cache
     def train(layout: str) -> list[dict[str, Any]]:
         num_ranks, flags = LAYOUTS[layout]
-        return _train(num_ranks, flags, tmp_path_factory.mktemp("off") / "off.json", None)
+        record = tmp_path_factory.mktemp("off") / "off.json"
+        return train_on_ranks(num_ranks, [*COMMON, *flags], record)
 
     return train
 
@@ -111,7 +93,7 @@ def test_training_is_the_same_with_the_engine(
         pytest.skip(f"{compat.release()} has no HybridModel")
     modules = MOE_MODULES if "--num-experts" in flags else DENSE_MODULES
     off = train_without(layout)
-    on = _train(num_ranks, flags, tmp_path / "on.json", modules)
+    on = train_on_ranks(num_ranks, [*COMMON, *flags, *_offload(modules)], tmp_path / "on.json")
     assert [result_of(record) for record in on] == [result_of(record) for record in off]
     assert on[0]["iterations"][-1]["bytes_offloaded"] > 0
     peaks = [record[0]["iterations"][-1]["activation_peak_bytes"] for record in (off, on)]
@@ -124,25 +106,18 @@ def test_the_adversarial_backend_trains_the_same(
 ) -> None:
     num_ranks, flags = LAYOUTS["PP2 VPP2, MoE"]
     off = train_without("PP2 VPP2, MoE")
-    on = _train(
-        num_ranks, flags, tmp_path / "on.json", MOE_MODULES, "--offload-backend", "cpu-lazy"
-    )
+    offload = _offload(MOE_MODULES, "--offload-backend", "cpu-lazy")
+    on = train_on_ranks(num_ranks, [*COMMON, *flags, *offload], tmp_path / "on.json")
     assert [result_of(record) for record in on] == [result_of(record) for record in off]
 
 
 def test_the_report_and_the_trace_of_a_run_read_back(tmp_path: Path) -> None:
     report, trace = tmp_path / "report.json", tmp_path / "trace.json"
     num_ranks, flags = LAYOUTS["PP2"]
-    _train(
-        num_ranks,
-        flags,
-        tmp_path / "on.json",
-        DENSE_MODULES,
-        "--offload-report-path",
-        str(report),
-        "--offload-trace-path",
-        str(trace),
-    )
+    # With a record, device memory is read on a CPU too.
+    paths = ["--run-record-path", str(tmp_path / "record.json")]
+    paths += ["--offload-report-path", str(report), "--offload-trace-path", str(trace)]
+    _launch(num_ranks, [*COMMON, *flags, *_offload(DENSE_MODULES, *paths)], tmp_path)
     files = [str(report), str(report.with_suffix(".rank1.json"))]
     shown = _command("report", *files)
     assert "Plan of rank 0" in shown
@@ -155,6 +130,24 @@ def test_the_report_and_the_trace_of_a_run_read_back(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     _command("report", *files, "--trace", *traces, "--html", str(page))
     assert "another plan" not in page.read_text(), "the traces give the plans that were followed"
+
+
+def _launch(num_ranks: int, flags: list[str], folder: Path) -> None:
+    """Train as from a shell."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    environment = {
+        **{key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *flags],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
 
 
 def _command(*arguments: str) -> str:

@@ -40,6 +40,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
         import megatron.core.models.gpt
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.pipeline_parallel  # noqa: F401
+        from torch import _dynamo  # noqa: F401
 
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     port = free_port()
@@ -88,6 +89,10 @@ def _rank_main(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    if not torch.cuda.is_available():
+        # To compile megatron-core's small fused functions anew in each rank takes a fourth of the
+        # tests' time. With a GPU they are compiled, and in what is started as from a shell.
+        torch._dynamo.config.disable = True
     try:
         result = function(rank, num_ranks, port, *arguments)
     except BaseException:

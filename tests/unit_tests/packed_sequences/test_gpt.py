@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_gpt import ModelCase, build_chunks, initialize, make_config
+from tiny_gpt import ModelCase, build_chunks, initialize, make_config, skip_without_model
 
 from megatron.slipstream.integration import compat
 from megatron.slipstream.packed_sequences.batch import packed_sample
@@ -253,8 +253,7 @@ def test_padding_takes_capacity_from_documents_unless_it_is_excluded() -> None:
 
 @pytest.mark.parametrize("case", [MOE, HYBRID], ids=["GPT", "hybrid"])
 def test_routers_count_no_padding(case: ModelCase) -> None:
-    if case.kind == "hybrid" and not compat.has_hybrid_models():
-        pytest.skip(f"{compat.release()} has no HybridModel")
+    skip_without_model(case)
     ((change, num_routed),) = run_ranks(1, _change_by_padding, case, True)
     assert change is None
     assert set(num_routed) == {2 * sum(LENGTHS)}
