@@ -92,7 +92,7 @@ FIGURES = ("memory", "compute", "host", "copies")
 bound), host time, copies as the profiler sees them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Limits:
     """How long to go on with each variant, and what to find out."""
 
@@ -107,6 +107,8 @@ class Limits:
     """Iterations of ours before those, at most. It goes on until its plan is settled: after the
     first ones it plans anew up to three times, and tries out what a plan for an allowed overhead
     costs."""
+    planning_seconds: float = 120.0
+    """For those, of each engine of ours."""
     num_memory_iterations: int = 3
     """Of each engine alone, after as many others but two at most."""
     figures: tuple[str, ...] = FIGURES

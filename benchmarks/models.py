@@ -20,6 +20,7 @@ from benchmarks.cases import ModelCase
 from megatron.slipstream.context_parallel.documents import shared_sample
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Share
+from megatron.slipstream.integration import compat
 
 
 def use_gpu() -> bool:
@@ -36,7 +37,6 @@ def initialize(
 ) -> None:
     """Process groups and random generators for ``case``; the CPU shims where there is no GPU."""
     from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     if not use_gpu():
         from megatron.slipstream.integration.cpu_only import install_cpu_shims
@@ -56,7 +56,7 @@ def initialize(
         )
     parallel_state.destroy_model_parallel()
     _close_groups()
-    destroy_moe_metrics_tracker()  # sized for the layers of the model before
+    compat.forget_expert_metrics()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
@@ -190,8 +190,6 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.hybrid import hybrid_layer_specs
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     common: dict[str, Any] = {
         "config": config,
@@ -204,6 +202,9 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
         "vp_stage": vp_stage,
     }
     if case.kind == "hybrid":
+        from megatron.core.models.hybrid import hybrid_layer_specs
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
         spec = hybrid_layer_specs.hybrid_stack_spec
         if not use_gpu():
             from megatron.slipstream.integration.cpu_modules import local_hybrid_stack_spec

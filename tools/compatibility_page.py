@@ -303,11 +303,17 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
             Setting(
                 f"FP8, {recipe}",
                 {"fp8": "hybrid", "fp8_recipe": recipe},
-                {"chunk graphs": chunk_tests} if chunk_tests else {},
+                {
+                    "offloading": (("gpu", "def test_fp8(recipe"),),
+                    **({"chunk graphs": chunk_tests} if chunk_tests else {}),
+                },
             )
             for recipe, chunk_tests in {
-                "tensorwise": (("chunks", '"FP8": ModelCase('),),
-                "blockwise": (),
+                "tensorwise": (
+                    ("chunks", '"FP8": ModelCase('),
+                    ("chunks, gpu", '"FP8": on_gpu('),
+                ),
+                "blockwise": (("chunks, gpu", '"FP8, blocks": on_gpu('),),
                 "delayed": (),
             }.items()
         ),

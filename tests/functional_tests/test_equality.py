@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from tiny_gpt import DENSE_MODULES, MOE_MODULES, Comparison, ModelCase, compare
+from tiny_gpt import (
+    DENSE_MODULES,
+    MOE_MODULES,
+    Comparison,
+    ModelCase,
+    compare,
+    skip_without_model,
+)
 
 from megatron.slipstream.integration import compat
 
@@ -70,10 +77,11 @@ def _check(
     counts: tuple[int, ...],
     offload: dict[str, Any] | None = None,
     num_ranks: int = 1,
+    reads_memory: bool = False,
 ) -> list[Comparison]:
-    if case.kind == "hybrid" and not compat.has_hybrid_models():
-        pytest.skip(f"{compat.release()} has no HybridModel")
-    results = run_ranks(num_ranks, compare, case, modules, backend, counts, offload)
+    skip_without_model(case)
+    arguments = (case, modules, backend, counts, offload, reads_memory)
+    results = run_ranks(num_ranks, compare, *arguments)
     assert [result.difference for result in results] == [None] * num_ranks
     return results
 
@@ -83,6 +91,17 @@ def _check(
 def test_one_rank(case: ModelCase, backend: str) -> None:
     (result,) = _check(case, _modules(case), backend, (1, 3, 3, 2, 3))
     assert result.moved_bytes > 0
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize(
+    "name, counts", [("moe", (2, 2, 2)), ("moe", (2, 2, 1, 2)), ("hybrid", (2, 2, 1, 2))], ids=str
+)
+def test_the_peak_drops_as_planned(name: str, counts: tuple[int, ...]) -> None:
+    """After the longer counts, the engine reads the memory of the very step that is measured."""
+    case = ONE_RANK[name]
+    (result,) = _check(case, _modules(case), "cpu", counts, reads_memory=True)
+    assert result.peak_drop_bytes == result.planned_drop_bytes > 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

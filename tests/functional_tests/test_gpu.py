@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
 from ranks import run_ranks
-from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare
+from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare, skip_without_model
 
 DENSE = ModelCase(
     "dense",
@@ -141,6 +141,7 @@ def test_fp8_experts() -> None:
 @pytest.mark.gpu
 def test_hybrid() -> None:
     case = ModelCase(**{**vars(MOE), "kind": "hybrid", "num_layers": 12})
+    skip_without_model(case)
     result = _check(case, MOE_MODULES, (2, 2, 1, 2))
     assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
 

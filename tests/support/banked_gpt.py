@@ -31,7 +31,7 @@ from tiny_gpt import build_chunks, first_difference, initialize, make_config, us
 from benchmarks.models import wrap
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.context_parallel.scheduler import share_of
-from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration import compat, mcore
 
 Steps = Sequence[Sequence[int]]
 """The sizes of each iteration's micro-batches."""
@@ -142,7 +142,6 @@ class Training:
         offload_modules: Sequence[str] = (),
     ) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
         from megatron.slipstream.integration.chunk_graphs import replay_chunks
         from megatron.slipstream.integration.context_parallel_groups import (
@@ -152,7 +151,7 @@ class Training:
             with_dynamic_context_parallelism,
         )
 
-        destroy_moe_metrics_tracker()
+        compat.forget_expert_metrics()
         self.setting = setting
         self.groups = context_parallel_groups(setting.limits)
         self.config = make_config(setting.case, offload_modules)
@@ -173,25 +172,31 @@ class Training:
 
     def run(self, steps: Steps) -> list[list[torch.Tensor]]:
         """Losses, gradients and state of each iteration."""
-        results = []
-        for step, sizes in enumerate(steps):
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            forget_rotary_tables(self.chunks)
-            result = self._pass(sizes)
-            for chunk in self.chunks:
-                chunk.finish_grad_sync()
-            result += gradients_and_state(self.chunks)
-            update(self.chunks)
-            if step % 5 == 1:
-                with torch.no_grad():
-                    result += self._pass(sizes, forward_only=True)
-            assert all(tensor.isfinite().all() for tensor in result)
-            results.append([tensor.cpu() for tensor in result])
-            if use_gpu() and self.graphs and step:
-                del result
-                self.allocated_bytes.append(torch.cuda.memory_allocated())
-        return results
+        gc.collect()
+        gc.freeze()  # Each iteration collects, and need not look through all that was imported.
+        try:
+            return [self._iterate(step, sizes) for step, sizes in enumerate(steps)]
+        finally:
+            gc.unfreeze()
+
+    def _iterate(self, step: int, sizes: Sequence[int]) -> list[torch.Tensor]:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        forget_rotary_tables(self.chunks)
+        result = self._pass(sizes)
+        for chunk in self.chunks:
+            chunk.finish_grad_sync()
+        result += gradients_and_state(self.chunks)
+        update(self.chunks)
+        if step % 5 == 1:
+            with torch.no_grad():
+                result += self._pass(sizes, forward_only=True)
+        assert all(tensor.isfinite().all() for tensor in result)
+        kept = [tensor.cpu() for tensor in result]
+        if use_gpu() and self.graphs and step:
+            del result
+            self.allocated_bytes.append(torch.cuda.memory_allocated())
+        return kept
 
     def _pass(self, sizes: Sequence[int], forward_only: bool = False) -> list[torch.Tensor]:
         from megatron.core.pipeline_parallel import get_forward_backward_func

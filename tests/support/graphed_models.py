@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
+from device_memory import memory_to_itself
 from tiny_gpt import build_chunks, first_difference, initialize
 
 from benchmarks import graphed
@@ -16,10 +17,13 @@ from benchmarks.cases import ModelCase
 from benchmarks.graphed import capture_layers, prepare_unwrapped
 from benchmarks.measure import give_back_unused_memory
 from benchmarks.models import make_config, micro_batches, run_schedule
+from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import mcore
 
 NUM_EAGER_STEPS = 3
+MEMORY_NEEDED_BYTES = 16 << 30
+"""More device memory than the models take whose graphs' memory is measured."""
 
 
 def with_graphs(case: ModelCase, modules: Sequence[str], **overrides: Any) -> ModelCase:
@@ -181,3 +185,38 @@ def compare(
             results.append([training.losses, gradients])
             graphed_bytes = training.graphed_bytes
     return Compared(first_difference(*results), graphed_bytes)
+
+
+def graph_memory(
+    rank: int,
+    world_size: int,
+    port: int,
+    case: ModelCase,
+    offload_modules: Sequence[str],
+    offload: dict[str, Any],
+) -> tuple[list[int], int]:
+    """What a case's graphs take without and with offloading, and what a replay of them moves.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        port: Where they meet.
+        case: Of :func:`with_graphs`.
+        offload_modules: What moves.
+        offload: megatron-core's other offloading options.
+
+    Raises:
+        AssertionError: Other processes have the memory that this one needs.
+    """
+    sizes, moved = [], 0
+    with memory_to_itself(MEMORY_NEEDED_BYTES):
+        for modules in ((), offload_modules):
+            before = graph_pool_bytes()
+            options = offload if modules else {}
+            with Training(case, modules, 2, 0.0, rank, world_size, port, **options) as training:
+                training.step(NUM_EAGER_STEPS)
+                training.capture()
+                sizes.append(graph_pool_bytes() - before)
+                training.step(2)
+                moved = training.graphed_bytes
+    return sizes, moved

@@ -14,7 +14,7 @@ from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make
 
 from benchmarks.models import use_gpu, wrap
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration import compat, mcore
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 """Experts with static shapes."""
@@ -149,11 +149,9 @@ def _train(
     poison: Optional[Poison] = None,
     offload_modules: Sequence[str] = (),
 ) -> tuple[list[list[torch.Tensor]], list[Any]]:
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
     from megatron.slipstream.integration.chunk_graphs import replay_chunks
 
-    destroy_moe_metrics_tracker()
+    compat.forget_expert_metrics()
     config = make_config(case, offload_modules)
     models = build_chunks(case, config)
     if config.fp8:

@@ -4,19 +4,31 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Optional
-from unittest.mock import MagicMock
+from unittest import mock
 
+import pytest
 import torch
 
-from benchmarks import models
 from benchmarks.cases import DENSE_MODULES, MOE_MODULES, ModelCase
-from benchmarks.models import make_config, micro_batches, run_schedule, use_gpu
+from benchmarks.models import (
+    build_chunks,
+    initialize,
+    make_config,
+    micro_batches,
+    run_schedule,
+    use_gpu,
+)
+from megatron.slipstream.fine_grained_activation_offload.backend import (
+    Backend,
+    CpuBackend,
+    make_backend,
+)
 from megatron.slipstream.integration import compat
+from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 
 __all__ = [
     "DENSE_MODULES",
@@ -29,38 +41,16 @@ __all__ = [
     "initialize",
     "make_config",
     "run_step",
+    "skip_without_model",
     "train",
     "use_gpu",
 ]
 
 
-@contextmanager
-def _stand_ins(*names: str) -> Iterator[None]:
-    """Modules that ``benchmarks.models`` imports and that megatron-core 0.17 does not have.
-
-    Nothing of them takes part: there are no hybrid models without them, and every CPU test has a
-    process of its own, without metrics of a model before.
-    """
-    missing = () if compat.has_hybrid_models() else names
-    sys.modules.update({name: MagicMock() for name in missing})
-    try:
-        yield
-    finally:
-        for name in missing:
-            del sys.modules[name]
-
-
-def initialize(case: ModelCase, rank: int = 0, world_size: int = 1, port: int = 0) -> None:
-    """``benchmarks.models.initialize`` on every release."""
-    with _stand_ins("megatron.core.transformer.moe.moe_logging"):
-        models.initialize(case, rank, world_size, port)
-
-
-def build_chunks(case: ModelCase, config: Any) -> list[torch.nn.Module]:
-    """``benchmarks.models.build_chunks`` on every release."""
-    package = "megatron.core.models.hybrid"
-    with _stand_ins(package, f"{package}.hybrid_layer_specs", f"{package}.hybrid_model"):
-        return models.build_chunks(case, config)
+def skip_without_model(case: ModelCase) -> None:
+    """Skip the test where the installed megatron-core has no model of this kind."""
+    if case.kind == "hybrid" and not compat.has_hybrid_models():
+        pytest.skip(f"{compat.release()} has no HybridModel")
 
 
 def run_step(
@@ -125,7 +115,7 @@ class Comparison:
     moved_modules: tuple[str, ...]
     num_late: int
     peak_drop_bytes: int = 0
-    """By how much the device peak of the last step is lower (GPU)."""
+    """By how much the device peak of the last step is lower; 0 where memory was not read."""
     planned_drop_bytes: int = 0
     baseline_peak_bytes: int = 0
     is_timed: bool = False
@@ -141,6 +131,7 @@ def compare(
     backend: str,
     counts: Sequence[int],
     offload: Optional[dict[str, Any]] = None,
+    reads_memory: bool = False,
 ) -> Comparison:
     """Train ``case`` with the engine off and on; to be run on every rank.
 
@@ -153,6 +144,7 @@ def compare(
         backend: The engine's backend.
         counts: Micro-batches of each step.
         offload: More options of megatron-core's, or of ``OffloadConfig`` (``offload_...``).
+        reads_memory: Also of a CPU, as if that were the device. A GPU's is read in any case.
     """
     from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import mcore
@@ -161,17 +153,19 @@ def compare(
     offload = dict(offload or {})
     own = {name: offload.pop(name) for name in list(offload) if name.startswith("offload_")}
     config = make_config(case)
-    chunks = build_chunks(case, config)
-    expected = train(case, config, chunks, counts)
-    baseline_peak = _peak_of_one_more_step(case, config, chunks, counts[-1])
-    del chunks
+    with _counted(make_backend(backend), reads_memory) as memory:
+        chunks = build_chunks(case, config)
+        expected = train(case, config, chunks, counts)
+        baseline_peak = _peak_of_one_more_step(case, config, chunks, counts[-1], memory)
+        del chunks
 
     mcore.uninstall()
     manager = mcore.install(OffloadConfig(offload_backend=backend, **own))
     config = make_config(case, offload_modules, **offload)
-    chunks = build_chunks(case, config)
-    actual = train(case, config, chunks, counts)
-    peak = _peak_of_one_more_step(case, config, chunks, counts[-1])
+    with _counted(manager.store.backend, reads_memory) as memory:
+        chunks = build_chunks(case, config)
+        actual = train(case, config, chunks, counts)
+        peak = _peak_of_one_more_step(case, config, chunks, counts[-1], memory)
     manager.finish_report()
     modules = manager.report.modules
     return Comparison(
@@ -186,16 +180,39 @@ def compare(
     )
 
 
-def _peak_of_one_more_step(case: ModelCase, config: Any, chunks: Any, count: int) -> int:
+@contextmanager
+def _counted(backend: Backend, on_cpu: bool) -> Iterator[Backend]:
+    """Inside, the backend tells device memory; if asked to, also where a CPU stands for it."""
+    if not (on_cpu and isinstance(backend, CpuBackend)):
+        yield backend
+        return
+    with DeviceMemoryMeter() as backend.meter:
+        yield backend
+    backend.meter = None
+
+
+def _peak_of_one_more_step(
+    case: ModelCase, config: Any, chunks: Any, count: int, backend: Backend
+) -> int:
     """Device peak of a step like those of :func:`train`, which plans are made from: its gradients
-    are allocated in backward. In bytes above what stays; 0 on CPU."""
-    if not use_gpu():
+    are allocated in backward. In bytes above what stays; 0 where nothing counts them."""
+    if backend.memory() is None:
         return 0
     for chunk in chunks:
         chunk.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run_step(case, config, chunks, 0, count)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    if use_gpu():
+        torch.cuda.synchronize()
+    reset, peaks = backend.reset_peak_memory, []
+
+    def note_and_reset() -> None:
+        peaks.append(backend.memory()[1])
+        reset()
+
+    reset()
+    before, _ = backend.memory()
+    # The step may be one of those that the engine reads: [Note: The recorder resets the peak
+    # counter]. Asked for only at the end, the counter knows no more than what followed the last
+    # mark.
+    with mock.patch.object(backend, "reset_peak_memory", note_and_reset):
+        run_step(case, config, chunks, 0, count)
+    return max([*peaks, backend.memory()[1]]) - before

@@ -107,7 +107,15 @@ def measure_smoke(rank: int, num_ranks: int, port: int, rows: Path) -> int:
     gc.freeze()  # what the tests have imported is not to be looked through time and again
     case = find_case(SMOKE)
     variants = (case.variants[0], case.variants[-1])
-    limits = Limits(2, 2, 1.0, 1, 12, 1, ("memory",))
+    limits = Limits(
+        min_iterations=2,
+        max_iterations=2,
+        seconds=1.0,
+        num_warmups=1,
+        max_planning=12,
+        num_memory_iterations=1,
+        figures=("memory",),
+    )
     return work(Job(case, variants, ("slipstream",), {}, limits, rows, "run", "command"))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmark_runs import benchmark
@@ -14,6 +15,7 @@ from benchmark_runs import benchmark
 from benchmarks import run
 from benchmarks.cases import CASES, Limits, engine_labels, find_case, select_variants
 from benchmarks.rows import Row, RowWriter, read_rows
+from benchmarks.variant import VariantRun
 from benchmarks.worker import EXIT_ENGINE_FAILED
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.files import load_trace
@@ -180,10 +182,20 @@ def test_a_short_run_is_made_of_options_that_every_rank_gets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     given = "--warmups 1 --min-iterations 3 --max-iterations 4 --memory-iterations 1 "
-    given += f"--max-planning 12 --figures memory,host --micro-batches 6 --output {tmp_path}"
+    given += "--max-planning 12 --planning-seconds 7 --figures memory,host --micro-batches 6 "
+    given += f"--output {tmp_path}"
     options = options_of(*given.split())
     job = run._job(options, find_case("smoke_pp2"), "run", "command")
-    assert job.limits == Limits(3, 4, 30.0, 1, 12, 1, ("memory", "host"))
+    assert job.limits == Limits(
+        min_iterations=3,
+        max_iterations=4,
+        seconds=30.0,
+        num_warmups=1,
+        max_planning=12,
+        planning_seconds=7.0,
+        num_memory_iterations=1,
+        figures=("memory", "host"),
+    )
     assert job.case.num_micro_batches == 6
     started: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, env: started.append(command))
@@ -191,3 +203,32 @@ def test_a_short_run_is_made_of_options_that_every_rank_gets(
     (command,) = started
     of_rank = run._parser().parse_args(command[3:])
     assert run._job(of_rank, find_case("smoke_pp2"), "run", "command") == job
+
+
+@pytest.mark.parametrize(
+    ("limits", "settles_after", "expected"),
+    [
+        (Limits(max_planning=5), 3, 3),
+        (Limits(max_planning=5), 9, 5),
+        (Limits(max_planning=50, planning_seconds=0.02), 49, 1),
+    ],
+)
+def test_planning_ends_when_settled_or_at_its_limits(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits, settles_after: int, expected: int
+) -> None:
+    clock_s = iter(0.015 * number for number in range(200))
+    monkeypatch.setattr("benchmarks.variant.time.perf_counter", lambda: next(clock_s))
+    monkeypatch.setattr("benchmarks.variant.maximum_of_ranks", lambda value: value)
+    manager = SimpleNamespace(is_settled=False)
+    steps: list[int] = []
+
+    def attempt(label: str, function: object, run: object, iteration: int) -> str:
+        steps.append(iteration)
+        manager.is_settled = len(steps) == settles_after
+        return "done"
+
+    run_of_variant = VariantRun.__new__(VariantRun)
+    run_of_variant._attempt = attempt  # type: ignore[method-assign]
+    engine = SimpleNamespace(is_ours=True, manager=manager, run=None)
+    run_of_variant._plan("slipstream", engine, limits)  # type: ignore[arg-type]
+    assert len(steps) == expected
