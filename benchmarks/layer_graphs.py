@@ -38,7 +38,7 @@ from benchmarks.engines import (
 )
 from benchmarks.figures import Pace, loss_difference
 from benchmarks.graphed import capture_layers, prepare_unwrapped, with_graphs
-from benchmarks.measure import Step, reserved_bytes, timed_step, without_garbage_collection
+from benchmarks.measure import Step, timed_step, without_garbage_collection
 from benchmarks.models import initialize, use_gpu
 from benchmarks.rows import RowWriter
 from benchmarks.variant import LOSS_TOLERANCE, describe, report_fields
@@ -78,8 +78,8 @@ without it. What the table says:
   ms         median of a step, with its interquartile range
   slower     by how much than 'graph' (without a GPU: 'eager'): median of neighbouring steps, with
              its standard error
-  held       device memory reserved right after the capture, with an empty cache, beside weights:
-             what graphs and their inputs take for as long as they exist
+  held       device memory taken right after the capture, beside weights: pools of graphs, and
+             tensors outside of them
   graphs     of that, what lies in the memory pools of graphs
   step       the most that a step allocates on top
   moved      bytes copied out in a step, as the profiler saw them (if it saw none: as engines say)
@@ -207,7 +207,7 @@ class Way:
         self.peaks: list[int] = []
         """The most that each step allocated beside what there was."""
         _forget_gradients(base.chunks)  # which all share, so that they count nowhere
-        self._held_before, self._pool_before = reserved_bytes(), graph_pool_bytes()
+        self._held_before, self._pool_before = _held_bytes(), graph_pool_bytes()
         self._graphs: Any = None
         is_megatrons = name == MEGATRON
         modules = self.case.modules if OFFLOAD in name else ()
@@ -241,7 +241,7 @@ class Way:
                 self._graphs = capture_layers(
                     self._model, self._config, self._chunks, self.case.num_micro_batches
                 )
-        self.held_bytes = reserved_bytes() - self._held_before
+        self.held_bytes = _held_bytes() - self._held_before
         self.pool_bytes = graph_pool_bytes() - self._pool_before
 
     def step(self, number: int) -> Step:
@@ -287,6 +287,17 @@ class Way:
 def can_capture() -> bool:
     """Whether there are CUDA graphs."""
     return use_gpu()
+
+
+def _held_bytes() -> int:
+    """Device memory of graphs, used or not, and of tensors outside of them; 0 without a GPU."""
+    if not use_gpu():
+        return 0
+    return graph_pool_bytes() + sum(
+        segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) == (0, 0)
+    )
 
 
 def _forget_gradients(chunks: Sequence[torch.nn.Module]) -> None:

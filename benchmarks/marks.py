@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.engines import Engine
 from benchmarks.models import use_gpu
-from megatron.slipstream.plan.trace import StepKind
+from megatron.slipstream.plan.trace import OUTPUT_LAYER, StepKind
 
 MANAGER_METHODS = (
     "init_model_chunk_offload_handler",
@@ -163,6 +163,9 @@ class MarkClock:
 
     def cur_forward_chunk(self) -> _ClockMark:
         return _ClockMark(self)
+
+    def mark_output(self, kind: StepKind) -> None:
+        self.note(kind, OUTPUT_LAYER)
 
     def __enter__(self) -> MarkClock:
         return self

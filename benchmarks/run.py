@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("off", "megatron", "slipstream")
 PASSED_ON = (
     *("min_iterations", "max_iterations", "warmups", "max_planning", "memory_iterations"),
-    *("seconds_per_variant", "figures", "micro_batches", "output", "name"),
+    *("planning_seconds", "seconds_per_variant", "figures", "micro_batches", "output", "name"),
 )
 """Options that ranks get as they are."""
 GRACE_S = 5
@@ -62,10 +62,11 @@ what is written, to DIR/NAME.*:
   _tradeoff.png     that against the memory it saves
 
 how long it takes: an engine is done when the standard error of its median step is below 0.2% of it,
-but not before --min-iterations, nor after --max-iterations or --seconds-per-variant. To that add a
-few seconds a variant for building, warm-up, memory and profiles. Where an iteration takes a second,
-little enough is --warmups 1 --min-iterations 3 --max-iterations 3 --memory-iterations 1
---max-planning 12 --figures memory.
+but not before --min-iterations, nor after --max-iterations or --seconds-per-variant. Before that
+ours plans until its plan is settled, or until --max-planning or --planning-seconds are over (then
+its rows say "is_settled": false). To that add a few seconds a variant for building, warm-up, memory
+and profiles. Where an iteration takes a second, little enough is --warmups 1 --min-iterations 3
+--max-iterations 3 --memory-iterations 1 --max-planning 12 --figures memory.
 """
 
 
@@ -153,13 +154,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     ):
         help_ = f"{text} (default: %(default)s)"
         add(name, type=int, default=default, metavar="N", help=help_)
-    add(
-        "--seconds-per-variant",
-        type=float,
-        default=usual.seconds,
-        metavar="S",
-        help="time for the alternating iterations of a set of modules (default: %(default)s)",
-    )
+    for name, default_s, text in (
+        ("--planning-seconds", usual.planning_seconds, "for planning, of each Slipstream engine"),
+        ("--seconds-per-variant", usual.seconds, "for the iterations of a set of modules in turn"),
+    ):
+        help_ = f"time {text} (default: %(default)s)"
+        add(name, type=float, default=default_s, metavar="S", help=help_)
     add(
         "--figures",
         default=",".join(FIGURES),
@@ -189,13 +189,14 @@ def _limits(options: argparse.Namespace) -> Limits:
         if figure not in FIGURES:
             raise ValueError(f"--figures {figure} is not one; Figures: {', '.join(FIGURES)}")
     return Limits(
-        options.min_iterations,
-        options.max_iterations,
-        options.seconds_per_variant,
-        options.warmups,
-        options.max_planning,
-        options.memory_iterations,
-        figures,
+        min_iterations=options.min_iterations,
+        max_iterations=options.max_iterations,
+        seconds=options.seconds_per_variant,
+        num_warmups=options.warmups,
+        max_planning=options.max_planning,
+        planning_seconds=options.planning_seconds,
+        num_memory_iterations=options.memory_iterations,
+        figures=figures,
     )
 
 

@@ -21,8 +21,8 @@ LEGEND = """\
 - `all` modules: every one that the kind of model can have.
 - `step ms`: median and its standard error, by CUDA events on the slowest rank; `time`: by how much
   longer than with the engine off, in pairs of neighbouring iterations, with its standard error.
-- `bound`: what `time` must at least be if copies ran at the link's full rate and nothing else were
-  lost: per phase of forward or backward marks, the longest of compute, copies out, copies back.
+- `bound`: what `time` must at least be for the plan's peak if copies ran at the link's full rate
+  and nothing else were lost: none out before its group has committed, none back after its use.
 - `act`: peak of allocated device memory less what is resident between steps; `saved`: by how much
   that is lower than with the engine off; `reserved`: the most the caching allocator held.
 - `D2H`: bytes an iteration copies out in copies of 1 MiB and more; `copied/saved`: those of one
@@ -182,12 +182,16 @@ def write_results(path: Path) -> list[Path]:
 
 
 def latest_summaries(rows: Iterable[Row]) -> list[Row]:
-    """The last summary of each case, variant, engine and rank, in order of first appearance."""
+    """The last summary of each case, variant, engine and rank.
+
+    In the order of the suite's cases, and within a case of first appearance.
+    """
     latest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         if row["kind"] == "summary":
             latest[row["case"], row["variant"], row["engine"], row["rank"]] = row
-    return list(latest.values())
+    order = {case.name: number for number, case in enumerate(CASES)}
+    return sorted(latest.values(), key=lambda row: order.get(row["case"], len(order)))
 
 
 def render(rows: Sequence[Row], rows_name: str) -> str:

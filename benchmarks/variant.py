@@ -136,17 +136,23 @@ class VariantRun:
                 if made is not None:
                     self._engines[label] = made
         for label, engine in list(self._engines.items()):
-            for iteration in range(limits.max_planning):
-                is_settled = not engine.is_ours or engine.manager.is_settled
-                if maximum_of_ranks(not is_settled) == 0:
-                    break
-                if self._attempt(label, timed_step, engine.run, iteration) is None:
-                    break
+            self._plan(label, engine, limits)
         for iteration in range(limits.num_warmups):
             for label, engine in list(self._engines.items()):
                 # megatron-core's engine prints a table after its first iteration.
                 with contextlib.redirect_stdout(io.StringIO()):
                     self._attempt(label, timed_step, engine.run, iteration)
+
+    def _plan(self, label: str, engine: Engine, limits: Limits) -> None:
+        """Run iterations until the plan is settled on every rank, or it takes too long."""
+        begin_s = time.perf_counter()
+        for iteration in range(limits.max_planning):
+            is_settled = not engine.is_ours or engine.manager.is_settled
+            elapsed_s = maximum_of_ranks(time.perf_counter() - begin_s)
+            if elapsed_s > limits.planning_seconds or maximum_of_ranks(not is_settled) == 0:
+                return
+            if self._attempt(label, timed_step, engine.run, iteration) is None:
+                return
 
     def _build(self, labels: Sequence[str], make: Callable[..., Any], *arguments: Any) -> Any:
         """What ``make`` returns if it succeeds on every rank; else None, and rows for ``labels``.
@@ -396,7 +402,7 @@ def report_fields(manager: Any) -> dict[str, Any]:
 def bound_fields(
     plan: Plan, timing: Timing, bandwidth: Bandwidth, off_ms: float
 ) -> dict[str, float]:
-    """The physical bound of what the plan moves, from times measured here with nothing moved.
+    """The physical bound of the plan's peak, from times measured here with nothing moved.
 
     Empty if the plan is not one of the marks that were timed. ``off_ms`` is the step with the
     engine off, which the overhead is a share of.
