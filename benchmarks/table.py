@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 
 from benchmarks.cases import CASES, short_name
 from benchmarks.rank_memory import drop_rows
-from benchmarks.rows import Row, read_rows
+from benchmarks.rows import Row, read_rows, with_newer
 
 NONE = "-"
 MIB = 1 << 20
@@ -147,14 +148,32 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the command. Returns 0, or 2 for an error of the user's."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
     parser.add_argument("rows", type=Path, metavar="FILE.jsonl", help="what benchmarks.run wrote")
+    parser.add_argument(
+        "--take",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE.jsonl",
+        help="bring what these files have measured into the first, in place of what it has of the "
+        "same cases and sets of modules",
+    )
     options = parser.parse_args(arguments)
     try:
+        if options.take:
+            _take(options.rows, options.take)
         for path in write_results(options.rows):
             sys.stdout.write(f"{path}\n")
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
+
+
+def _take(path: Path, newer: Sequence[Path]) -> None:
+    rows = read_rows(path) if path.exists() else []
+    for other in newer:
+        rows = with_newer(rows, read_rows(other))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_results(path: Path) -> list[Path]:

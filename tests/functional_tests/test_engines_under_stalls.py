@@ -14,7 +14,7 @@ import pytest
 from facade_toy import outcome
 from toy_model import SCHEDULES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.exclusive]
 
 ONE_F_ONE_B = SCHEDULES["1F1B first of two"]
 FOUR = SCHEDULES["1F1B first of four"]

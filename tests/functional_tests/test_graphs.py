@@ -193,6 +193,7 @@ def test_pipeline_stages(kind: str, scope: tuple[str, ...], stages: str, record_
 LARGE = ModelCase(**{**vars(DENSE), "num_layers": 8, "hidden_size": 2048, "seq_length": 8192})
 
 
+@pytest.mark.exclusive
 @pytest.mark.parametrize("modules", [("core_attn", "attn_proj"), DENSE_MODULES], ids=str)
 def test_the_graphs_need_less_memory(modules: tuple[str, ...], record_row: Row) -> None:
     """By what is away at once: what a replay moves, but for one layer's that is back already.

@@ -73,6 +73,7 @@ def _train_step(case: ModelCase, config: Any, chunks: Any, step: int, count: int
 
 
 @pytest.mark.gpu
+@pytest.mark.exclusive
 @pytest.mark.timeout(1200)
 def test_losses_stay_equal_and_memory_stays_flat(
     request: pytest.FixtureRequest, record_row: Callable[..., None]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import table
-from benchmarks.rows import RowWriter, finished, read_rows
+from benchmarks.rows import RowWriter, finished, read_rows, with_newer
 
 
 def write_summary(writer: RowWriter, engine: str, **fields: Any) -> None:
@@ -139,3 +139,37 @@ def test_a_file_that_holds_no_results_is_refused(
     path.write_text(content)
     assert table.main([str(path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_newer_rows_come_in_place_of_older_ones_of_the_same(tmp_path: Path) -> None:
+    """Whole sets of modules only; what was cut off stays as it was."""
+    older, newer = tmp_path / "older.jsonl", tmp_path / "newer.jsonl"
+
+    def write(path: Path, run: str, variant: str, step_ms: float, ends: bool = True) -> None:
+        writer = RowWriter(path, run)
+        for engine in ("off", "slipstream"):
+            common = {"case": "moe", "variant": variant, "engine": engine}
+            writer.write("iteration", **common, ms=step_ms)
+            if ends or engine == "off":
+                writer.write("summary", **common, rank=0, num_ranks=1, step_ms=step_ms)
+
+    for path, run in ((older, "one"), (newer, "two")):
+        RowWriter(path, run).write("machine", case="moe", device=run)
+    write(older, "one", "a", 1.0)
+    write(older, "one", "b", 1.0)
+    write(newer, "two", "a", 2.0)
+    write(newer, "two", "b", 2.0, ends=False)
+    write(newer, "two", "c", 2.0)
+    rows = with_newer(read_rows(older), read_rows(newer))
+    times = {
+        name: {row.get("ms", row.get("step_ms")) for row in rows if row.get("variant") == name}
+        for name in "abc"
+    }
+    assert times == {"a": {2.0}, "b": {1.0}, "c": {2.0}}
+    assert [row["device"] for row in rows if row["kind"] == "machine"] == ["one", "two"]
+    # Once nothing of a run is left, its machine goes too.
+    rest = RowWriter(tmp_path / "rest.jsonl", "three")
+    write(tmp_path / "rest.jsonl", "three", "b", 3.0)
+    rest.write("machine", case="moe", device="three")
+    rows = with_newer(rows, read_rows(tmp_path / "rest.jsonl"))
+    assert [row["device"] for row in rows if row["kind"] == "machine"] == ["two", "three"]

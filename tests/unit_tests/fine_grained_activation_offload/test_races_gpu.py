@@ -13,7 +13,7 @@ from race_scenarios import SCENARIOS, without_edge
 
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.exclusive]
 
 Row = Callable[..., None]
 

@@ -1,0 +1,113 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What the GPU suite has to run, and what it starts first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import CASES, select_variants
+from tools.gpu_suite.jobs import JOBS, RELEASES, Job, in_order, next_job, select
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def job(name: str, num_gpus: int, seconds: int = 10) -> Job:
+    return Job(name, num_gpus, seconds, ("true",))
+
+
+def test_names_are_those_of_one_job_each() -> None:
+    names = [job.name for job in JOBS]
+    assert len(set(names)) == len(names)
+
+
+def test_patterns_choose_jobs() -> None:
+    assert [job.name for job in select(["bench:moe_long:*"])] == [
+        "bench:moe_long:core_attn+expert_fc1",
+        "bench:moe_long:moe_act",
+        "bench:moe_long:all",
+    ]
+    assert select([]) == list(JOBS)
+
+
+def test_a_pattern_without_a_job_names_those_that_are_near() -> None:
+    with pytest.raises(ValueError, match="no job is called attach; near: attached"):
+        select(["tests", "attach"])
+
+
+def test_every_set_of_modules_of_every_case_is_measured() -> None:
+    benches = [job for job in JOBS if job.name.startswith("bench:")]
+    on_gpus = [case for case in CASES if case.needs_gpu]
+    assert len(benches) == sum(len(case.variants) for case in on_gpus)
+    for bench in benches:
+        words = list(bench.command)
+        case = next(c for c in on_gpus if c.name == words[words.index("--case") + 1])
+        assert len(select_variants(case, [words[words.index("--modules") + 1]])) == 1
+        assert bench.num_gpus == case.num_ranks
+
+
+LISTS_MARKS = """
+import json
+
+def pytest_collection_modifyitems(config, items):
+    marks = {item.nodeid: [mark.name for mark in item.iter_markers()] for item in items}
+    (config.rootpath / config.option.basetemp / "marks.json").write_text(json.dumps(marks))
+"""
+
+
+def test_every_gpu_test_is_in_one_job_of_each_release(tmp_path: Path) -> None:
+    (tmp_path / "lists_marks.py").write_text(LISTS_MARKS)
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "lists_marks"]
+        + ["--basetemp", str(tmp_path), *map(str, files)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        check=True,
+    )
+    marks = {
+        test: set(names)
+        for test, names in json.loads((tmp_path / "marks.json").read_text()).items()
+        if {"gpu", "gpus2", "gpus4"} & set(names)
+    }
+    for release in RELEASES:
+        jobs = [job for job in JOBS if job.release == release and job.name.startswith("tests")]
+        chosen: list[str] = []
+        for job in jobs:
+            wanted = job.command[job.command.index("-m", 2) + 1]
+            tests = [test for test, names in marks.items() if _fits(wanted, names)]
+            assert tests, f"{job.name} has nothing to run"
+            chosen += tests
+        expected = [test for test, names in marks.items() if not release or "releases" in names]
+        assert sorted(chosen) == sorted(expected)
+
+
+def _fits(wanted: str, marks: set[str]) -> bool:
+    """What ``pytest -m`` takes is Python's own language; marks that are not there are False."""
+    return bool(eval(wanted, {}, defaultdict(bool, dict.fromkeys(marks, True))))
+
+
+def test_those_that_need_most_gpus_come_first_then_the_longest() -> None:
+    jobs = [job("short", 1, 5), job("long", 1, 50), job("pair", 2), job("four", 4)]
+    assert [job.name for job in in_order(jobs)] == ["four", "pair", "long", "short"]
+
+
+def test_smaller_jobs_do_not_keep_a_larger_one_waiting() -> None:
+    pair, one = job("pair", 2), job("one", 1)
+    assert next_job([pair, one], num_free=1, seconds_left=100) is None
+    assert next_job([pair, one], num_free=2, seconds_left=100) is pair
+    assert next_job([one], num_free=1, seconds_left=100) is one
+
+
+def test_what_would_be_cut_off_gives_way_to_what_would_not() -> None:
+    long, short = job("long", 2, 50), job("short", 1, 5)
+    assert next_job([long, short], num_free=1, seconds_left=20) is short
+    assert next_job([long, short], num_free=2, seconds_left=4) is None

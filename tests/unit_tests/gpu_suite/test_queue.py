@@ -1,0 +1,157 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Jobs run side by side, each on GPUs of its own, and none outlives its time."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.gpu_suite.command import main
+from tools.gpu_suite.jobs import NUM_WORKERS, OUTPUT, Job
+from tools.gpu_suite.queue import RESULTS, Result, State, run_jobs
+
+NOTES = """
+import json, os, sys, time
+begun = time.monotonic()
+time.sleep(float(sys.argv[2]))
+note = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"], "begun": begun, "ended": time.monotonic()}
+open(f"{sys.argv[1]}/note.json", "w").write(json.dumps(note))
+print("workers", sys.argv[3])
+sys.exit(int(sys.argv[4]))
+"""
+
+
+def job(name: str, num_gpus: int, naps_s: float = 0.3, status: int = 0, seconds: int = 1) -> Job:
+    words = (sys.executable, "-c", NOTES, OUTPUT, str(naps_s), NUM_WORKERS, str(status))
+    return Job(name, num_gpus, seconds, words)
+
+
+def notes(output: Path, *names: str) -> list[dict[str, float]]:
+    return [json.loads((output / name / "note.json").read_text()) for name in names]
+
+
+def states(results: list[Result]) -> dict[str, State]:
+    return {result.name: result.state for result in results}
+
+
+def test_jobs_share_the_gpus_and_none_shares_one(tmp_path: Path) -> None:
+    jobs = [job("a", 1), job("b", 1), job("c", 1), job("pair", 2)]
+    results = run_jobs(jobs, [0, 1], tmp_path, 60)
+    assert set(states(results).values()) == {State.PASSED}
+    a, b, c, pair = notes(tmp_path, "a", "b", "c", "pair")
+    assert pair["gpus"] == "0,1"
+    assert {a["gpus"], b["gpus"]} == {"0", "1"}
+    # Side by side, and what needs both before and not beside them.
+    assert max(a["begun"], b["begun"]) < min(a["ended"], b["ended"])
+    for one in (a, b, c):
+        assert pair["ended"] <= one["begun"]
+    for first, second in ((a, c), (b, c)):
+        if first["gpus"] == second["gpus"]:
+            assert first["ended"] <= second["begun"]
+
+
+def test_a_failure_is_told_and_does_not_hide_the_rest(tmp_path: Path) -> None:
+    told: list[tuple[str, bool]] = []
+    results = run_jobs(
+        [job("bad", 1, 0.0, status=3), job("good", 1, 0.0)],
+        [0],
+        tmp_path,
+        60,
+        lambda name, result: told.append((name, result is not None)),
+    )
+    assert states(results) == {"bad": State.FAILED, "good": State.PASSED}
+    assert told == [("bad", False), ("bad", True), ("good", False), ("good", True)]
+    rows = [json.loads(line) for line in (tmp_path / RESULTS).read_text().splitlines()]
+    assert [(row["name"], row["state"], row["exit_status"]) for row in rows] == [
+        ("bad", "failed", 3),
+        ("good", "passed", 0),
+    ]
+
+
+def test_when_the_time_is_over_what_runs_is_ended_with_its_children(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys; child = subprocess.Popen(['sleep', '60']); "
+        "open(sys.argv[1] + '/child', 'w').write(str(child.pid)); child.wait()"
+    )
+    slow = Job("slow", 1, 1, (sys.executable, "-c", script, OUTPUT))
+    begun_s = time.monotonic()
+    results = run_jobs([slow, job("late", 1, seconds=30)], [0], tmp_path, 2.0)
+    assert time.monotonic() - begun_s < 20
+    assert states(results) == {"slow": State.CUT_OFF, "late": State.NOT_STARTED}
+    child = int((tmp_path / "slow" / "child").read_text())
+    with pytest.raises(ProcessLookupError):
+        _wait_for_end(child)
+
+
+def _wait_for_end(pid: int) -> None:
+    for _ in range(50):
+        os.kill(pid, 0)
+        # A child whose parent is gone may stay as a zombie where nobody collects it.
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            raise ProcessLookupError
+        time.sleep(0.1)
+
+
+def test_a_job_has_its_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    run_jobs([job("one", 1, 0.0), job("pair", 2, 0.0)], [0, 1], tmp_path, 60)
+    assert (tmp_path / "one" / "log.txt").read_text() == "workers 14\n"
+    assert (tmp_path / "pair" / "log.txt").read_text() == "workers 30\n"
+
+
+def test_a_release_comes_before_the_environment(tmp_path: Path) -> None:
+    script = "import sys; print(*sys.path, sep='\\n')"
+    older = Job("older", 1, 1, (sys.executable, "-c", script), release="0.0.1")
+    run_jobs([older], [0], tmp_path, 60)
+    path = (tmp_path / "older" / "log.txt").read_text().splitlines()
+    assert path[1].endswith(os.path.join(".releases", "0.0.1"))
+
+
+def test_more_gpus_than_there_are_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pair needs 2 GPUs, and there are 1"):
+        run_jobs([job("pair", 2)], [0], tmp_path, 60)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_without_gpus_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs")
+    assert main(["tests"]) == 2
+    assert capsys.readouterr().err == "error: torch sees no GPU\n"
+
+
+def test_an_unknown_job_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "graph-bank"]) == 2
+    assert "no job is called graph-bank; near: graph-bank:" in capsys.readouterr().err
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    jobs = [job("good", 1, 0.0), job("bad", 1, 0.0, status=1), job("four", 4)]
+    monkeypatch.setattr("tools.gpu_suite.command.select", lambda patterns: jobs)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_what_passed_before_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output", str(tmp_path / "first")]) == 1
+    shown = capsys.readouterr()
+    assert "left out: four needs 4 GPUs, there are 2" in shown.out
+    assert "good: passed after" in shown.err
+    assert "bad: failed after" in shown.err
+    again = ["--continue", str(tmp_path / "first"), "--output", str(tmp_path / "second")]
+    assert main(again) == 1
+    rows = [json.loads(line) for line in (tmp_path / "second" / RESULTS).read_text().splitlines()]
+    assert [row["name"] for row in rows] == ["bad"]

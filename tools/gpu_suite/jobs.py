@@ -1,0 +1,147 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What there is to run on GPUs, and in which order."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Optional
+
+from benchmarks.cases import CASES, Case, Variant, short_name
+from megatron.slipstream.integration.compat import TESTED_RELEASES
+
+RELEASES = (None, *TESTED_RELEASES[:-1])
+"""Of megatron-core: that of the environment, which is the newest, and the older ones."""
+
+OUTPUT, NUM_WORKERS = "{output}", "{workers}"
+"""In a command: the folder for what the job writes, and the processes that its share of the CPU
+cores is enough for."""
+
+ONE_GPU = "gpu and not gpus2 and not gpus4"
+"""Tests that are marked for several GPUs may be marked for one too, with all of their file."""
+
+VARIANT_SECONDS, TUNING_SECONDS = 100, 130
+"""A set of modules with three engines, and what each more of ours takes, which plans at length."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that gets some GPUs to itself."""
+
+    name: str
+    num_gpus: int
+    seconds: int
+    """What it takes on H200s, roughly: none is started that would be cut off."""
+    command: tuple[str, ...]
+    release: Optional[str] = None
+    """Of megatron-core; None is the one of the environment."""
+
+    def with_more(self, arguments: Sequence[str], prefix: str) -> Job:
+        """With more arguments, if its name begins so."""
+        if not self.name.startswith(prefix):
+            return self
+        return replace(self, command=(*self.command, *arguments))
+
+
+def _tests(
+    name: str,
+    num_gpus: int,
+    seconds: int,
+    marks: str,
+    workers: str = "1",
+    release: Optional[str] = None,
+) -> Job:
+    """With an older release of megatron-core only what touches that."""
+    of_release = f"{marks} and releases" if release else marks
+    command = ["-m", "pytest", "-q", "-m", of_release, "-n", workers, "--dist", "worksteal"]
+    command += ["--durations", "10", f"--junit-xml={OUTPUT}/tests.xml"]
+    suffix = f":{release}" if release else ""
+    return Job(f"{name}{suffix}", num_gpus, seconds, (sys.executable, *command), release)
+
+
+def _measurement(case: Case, variant: Variant) -> Job:
+    """A set of modules, so that several GPUs share a case."""
+    name = f"bench:{case.name}:{short_name(variant.name).replace(' ', '+')}"
+    seconds = VARIANT_SECONDS + TUNING_SECONDS * len(variant.tunings)
+    command = ["-m", "benchmarks.run", "--case", case.name, "--modules", variant.name]
+    command += ["--output", OUTPUT, "--name", "rows"]
+    return Job(name, case.num_ranks, seconds, (sys.executable, *command))
+
+
+def _script(name: str, num_gpus: int, seconds: int, *arguments: str) -> Job:
+    command = (sys.executable, "-m", f"benchmarks.{arguments[0]}", *arguments[1:])
+    return Job(name, num_gpus, seconds, (*command, "--output", f"{OUTPUT}/rows.jsonl"))
+
+
+JOBS: tuple[Job, ...] = (
+    *(
+        _tests("tests", 1, 330, f"{ONE_GPU} and not exclusive", NUM_WORKERS, release)
+        for release in RELEASES
+    ),
+    *(
+        _tests("tests-exclusive", 1, 120, f"{ONE_GPU} and exclusive", release=release)
+        for release in RELEASES
+    ),
+    _tests("tests-two-gpus", 2, 350, "gpus2", "3"),
+    _tests("tests-four-gpus", 4, 420, "gpus4"),
+    *(_measurement(case, variant) for case in CASES if case.needs_gpu for variant in case.variants),
+    *(
+        _script(f"layer-graphs:{case}", 1, 150, "layer_graphs", "--case", case)
+        for case in ("dense", "moe", "moe_experts", "launch_bound")
+    ),
+    *(
+        _script(f"chunk-graphs:{case}", 1, 150, "chunk_graphs", "--case", case)
+        for case in ("launch_bound_thd", "launch_bound", "compute_bound", "experts")
+    ),
+    _script("attached", 1, 200, "attached"),
+    *(
+        _script(f"graph-bank:{ranks}-ranks", ranks, 200, "graph_bank", "--ranks", str(ranks))
+        for ranks in (2, 4)
+    ),
+    *(
+        _script(f"copies:{num}-gpus", num, 60, "concurrent_copies", "--gpus", f"1,{num}")
+        for num in (2, 4, 8)
+    ),
+)
+
+
+def select(patterns: Sequence[str], jobs: Sequence[Job] = JOBS) -> list[Job]:
+    """The jobs whose names match any of the patterns; all of them without a pattern.
+
+    Raises:
+        ValueError: A pattern matches none; names those that are near.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(job.name, pattern) for job in jobs):
+            near = difflib.get_close_matches(pattern, [job.name for job in jobs])
+            cure = f"near: {', '.join(near)}" if near else "--list shows what there is"
+            raise ValueError(f"no job is called {pattern}; {cure}")
+    return [job for job in jobs if not patterns or _matches(job, patterns)]
+
+
+def _matches(job: Job, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(job.name, pattern) for pattern in patterns)
+
+
+def in_order(jobs: Sequence[Job]) -> list[Job]:
+    """Those that need most GPUs first, since they wait for all others; of those the longest."""
+    return sorted(jobs, key=lambda job: (-job.num_gpus, -job.seconds))
+
+
+def next_job(waiting: Sequence[Job], num_free: int, seconds_left: float) -> Optional[Job]:
+    """What to start now: the first that fits into the GPUs and the time, unless a larger one waits.
+
+    Args:
+        waiting: In order.
+        num_free: GPUs that nothing runs on.
+        seconds_left: Until everything has to end.
+    """
+    in_time = [job for job in waiting if job.seconds <= seconds_left]
+    if not in_time or in_time[0].num_gpus > num_free:
+        # What comes later needs fewer, and would keep the first one waiting for ever.
+        return None
+    return in_time[0]
