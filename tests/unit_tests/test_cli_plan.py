@@ -235,6 +235,15 @@ def test_wrong_calls_say_what_is_wrong(
     assert shown.out == ""
 
 
+def test_a_file_of_flags_that_is_no_text_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"--num-layers\xff 4")
+    assert show("--args-file", path) == 2
+    assert f"--args-file={path} is not a text file: " in capsys.readouterr().err
+
+
 def test_help_teaches_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         show("--help")

@@ -292,11 +292,9 @@ def _watched(packs: Iterator[Pack], total: Optional[int], what: str) -> Iterator
 
 class _Bar:
     def __init__(self, total: Optional[int], what: str) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
+        from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
-        # Transient, because training may draw a bar of its own below.
-        self._progress = Progress(console=Console(stderr=True), transient=True)
+        self._progress = bar_on_stderr()
         self._task = self._progress.add_task(what, total=total)
         self._progress.start()
 

@@ -34,6 +34,11 @@ def read_flags(path: Path) -> list[str]:
             f"--args-file={path} {wrong_with(error)}; give a file of megatron's flags, as text or "
             "YAML"
         ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--args-file={path} is not a text file: {error}; give a file of megatron's flags, as "
+            "text or YAML"
+        ) from error
     if path.suffix not in (".yaml", ".yml"):
         try:
             return shlex.split(text.replace("\\\n", " "), comments=True)

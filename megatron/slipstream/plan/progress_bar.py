@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The progress bar of the ``slipstream`` command."""
+"""The progress bar of whatever takes long."""
 
 from __future__ import annotations
 
