@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_module
 from training_runs import result_of, train_on_ranks
 
 from megatron.slipstream.integration import compat
@@ -151,10 +152,6 @@ def _launch(num_ranks: int, flags: list[str], folder: Path) -> None:
 
 
 def _command(*arguments: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-m", "megatron.slipstream.cli", *arguments],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    done = run_module("megatron.slipstream.cli", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -37,11 +37,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
         AssertionError: A rank raised, died or took too long; holds its traceback.
     """
     if not torch.cuda.is_available():
-        import megatron.core.models.gpt
-        import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.pipeline_parallel  # noqa: F401
-        from torch import _dynamo  # noqa: F401
-
+        import_megatron()
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     port = free_port()
     pipes, processes = [], []
@@ -60,6 +56,20 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
         for process in processes:
             process.terminate()
             process.join()
+
+
+def import_megatron() -> None:
+    """What nearly all that is forked from this process is going to import, once for all."""
+    import megatron.core.models.gpt
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.pipeline_parallel  # noqa: F401
+    from torch import _dynamo  # noqa: F401
+
+
+def never_compile() -> None:
+    """To compile megatron-core's small fused functions anew in each process takes a fourth of the
+    tests' time. With a GPU they are compiled, and in what is started as from a shell."""
+    torch._dynamo.config.disable = True
 
 
 def _receive(rank: int, pipe: Any) -> Any:
@@ -90,9 +100,7 @@ def _rank_main(
         MASTER_PORT=str(port),
     )
     if not torch.cuda.is_available():
-        # To compile megatron-core's small fused functions anew in each rank takes a fourth of the
-        # tests' time. With a GPU they are compiled, and in what is started as from a shell.
-        torch._dynamo.config.disable = True
+        never_compile()
     try:
         result = function(rank, num_ranks, port, *arguments)
     except BaseException:

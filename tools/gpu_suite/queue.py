@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -76,7 +77,8 @@ def run_jobs(
     Args:
         jobs: What to run.
         gpus: Numbers of the GPUs to use, as CUDA counts them.
-        output: Each job gets a folder of its name in it, with ``log.txt``; and :data:`RESULTS`.
+        output: Each job gets a folder of its name in it, with ``log.txt``, in place of the one that
+            it had; results are added to :data:`RESULTS`.
         seconds: When these are over, what still runs is ended.
         tell: Hears of starts and ends.
 
@@ -138,7 +140,9 @@ class _Queue:
     def _start(self, job: Job) -> None:
         gpus, self._free = tuple(self._free[: job.num_gpus]), self._free[job.num_gpus :]
         folder = self._output / job.name.replace(":", "_")
-        folder.mkdir(parents=True, exist_ok=True)
+        # Benchmarks refuse to mix their rows with those of an earlier run.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         workers = max((os.cpu_count() or 1) // len(self._gpus) * job.num_gpus - 2, 1)
         values = {OUTPUT: str(folder), NUM_WORKERS: str(workers)}
         with (folder / "log.txt").open("wb") as log:

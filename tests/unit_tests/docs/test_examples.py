@@ -9,10 +9,7 @@ why in the line before it: ``<!-- not run: needs a GPU -->``.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Sequence
 from functools import cache
@@ -21,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 from doc_pages import FLAG, PAGES, ROOT, blocks_of, commands_in, inline_code, name_of
+from forked import run_script
 
 from megatron.slipstream import cli
 
@@ -62,8 +60,8 @@ OTHER_FLAGS = {
 
 # In a process of their own: install() and the shims are for a process.
 _TRY = """
-import argparse, json, os, sys, tempfile, traceback
-given = json.load(sys.stdin)
+import argparse, json, os, pathlib, sys, tempfile, traceback
+given = json.loads(pathlib.Path(sys.argv[1]).read_text())
 os.chdir(tempfile.mkdtemp())
 
 from megatron.slipstream.integration import arguments, cpu_only, mcore
@@ -105,7 +103,7 @@ class Tried(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def tried() -> Tried:
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
     pages = {
         name_of(page): [
             (0, GIVEN.get(name_of(page), "")),
@@ -117,18 +115,11 @@ def tried() -> Tried:
         ]
         for page in PAGES_WITH_PYTHON
     }
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _TRY],
-        input=json.dumps({"pages": pages, "trainings": trainings()}),
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    folder = tmp_path_factory.mktemp("tried")
+    script, given = folder / "try.py", folder / "given.json"
+    script.write_text(_TRY)
+    given.write_text(json.dumps({"pages": pages, "trainings": trainings()}))
+    result = run_script(script, str(given), environment={"CUDA_VISIBLE_DEVICES": ""})
     assert result.returncode == 0, result.stderr[-4000:]
     return Tried(**json.loads(result.stdout.splitlines()[-1]))
 

@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_script
 
 from megatron.slipstream.config import OffloadConfig
 from tools.functional_tests import recipes
 from tools.functional_tests.cases import (
-    ROOT,
     Case,
     command_line,
     expand,
@@ -259,7 +257,7 @@ def test_every_case_that_runs_without_a_gpu_has_golden_values_for_that() -> None
 
 
 _PARSE = """
-import argparse, json, sys
+import argparse, json, pathlib, sys
 from megatron.slipstream.integration import cpu_only
 cpu_only.install_training_shims()
 from megatron.training.arguments import add_megatron_arguments
@@ -267,7 +265,7 @@ from megatron.slipstream.integration.arguments import add_arguments
 parser = argparse.ArgumentParser(allow_abbrev=False)
 add_megatron_arguments(parser)
 add_arguments(parser)
-for words in json.load(sys.stdin):
+for words in json.loads(pathlib.Path(sys.argv[1]).read_text()):
     parser.parse_args(words)
 """
 
@@ -279,12 +277,8 @@ def test_the_training_script_knows_every_flag_of_every_case(tmp_path: Path) -> N
         for platform in ("cpu", "h200"):
             training = Training(case, True, platform, 1, tmp_path, tmp_path)
             lines.append(command_line(training.arguments(), {}))
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _PARSE],
-        input=json.dumps(lines),
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script, words = tmp_path / "parse.py", tmp_path / "words.json"
+    script.write_text(_PARSE)
+    words.write_text(json.dumps(lines))
+    result = run_script(script, str(words))
     assert result.returncode == 0, result.stderr[-1000:]

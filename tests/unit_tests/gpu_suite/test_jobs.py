@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from forked import run_module
 
 from benchmarks.cases import CASES, select_variants
 from tools.gpu_suite.jobs import JOBS, RELEASES, Job, in_order, next_job, select
@@ -53,29 +53,23 @@ def test_every_set_of_modules_of_every_case_is_measured() -> None:
         assert bench.num_gpus == case.num_ranks
 
 
-LISTS_MARKS = """
-import json
-
-def pytest_collection_modifyitems(config, items):
-    marks = {item.nodeid: [mark.name for mark in item.iter_markers()] for item in items}
-    (config.rootpath / config.option.basetemp / "marks.json").write_text(json.dumps(marks))
-"""
-
-
 def test_every_gpu_test_is_in_one_job_of_each_release(tmp_path: Path) -> None:
-    (tmp_path / "lists_marks.py").write_text(LISTS_MARKS)
+    marks_path = tmp_path / "marks.json"
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "lists_marks"]
-        + ["--basetemp", str(tmp_path), *map(str, files)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        capture_output=True,
-        check=True,
+    done = run_module(
+        "pytest",
+        *("-q", "--collect-only", "-p", "lists_marks"),
+        *map(str, files),
+        folder=ROOT,
+        environment={
+            "LISTS_MARKS_PATH": str(marks_path),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
     )
+    assert done.returncode == 0, done.stdout
     marks = {
         test: set(names)
-        for test, names in json.loads((tmp_path / "marks.json").read_text()).items()
+        for test, names in json.loads(marks_path.read_text()).items()
         if {"gpu", "gpus2", "gpus4"} & set(names)
     }
     for release in RELEASES:

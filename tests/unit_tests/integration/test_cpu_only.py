@@ -8,8 +8,6 @@ Replacing changes the whole process, so everything that installs runs in process
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_script
 
 from megatron.slipstream.integration import compat, cpu_only
 
@@ -101,15 +100,11 @@ print("FACTS" + json.dumps(facts))
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process sees that has installed the shims."""
-    done = subprocess.run(
-        [sys.executable, "-c", _FACTS],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    script = tmp_path_factory.mktemp("facts") / "facts.py"
+    script.write_text(_FACTS)
+    done = run_script(script)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.split("FACTS")[1])
 

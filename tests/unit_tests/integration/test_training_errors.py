@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import struct
-import subprocess
 import sys
 import traceback
 import types
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from forked import run_script
 
 from megatron.slipstream import preflight
 from megatron.slipstream.integration import compat
@@ -395,14 +395,8 @@ def test_training_without_data_is_refused(folder: Path) -> None:
 
 
 def test_the_script_exits_with_2_and_one_line(folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *MODEL, *MOCK, *OFFLOAD, "attn_proj"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    arguments = [*MODEL, *MOCK, *OFFLOAD, "attn_proj"]
+    done = run_script(ROOT / "pretrain_gpt.py", *arguments, folder=folder)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     _assert_refused(Outcome(done.returncode, errors, done.stdout + done.stderr), folder)
 

@@ -1,0 +1,140 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Commands as their users start them, without what it takes to start Python and to import torch.
+
+They run in a child that is forked from the tests' process, with arguments, environment and output
+of its own. With a GPU they are started as from a shell, since CUDA does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from ranks import import_megatron, never_compile
+
+Done = subprocess.CompletedProcess[str]
+
+
+def run_module(
+    name: str,
+    *arguments: str,
+    folder: Optional[Path] = None,
+    environment: Optional[Mapping[str, str]] = None,
+    timeout_s: float = 110,
+) -> Done:
+    """``python -m NAME ARGUMENTS...`` in a folder, with these beside the variables of this process.
+
+    Raises:
+        AssertionError: It took too long.
+    """
+    call = partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
+    return _run(["-m", name], arguments, call, folder, environment, timeout_s)
+
+
+def run_script(
+    path: Path,
+    *arguments: str,
+    folder: Optional[Path] = None,
+    environment: Optional[Mapping[str, str]] = None,
+    timeout_s: float = 110,
+) -> Done:
+    """``python PATH ARGUMENTS...``, as :func:`run_module`."""
+    call = partial(runpy.run_path, str(path), run_name="__main__")
+    return _run([str(path)], arguments, call, folder, environment, timeout_s)
+
+
+def _run(
+    what: list[str],
+    arguments: tuple[str, ...],
+    call: Callable[[], Any],
+    folder: Optional[Path],
+    environment: Optional[Mapping[str, str]],
+    timeout_s: float,
+) -> Done:
+    added = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    if torch.cuda.is_available():
+        return _from_a_shell([*what, *arguments], folder, added, timeout_s)
+    import_megatron()
+    with tempfile.TemporaryDirectory() as kept:
+        paths = [Path(kept) / name for name in ("stdout", "stderr")]
+        argv = [what[-1], *arguments]
+        child = multiprocessing.get_context("fork").Process(
+            target=_be_the_command, args=(argv, call, folder, added, paths)
+        )
+        child.start()
+        child.join(timeout_s)
+        if child.is_alive():
+            child.kill()
+            child.join()
+            raise _too_slow(argv, timeout_s)
+        stdout, stderr = (path.read_text() for path in paths)
+    assert child.exitcode is not None
+    return Done(argv, child.exitcode, stdout, stderr)
+
+
+def _from_a_shell(
+    words: list[str], folder: Optional[Path], added: Mapping[str, str], timeout_s: float
+) -> Done:
+    try:
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=folder,
+            env={**os.environ, **added},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _too_slow(words, timeout_s) from None
+
+
+def _too_slow(words: list[str], timeout_s: float) -> AssertionError:
+    return AssertionError(f"{' '.join(words)} did not end within {timeout_s} s")
+
+
+def _be_the_command(
+    argv: list[str],
+    call: Callable[[], Any],
+    folder: Optional[Path],
+    environment: Mapping[str, str],
+    paths: list[Path],
+) -> None:
+    if folder is not None:
+        os.chdir(folder)
+    os.environ.update(environment)
+    sys.argv = argv
+    # What the tests' process writes to is pytest's; a command that starts others hands these on.
+    for number, path in enumerate(paths, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+    )
+    logging.getLogger().handlers.clear()
+    never_compile()
+    try:
+        call()
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the shutdown of a process that is not ours.
+    os._exit(status)
