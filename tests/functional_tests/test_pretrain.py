@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Whole training runs through ``pretrain_gpt.py``: optimizer, DDP, every parallel layout over gloo.
+"""Whole trainings through the entry of ``pretrain_gpt.py``: optimizer, DDP, every layout over gloo.
 
 Each layout trains twice, engine off and on. Losses, the last gradients and the final weights are
 compared on every rank, as hashes of their bytes.
@@ -9,9 +9,6 @@ compared on every rank, as hashes of their bytes.
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,6 @@ from forked import run_module
 from training_runs import result_of, train_on_ranks
 
 from megatron.slipstream.integration import compat
-
-ROOT = Path(__file__).parents[2]
 
 COMMON = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 128
@@ -115,10 +110,10 @@ def test_the_adversarial_backend_trains_the_same(
 def test_the_report_and_the_trace_of_a_run_read_back(tmp_path: Path) -> None:
     report, trace = tmp_path / "report.json", tmp_path / "trace.json"
     num_ranks, flags = LAYOUTS["PP2"]
+    paths = ["--offload-report-path", str(report), "--offload-trace-path", str(trace)]
+    offload = _offload(DENSE_MODULES, *paths)
     # With a record, device memory is read on a CPU too.
-    paths = ["--run-record-path", str(tmp_path / "record.json")]
-    paths += ["--offload-report-path", str(report), "--offload-trace-path", str(trace)]
-    _launch(num_ranks, [*COMMON, *flags, *_offload(DENSE_MODULES, *paths)], tmp_path)
+    train_on_ranks(num_ranks, [*COMMON, *flags, *offload], tmp_path / "record.json")
     files = [str(report), str(report.with_suffix(".rank1.json"))]
     shown = _command("report", *files)
     assert "Plan of rank 0" in shown
@@ -131,24 +126,6 @@ def test_the_report_and_the_trace_of_a_run_read_back(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     _command("report", *files, "--trace", *traces, "--html", str(page))
     assert "another plan" not in page.read_text(), "the traces give the plans that were followed"
-
-
-def _launch(num_ranks: int, flags: list[str], folder: Path) -> None:
-    """Train as from a shell."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    environment = {
-        **{key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "OMP_NUM_THREADS": "1",
-    }
-    result = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *flags],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
 
 
 def _command(*arguments: str) -> str:

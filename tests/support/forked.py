@@ -32,7 +32,7 @@ def run_module(
     *arguments: str,
     folder: Optional[Path] = None,
     environment: Optional[Mapping[str, str]] = None,
-    timeout_s: float = 110,
+    timeout_s: float = 200,
 ) -> Done:
     """``python -m NAME ARGUMENTS...`` in a folder, with these beside the variables of this process.
 
@@ -48,7 +48,7 @@ def run_script(
     *arguments: str,
     folder: Optional[Path] = None,
     environment: Optional[Mapping[str, str]] = None,
-    timeout_s: float = 110,
+    timeout_s: float = 200,
 ) -> Done:
     """``python PATH ARGUMENTS...``, as :func:`run_module`."""
     call = partial(runpy.run_path, str(path), run_name="__main__")
