@@ -186,6 +186,17 @@ def test_everything_is_installed_in_the_tested_version(
     assert all(f"|-c|{clone.parent / 'constraints.txt'}|" in call for call in pip_installs)
 
 
+@pytest.mark.parametrize("keeps_byte_code", [True, False])
+def test_byte_code_is_made_at_once_where_python_must_not_keep_it(
+    machine: dict[str, str], clone: Path, keeps_byte_code: bool
+) -> None:
+    forbidden = {} if keeps_byte_code else {"PYTHONDONTWRITEBYTECODE": "1"}
+    assert run("python", env=machine | forbidden, script=clone).returncode == 0
+    calls = Path(machine["CALLS"]).read_text().splitlines()
+    pip_installs = [call for call in calls if call.startswith("-m|pip|install|")]
+    assert ["|--no-compile|" in call for call in pip_installs] == [keeps_byte_code] * 2
+
+
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
 def test_the_environment_is_refreshed_when_its_description_changes(
     machine: dict[str, str], clone: Path, changed: str
