@@ -1,0 +1,29 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Models of one process after another leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_gpt import ModelCase, initialize
+
+
+def _threads_and_groups(rank: int, num_ranks: int, port: int) -> list[tuple[int, int]]:
+    found = []
+    for num_layers in (3, 2, 3):
+        case = ModelCase(pp=2, num_layers=num_layers)
+        initialize(case, rank, num_ranks, port)
+        groups = torch.distributed.distributed_c10d._world.pg_map
+        found.append((len(os.listdir("/proc/self/task")), len(groups)))
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL's groups stay: graphs may hold them")
+def test_the_process_groups_of_the_case_before_are_closed() -> None:
+    for (num_threads, num_groups), *others in run_ranks(2, _threads_and_groups):
+        assert [groups for _, groups in others] == [num_groups] * 2
+        assert max(threads for threads, _ in others) < 1.5 * num_threads
