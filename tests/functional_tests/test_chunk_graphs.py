@@ -12,7 +12,7 @@ from typing import Any, Optional
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
 from ranks import run_ranks
-from replayed_gpt import DROP_AND_PAD, Replayed, compare
+from replayed_gpt import DROP_AND_PAD, Replayed, compare, train_and_leave
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
@@ -203,6 +203,21 @@ def test_pipelines_of_two_gpus(name: str, vpp: Optional[int]) -> None:
 @pytest.mark.gpus2
 def test_overlapped_reduction_on_two_gpus() -> None:
     check(2, ON_GPU["dense"], random_counts(10), {"overlap_grad_reduce": True})
+
+
+def check_leaving(num_ranks: int, case: ModelCase) -> None:
+    for num_replays in run_ranks(num_ranks, train_and_leave, case, (2, 2, 2)):
+        assert min(num_replays) > 0
+
+
+def test_closed_graphs_are_gone() -> None:
+    check_leaving(1, ModelCase("dense"))
+
+
+@pytest.mark.gpus2
+def test_process_groups_can_go_though_graphs_have_communicated() -> None:
+    """With graphs still there it would run into the time limit: NCCL waits for them."""
+    check_leaving(2, ModelCase(**{**vars(ON_GPU["dense"]), "tp": 2}))
 
 
 @pytest.mark.gpus4

@@ -88,6 +88,22 @@ def compare(
     )
 
 
+def train_and_leave(
+    rank: int, world_size: int, port: int, case: ModelCase, counts: Sequence[int]
+) -> tuple[int, ...]:
+    """Train with chunk graphs, and leave the process groups; how often each chunk was replayed."""
+    from megatron.slipstream.integration.chunk_graphs import close_graphs
+
+    case = dataclasses.replace(case, te_rng_tracker=True)
+    initialize(case, rank, world_size, port)
+    _, graphs = _train(case, counts, True, {})
+    num_replays = tuple(graph.num_replays for graph in graphs)
+    close_graphs()
+    assert not any(graph.is_captured for graph in graphs)
+    torch.distributed.destroy_process_group()
+    return num_replays
+
+
 class Poison:
     """Fills all that a graph may not rely on: the memory of every slot that is free, before each
     forward pass. A replay that reads what it has not written gives NaN."""

@@ -148,6 +148,13 @@ class GraphBank:
         self._num_iterations = 0
         self._call = None
 
+    def close(self) -> None:
+        """As :meth:`ChunkGraphs.close`, the graphs of all sizes."""
+        for graphs in self._graphs.values():
+            graphs.close()
+        self._num_iterations = 0
+        self._call = None
+
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """As :meth:`ChunkGraphs.__call__`, with the graphs of the call's size."""
         chunk = self._largest.chunk

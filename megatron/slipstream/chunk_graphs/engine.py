@@ -287,8 +287,12 @@ class ChunkGraphs:
                 self.chunk.name,
                 self._num_warmup_iterations,
             )
-            for slot in self._slots:
-                slot.around.close()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the graphs, whatever is in flight: the training is over."""
+        for slot in self._slots:
+            slot.around.close()
         self._slots = []
         self._num_iterations = 0
         self._sample = self._arguments = self._constants = self._prepared = None

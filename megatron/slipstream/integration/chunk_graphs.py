@@ -11,7 +11,9 @@ beginning of an iteration. megatron-core's own graphs are off.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -49,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 Replayed = Union[ChunkGraphs, GraphBank]
 """The graphs of a model chunk: of one size, or of each."""
+
+_replayed: weakref.WeakSet[Replayed] = weakref.WeakSet()
+"""Of all models of this process."""
 
 
 def prepare_arguments(args: Any) -> None:
@@ -136,7 +141,20 @@ def replay_chunks(
             graphs = GraphBank(of_size, num_slots, num_warmup_iterations, backend, sizes)
         _replace_methods(wrapper, graphs)
         replayed.append(graphs)
+    _replayed.update(replayed)
     return replayed
+
+
+def close_graphs() -> None:
+    """Let go of the graphs of all chunks: training is over, and process groups are about to go.
+
+    NCCL keeps a communicator as long as a graph has collectives of it: with tensor, context or
+    expert parallelism, ``torch.distributed.destroy_process_group`` would never return.
+    """
+    for graphs in _replayed:
+        graphs.close()
+    _replayed.clear()
+    gc.collect()
 
 
 def _check(chunk: torch.nn.Module) -> None:

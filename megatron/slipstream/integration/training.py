@@ -150,11 +150,22 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
         with monitor:
             pretrain(providers.datasets, step, monitor.finalizing)
         _report(args, config, monitor, engine)
+    except SystemExit:  # Megatron ends a training so that was given so much time.
+        _leave_process_groups()
+        raise
     finally:
         if engine is not None:
             engine.close()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    # A rank that fails does not come here: leaving would wait for work that others never do.
+    _leave_process_groups()
+
+
+def _leave_process_groups() -> None:
+    from megatron.slipstream.integration import chunk_graphs
+
+    chunk_graphs.close_graphs()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _evaluation_length(args: Any) -> int:
