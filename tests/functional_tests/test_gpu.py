@@ -43,6 +43,8 @@ MLA = ModelCase(
     bf16=True,
     overrides={"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
 )
+pytestmark = pytest.mark.releases
+
 MIN_NUMEL = {"min_offloaded_tensor_size": 1024 * 1024}
 TIMED_COUNTS = (2,) * 22
 PLAN_TOLERANCE = 0.002

@@ -21,7 +21,7 @@ from benchmarks.cases import DENSE_MODULES, MOE_MODULES, ModelCase
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.integration import compat
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.releases]
 has_later_options = pytest.mark.skipif(
     "not compat.models_pass_their_rank()",
     reason="needs an option of megatron-core 0.19",

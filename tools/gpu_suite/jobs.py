@@ -19,7 +19,7 @@ RELEASES = (None, *TESTED_RELEASES[:-1])
 
 OUTPUT, NUM_WORKERS = "{output}", "{workers}"
 """In a command: the folder for what the job writes, and the processes that its share of the CPU
-cores is enough for."""
+cores and of device memory is enough for."""
 
 ONE_GPU = "gpu and not gpus2 and not gpus4"
 """Tests that are marked for several GPUs may be marked for one too, with all of their file."""
@@ -79,15 +79,20 @@ def _script(name: str, num_gpus: int, seconds: int, *arguments: str) -> Job:
 
 JOBS: tuple[Job, ...] = (
     *(
-        _tests("tests", 1, 330, f"{ONE_GPU} and not exclusive", NUM_WORKERS, release)
+        _tests("tests", 1, 240, f"{ONE_GPU} and not exclusive", NUM_WORKERS, release)
         for release in RELEASES
     ),
     *(
-        _tests("tests-exclusive", 1, 120, f"{ONE_GPU} and exclusive", release=release)
+        _tests("tests-exclusive", 1, 200, f"{ONE_GPU} and exclusive", release=release)
         for release in RELEASES
     ),
-    _tests("tests-two-gpus", 2, 350, "gpus2", "3"),
-    _tests("tests-four-gpus", 4, 420, "gpus4"),
+    _tests("tests-two-gpus", 2, 330, "gpus2", "5"),
+    *(
+        _tests("tests-two-gpus", 2, 120, "gpus2", "5", release)
+        for release in RELEASES
+        if release is not None
+    ),
+    _tests("tests-four-gpus", 4, 240, "gpus4", "5"),
     *(_measurement(case, variant) for case in CASES if case.needs_gpu for variant in case.variants),
     *(
         _script(f"layer-graphs:{case}", 1, 150, "layer_graphs", "--case", case)

@@ -25,6 +25,8 @@ RESULTS = "suite.jsonl"
 POLL_S = 0.2
 GRACE_S = 5.0
 """What a job gets to end by itself once the time is over."""
+MOST_WORKERS = 8
+"""On one GPU: tests take up to 16 GiB of its memory each."""
 
 
 class State(Enum):
@@ -76,7 +78,7 @@ def run_jobs(
 
     Args:
         jobs: What to run.
-        gpus: Numbers of the GPUs to use, as CUDA counts them.
+        gpus: Numbers of the GPUs to use, among those that are visible to this process.
         output: Each job gets a folder of its name in it, with ``log.txt``, in place of the one that
             it had; results are added to :data:`RESULTS`.
         seconds: When these are over, what still runs is ended.
@@ -143,7 +145,8 @@ class _Queue:
         # Benchmarks refuse to mix their rows with those of an earlier run.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        workers = max((os.cpu_count() or 1) // len(self._gpus) * job.num_gpus - 2, 1)
+        num_cores = (os.cpu_count() or 1) // len(self._gpus) * job.num_gpus
+        workers = min(max(num_cores - 2, 1), MOST_WORKERS)
         values = {OUTPUT: str(folder), NUM_WORKERS: str(workers)}
         with (folder / "log.txt").open("wb") as log:
             process = subprocess.Popen(
@@ -186,10 +189,16 @@ def environment(job: Job, gpus: Sequence[int]) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": "1",
         **os.environ,
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        "CUDA_VISIBLE_DEVICES": ",".join(_as_cuda_counts(gpus)),
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def _as_cuda_counts(gpus: Sequence[int]) -> list[str]:
+    """What is visible here is perhaps but a part of the machine, as a job scheduler gives it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [visible.split(",")[gpu].strip() if visible else str(gpu) for gpu in gpus]
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -108,6 +108,7 @@ def test_bytes_that_change_places_change_the_sums() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.exclusive
 @pytest.mark.parametrize("edge", [Edge.E1, Edge.E3, Edge.E5], ids=lambda edge: edge.name)
 def test_a_missing_ordering_is_seen_on_a_gpu(edge: Edge) -> None:
     from race_scenarios import SCENARIOS

@@ -98,11 +98,23 @@ def _wait_for_end(pid: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_job_has_its_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+@pytest.mark.parametrize("num_cores, expected", [(12, [4, 8]), (32, [8, 8]), (1, [1, 1])])
+def test_a_job_has_its_share_of_the_cores_and_no_more_than_memory_is_enough_for(
+    num_cores: int, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
     run_jobs([job("one", 1, 0.0), job("pair", 2, 0.0)], [0, 1], tmp_path, 60)
-    assert (tmp_path / "one" / "log.txt").read_text() == "workers 14\n"
-    assert (tmp_path / "pair" / "log.txt").read_text() == "workers 30\n"
+    logs = [(tmp_path / name / "log.txt").read_text() for name in ("one", "pair")]
+    assert logs == [f"workers {number}\n" for number in expected]
+
+
+def test_gpus_are_those_that_are_visible_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-7")
+    run_jobs([job("pair", 2, 0.0)], [0, 1], tmp_path, 60)
+    run_jobs([job("one", 1, 0.0)], [1], tmp_path, 60)
+    assert [note["gpus"] for note in notes(tmp_path, "pair", "one")] == ["5,GPU-7", "GPU-7"]
 
 
 def test_a_release_comes_before_the_environment(tmp_path: Path) -> None:
