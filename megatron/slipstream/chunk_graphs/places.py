@@ -39,8 +39,8 @@ class Static:
 def copy_to(statics: Sequence[Static], sources: Sequence[torch.Tensor]) -> None:
     """Copy a call's tensors to where graphs read them, but for what is there already.
 
-    Those of one type together, by one operation: packed sequences come with half a dozen tensors of
-    a few offsets each, and the host takes as long for each as for all.
+    Without gradients. Those of one type together, by one operation: packed sequences come with half
+    a dozen tensors of a few offsets each, and the host takes as long for each as for all.
 
     Args:
         statics: Where to.
@@ -50,9 +50,8 @@ def copy_to(statics: Sequence[Static], sources: Sequence[torch.Tensor]) -> None:
     for static, source in zip(statics, sources, strict=True):
         if static.renew(source):
             stale.setdefault(source.dtype, []).append((static.tensor, source))
-    with torch.no_grad():
-        for pairs in stale.values():
-            torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+    for pairs in stale.values():
+        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
 class Place:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -114,7 +115,7 @@ class StaticArguments:
         return found
 
     def matches(self, call: StaticArguments) -> bool:
-        """Whether :meth:`differences` finds nothing; quick, for every micro-batch."""
+        """Whether :meth:`differences` finds nothing, without making words of it."""
         if self.rest != call.rest or len(self.tensors) != len(call.tensors):
             return False
         for mine, other in zip(self.tensors, call.tensors, strict=True):
@@ -123,6 +124,95 @@ class StaticArguments:
             if mine.device != other.device:
                 return False
         return True
+
+
+class QuickLook:
+    """Looks at calls that are like the one before, as all are, without taking them apart.
+
+    A small model is called some hundred times in a second, and what a call has beside its tensors
+    is compared with what was captured each time: here by a few operations over all of it.
+
+    Args:
+        captured: The call that all others should be like.
+    """
+
+    def __init__(self, captured: StaticArguments) -> None:
+        self._names = tuple(captured.rest)
+        self._instances: list[tuple[int, Callable[[Any], tuple[Any, ...]]]] = []
+        """Which values are data classes, and what gets their fields."""
+        self._facts = [(tensor.shape, tensor.dtype, tensor.device) for tensor in captured.tensors]
+        values: list[Any] = [captured.rest[name] for name in self._names]
+        for place, value in enumerate(values):  # which grows meanwhile
+            if isinstance(value, _Instance):
+                self._instances.append((place, _getter(tuple(value.fields))))
+                values += value.fields.values()
+        self._kinds = [_kind(value) for value in values]
+        self._places: list[int] = [-1] * len(captured.tensors)
+        """For each tensor, where it is met first."""
+        self._repeated: list[tuple[int, int]] = []
+        """Where a tensor is met again, and where it was met first."""
+        for place, value in enumerate(values):
+            if not isinstance(value, _Place):
+                continue
+            if self._places[value.index] < 0:
+                self._places[value.index] = place
+            else:
+                self._repeated.append((place, self._places[value.index]))
+        self._constant_places = [
+            place
+            for place, value in enumerate(values)
+            if not isinstance(value, (_Place, _Instance))
+        ]
+        self._constants = [values[place] for place in self._constant_places]
+        self._is_possible = not any(isinstance(value, _CONTAINERS) for value in self._constants)
+
+    def tensors(self, arguments: Mapping[str, Any]) -> Optional[Sequence[torch.Tensor]]:
+        """The tensors of a call that a graph can take, as :attr:`StaticArguments.tensors`.
+
+        Args:
+            arguments: The call's, by name.
+
+        Returns:
+            None where it has to be taken apart to know: it is another one, or has tensors in
+            containers.
+        """
+        if not self._is_possible or len(arguments) != len(self._names):
+            return None
+        try:
+            values = [arguments[name] for name in self._names]
+            for place, fields in self._instances:
+                values += fields(values[place])
+        except (AttributeError, KeyError):
+            return None
+        # Kinds first: to compare tensors with anything is an operation of theirs.
+        if list(map(type, values)) != self._kinds:
+            return None
+        if [values[place] for place in self._constant_places] != self._constants:
+            return None
+        if any(values[place] is not values[first] for place, first in self._repeated):
+            return None
+        tensors = [values[place] for place in self._places]
+        if len(set(map(id, tensors))) != len(tensors):
+            return None
+        if [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors] != self._facts:
+            return None
+        return tensors
+
+
+_CONTAINERS = (Mapping, tuple, list)
+
+
+def _kind(value: Any) -> type:
+    if isinstance(value, _Place):
+        return torch.Tensor
+    return value.kind if isinstance(value, _Instance) else type(value)
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """What returns those attributes of an object."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda value: tuple(getattr(value, name) for name in names)
 
 
 def _with_places(value: Any, replace: Callable[[torch.Tensor], _Place]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Optional
 import pytest
 import torch
 
-from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments
+from megatron.slipstream.chunk_graphs.static_arguments import QuickLook, StaticArguments
 
 
 @dataclass
@@ -108,3 +108,86 @@ def test_other_values_are_no_difference() -> None:
     later = StaticArguments.take_apart(arguments(table=torch.zeros(4, 2)))
     assert call.matches(later)
     assert call.differences(later) == []
+
+
+def flat_arguments(**changed: Any) -> dict[str, Any]:
+    """Without containers, as those of packed sequences are."""
+    offsets = torch.arange(3)
+    packed = Packed(offsets, changed.pop("padded", offsets), **changed.pop("fields", {}))
+    return {"mask": None, "table": torch.ones(4, 2), "scale": 1, "packed": packed, **changed}
+
+
+def look_of(given: dict[str, Any]) -> QuickLook:
+    return QuickLook(StaticArguments.take_apart(given))
+
+
+def test_a_quick_look_finds_the_tensors_of_a_call() -> None:
+    look = look_of(flat_arguments())
+    other = flat_arguments()
+    found = look.tensors(other)
+    assert found is not None
+    expected = StaticArguments.take_apart(other).tensors
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
+
+
+@dataclass
+class OtherPacked(Packed):
+    pass
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"mask": torch.ones(1)},
+        {"scale": 2},
+        {"scale": torch.ones(())},
+        {"scale": 1.0},
+        {"table": torch.ones(4, 3)},
+        {"table": torch.ones(4, 2, dtype=torch.float64)},
+        {"table": torch.ones(4, 2, device="meta")},
+        {"table": None},
+        {"padded": torch.arange(3)},
+        {"fields": {"longest": 9}},
+        {"fields": {"group": object()}},
+        {"packed": OtherPacked(torch.arange(3), torch.arange(3))},
+        {"packed": None},
+        {"more": 1},
+    ],
+    ids=lambda changed: "+".join(changed),
+)
+def test_what_a_quick_look_does_not_know_is_taken_apart(changed: dict[str, Any]) -> None:
+    assert look_of(flat_arguments()).tensors(flat_arguments(**changed)) is None
+
+
+def test_a_quick_look_tells_one_tensor_from_two() -> None:
+    apart = flat_arguments(padded=torch.arange(3))
+    look = look_of(apart)
+    assert look.tensors(flat_arguments(padded=torch.arange(3))) is not None
+    assert look.tensors(flat_arguments()) is None
+    same = torch.arange(3)
+    assert look.tensors({**apart, "packed": Packed(same, same)}) is None
+
+
+def test_a_quick_look_misses_no_argument() -> None:
+    given = flat_arguments()
+    del given["mask"]
+    assert look_of(flat_arguments()).tensors(given) is None
+    given["other"] = None
+    assert look_of(flat_arguments()).tensors(given) is None
+
+
+def test_containers_are_taken_apart() -> None:
+    assert look_of(arguments()).tensors(arguments()) is None
+
+
+@dataclass
+class One:
+    tensor: torch.Tensor
+
+
+def test_a_quick_look_into_a_data_class_of_one_field() -> None:
+    look = look_of({"one": One(torch.ones(2))})
+    other = torch.zeros(2)
+    found = look.tensors({"one": One(other)})
+    assert found is not None
+    assert found[0] is other
