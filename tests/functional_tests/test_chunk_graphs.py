@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
-from ranks import run_ranks
+from ranks import TIMEOUT_S, run_ranks
 from replayed_gpt import DROP_AND_PAD, Replayed, compare, train_and_leave
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
@@ -193,11 +193,15 @@ def test_offloading_inside_the_graphs_on_one_gpu(name: str) -> None:
 
 
 @pytest.mark.gpus2
-@pytest.mark.parametrize("name", ["dense", "experts, drop and pad", "FP8"])
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize(
+    "name, num_iterations",
+    [("dense", 50), ("MLA", 50), ("experts, drop and pad", 50), ("FP8", 20)],
+)
 @pytest.mark.parametrize("vpp", [None, 2], ids=["PP2", "PP2 VPP2"])
-def test_pipelines_of_two_gpus(name: str, vpp: Optional[int]) -> None:
+def test_pipelines_of_two_gpus(name: str, num_iterations: int, vpp: Optional[int]) -> None:
     case = ModelCase(**{**vars(ON_GPU[name]), "pp": 2, "vpp": vpp})
-    check(2, case, random_counts(20, 2))
+    check(2, case, random_counts(num_iterations, 2))
 
 
 @pytest.mark.gpus2
@@ -222,4 +226,4 @@ def test_process_groups_can_go_though_graphs_have_communicated() -> None:
 
 @pytest.mark.gpus4
 def test_a_pipeline_of_four_gpus() -> None:
-    check(4, ModelCase(**{**vars(ON_GPU["dense"]), "pp": 4}), random_counts(20))
+    check(4, ModelCase(**{**vars(ON_GPU["dense"]), "pp": 4}), random_counts(50))
