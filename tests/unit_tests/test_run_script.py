@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TOOLS = "bash cat cut dirname flock mv readlink rm sha256sum sort".split()
+TOOLS = "bash cat cut dirname flock grep mv readlink rm sha256sum sort".split()
 """What the script calls. A folder of links to these stands for a machine without any Python."""
 
 BROKEN_SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
@@ -283,6 +283,22 @@ def test_a_sub_command_passes_its_arguments_on(
     result = run(*arguments, env=machine, script=clone)
     assert result.returncode == 0, result.stderr
     assert called.format(root=clone.parent) in Path(machine["CALLS"]).read_text().splitlines()
+
+
+def test_a_release_is_tested_in_the_files_that_have_tests_for_it(
+    machine: dict[str, str], clone: Path
+) -> None:
+    folder = clone.parent / "tests"
+    folder.mkdir()
+    (folder / "test_of_all.py").write_text("pytestmark = pytest.mark.releases\n")
+    (folder / "test_of_the_newest.py").write_text("def test_it() -> None: ...\n")
+    run("test-release", "0.18.2", "-q", env=machine, script=clone)
+    run("test-release", "0.18.2", "tests/test_of_the_newest.py::test_it", env=machine, script=clone)
+    calls = Path(machine["CALLS"]).read_text().splitlines()
+    assert [call for call in calls if "|releases|" in call] == [
+        "-m|pytest|-m|releases|-q|tests/test_of_all.py",
+        "-m|pytest|-m|releases|tests/test_of_the_newest.py::test_it",
+    ]
 
 
 def release_installs(env: dict[str, str], release: str) -> list[str]:
