@@ -1,0 +1,40 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A rank that fails ends the training: it does not wait for the others, who wait for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLAGS = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64
+    --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3
+    --train-iters 6 --eval-iters 0 --eval-interval 6 --log-interval 1
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 64
+    --fine-grained-activation-offloading --offload-modules core_attn
+""".split()
+MUCH_S = 150
+"""It takes a fifth of that. NCCL's own time limit is ten minutes."""
+
+
+@pytest.mark.gpus2
+def test_a_rank_that_fails_ends_the_training(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = ROOT / "tests" / "support" / "failing_rank.py"
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), *FLAGS],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=MUCH_S,
+    )
+    assert done.returncode != 0
+    assert "RuntimeError: this rank fails" in done.stderr
