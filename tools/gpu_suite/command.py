@@ -29,6 +29,7 @@ examples:
   ./run gpu-suite 'tests*'                         all GPU tests
   ./run gpu-suite 'bench:moe_long:*' --seconds 500 one case, in no more than that
   ./run gpu-suite 'bench:*' --bench '--max-iterations 20 --planning-seconds 60'
+  ./run gpu-suite 'tests*' --tests '-k "graphs and not FP8"'
   ./run gpu-suite --continue build/gpu_suite       what did not pass in a run before
 
 Each job leaves its log and its rows in a folder of its name. To bring rows into the results that
@@ -45,7 +46,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=120)
     try:
-        jobs = [job.with_more(options.bench, "bench:") for job in select(options.jobs)]
+        jobs = [
+            job.with_more(options.bench, "bench:").with_more(options.tests, "tests")
+            for job in select(options.jobs)
+        ]
         if options.list:
             _show_jobs(jobs, console)
             return 0
@@ -86,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="'ARGUMENTS'",
         help="more arguments for benchmarks.run, for those jobs that are called bench:",
+    )
+    add(
+        "--tests",
+        type=shlex.split,
+        default=[],
+        metavar="'ARGUMENTS'",
+        help="more arguments for pytest, for those jobs that are called tests",
     )
     add(
         "--continue",

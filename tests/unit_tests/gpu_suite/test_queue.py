@@ -174,3 +174,18 @@ def test_what_passed_before_is_left_out(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(again) == 1
     rows = [json.loads(line) for line in (tmp_path / "second" / RESULTS).read_text().splitlines()]
     assert [row["name"] for row in rows] == ["bad"]
+
+
+def test_more_arguments_go_to_the_jobs_that_they_are_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    tells = (sys.executable, "-c", "import sys; print(sys.argv[1:])")
+    jobs = [Job(name, 1, 1, tells) for name in ("tests", "bench:a:b", "other")]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("tools.gpu_suite.command.select", lambda patterns: jobs)
+    more = ["--tests", "-k 'two words'", "--bench", "--max-iterations 3"]
+    assert main([*more, "--output", str(tmp_path)]) == 0
+    logs = [(tmp_path / name / "log.txt").read_text() for name in ("tests", "bench_a_b", "other")]
+    assert logs == ["['-k', 'two words']\n", "['--max-iterations', '3']\n", "[]\n"]
