@@ -161,13 +161,18 @@ class _Walk:
             self._absent[self.step] = self.absent_bytes
             self.now_ms += self._trace.step_ms[self.step]
         self.step = step
-        for item in [i for i in self._lingering if self._trace.storages[i].lingers_until <= step]:
-            self._lingering.remove(item)
-            self.absent_bytes += self._trace.storages[item].nbytes
+        if self._lingering:
+            self._forget_what_is_gone()
         self.queues.run_to(self.now_ms)
         number = self._commit_at.get(step, -1)
         if number >= 0 and self.jobs[number].out_storages:
             self.queues.add_out(number, self.jobs[number].out_bytes, self._borrow(number))
+
+    def _forget_what_is_gone(self) -> None:
+        storages = self._trace.storages
+        for item in [i for i in self._lingering if storages[i].lingers_until <= self.step]:
+            self._lingering.remove(item)
+            self.absent_bytes += storages[item].nbytes
 
     def _borrow(self, number: int) -> Sequence[int]:
         """The copies back that have to end before a copy out gets its host memory (edge E2)."""
@@ -274,9 +279,10 @@ class _Arrangement:
         present = workload.present_bytes
         # What cannot be reached is not tried for: it would cost stalls everywhere.
         limit = max(limit_bytes, float((present - most).max(initial=0.0)))
-        self._needed: Floats = np.maximum(0.0, present - limit)
+        needed: Floats = np.maximum(0.0, present - limit)
+        self._needed: list[float] = needed.tolist()
         """For each step, how much has to be away."""
-        self._room: Floats = most - self._needed
+        self._room: Floats = most - needed
         """For each step, how much may come back before its use, if all else is away."""
         self._free_by = _running_free_by(jobs, len(present))
         self._rate = workload.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
@@ -306,6 +312,8 @@ class _Arrangement:
 
     def _free_what_must(self) -> None:
         """Let go early what has to be away by now, though compute waits for it."""
+        if not self._may_free():
+            return
         walk, step = self._walk, self._walk.step
         wanted_bytes = self._used_now_bytes()
         while self._may_free() and (
