@@ -6,6 +6,7 @@ at which they run: in a graph others run beside them that without one are over b
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,19 +18,15 @@ NUM_TOKENS = 2048
 NUM_REPLAYS = 300
 
 
-def _backward_of_attention(dims: tuple[int, int]) -> list[torch.Tensor]:
-    """What a captured backward pass through packed sequences writes: gradients of q, k and v.
+def _values(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    Beside it, on another stream, products of matrices take part of the GPU.
-    """
+
+def _backward_of_attention(dims: tuple[int, int]) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Attention over packed sequences: what runs it and returns the gradients of q, k and v."""
     from transformer_engine.pytorch import DotProductAttention
 
     qk_dim, v_dim = dims
-    generator = torch.Generator("cuda").manual_seed(3)
-
-    def values(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-
     attention = DotProductAttention(
         NUM_HEADS,
         (qk_dim, v_dim),
@@ -37,17 +34,17 @@ def _backward_of_attention(dims: tuple[int, int]) -> list[torch.Tensor]:
         qkv_format="thd",
         attn_mask_type="padding_causal",
     )
-    query, key = (values(NUM_TOKENS, NUM_HEADS, qk_dim).requires_grad_() for _ in range(2))
-    value = values(NUM_TOKENS, NUM_HEADS, v_dim).requires_grad_()
-    grad = values(NUM_TOKENS, NUM_HEADS * v_dim)
-    valid = torch.tensor([0, 1501, 1800, 2000, 2000], dtype=torch.int32, device="cuda")
-    padded = torch.tensor([0, 1504, 1808, 2008, 2048], dtype=torch.int32, device="cuda")
+    shapes = ((NUM_TOKENS, NUM_HEADS, dim) for dim in (qk_dim, qk_dim, v_dim))
+    inputs = [_values(*shape).requires_grad_() for shape in shapes]
+    grad = _values(NUM_TOKENS, NUM_HEADS * v_dim)
+    valid, padded = (
+        torch.tensor(offsets, dtype=torch.int32, device="cuda")
+        for offsets in ([0, 1501, 1800, 2000, 2000], [0, 1504, 1808, 2008, NUM_TOKENS])
+    )
 
-    def backward() -> tuple[torch.Tensor, ...]:
+    def run() -> tuple[torch.Tensor, ...]:
         output = attention(
-            query,
-            key,
-            value,
+            *inputs,
             cu_seqlens_q=valid,
             cu_seqlens_kv=valid,
             cu_seqlens_q_padded=padded,
@@ -56,12 +53,17 @@ def _backward_of_attention(dims: tuple[int, int]) -> list[torch.Tensor]:
             max_seqlen_kv=NUM_TOKENS,
             pad_between_seqs=True,
         )
-        return torch.autograd.grad(output, (query, key, value), grad)
+        return torch.autograd.grad(output, inputs, grad)
 
-    matrix = values(640, 640)
-    beside = torch.cuda.Stream()
+    return run
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 64), (192, 128)], ids=str)
+def test_gradients_do_not_depend_on_what_runs_beside_them(dims: tuple[int, int]) -> None:
+    torch.manual_seed(3)
+    backward, matrix = _backward_of_attention(dims), _values(640, 640)
+    stream, beside, busy = (torch.cuda.Stream() for _ in range(3))
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         backward()
     torch.cuda.synchronize()
@@ -69,27 +71,21 @@ def _backward_of_attention(dims: tuple[int, int]) -> list[torch.Tensor]:
     with torch.cuda.graph(graph, stream=stream):
         beside.wait_stream(stream)
         with torch.cuda.stream(beside):
-            for _ in range(12):
-                matrix @ matrix
+            products = [matrix @ matrix for _ in range(12)]
         gradients = backward()
         stream.wait_stream(beside)
+    del products
 
     draw = random.Random(5)
-    found = []
-    busy = torch.cuda.Stream()
+    first, differing = None, []
     for _ in range(NUM_REPLAYS):
-        with torch.cuda.stream(busy):
+        with torch.cuda.stream(busy):  # of another length each time
             torch.cuda._sleep(draw.randint(1, 200_000))
-            values_beside = matrix @ matrix
+            product = matrix @ matrix
         graph.replay()
-        found.append(torch.cat([gradient.flatten() for gradient in gradients]).view(torch.int16))
+        found = torch.cat([gradient.flatten() for gradient in gradients]).view(torch.int16)
         torch.cuda.synchronize()
-        del values_beside
-    differing = [(found[0] != other).sum() for other in found[1:]]
-    return differing
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 64), (192, 128)], ids=str)
-def test_gradients_do_not_depend_on_what_runs_beside_them(dims: tuple[int, int]) -> None:
-    differing = torch.stack(_backward_of_attention(dims)).tolist()
+        del product
+        first = found if first is None else first
+        differing.append(int((found != first).sum()))
     assert not any(differing), f"{sum(map(bool, differing))} of {len(differing)}: {differing}"

@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked import run_module
 
 ROOT = Path(__file__).parents[2]
 FLAGS = """
@@ -25,16 +25,13 @@ MUCH_S = 150
 
 @pytest.mark.gpus2
 def test_a_rank_that_fails_ends_the_training(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = ROOT / "tests" / "support" / "failing_rank.py"
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), *FLAGS],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=MUCH_S,
+    done = run_module(
+        "torch.distributed.run",
+        *("--standalone", "--nproc-per-node", "2", str(script), *FLAGS),
+        folder=tmp_path,
+        environment={"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        timeout_s=MUCH_S,
     )
     assert done.returncode != 0
     assert "RuntimeError: this rank fails" in done.stderr

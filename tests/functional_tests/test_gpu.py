@@ -11,6 +11,8 @@ from fp8_recipes import RECIPES, skip_without_recipe
 from ranks import run_ranks
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare, skip_without_model
 
+pytestmark = pytest.mark.releases
+
 DENSE = ModelCase(
     "dense",
     num_layers=6,
@@ -43,8 +45,6 @@ MLA = ModelCase(
     bf16=True,
     overrides={"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
 )
-pytestmark = pytest.mark.releases
-
 MIN_NUMEL = {"min_offloaded_tensor_size": 1024 * 1024}
 TIMED_COUNTS = (2,) * 22
 PLAN_TOLERANCE = 0.002

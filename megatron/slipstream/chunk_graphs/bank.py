@@ -145,8 +145,7 @@ class GraphBank:
         """As :meth:`ChunkGraphs.delete`, the graphs of all sizes; on every rank."""
         for graphs in self._graphs.values():
             graphs.delete()
-        self._num_iterations = 0
-        self._call = None
+        self.close()
 
     def close(self) -> None:
         """As :meth:`ChunkGraphs.close`, the graphs of all sizes."""

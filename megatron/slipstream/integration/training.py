@@ -147,15 +147,13 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     step = partial(providers.forward_step, monitor=monitor)
     update_wrapper(step, providers.forward_step)
     try:
-        with monitor:
-            pretrain(providers.datasets, step, monitor.finalizing)
-        _report(args, config, monitor, engine)
+        with contextlib.nullcontext() if engine is None else contextlib.closing(engine):
+            with monitor:
+                pretrain(providers.datasets, step, monitor.finalizing)
+            _report(args, config, monitor, engine)
     except SystemExit:  # Megatron ends a training so that was given so much time.
         _leave_process_groups()
         raise
-    finally:
-        if engine is not None:
-            engine.close()
     # A rank that fails does not come here: leaving would wait for work that others never do.
     _leave_process_groups()
 
