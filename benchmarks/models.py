@@ -20,7 +20,7 @@ from benchmarks.cases import ModelCase
 from megatron.slipstream.context_parallel.documents import shared_sample
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Share
-from megatron.slipstream.integration import compat
+from megatron.slipstream.integration import compat, rotary_kernels
 
 
 def use_gpu() -> bool:
@@ -54,6 +54,7 @@ def initialize(
             rank=rank,
             world_size=world_size,
         )
+    rotary_kernels.use_one_warp()  # whichever engine, so that all have the right gradients
     parallel_state.destroy_model_parallel()
     _close_groups()
     compat.forget_expert_metrics()

@@ -66,6 +66,9 @@ def test_gradients_do_not_depend_on_what_runs_beside_them(dims: tuple[int, int])
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         backward()
+    for other in (beside, busy):  # cuBLAS makes its handle in a stream's first product
+        with torch.cuda.stream(other):
+            matrix @ matrix
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):

@@ -37,7 +37,7 @@ from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
 from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration import mcore, rotary_kernels
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.graph_sizes import DynamicSizes
 from megatron.slipstream.integration.quantized_weights import (
@@ -126,6 +126,7 @@ def replay_chunks(
     if config.fp8:
         for chunk in chunks:
             quantize_weights_in_every_pass(get_attr_wrapped_model(chunk, "decoder"))
+    rotary_kernels.use_one_warp()
     if backend is None:
         backend = _cuda_graphs() if torch.cuda.is_available() else ImitatedGraphs()
     replayed: list[Replayed] = []

@@ -30,7 +30,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
 )
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import compat, models, numa, small_copies
+from megatron.slipstream.integration import compat, models, numa, rotary_kernels, small_copies
 from megatron.slipstream.integration.config_file import config_from_environment, tell
 from megatron.slipstream.integration.environment import environment, settings
 from megatron.slipstream.plan import files
@@ -90,6 +90,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     seam.OFFLOAD_MGR = manager
     models.see_calls()
     compat.name_commits()
+    rotary_kernels.use_one_warp()
     if isinstance(backend, CudaBackend):
         small_copies.install()
     logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)

@@ -128,8 +128,9 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
         config: From :func:`offload_config`.
         pretrain: From :func:`compat.bind_pretrain`.
     """
-    from megatron.slipstream.integration import providers
+    from megatron.slipstream.integration import providers, rotary_kernels
 
+    rotary_kernels.use_one_warp()  # with the engine off too, so that the two can be compared
     engine = _install_engine(args, config)
     monitor = Monitor(
         num_iterations=args.train_iters or 0,

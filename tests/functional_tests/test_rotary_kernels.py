@@ -1,0 +1,84 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""megatron-core's fused rotation of queries, with every block size that its tuner may choose."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megatron.slipstream.integration import rotary_kernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.releases]
+
+OFFSETS = (0, 608, 808, 2032, 2032, 2032, 2048)
+"""Of the sequences of two ranks, of which this is the first."""
+NUM_TOKENS = OFFSETS[-1] // 2
+NUM_LAUNCHES = 300
+
+
+def _positions() -> torch.Tensor:
+    """Of the rank's tokens: of each sequence it has the first and the last of four parts."""
+    parts = []
+    for start, end in itertools.pairwise(OFFSETS):
+        quarter = (end - start) // 4
+        parts += [torch.arange(quarter), torch.arange(3 * quarter, 4 * quarter)]
+    return torch.cat(parts).cuda()
+
+
+def _rotated_forward(
+    values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Pairs of neighbours become a left and a right half."""
+    first, second = values[..., 0::2], values[..., 1::2]
+    half = first.shape[-1]
+    left = first * cos[..., :half] - second * sin[..., :half]
+    right = second * cos[..., half:] + first * sin[..., half:]
+    return left, right
+
+
+def _expected(name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """In float32, by torch; backward is the derivative of forward."""
+    nope = x.shape[-1] - cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = x[..., nope:].float().requires_grad_()
+    outputs = _rotated_forward(rotated, cos, sin)
+    if name == "rotary_fwd_q_kernel":
+        result = torch.cat(outputs, -1)
+    else:
+        gradients = rotated.detach().chunk(2, -1)
+        (result,) = torch.autograd.grad(outputs, rotated, gradients)
+    return torch.cat([x[..., :nope].float(), result], -1)
+
+
+@pytest.mark.parametrize("num_heads, nope, dim", [(8, 64, 32), (16, 128, 64)])
+@pytest.mark.parametrize("name", rotary_kernels.NAMES)
+def test_every_block_size_rotates_right_every_time(
+    name: str, num_heads: int, nope: int, dim: int
+) -> None:
+    rotary_kernels.use_one_warp()
+    tuned = dict(zip(rotary_kernels.NAMES, rotary_kernels.tuned_kernels(), strict=True))[name]
+    torch.manual_seed(1)
+    cos, sin = (torch.randn(OFFSETS[-1], dim, device="cuda") for _ in range(2))
+    x = torch.randn(NUM_TOKENS, num_heads, nope + dim, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32, device="cuda")
+    expected = _expected(name, x, cos[_positions()], sin[_positions()])
+    wrong = {}
+    for config in tuned.configs:
+        heads = config.kwargs["BLOCK_H"]
+        grid = (NUM_TOKENS, -(-num_heads // heads))
+        results = []
+        for _ in range(NUM_LAUNCHES):
+            rotated = x.clone()
+            layout = (None, len(OFFSETS) - 1, offsets, rotated.stride(0), rotated.stride(1), 0, 2)
+            tuned.fn[grid](
+                *(rotated, cos, sin, nope, dim, num_heads, *layout),
+                **config.kwargs,
+                num_warps=config.num_warps,
+            )
+            results.append(rotated)
+        torch.testing.assert_close(results[0].float(), expected, rtol=2**-7, atol=2**-7)
+        wrong[heads] = sum(not torch.equal(rotated, results[0]) for rotated in results)
+    assert not any(wrong.values()), f"launches that differ from the first, by block: {wrong}"
