@@ -39,7 +39,7 @@ from megatron.slipstream.plan.trace import Bandwidth, Trace
 NUM_CHUNKS = 10
 CASES_PER_CHUNK = 1_000
 
-SMALL, LARGE = 64, 640
+SMALL, LARGE = 52, 640
 """The most groups of an iteration, in most cases and in one of :data:`LARGE_EVERY`."""
 LARGE_EVERY = 40
 
