@@ -28,7 +28,6 @@ from benchmarks.worker import machine_facts
 from megatron.slipstream.fine_grained_activation_offload.backend import (
     Backend,
     Bytes,
-    Copy,
     CudaBackend,
 )
 from megatron.slipstream.integration import numa
@@ -66,8 +65,8 @@ class Link:
             host = Bytes.of(self._host)
             rest = Bytes(host.storage, host.start + nbytes, nbytes)
             self._copies = {
-                "d2h": Copy(host.first(nbytes), Bytes(device, 0, nbytes)),
-                "h2d": Copy(Bytes(device, nbytes, nbytes), rest),
+                "d2h": (host.first(nbytes), Bytes(device, 0, nbytes)),
+                "h2d": (Bytes(device, nbytes, nbytes), rest),
             }
             self._streams = {way: backend.new_stream() for way in self._copies}
 

@@ -165,19 +165,21 @@ class WatchedBackend(CpuBackend):
         self.issued[kind.queue].append(Issued(kind, self.step, storages, waited))
 
     def _copy_out(self, copy: Copy) -> int:
-        number = self._in_device[copy.source.storage._cdata]
-        self.addresses[number] = copy.destination.address
-        self._in_host[copy.destination.address] = number
-        blocks = host_blocks(copy.destination)
+        buffer, source = copy
+        number = self._in_device[source.storage._cdata]
+        self.addresses[number] = buffer.address
+        self._in_host[buffer.address] = number
+        blocks = host_blocks(buffer)
         self.lent_before[number] = {self._last_read[b] for b in blocks if b in self._last_read}
         self.lent_bytes[self.step] = self.manager.store.host_pool.lent_bytes
         return number
 
     def _copy_in(self, copy: Copy) -> int:
-        number = self._in_host[copy.source.address]
-        assert copy.destination.storage._cdata in self._returned, "it was allocated too late"
-        self._in_device[copy.destination.storage._cdata] = number
-        self._last_read.update(dict.fromkeys(host_blocks(copy.source), number))
+        destination, buffer = copy
+        number = self._in_host[buffer.address]
+        assert destination.storage._cdata in self._returned, "it was allocated too late"
+        self._in_device[destination.storage._cdata] = number
+        self._last_read.update(dict.fromkeys(host_blocks(buffer), number))
         return number
 
     # What happens in the engine beside that.

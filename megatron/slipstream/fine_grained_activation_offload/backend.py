@@ -33,7 +33,7 @@ POISON_BYTE = 0xFF
 class Bytes(NamedTuple):
     """Bytes ``[start, start + nbytes)`` of a storage.
 
-    Cheaper than a tensor: the engine makes several for every storage that moves.
+    Cheaper than a tensor: the engine makes one for every copy.
     """
 
     storage: torch.UntypedStorage
@@ -62,11 +62,22 @@ class Bytes(NamedTuple):
         return empty.set_(self.storage, self.start, (self.nbytes,), (1,))
 
 
-class Copy(NamedTuple):
-    """One copy of bytes; both sides are equally long."""
+Copy = tuple[Bytes, Bytes]
+"""Destination and source. One of them may be longer, as a host buffer is: then it begins with the
+bytes that are copied."""
 
-    destination: Bytes
-    source: Bytes
+
+def nbytes_of(copy: Copy) -> int:
+    """How many bytes it moves."""
+    destination, source = copy
+    return min(destination.nbytes, source.nbytes)
+
+
+def sides(copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 tensors of what is written and what is read, which share their memory."""
+    nbytes = nbytes_of(copy)
+    destination, source = copy
+    return destination.first(nbytes).view(), source.first(nbytes).view()
 
 
 class MemoryMeter(Protocol):
@@ -119,6 +130,10 @@ class Backend(ABC):
     def current_stream_id(self) -> Hashable:
         """:meth:`stream_id` of :meth:`current_stream`, as cheaply as possible."""
         return self.stream_id(self.current_stream())
+
+    def here(self) -> tuple[Hashable, Stream]:
+        """:meth:`current_stream_id` and :meth:`current_stream`, as cheaply as possible."""
+        return self.current_stream_id(), self.current_stream()
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
@@ -174,8 +189,8 @@ class Backend(ABC):
         if self.poisons_dropped and _num_uses(storage) == 1:
             _poison(storage)
 
-    def drop_host_contents(self, buffer: Bytes, stream: Stream) -> None:
-        """Nobody needs the bytes in ``buffer`` after the work now in ``stream``."""
+    def drop_host_contents(self, copies: Sequence[Copy], stream: Stream) -> None:
+        """Nobody needs what host buffers hold that ``copies``, now in ``stream``, have read."""
 
     def memory(self) -> Optional[tuple[int, int]]:
         """Device bytes allocated now and at most, or None where nothing counts them."""
@@ -265,11 +280,16 @@ class CudaBackend(Backend):
         )
 
     def current_stream(self) -> Stream:
-        stream = self._streams.get(self.current_stream_id())
+        return self.here()[1]
+
+    def here(self) -> tuple[Hashable, Stream]:
+        device = torch._C._cuda_getDevice()
+        stream_id = (device, torch._C._cuda_getCurrentRawStream(device))
+        stream = self._streams.get(stream_id)
         if stream is None:
             stream = torch.cuda.current_stream()
             self._streams[self.stream_id(stream)] = stream
-        return stream
+        return stream_id, stream
 
     def stream_id(self, stream: Stream) -> Hashable:
         return (stream.device_index, stream.cuda_stream)
@@ -306,11 +326,16 @@ class CudaBackend(Backend):
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
         # Of the driver itself: torch's copy_ takes the host twice as long, for checks that are of
         # no use here, and a model of experts waits for the host as it is.
-        handle = stream.cuda_stream
-        for destination, source in copies:
-            _check_driver(
-                self._memcpy(destination.address, source.address, source.nbytes, handle), "a copy"
+        handle, memcpy = stream.cuda_stream, self._memcpy
+        for (to, to_start, to_nbytes), (source, start, nbytes) in copies:
+            status = memcpy(
+                to.data_ptr() + to_start,
+                source.data_ptr() + start,
+                nbytes if nbytes < to_nbytes else to_nbytes,
+                handle,
             )
+            if status != 0:
+                raise RuntimeError(f"the CUDA driver refused a copy with error {status}")
 
     def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)
@@ -391,11 +416,6 @@ _record_event = torch._C._CudaEventBase.record
 _wait_event = torch._C._CudaEventBase.wait
 
 
-def _check_driver(status: int, what: str) -> None:
-    if status != 0:
-        raise RuntimeError(f"the CUDA driver refused {what} with error {status}")
-
-
 _COMPLETED = object()
 """The event of work that is done by the time it is recorded."""
 
@@ -456,8 +476,9 @@ class CpuBackend(Backend):
         work()
 
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
-        for destination, source in copies:
-            destination.view().copy_(source.view())
+        for copy in copies:
+            destination, source = sides(copy)
+            destination.copy_(source)
 
     def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
         pass
@@ -530,12 +551,12 @@ class _LazyCopy:
 
     def __call__(self) -> None:
         # A source that has been emptied meanwhile, as a recomputed output is, has no bytes.
-        destination = self.copy.destination.view()
-        is_there = self.copy.source.storage.nbytes() > 0
+        is_there = self.copy[1].storage.nbytes() > 0
         if self.ordered and is_there:
-            destination.copy_(self.copy.source.view())
+            destination, source = sides(self.copy)
+            destination.copy_(source)
         else:
-            destination.fill_(POISON_BYTE)
+            self.copy[0].first(nbytes_of(self.copy)).view().fill_(POISON_BYTE)
 
 
 class LazyCpuBackend(CpuBackend):
@@ -620,15 +641,16 @@ class LazyCpuBackend(CpuBackend):
 
     def drop_device(self, storage: torch.UntypedStorage) -> None:
         pending = self._pending_copies(storage)
-        if any(copy.destination.storage._cdata == storage._cdata for copy in pending):
+        if any(to.storage._cdata == storage._cdata for to, _ in pending):
             raise RuntimeError("device memory dropped while a copy has yet to write it")
         # The one use is the caller's storage object, which the pending copies hold as well.
         if _num_uses(storage) == 1:
             _poison(storage)
 
-    def drop_host_contents(self, buffer: Bytes, stream: _LazyStream) -> None:
-        stream.pending.append(lambda: buffer.view().fill_(POISON_BYTE))
-        self._note_use(buffer.storage, stream)
+    def drop_host_contents(self, copies: Sequence[Copy], stream: _LazyStream) -> None:
+        for _, buffer in copies:
+            stream.pending.append(lambda buffer=buffer: buffer.view().fill_(POISON_BYTE))
+            self._note_use(buffer.storage, stream)
 
     def _pending_copies(self, storage: torch.UntypedStorage) -> list[Copy]:
         return [

@@ -72,6 +72,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
     Copy,
     Event,
     Stream,
+    nbytes_of,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_meeting import HostMeeting
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease
@@ -116,6 +117,17 @@ class Signal(NamedTuple):
 
 _graph_numbers = itertools.count(1)
 """Of all engines of the process: graphs of several may have host memory in common."""
+
+
+def _latest(signals: Iterable[Signal]) -> list[Signal]:
+    """Those that cover all others: [Note: A wait covers what came before]."""
+    latest: dict[tuple[Hashable, int], Signal] = {}
+    for signal in signals:
+        key = (signal.stream, signal.graph)
+        known = latest.get(key)
+        if known is None or known.position < signal.position:
+            latest[key] = signal
+    return list(latest.values())
 
 
 class Stall(NamedTuple):
@@ -189,31 +201,28 @@ class CopyStreams:
     def copy_out(
         self,
         moves: Sequence[tuple[Bytes, HostLease]],
-        producers: Iterable[Stream],
+        producers: Mapping[Hashable, Stream],
         before: Optional[Callable[[], None]] = None,
     ) -> Signal:
         """Copy device bytes into host buffers on the d2h stream.
 
         Args:
             moves: Pairs of device bytes and the buffer they go to.
-            producers: The streams that computed them.
+            producers: The streams that computed them, by id.
             before: Called once the d2h stream has been told to wait, ahead of the copies.
 
         Returns:
             The signal after the copies. The device memory must outlive it (:meth:`let_go`).
         """
         stream, stream_id = self.d2h, self._d2h_id
-        for producer in producers:
-            signal = self._signal(producer, self._backend.stream_id(producer))
+        for producer_id, producer in producers.items():
+            signal = self._signal(producer, producer_id)
             self._wait(Edge.E1, stream, stream_id, signal)  # edge E1
-        for _, lease in moves:
-            for last_use in lease.last_use:
-                self._wait(Edge.E2, stream, stream_id, last_use)  # edge E2
+        for last_use in _latest(use for _, lease in moves for use in lease.last_use):
+            self._wait(Edge.E2, stream, stream_id, last_use)  # edge E2
         if before is not None:
             before()
-        self._run(
-            [Copy(lease.buffer.first(source.nbytes), source) for source, lease in moves], stream
-        )
+        self._run([(lease.buffer, source) for source, lease in moves], stream)
         return self._end(moves, stream, stream_id)
 
     def let_go(
@@ -256,6 +265,8 @@ class CopyStreams:
         self,
         moves: Sequence[tuple[Bytes, HostLease]],
         copied_out: Iterable[Signal],
+        current_id: Hashable,
+        current: Stream,
         after: Optional[Callable[[], None]] = None,
     ) -> Signal:
         """Copy host buffers into device memory of the current stream, on the h2d stream.
@@ -264,49 +275,44 @@ class CopyStreams:
             moves: Pairs of device bytes to write and the buffer to read. Nobody reads the buffers
                 after that.
             copied_out: The signals after the copies out that wrote the buffers.
+            current_id: Id of the current stream.
+            current: The current stream.
             after: Called when the copies are in the h2d stream.
 
         Returns:
             The signal after the copies. The device memory must be kept until somebody has waited
             for it (:meth:`before_use` or :meth:`abandon`).
         """
-        current, current_id = self._backend.current_stream(), self._backend.current_stream_id()
-        for signal in copied_out:
+        for signal in _latest(copied_out):
             # Waited for already, unless the memory was let go on another stream than this: see
             # [Note: A copy in follows its own copy out].
             self._wait(Edge.E3, current, current_id, signal)  # edge E3
         stream, stream_id = self.h2d, self._h2d_id
         here = self._signal(current, current_id)
         self._wait(Edge.E4, stream, stream_id, here)  # edge E4
-        self._run(
-            [
-                Copy(destination, lease.buffer.first(destination.nbytes))
-                for destination, lease in moves
-            ],
-            stream,
-        )
+        copies = [(destination, lease.buffer) for destination, lease in moves]
+        self._run(copies, stream)
         if after is not None:
             after()
-        for _, lease in moves:
-            self._backend.drop_host_contents(lease.buffer, stream)
+        self._backend.drop_host_contents(copies, stream)
         return self._end(moves, stream, stream_id)
 
-    def before_use(self, signal: Signal, label: str = "") -> None:
-        """Make the current stream, which is about to read returned tensors, wait for them."""
-        stream_id = self._backend.current_stream_id()
-        self._wait(Edge.E5, None, stream_id, signal, label)  # edge E5
-
-    def note_read(self, returned: torch.Tensor, allocated_for: Optional[Stream]) -> None:
-        """The current stream is about to read a returned tensor, and may do so until it is deleted.
+    def before_use(self, signal: Signal, stream_id: Hashable, label: str = "") -> None:
+        """Make the current stream, which is about to read returned tensors, wait for them.
 
         Args:
-            returned: The tensor.
-            allocated_for: The stream that its memory was allocated for; None for the current one.
+            signal: After their copies in.
+            stream_id: The current stream's.
+            label: On whose account.
         """
-        if allocated_for is None:
-            return
-        if self._backend.current_stream_id() != self._backend.stream_id(allocated_for):
-            self._hold(Edge.E8, returned)  # edge E8: [Note: Memory belongs to a stream]
+        self._wait(Edge.E5, None, stream_id, signal, label)  # edge E5
+
+    def note_read(self, returned: torch.Tensor) -> None:
+        """The current stream is about to read a returned tensor, and may do so until it is deleted.
+
+        Only where its memory was allocated for another stream.
+        """
+        self._hold(Edge.E8, returned)  # edge E8: [Note: Memory belongs to a stream]
 
     def abandon(
         self,
@@ -371,8 +377,8 @@ class CopyStreams:
         self.finish()
         half = device.nbytes // 2
         sides = [Bytes(part.storage, part.start + half, half) for part in (device, host)]
-        out = (Copy(host.first(half), device.first(half)), self.d2h)
-        back = (Copy(*sides), self.h2d)
+        out = ((host.first(half), device.first(half)), self.d2h)
+        back = ((sides[0], sides[1]), self.h2d)
         self._rate([out, back], meeting)  # The first copies of a process take longer.
         alone = [self._rate([out], meeting), self._rate([back], meeting)]
         both = self._rate([out, back], meeting)
@@ -400,7 +406,7 @@ class CopyStreams:
             times = [self._backend.elapsed_ms(a, b) for a, b in zip(starts, stops, strict=True)]
             rates.append(
                 [
-                    copy.source.nbytes / ms / BYTES_PER_MS_AT_1_GB_PER_S
+                    nbytes_of(copy) / ms / BYTES_PER_MS_AT_1_GB_PER_S
                     for (copy, _), ms in zip(copies, times, strict=True)
                     if ms
                 ]
@@ -417,7 +423,7 @@ class CopyStreams:
         self._backend.run_copies(copies, stream)
         stop = self._backend.timed_event(stream)
         if start is not None:
-            nbytes = sum(copy.source.nbytes for copy in copies)
+            nbytes = sum(map(nbytes_of, copies))
             self.timings.copies.append(TimedCopies(stream is self.d2h, nbytes, start, stop))
 
     def _signal(self, stream: Stream, stream_id: Hashable) -> Signal:

@@ -18,7 +18,7 @@ serves nothing else as long as there are graphs.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Optional
 
@@ -67,7 +67,7 @@ class _Outside(NamedTuple):
     """What the store uses where nothing is captured."""
 
     host_pool: HostPool
-    modules: dict[str, ModuleCounters]
+    modules: defaultdict[str, ModuleCounters]
     verifier: Optional[Verifier]
 
 
@@ -91,7 +91,7 @@ class GraphCaptures:
         self._store = store
         self.min_numel = 1
         """Tensors of fewer elements stay on the device."""
-        self.modules: dict[str, ModuleCounters] = {}
+        self.modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
         """What one replay of all graphs moves, by module name."""
         self.pool: Optional[HostPool] = None
         """The host memory of the graphs; None without any."""
@@ -143,7 +143,7 @@ class GraphCaptures:
             return
         self.is_open = True
         self._plan = plan
-        self.modules = {}
+        self.modules = defaultdict(ModuleCounters)
         self.pool = None  # Whatever graphs there were have been deleted.
         self._names.clear()
         self._passes.clear()
@@ -312,7 +312,7 @@ class GraphCaptures:
         assert self._layer is not None
         group = self._chunk.open_group(name)
         self._layer.groups.append(group)
-        self._store.counters(name).num_groups += 1
+        self._store.modules[name].num_groups += 1
         return group if self._plans_of(group) else None
 
     def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:

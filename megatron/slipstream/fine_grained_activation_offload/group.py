@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
@@ -93,10 +92,10 @@ class OffloadTensorGroup:
         """Note that this group saved a view of ``storage``, its first."""
         self.held[storage.serial] = HeldStorage(weakref.ref(storage), storage.owner.key)
 
-    def storages_or_none(self) -> Iterator[Optional[SavedStorage]]:
+    def storages_or_none(self) -> list[Optional[SavedStorage]]:
         """The storages by position, None for those that autograd has freed."""
-        return (held.reference() for held in self.held.values())
+        return [held.reference() for held in self.held.values()]
 
-    def storages(self) -> Iterator[SavedStorage]:
+    def storages(self) -> list[SavedStorage]:
         """The storages that are still alive."""
-        return (storage for storage in self.storages_or_none() if storage is not None)
+        return [storage for held in self.held.values() if (storage := held.reference()) is not None]

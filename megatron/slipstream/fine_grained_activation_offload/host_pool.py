@@ -116,7 +116,8 @@ class HostPool:
         Raises:
             HostMemoryFull: There is none, and the pool may not or cannot grow.
         """
-        self._take_back()
+        if self._returned:
+            self._take_back()
         self._is_busy = True
         try:
             return self._lend(nbytes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -31,7 +31,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
 from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook, Turn, Watch
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
-from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters, RankReport
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
@@ -252,7 +252,7 @@ class PipelineOffloadManager:
         group = self._chunk.open_group(name)
         self._groups[group.key] = group
         self._started = group
-        self.store.counters(name).num_groups += 1
+        self.store.modules[name].num_groups += 1
         self._advance(StepKind.FORWARD_START, group)
 
     def cur_forward_chunk(self) -> Optional[CommitMark]:
@@ -517,20 +517,24 @@ class PipelineOffloadManager:
         group = self._groups.get(action.key)
         if group is None or group.state is GroupState.OPEN:
             return
-        with self._range_of(action):
-            if action.kind is ActionKind.H2D:
-                self.store.copy_in(group.storages())
-            elif group.state is GroupState.COMMITTED:
-                if action.kind is ActionKind.D2H:
-                    kept = plan.group_by_key[action.key].kept_storages
-                    self.store.copy_out(group, lambda position, _: position not in kept)
-                else:
-                    self.store.release(group)
-
-    def _range_of(self, action: Action) -> AbstractContextManager[Any]:
-        """Names the host work inside, for profilers."""
         backend = self.store.backend
-        return backend.profiler_range(str(action)) if backend.names_ranges else _NO_RANGE
+        if backend.names_ranges:
+            with backend.profiler_range(str(action)):
+                self._carry_out(plan, action, group)
+        else:
+            self._carry_out(plan, action, group)
+
+    def _carry_out(self, plan: Plan, action: Action, group: OffloadTensorGroup) -> None:
+        if action.kind is ActionKind.H2D:
+            self.store.copy_in(group.storages())
+        elif group.state is not GroupState.COMMITTED:
+            return
+        elif action.kind is ActionKind.FREE:
+            self.store.release(group)
+        else:
+            kept = plan.group_by_key[action.key].kept_storages
+            may_move = (lambda position, _: position not in kept) if kept else None
+            self.store.copy_out(group, may_move)
 
     def _improvise(self, kind: StepKind, group: OffloadTensorGroup) -> None:
         """Move everything: let go after ``release_lag`` commits, fetch ``prefetch_depth`` ahead."""
@@ -572,7 +576,7 @@ class PipelineOffloadManager:
         self._last_plan = self._book.find(plan.trace.steps)
         self._next_plan = self._book.plan_after(plan)
         self.report.is_left_out = False
-        self.report.modules = self.store.modules
+        self.report.modules = dict(self.store.modules)
         self.report.late_groups = {str(key): n for key, n in self.store.late_groups.items()}
         self._update_report()
         self._stop_verifying()
@@ -629,7 +633,7 @@ class PipelineOffloadManager:
     def _clear_iteration(self) -> None:
         self.store.copy_streams.forget_waits()
         self._stop_watching()
-        self.store.modules = {}
+        self.store.modules = defaultdict(ModuleCounters)
         self.store.late_groups = {}
         self._recorder.clear()
         self._passes.clear()
@@ -652,9 +656,6 @@ class PipelineOffloadManager:
         ):
             logger.warning("an iteration ended before its backward pass did; starting afresh")
             self._clear_iteration()
-
-
-_NO_RANGE = nullcontext()
 
 
 def _is_step(plan: Plan, index: int, kind: StepKind, at: OffloadTensorGroup | Step) -> bool:

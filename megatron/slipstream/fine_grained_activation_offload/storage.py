@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -57,26 +57,22 @@ _ALLOWED = {
 }
 
 
-class _View(NamedTuple):
-    """How a saved tensor lay in its storage."""
+_View = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+"""How a saved tensor lay in its storage: data type, shape, strides and offset."""
 
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _View:
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+def _view_of(tensor: torch.Tensor) -> _View:
+    return tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
 class SavedStorage:
     """The bytes ``[start, stop)`` of one storage that autograd saved."""
 
     __slots__ = (
-        *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "residence"),
-        *("aliases", "returned", "lease", "holders_to_release", "streams", "out_signal"),
-        *("in_signal", "returned_on", "overwritten", "copied_version", "pool"),
+        *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "nbytes"),
+        *("residence", "aliases", "returned", "lease", "holders_to_release", "streams"),
+        *("out_signal", "in_signal", "returned_on", "returned_on_id", "overwritten"),
+        *("copied_version", "pool"),
         *("_views", "_original", "_copies", "__weakref__"),
     )
 
@@ -97,6 +93,8 @@ class SavedStorage:
         self.device = tensor.device
         self.storage_nbytes = tensor.untyped_storage().nbytes()
         self.start, self.stop = self.storage_nbytes, 0
+        self.nbytes = 0
+        """Bytes that a copy moves, from start to stop."""
         self.residence = Residence.DEVICE
         self.aliases: list[tuple[torch.Tensor, int]] = []
         """The saved tensors, detached, with their version; emptied when the memory is let go."""
@@ -113,6 +111,8 @@ class SavedStorage:
         """After the copy in."""
         self.returned_on: Optional[Stream] = None
         """The stream that the returned memory was allocated for."""
+        self.returned_on_id: Optional[Hashable] = None
+        """Its id; None if it was allocated by somebody else."""
         self.overwritten = False
         """A saved tensor was changed in place, which autograd refuses to read in backward."""
         self.copied_version = -1
@@ -133,11 +133,6 @@ class SavedStorage:
             self._copies.abandon(returned, self.in_signal, self.returned_on)
         if self.lease is not None:
             self.pool.give_back(self.lease)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a copy moves."""
-        return self.stop - self.start
 
     def move_to(self, residence: Residence) -> None:
         """Change the state.
@@ -171,10 +166,11 @@ class SavedStorage:
             self.holders_to_release.add(holder)
             start, stop = _extent(tensor)
             self.start, self.stop = min(self.start, start), max(self.stop, stop)
+            self.nbytes = self.stop - self.start
             # detach() shares the version counter, so that later in-place changes show.
             self.aliases.append((tensor.detach(), tensor._version))
             return SavedTensor(self, len(self.aliases) - 1)
-        self._views.append(_View.of(tensor))
+        self._views.append(_view_of(tensor))
         return SavedTensor(self, len(self._views) - 1)
 
     def settle_extent(self) -> None:
@@ -183,6 +179,7 @@ class SavedStorage:
             self.start, self.stop = 0, self.storage_nbytes
         else:
             self.start -= self.start % DEVICE_ALIGNMENT_BYTES
+        self.nbytes = self.stop - self.start
 
     def source_bytes(self) -> Bytes:
         """The bytes to copy out."""
@@ -194,11 +191,13 @@ class SavedStorage:
             if alias._version != version:
                 self.overwritten = True
 
-    @property
-    def is_intact(self) -> bool:
-        """Whether the saved bytes are there to copy out: neither changed nor emptied since."""
+    def intact_bytes(self) -> Optional[Bytes]:
+        """What to copy out; None if it has been changed or emptied since it was saved."""
+        self.note_overwrites()
         original = self.aliases[0][0].untyped_storage()
-        return not self.overwritten and original.nbytes() == self.storage_nbytes
+        if self.overwritten or original.nbytes() != self.storage_nbytes:
+            return None
+        return Bytes(original, self.start, self.nbytes)
 
     def let_go(self, label: str = "") -> None:
         """LEAVING to HOST: keep the device memory alive no longer.
@@ -208,7 +207,7 @@ class SavedStorage:
         """
         original = self.aliases[0][0].untyped_storage()
         self._original = StorageWeakRef(original)
-        self._views = [_View.of(alias) for alias, _ in self.aliases]
+        self._views = [_view_of(alias) for alias, _ in self.aliases]
         self.aliases.clear()
         self.move_to(Residence.HOST)
         self._copies.let_go(original, self.out_signal, self.streams, label)
@@ -235,7 +234,7 @@ class SavedStorage:
 
     def shape_of(self, index: int) -> torch.Size:
         """The shape of a saved view."""
-        return self._views[index].shape if self._views else self.aliases[index][0].shape
+        return self._views[index][1] if self._views else self.aliases[index][0].shape
 
     def view_returned(self, index: int) -> torch.Tensor:
         """A saved view over the returned memory, with its old shape, strides and alignment."""

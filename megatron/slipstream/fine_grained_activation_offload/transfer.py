@@ -9,6 +9,7 @@ asked about, so that any order of calls gives backward the bytes that forward sa
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Optional
@@ -50,7 +51,7 @@ class ActivationStore:
         self.host_pool = HostPool(backend)
         self.verifier: Optional[Verifier] = None
         """Compares what comes back with what left, while there is one."""
-        self.modules: dict[str, ModuleCounters] = {}
+        self.modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
         """This iteration's figures by module name."""
         self.late_groups: dict[GroupKey, int] = {}
         """This iteration's late copies in by the group that saved the storage first."""
@@ -62,13 +63,6 @@ class ActivationStore:
         )
         """The live storages by the address of torch's storage object, which the storage's own
         weak reference keeps from being used again."""
-
-    def counters(self, name: str) -> ModuleCounters:
-        """This iteration's figures of one module."""
-        counters = self.modules.get(name)
-        if counters is None:
-            counters = self.modules[name] = ModuleCounters()
-        return counters
 
     # Saved-tensor hooks.
 
@@ -83,8 +77,10 @@ class ActivationStore:
         memory = tensor.untyped_storage()._cdata
         storage = self._by_memory.get(memory)
         if storage is None or not storage.serves(tensor):
-            # A parameter's transpose, say, is a plain tensor.
-            if tensor.numel() < group.min_numel or isinstance(tensor._base, torch.nn.Parameter):
+            base = tensor._base  # A parameter's transpose, say, is a plain tensor.
+            if tensor.numel() < group.min_numel or (
+                base is not None and isinstance(base, torch.nn.Parameter)
+            ):
                 return _keep(tensor)
             storage = SavedStorage(tensor, group, self.host_pool, self.copy_streams)
             self._by_memory[memory] = storage
@@ -126,14 +122,16 @@ class ActivationStore:
             self.copy_in([storage], late=True)
         if storage.lease is not None:
             self._settle_original(storage)
+        stream_id = self.backend.current_stream_id()
         if storage.in_signal is not None:
-            self.copy_streams.before_use(storage.in_signal, storage.owner.name)
+            self.copy_streams.before_use(storage.in_signal, stream_id, storage.owner.name)
             if storage.residence is Residence.RETURNING:
                 storage.move_to(Residence.BACK)
                 if self.verifier is not None:
                     self.verifier.reads(storage, self.copy_streams.finish)
         returned = storage.view_returned(index)
-        self.copy_streams.note_read(returned, storage.returned_on)
+        if storage.returned_on_id is not None and storage.returned_on_id != stream_id:
+            self.copy_streams.note_read(returned)
         return returned
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
@@ -159,7 +157,9 @@ class ActivationStore:
             group.nbytes[storage.serial] = storage.nbytes
 
     def copy_out(
-        self, group: OffloadTensorGroup, may_move: Callable[[int, SavedStorage], bool]
+        self,
+        group: OffloadTensorGroup,
+        may_move: Optional[Callable[[int, SavedStorage], bool]] = None,
     ) -> None:
         """Start copying out the group's storages that have not been copied yet.
 
@@ -167,34 +167,35 @@ class ActivationStore:
 
         Args:
             group: A committed group.
-            may_move: Called with a storage's position in the group, and the storage.
+            may_move: Called with a storage's position in the group, and the storage; None if all
+                of them may.
         """
-        storages = []
+        storages, sources = [], []
         for position, storage in enumerate(group.storages_or_none()):
             if storage is None or storage.out_signal is not None:
                 continue
-            storage.note_overwrites()
-            if storage.is_intact and may_move(position, storage):
+            source = storage.intact_bytes()
+            if source is not None and (may_move is None or may_move(position, storage)):
                 storages.append(storage)
+                sources.append(source)
         if not storages:
             return
         leases = self._borrow(storages)
         if leases is None:
-            self.counters(group.name).num_kept_for_host_memory += 1
+            self.modules[group.name].num_kept_for_host_memory += 1
             return
-        current_id, current = self.backend.current_stream_id(), self.backend.current_stream()
+        current_id, current = self.backend.here()
         producers = {current_id: current}
-        moves = []
         for storage, lease in zip(storages, leases, strict=True):
             storage.streams[current_id] = current
             if len(storage.streams) > 1:
                 producers.update(storage.streams)
             storage.lease = lease
             storage.copied_version = storage.aliases[0][1]
-            moves.append((storage.source_bytes(), lease))
+        moves = list(zip(sources, leases, strict=True))
         verify = None if self.verifier is None else partial(self._verify_leaving, storages)
-        signal = self.copy_streams.copy_out(moves, producers.values(), before=verify)
-        counters = self.counters(group.name)
+        signal = self.copy_streams.copy_out(moves, producers, before=verify)
+        counters = self.modules[group.name]
         counters.num_groups_moved += 1
         counters.d2h_copies += len(moves)
         for storage in storages:
@@ -234,14 +235,15 @@ class ActivationStore:
             # fills it. The host buffer is kept until backward reads.
             storage.returned = original
             storage.move_to(Residence.BACK)
-        if returning:
-            self._start_copies_in(returning)
+        if not returning:
+            return
+        self._start_copies_in(returning)
         for storage in returning:
-            counters = self.counters(storage.owner.name)
-            counters.freed_bytes += storage.nbytes
-            counters.num_late += late
-            if late:
+            self.modules[storage.owner.name].freed_bytes += storage.nbytes
+        if late:
+            for storage in returning:
                 key = storage.owner.key
+                self.modules[storage.owner.name].num_late += 1
                 self.late_groups[key] = self.late_groups.get(key, 0) + 1
 
     def measure_bandwidth(self) -> Optional[Bandwidth]:
@@ -306,14 +308,14 @@ class ActivationStore:
                 storage.returned = returned
             verify = partial(self._verify_returned, storages)
         copied_out = [s.out_signal for s in storages if s.out_signal is not None]
-        signal = self.copy_streams.copy_in(moves, copied_out, after=verify)
-        stream = self.backend.current_stream()
+        stream_id, stream = self.backend.here()
+        signal = self.copy_streams.copy_in(moves, copied_out, stream_id, stream, after=verify)
         for storage, (destination, lease) in zip(storages, moves, strict=True):
             storage.returned, storage.in_signal = destination.storage, signal
-            storage.returned_on = stream
+            storage.returned_on, storage.returned_on_id = stream, stream_id
             storage.move_to(Residence.RETURNING)
             storage.pool.give_back(lease)
-            counters = self.counters(storage.owner.name)
+            counters = self.modules[storage.owner.name]
             counters.h2d_bytes += destination.nbytes
             counters.h2d_copies += 1
 

@@ -78,9 +78,10 @@ def test_copies_go_the_way_that_they_are_named_for() -> None:
     link = Link(TimedBackend(), 4)
     out, back = link._copies["d2h"], link._copies["h2d"]
     host = link._host.untyped_storage().data_ptr()
-    assert out.destination.storage.data_ptr() == back.source.storage.data_ptr() == host
-    assert out.source.storage.data_ptr() == back.destination.storage.data_ptr() != host
-    assert {out.source.start, back.destination.start} == {0, 4}
+    (to_host, of_device), (to_device, of_host) = out, back
+    assert to_host.storage.data_ptr() == of_host.storage.data_ptr() == host
+    assert of_device.storage.data_ptr() == to_device.storage.data_ptr() != host
+    assert {of_device.start, to_device.start} == {0, 4}
 
 
 def test_the_command_writes_rows_and_a_table(

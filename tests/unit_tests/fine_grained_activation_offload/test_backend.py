@@ -13,7 +13,6 @@ import torch
 from megatron.slipstream.fine_grained_activation_offload.backend import (
     POISON_BYTE,
     Bytes,
-    Copy,
     CpuBackend,
     CudaBackend,
     Event,
@@ -42,7 +41,7 @@ def ordered_copy(
     Returns the event after it.
     """
     backend.wait(stream, backend.record(backend.current_stream()))
-    backend.run_copies([Copy(Bytes.of(destination), Bytes.of(source))], stream)
+    backend.run_copies([(Bytes.of(destination), Bytes.of(source))], stream)
     return backend.record(stream)
 
 
@@ -78,7 +77,7 @@ def test_a_byte_view_shares_the_bytes_it_names() -> None:
 def test_cpu_copies_at_once() -> None:
     backend = CpuBackend()
     destination = filled(0)
-    backend.run_copies([Copy(Bytes.of(destination), Bytes.of(filled(7)))], backend.new_stream())
+    backend.run_copies([(Bytes.of(destination), Bytes.of(filled(7)))], backend.new_stream())
     assert destination.equal(filled(7))
 
 
@@ -86,7 +85,7 @@ def test_cpu_copies_in_the_order_given() -> None:
     backend = CpuBackend()
     first, second = filled(0), filled(0)
     backend.run_copies(
-        [Copy(Bytes.of(first), Bytes.of(filled(7))), Copy(Bytes.of(second), Bytes.of(first))],
+        [(Bytes.of(first), Bytes.of(filled(7))), (Bytes.of(second), Bytes.of(first))],
         backend.new_stream(),
     )
     assert second.equal(filled(7))
@@ -239,7 +238,7 @@ def test_a_copy_that_missed_the_newest_computation_writes_poison(
     for _ in range(num_seen):
         lazy.wait(stream, lazy.record(lazy.current_stream()))
     lazy.record(lazy.current_stream())
-    lazy.run_copies([Copy(Bytes.of(destination), Bytes.of(filled(7)))], stream)
+    lazy.run_copies([(Bytes.of(destination), Bytes.of(filled(7)))], stream)
     lazy.wait_on_host(stream)
     assert destination.equal(poison())
 
@@ -248,7 +247,7 @@ def test_the_wait_of_another_copy_stream_does_not_count(lazy: LazyCpuBackend) ->
     destination = filled(0)
     waiting, other = lazy.new_stream(), lazy.new_stream()
     lazy.wait(waiting, lazy.record(lazy.current_stream()))
-    lazy.run_copies([Copy(Bytes.of(destination), Bytes.of(filled(7)))], other)
+    lazy.run_copies([(Bytes.of(destination), Bytes.of(filled(7)))], other)
     lazy.wait_on_host(other)
     assert destination.equal(poison())
 
@@ -256,7 +255,7 @@ def test_the_wait_of_another_copy_stream_does_not_count(lazy: LazyCpuBackend) ->
 def test_a_wait_after_the_copy_comes_too_late(lazy: LazyCpuBackend) -> None:
     stream, destination = lazy.new_stream(), filled(0)
     event = lazy.record(lazy.current_stream())
-    lazy.run_copies([Copy(Bytes.of(destination), Bytes.of(filled(7)))], stream)
+    lazy.run_copies([(Bytes.of(destination), Bytes.of(filled(7)))], stream)
     lazy.wait(stream, event)
     lazy.wait_on_host(stream)
     assert destination.equal(poison())
@@ -321,7 +320,7 @@ def test_host_contents_that_nobody_needs_are_poisoned_in_stream_order(
 ) -> None:
     stream, host, device = lazy.new_stream(), filled(7), filled(0)
     ordered_copy(lazy, stream, device, host)
-    lazy.drop_host_contents(Bytes.of(host), stream)
+    lazy.drop_host_contents([(Bytes.of(device), Bytes.of(host))], stream)
     assert host.equal(filled(7))
     lazy.wait_on_host(stream)
     assert device.equal(filled(7))

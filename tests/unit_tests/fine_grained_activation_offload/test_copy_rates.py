@@ -11,7 +11,7 @@ from host_bound import HostBound
 from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload import copy_rates
-from megatron.slipstream.fine_grained_activation_offload.backend import Copy, Stream
+from megatron.slipstream.fine_grained_activation_offload.backend import Copy, Stream, nbytes_of
 from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
     MIN_NBYTES,
     CopyTime,
@@ -59,7 +59,7 @@ class SlowBesideCompute(HostBound):
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
         super().run_copies(copies, stream)
         rate = self.BYTES_PER_MS / (4 if self.is_in_iteration else 1)
-        self.now_ms += sum(copy.source.nbytes for copy in copies) / rate
+        self.now_ms += sum(map(nbytes_of, copies)) / rate
 
 
 def test_a_plan_made_from_times_has_the_rates_of_its_iterations(
