@@ -54,7 +54,7 @@ def initialize(
             rank=rank,
             world_size=world_size,
         )
-    rotary_kernels.use_one_warp()  # whichever engine, so that all have the right gradients
+    rotary_kernels.choose_safely()  # whichever engine, so that all have the right gradients
     parallel_state.destroy_model_parallel()
     _close_groups()
     compat.forget_expert_metrics()

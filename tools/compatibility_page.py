@@ -539,17 +539,21 @@ def compatibility_page() -> str:
         "with or without offloading (0.18 waits); there, set `--no-overlap-p2p-communication`. "
         "Without a GPU, Slipstream keeps that memory itself.",
         "",
-        "## A fault of megatron-core that is worked around",
+        "## Faults of megatron-core that are worked around",
         "",
         "The fused rotation of multi-latent attention (`--rope-type yarn` without "
         "`--no-rope-fusion`) works in place, and with some of the block sizes that Triton's tuner "
         "chooses from, two warps of a block read and write the same values in no order. The "
-        "gradients of some tokens' queries are wrong then, and other ones each time: on an H200 in "
+        "gradients of some tokens' queries are wrong then, and other ones each time "
+        "([#4640](https://github.com/NVIDIA/Megatron-LM/issues/4640)): on an H200 in "
         "257 of 300 launches with 32 rotated dimensions and 4 heads a block, in 300 of 300 with 64 "
-        "and 2. Which size a process gets depends on the tuner's timing. All three releases have "
-        "it. With Slipstream those kernels run one warp a block, which reads everything before it "
-        "writes (`integration/rotary_kernels.py`): from `install()`, `./run train`, "
-        "`replay_chunks()` or `with_dynamic_context_parallelism()` on, offloading or not.",
+        "and 2. And a block that is not full, as with 12 heads on a rank, goes on into the next "
+        "token's ([#7103](https://github.com/NVIDIA/Megatron-LM/issues/7103)). Which size a "
+        "process gets depends on the tuner's timing. All three releases have both faults. With "
+        "Slipstream the tuner chooses among full blocks only, and those in place have one warp, "
+        "which reads everything before it writes (`integration/rotary_kernels.py`): from "
+        "`install()`, `./run train`, `replay_chunks()` or `with_dynamic_context_parallelism()` on, "
+        "offloading or not.",
         "",
         "## Why not",
         "",

@@ -126,7 +126,7 @@ def replay_chunks(
     if config.fp8:
         for chunk in chunks:
             quantize_weights_in_every_pass(get_attr_wrapped_model(chunk, "decoder"))
-    rotary_kernels.use_one_warp()
+    rotary_kernels.choose_safely()
     if backend is None:
         backend = _cuda_graphs() if torch.cuda.is_available() else ImitatedGraphs()
     replayed: list[Replayed] = []

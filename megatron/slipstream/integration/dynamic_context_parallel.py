@@ -143,5 +143,5 @@ def with_dynamic_context_parallelism(spec: Any) -> Any:
     Args:
         spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
     """
-    rotary_kernels.use_one_warp()
+    rotary_kernels.choose_safely()
     return replace_classes(spec, _replacements())

@@ -90,7 +90,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     seam.OFFLOAD_MGR = manager
     models.see_calls()
     compat.name_commits()
-    rotary_kernels.use_one_warp()
+    rotary_kernels.choose_safely()
     if isinstance(backend, CudaBackend):
         small_copies.install()
     logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)

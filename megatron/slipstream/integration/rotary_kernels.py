@@ -1,46 +1,77 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Keeps the fused rotation of multi-latent attention's queries from reading what it has written.
+"""Keeps Triton from choosing forms of megatron-core's fused rotation that compute something wrong.
 
-megatron-core's two kernels (``apply_rope_fusion``) rotate queries and their gradients in place, and
-bring a head's values into another order meanwhile: a thread writes where another one reads. Nothing
-orders the two if they are in different warps, which is so for some of the block sizes that Triton's
-tuner chooses from: with 4 heads a block and 32 rotated dimensions, or 2 and 64 (as DeepSeek has),
-gradients of single tokens come out wrong, and another time other ones. On an H200 that was so in
-257 of 300 launches alone, and in 300 of 300. Within one warp all reads come before all writes.
+megatron-core's kernels for multi-latent attention (``apply_rope_fusion``) are tuned when they first
+run: of eight block sizes, in heads, the fastest is taken. Not all of them are right.
+
+- The two for queries and their gradients work in place, and bring a head's values into another
+  order meanwhile: a thread writes where another one reads. Nothing orders the two if they are in
+  different warps, which is so for some sizes: with 4 heads a block and 32 rotated dimensions, or 2
+  and 64 (as DeepSeek has), gradients of single tokens come out wrong, and another time other ones.
+  On an H200 that was so in 257 of 300 launches, and in 300 of 300. Within one warp all reads come
+  before all writes. (https://github.com/NVIDIA/Megatron-LM/issues/4640)
+- All four let a last block that is not full go on into the next token's heads, or beyond the end.
+  (https://github.com/NVIDIA/Megatron-LM/issues/7103)
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("rotary_fwd_q_kernel", "rotary_bwd_q_kernel")
-"""Of the kernels in megatron-core's module that work in place."""
+IN_PLACE = ("rotary_fwd_q_kernel", "rotary_bwd_q_kernel")
+"""Of the kernels in megatron-core's module, those that work in place."""
+NAMES = (*IN_PLACE, "rotary_fwd_kv_kernel", "rotary_bwd_kv_kernel")
 
 
-def tuned_kernels() -> list[Any]:
+def tuned_kernels(names: Sequence[str] = NAMES) -> list[Any]:
     """Triton's tuners of those kernels; none where Triton cannot be used."""
-    kernels = [getattr(fused, name, None) for name in NAMES]
+    kernels = [getattr(fused, name, None) for name in names]
     # megatron-core puts a mock or the bare function there if it finds no Triton.
     return [kernel for kernel in kernels if isinstance(getattr(kernel, "configs", None), list)]
 
 
-def use_one_warp() -> None:
-    """Have a block's threads read everything before any of them writes; results are the same bits.
+def whole_blocks(
+    configs: Sequence[Any], arguments: Mapping[str, Any], **named: Any
+) -> Sequence[Any]:
+    """Those that leave no block in part empty, but for a single one, which has its bounds.
 
-    What has been tuned before is tuned anew. Calling it again changes nothing.
+    Args:
+        configs: Triton's, with the block size ``BLOCK_H``.
+        arguments: Of the kernel, by name, as far as they were given by position.
+        **named: The others.
     """
-    changed = False
+    num_heads = {**arguments, **named}["head_num"]
+    sizes = [config.kwargs["BLOCK_H"] for config in configs]
+    return [
+        config
+        for config, size in zip(configs, sizes, strict=True)
+        if num_heads % size == 0 or size > num_heads
+    ]
+
+
+def choose_safely() -> None:
+    """Have Triton choose only what is right. Results of what was right before are the same bits.
+
+    What has been tuned already is tuned anew. Calling it again changes nothing.
+    """
+    changed = []
     for kernel in tuned_kernels():
+        if kernel.early_config_prune is not whole_blocks:
+            kernel.early_config_prune = whole_blocks
+            changed.append(kernel)
+    for kernel in tuned_kernels(IN_PLACE):
         for config in kernel.configs:
-            changed = changed or config.num_warps != 1
-            config.num_warps = 1
-        if changed:
-            kernel.cache.clear()
+            if config.num_warps != 1:
+                config.num_warps = 1
+                changed.append(kernel)
+    for kernel in changed:
+        kernel.cache.clear()
     if changed:
-        logger.debug("the fused rotation of queries uses one warp a block")
+        logger.debug("fused rotation of latent attention: whole blocks, in place with one warp")

@@ -130,7 +130,7 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     """
     from megatron.slipstream.integration import providers, rotary_kernels
 
-    rotary_kernels.use_one_warp()  # with the engine off too, so that the two can be compared
+    rotary_kernels.choose_safely()  # with the engine off too, so that the two can be compared
     engine = _install_engine(args, config)
     monitor = Monitor(
         num_iterations=args.train_iters or 0,

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
@@ -18,44 +18,71 @@ pytestmark = pytest.mark.releases
 @pytest.fixture(autouse=True)
 def tuners_of_megatron() -> Iterator[None]:
     """As megatron-core makes them, before and after."""
-    configs = [config for kernel in rotary_kernels.tuned_kernels() for config in kernel.configs]
+    kernels = rotary_kernels.tuned_kernels()
+    configs = [config for kernel in kernels for config in kernel.configs]
     before = [config.num_warps for config in configs]
+    prunes = [kernel.early_config_prune for kernel in kernels]
     for config in configs:
         config.num_warps = 4
+    for kernel in kernels:
+        kernel.early_config_prune = None
     yield
     for config, num_warps in zip(configs, before, strict=True):
         config.num_warps = num_warps
+    for kernel, prune in zip(kernels, prunes, strict=True):
+        kernel.early_config_prune = prune
 
 
-def test_both_in_place_kernels_are_found() -> None:
+def num_warps_of(names: Sequence[str]) -> set[int]:
+    kernels = rotary_kernels.tuned_kernels(names)
+    return {config.num_warps for kernel in kernels for config in kernel.configs}
+
+
+def test_all_kernels_are_found() -> None:
     found = [kernel.fn.__name__ for kernel in rotary_kernels.tuned_kernels()]
     assert found == list(rotary_kernels.NAMES)
 
 
-def test_blocks_have_one_warp_and_are_tuned_anew() -> None:
+def test_in_place_blocks_have_one_warp_and_all_are_tuned_anew() -> None:
     kernels = rotary_kernels.tuned_kernels()
     blocks = [[dict(config.kwargs) for config in kernel.configs] for kernel in kernels]
     for kernel in kernels:
         kernel.cache["some shape"] = kernel.configs[2]
-    rotary_kernels.use_one_warp()
-    assert {config.num_warps for kernel in kernels for config in kernel.configs} == {1}
+    rotary_kernels.choose_safely()
+    assert num_warps_of(rotary_kernels.IN_PLACE) == {1}
+    assert num_warps_of(rotary_kernels.NAMES[2:]) == {4}
     assert not any(kernel.cache for kernel in kernels)
     assert blocks == [[config.kwargs for config in kernel.configs] for kernel in kernels]
 
 
-def test_what_was_tuned_with_one_warp_is_kept() -> None:
-    rotary_kernels.use_one_warp()
+@pytest.mark.parametrize(
+    "num_heads, sizes",
+    [
+        (1, [1, 2, 4, 8, 16, 32, 64, 128]),
+        (12, [1, 2, 4, 16, 32, 64, 128]),
+        (40, [1, 2, 4, 8, 64, 128]),
+    ],
+)
+def test_no_block_reaches_into_the_next_token(num_heads: int, sizes: list[int]) -> None:
+    rotary_kernels.choose_safely()
+    for kernel in rotary_kernels.tuned_kernels():
+        kernel.nargs = {"head_num": num_heads}
+        left = kernel.prune_configs({})
+        assert [config.kwargs["BLOCK_H"] for config in left] == sizes
+
+
+def test_what_was_tuned_safely_is_kept() -> None:
+    rotary_kernels.choose_safely()
     kernel = rotary_kernels.tuned_kernels()[0]
     kernel.cache["some shape"] = kernel.configs[0]
-    rotary_kernels.use_one_warp()
+    rotary_kernels.choose_safely()
     assert kernel.cache.pop("some shape") is kernel.configs[0]
 
 
 def test_installing_is_enough() -> None:
     mcore.install(OffloadConfig(offload_backend="cpu"))
     mcore.uninstall()
-    kernels = rotary_kernels.tuned_kernels()
-    assert {config.num_warps for kernel in kernels for config in kernel.configs} == {1}
+    assert num_warps_of(rotary_kernels.IN_PLACE) == {1}
 
 
 @pytest.mark.parametrize("stand_in", [None, lambda *_: None])
@@ -65,4 +92,4 @@ def test_without_triton_there_is_nothing_to_do(
     for name in rotary_kernels.NAMES:
         monkeypatch.setattr(fused, name, stand_in)
     assert rotary_kernels.tuned_kernels() == []
-    rotary_kernels.use_one_warp()
+    rotary_kernels.choose_safely()
