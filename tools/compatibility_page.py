@@ -553,7 +553,9 @@ def compatibility_page() -> str:
         "Slipstream the tuner chooses among full blocks only, and those in place have one warp, "
         "which reads everything before it writes (`integration/rotary_kernels.py`): from "
         "`install()`, `./run train`, `replay_chunks()` or `with_dynamic_context_parallelism()` on, "
-        "offloading or not.",
+        "offloading or not. Where algorithms are to be deterministic "
+        "(`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or torch's own switch), the kernel that sums over "
+        "heads has one size only, since it rounds otherwise in every other.",
         "",
         "## Why not",
         "",

@@ -13,21 +13,32 @@ run: of eight block sizes, in heads, the fastest is taken. Not all of them are r
   before all writes. (https://github.com/NVIDIA/Megatron-LM/issues/4640)
 - All four let a last block that is not full go on into the next token's heads, or beyond the end.
   (https://github.com/NVIDIA/Megatron-LM/issues/7103)
+
+And one rounds otherwise in every size: the gradient of the rotated part of keys, which all heads
+have in common, is summed block by block. Two runs of one training may so differ in the last bit,
+as the tuner's timing has it. Where runs are to be the same, it is given one size.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
 logger = logging.getLogger(__name__)
 
 IN_PLACE = ("rotary_fwd_q_kernel", "rotary_bwd_q_kernel")
 """Of the kernels in megatron-core's module, those that work in place."""
-NAMES = (*IN_PLACE, "rotary_fwd_kv_kernel", "rotary_bwd_kv_kernel")
+SUMMING = "rotary_bwd_kv_kernel"
+"""The one that adds up heads."""
+NAMES = (*IN_PLACE, "rotary_fwd_kv_kernel", SUMMING)
+
+MOST_HEADS_SUMMED = 16
+"""In a block of the one size that is left where runs are to be the same."""
 
 
 def tuned_kernels(names: Sequence[str] = NAMES) -> list[Any]:
@@ -56,16 +67,38 @@ def whole_blocks(
     ]
 
 
+def one_whole_block(
+    configs: Sequence[Any], arguments: Mapping[str, Any], **named: Any
+) -> Sequence[Any]:
+    """As :func:`whole_blocks`; only one, the same each time, if algorithms are to be deterministic.
+
+    Args:
+        configs: See there.
+        arguments: See there.
+        **named: See there.
+    """
+    whole = whole_blocks(configs, arguments, **named)
+    if not (
+        torch.are_deterministic_algorithms_enabled()
+        or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+    ):
+        return whole
+    small = [config for config in whole if config.kwargs["BLOCK_H"] <= MOST_HEADS_SUMMED]
+    return [max(small, key=lambda config: config.kwargs["BLOCK_H"])]
+
+
 def choose_safely() -> None:
     """Have Triton choose only what is right. Results of what was right before are the same bits.
 
     What has been tuned already is tuned anew. Calling it again changes nothing.
     """
     changed = []
-    for kernel in tuned_kernels():
-        if kernel.early_config_prune is not whole_blocks:
-            kernel.early_config_prune = whole_blocks
-            changed.append(kernel)
+    for name in NAMES:
+        prune = one_whole_block if name == SUMMING else whole_blocks
+        for kernel in tuned_kernels([name]):
+            if kernel.early_config_prune is not prune:
+                kernel.early_config_prune = prune
+                changed.append(kernel)
     for kernel in tuned_kernels(IN_PLACE):
         for config in kernel.configs:
             if config.num_warps != 1:

@@ -63,12 +63,26 @@ def test_in_place_blocks_have_one_warp_and_all_are_tuned_anew() -> None:
         (40, [1, 2, 4, 8, 64, 128]),
     ],
 )
-def test_no_block_reaches_into_the_next_token(num_heads: int, sizes: list[int]) -> None:
+def test_no_block_reaches_into_the_next_token(
+    num_heads: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
     rotary_kernels.choose_safely()
     for kernel in rotary_kernels.tuned_kernels():
         kernel.nargs = {"head_num": num_heads}
         left = kernel.prune_configs({})
         assert [config.kwargs["BLOCK_H"] for config in left] == sizes
+
+
+@pytest.mark.parametrize("num_heads, size", [(1, 16), (12, 16), (40, 8), (128, 16), (7, 16)])
+def test_heads_are_summed_in_one_order_where_runs_are_to_be_the_same(
+    num_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    rotary_kernels.choose_safely()
+    (kernel,) = rotary_kernels.tuned_kernels([rotary_kernels.SUMMING])
+    kernel.nargs = {"head_num": num_heads}
+    assert [config.kwargs["BLOCK_H"] for config in kernel.prune_configs({})] == [size]
 
 
 def test_what_was_tuned_safely_is_kept() -> None:
