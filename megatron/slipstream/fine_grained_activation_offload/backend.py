@@ -25,6 +25,8 @@ import torch
 
 Stream = Any
 Event = Any
+Here = tuple[Hashable, Stream]
+"""A stream, with its id before it."""
 
 POISON_BYTE = 0xFF
 """A float whose bytes are all ones is NaN in every IEEE format, bf16 and both fp8 formats."""
@@ -71,13 +73,6 @@ def nbytes_of(copy: Copy) -> int:
     """How many bytes it moves."""
     destination, source = copy
     return min(destination.nbytes, source.nbytes)
-
-
-def sides(copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 tensors of what is written and what is read, which share their memory."""
-    nbytes = nbytes_of(copy)
-    destination, source = copy
-    return destination.first(nbytes).view(), source.first(nbytes).view()
 
 
 class MemoryMeter(Protocol):
@@ -131,8 +126,8 @@ class Backend(ABC):
         """:meth:`stream_id` of :meth:`current_stream`, as cheaply as possible."""
         return self.stream_id(self.current_stream())
 
-    def here(self) -> tuple[Hashable, Stream]:
-        """:meth:`current_stream_id` and :meth:`current_stream`, as cheaply as possible."""
+    def here(self) -> Here:
+        """The current stream. Ask each time: it changes."""
         return self.current_stream_id(), self.current_stream()
 
     @abstractmethod
@@ -282,9 +277,8 @@ class CudaBackend(Backend):
     def current_stream(self) -> Stream:
         return self.here()[1]
 
-    def here(self) -> tuple[Hashable, Stream]:
-        device = torch._C._cuda_getDevice()
-        stream_id = (device, torch._C._cuda_getCurrentRawStream(device))
+    def here(self) -> Here:
+        stream_id = self.current_stream_id()
         stream = self._streams.get(stream_id)
         if stream is None:
             stream = torch.cuda.current_stream()
@@ -477,7 +471,8 @@ class CpuBackend(Backend):
 
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
         for copy in copies:
-            destination, source = sides(copy)
+            nbytes = nbytes_of(copy)
+            destination, source = (side.first(nbytes).view() for side in copy)
             destination.copy_(source)
 
     def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -550,13 +545,13 @@ class _LazyCopy:
         self.ordered = ordered
 
     def __call__(self) -> None:
+        destination, source = self.copy
+        written = destination.first(nbytes_of(self.copy)).view()
         # A source that has been emptied meanwhile, as a recomputed output is, has no bytes.
-        is_there = self.copy[1].storage.nbytes() > 0
-        if self.ordered and is_there:
-            destination, source = sides(self.copy)
-            destination.copy_(source)
+        if self.ordered and source.storage.nbytes() > 0:
+            written.copy_(source.first(written.numel()).view())
         else:
-            self.copy[0].first(nbytes_of(self.copy)).view().fill_(POISON_BYTE)
+            written.fill_(POISON_BYTE)
 
 
 class LazyCpuBackend(CpuBackend):

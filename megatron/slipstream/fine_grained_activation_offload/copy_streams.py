@@ -71,6 +71,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
     Bytes,
     Copy,
     Event,
+    Here,
     Stream,
     nbytes_of,
 )
@@ -265,8 +266,7 @@ class CopyStreams:
         self,
         moves: Sequence[tuple[Bytes, HostLease]],
         copied_out: Iterable[Signal],
-        current_id: Hashable,
-        current: Stream,
+        here: Here,
         after: Optional[Callable[[], None]] = None,
     ) -> Signal:
         """Copy host buffers into device memory of the current stream, on the h2d stream.
@@ -275,21 +275,20 @@ class CopyStreams:
             moves: Pairs of device bytes to write and the buffer to read. Nobody reads the buffers
                 after that.
             copied_out: The signals after the copies out that wrote the buffers.
-            current_id: Id of the current stream.
-            current: The current stream.
+            here: The current stream.
             after: Called when the copies are in the h2d stream.
 
         Returns:
             The signal after the copies. The device memory must be kept until somebody has waited
             for it (:meth:`before_use` or :meth:`abandon`).
         """
+        current_id, current = here
         for signal in _latest(copied_out):
             # Waited for already, unless the memory was let go on another stream than this: see
             # [Note: A copy in follows its own copy out].
             self._wait(Edge.E3, current, current_id, signal)  # edge E3
         stream, stream_id = self.h2d, self._h2d_id
-        here = self._signal(current, current_id)
-        self._wait(Edge.E4, stream, stream_id, here)  # edge E4
+        self._wait(Edge.E4, stream, stream_id, self._signal(current, current_id))  # edge E4
         copies = [(destination, lease.buffer) for destination, lease in moves]
         self._run(copies, stream)
         if after is not None:
@@ -318,18 +317,19 @@ class CopyStreams:
         self,
         memory: Optional[torch.UntypedStorage],
         copied_in: Optional[Signal],
-        stream: Optional[Stream],
+        allocated_for: Optional[Here],
     ) -> None:
         """Let go of returned device memory that nobody came for.
 
         Args:
             memory: What the copy writes; the caller deletes its last reference.
             copied_in: The signal after the copy.
-            stream: The stream that the memory was allocated for, which may be given it next.
+            allocated_for: The stream that may be given the memory next.
         """
-        if memory is None or copied_in is None:
+        if memory is None or copied_in is None or allocated_for is None:
             return
-        self._wait(Edge.E6, stream, self._backend.stream_id(stream), copied_in)  # edge E6
+        stream_id, stream = allocated_for
+        self._wait(Edge.E6, stream, stream_id, copied_in)  # edge E6
         self._backend.drop_device(memory)
 
     def forget_waits(self) -> None:
@@ -371,14 +371,15 @@ class CopyStreams:
                 without regard to them.
         """
         # Others may have had either memory until just now.
-        here = self._signal(self._backend.current_stream(), self._backend.current_stream_id())
+        current_id, current = self._backend.here()
+        here = self._signal(current, current_id)
         self._wait(Edge.E1, self.d2h, self._d2h_id, here)  # edge E1
         self._wait(Edge.E4, self.h2d, self._h2d_id, here)  # edge E4
         self.finish()
         half = device.nbytes // 2
-        sides = [Bytes(part.storage, part.start + half, half) for part in (device, host)]
+        to, source = (Bytes(part.storage, part.start + half, half) for part in (device, host))
         out = ((host.first(half), device.first(half)), self.d2h)
-        back = ((sides[0], sides[1]), self.h2d)
+        back = ((to, source), self.h2d)
         self._rate([out, back], meeting)  # The first copies of a process take longer.
         alone = [self._rate([out], meeting), self._rate([back], meeting)]
         both = self._rate([out, back], meeting)

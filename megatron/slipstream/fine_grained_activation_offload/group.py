@@ -98,4 +98,4 @@ class OffloadTensorGroup:
 
     def storages(self) -> list[SavedStorage]:
         """The storages that are still alive."""
-        return [storage for held in self.held.values() if (storage := held.reference()) is not None]
+        return [storage for storage in self.storages_or_none() if storage is not None]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Optional
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Stream
+from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Here, Stream
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease, HostPool
 from megatron.slipstream.plan.trace import GroupKey
 
@@ -71,8 +71,7 @@ class SavedStorage:
     __slots__ = (
         *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "nbytes"),
         *("residence", "aliases", "returned", "lease", "holders_to_release", "streams"),
-        *("out_signal", "in_signal", "returned_on", "returned_on_id", "overwritten"),
-        *("copied_version", "pool"),
+        *("out_signal", "in_signal", "returned_on", "overwritten", "copied_version", "pool"),
         *("_views", "_original", "_copies", "__weakref__"),
     )
 
@@ -94,7 +93,7 @@ class SavedStorage:
         self.storage_nbytes = tensor.untyped_storage().nbytes()
         self.start, self.stop = self.storage_nbytes, 0
         self.nbytes = 0
-        """Bytes that a copy moves, from start to stop."""
+        """Bytes that a copy moves, from start to stop: kept, since it is asked for all the time."""
         self.residence = Residence.DEVICE
         self.aliases: list[tuple[torch.Tensor, int]] = []
         """The saved tensors, detached, with their version; emptied when the memory is let go."""
@@ -109,10 +108,8 @@ class SavedStorage:
         """After the copy out; None if there was none."""
         self.in_signal: Optional[Signal] = None
         """After the copy in."""
-        self.returned_on: Optional[Stream] = None
-        """The stream that the returned memory was allocated for."""
-        self.returned_on_id: Optional[Hashable] = None
-        """Its id; None if it was allocated by somebody else."""
+        self.returned_on: Optional[Here] = None
+        """The stream that the returned memory was allocated for; None if the engine did not."""
         self.overwritten = False
         """A saved tensor was changed in place, which autograd refuses to read in backward."""
         self.copied_version = -1
@@ -194,10 +191,9 @@ class SavedStorage:
     def intact_bytes(self) -> Optional[Bytes]:
         """What to copy out; None if it has been changed or emptied since it was saved."""
         self.note_overwrites()
-        original = self.aliases[0][0].untyped_storage()
-        if self.overwritten or original.nbytes() != self.storage_nbytes:
-            return None
-        return Bytes(original, self.start, self.nbytes)
+        source = self.source_bytes()
+        is_there = source.storage.nbytes() == self.storage_nbytes
+        return source if is_there and not self.overwritten else None
 
     def let_go(self, label: str = "") -> None:
         """LEAVING to HOST: keep the device memory alive no longer.

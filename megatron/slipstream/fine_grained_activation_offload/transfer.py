@@ -77,10 +77,8 @@ class ActivationStore:
         memory = tensor.untyped_storage()._cdata
         storage = self._by_memory.get(memory)
         if storage is None or not storage.serves(tensor):
-            base = tensor._base  # A parameter's transpose, say, is a plain tensor.
-            if tensor.numel() < group.min_numel or (
-                base is not None and isinstance(base, torch.nn.Parameter)
-            ):
+            # A parameter's transpose, say, is a plain tensor.
+            if tensor.numel() < group.min_numel or isinstance(tensor._base, torch.nn.Parameter):
                 return _keep(tensor)
             storage = SavedStorage(tensor, group, self.host_pool, self.copy_streams)
             self._by_memory[memory] = storage
@@ -130,7 +128,7 @@ class ActivationStore:
                 if self.verifier is not None:
                     self.verifier.reads(storage, self.copy_streams.finish)
         returned = storage.view_returned(index)
-        if storage.returned_on_id is not None and storage.returned_on_id != stream_id:
+        if storage.returned_on is not None and storage.returned_on[0] != stream_id:
             self.copy_streams.note_read(returned)
         return returned
 
@@ -239,11 +237,11 @@ class ActivationStore:
             return
         self._start_copies_in(returning)
         for storage in returning:
-            self.modules[storage.owner.name].freed_bytes += storage.nbytes
-        if late:
-            for storage in returning:
+            counters = self.modules[storage.owner.name]
+            counters.freed_bytes += storage.nbytes
+            counters.num_late += late
+            if late:
                 key = storage.owner.key
-                self.modules[storage.owner.name].num_late += 1
                 self.late_groups[key] = self.late_groups.get(key, 0) + 1
 
     def measure_bandwidth(self) -> Optional[Bandwidth]:
@@ -308,11 +306,11 @@ class ActivationStore:
                 storage.returned = returned
             verify = partial(self._verify_returned, storages)
         copied_out = [s.out_signal for s in storages if s.out_signal is not None]
-        stream_id, stream = self.backend.here()
-        signal = self.copy_streams.copy_in(moves, copied_out, stream_id, stream, after=verify)
+        here = self.backend.here()
+        signal = self.copy_streams.copy_in(moves, copied_out, here, after=verify)
         for storage, (destination, lease) in zip(storages, moves, strict=True):
             storage.returned, storage.in_signal = destination.storage, signal
-            storage.returned_on, storage.returned_on_id = stream, stream_id
+            storage.returned_on = here
             storage.move_to(Residence.RETURNING)
             storage.pool.give_back(lease)
             counters = self.modules[storage.owner.name]

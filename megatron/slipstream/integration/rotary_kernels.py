@@ -21,15 +21,12 @@ as the tuner's timing has it. Where runs are to be the same, it is given one siz
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
-
-logger = logging.getLogger(__name__)
 
 IN_PLACE = ("rotary_fwd_q_kernel", "rotary_bwd_q_kernel")
 """Of the kernels in megatron-core's module, those that work in place."""
@@ -92,19 +89,13 @@ def choose_safely() -> None:
 
     What has been tuned already is tuned anew. Calling it again changes nothing.
     """
-    changed = []
     for name in NAMES:
         prune = one_whole_block if name == SUMMING else whole_blocks
         for kernel in tuned_kernels([name]):
-            if kernel.early_config_prune is not prune:
-                kernel.early_config_prune = prune
-                changed.append(kernel)
-    for kernel in tuned_kernels(IN_PLACE):
-        for config in kernel.configs:
-            if config.num_warps != 1:
+            racing = [c for c in kernel.configs if name in IN_PLACE and c.num_warps != 1]
+            if kernel.early_config_prune is prune and not racing:
+                continue
+            kernel.early_config_prune = prune
+            for config in racing:
                 config.num_warps = 1
-                changed.append(kernel)
-    for kernel in changed:
-        kernel.cache.clear()
-    if changed:
-        logger.debug("fused rotation of latent attention: whole blocks, in place with one warp")
+            kernel.cache.clear()
