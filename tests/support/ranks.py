@@ -108,6 +108,11 @@ def _rank_main(
     else:
         sender.send((None, result))
     sender.close()
+    # Until all results are there, and this process is terminated: others may still be connecting
+    # by the store that lives in the first rank.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     # Without running the interpreter's shutdown: gloo and NCCL threads may still be waiting for
     # ranks that have already gone.
     os._exit(0)
