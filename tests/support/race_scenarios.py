@@ -3,11 +3,14 @@
 """One situation per edge in which the fault is certain on a GPU if that edge is gone.
 
 Each puts a long sleep on the late stream and makes sure that what would be read or overwritten too
-early is something else: NaN, or other data. A scenario returns whether the result is right.
+early is something else: NaN, or other data. A scenario returns whether the result is right. Should
+the host be so slow that the sleep is over before it has done all that is to happen meanwhile, as
+beside other tests, the result would say nothing: then the scenario is repeated with a longer one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -18,15 +21,56 @@ from megatron.slipstream.fine_grained_activation_offload.copy_streams import Cop
 NUMEL = 1 << 20
 SLEEP_CYCLES = 400_000_000
 """About 0.2 s on an H200; every copy here takes less than a millisecond."""
+MAX_DOUBLINGS = 4
+NUM_POISONED_BLOCKS = 64
+
+Scenario = Callable[[], bool]
+
+
+class _TooLate(Exception):
+    """The late stream was late no longer."""
+
+
+class Lateness:
+    """A sleep of one length, on the streams that it is asked to be on."""
+
+    def __init__(self, cycles: int) -> None:
+        self._cycles = cycles
+        self._ends: list[torch.cuda.Event] = []
+
+    def on(self, stream: torch.cuda.Stream) -> None:
+        """Nothing that is put into ``stream`` from here on begins before the sleep is over."""
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(self._cycles)
+        end = torch.cuda.Event()
+        end.record(stream)
+        self._ends.append(end)
+
+    def check(self) -> None:
+        """All that is to happen during the sleep has been asked for.
+
+        Raises:
+            _TooLate: The sleep was over by then.
+        """
+        if any(end.query() for end in self._ends):
+            raise _TooLate
+
+
+def _repeated_if_slow(scenario: Callable[[Lateness], bool]) -> Scenario:
+    @functools.wraps(scenario)
+    def repeated() -> bool:
+        for num_doublings in range(MAX_DOUBLINGS + 1):
+            try:
+                return scenario(Lateness(SLEEP_CYCLES << num_doublings))
+            except _TooLate:
+                torch.cuda.synchronize()
+        raise AssertionError("the host is too slow for this scenario")
+
+    return repeated
 
 
 def _values(value: float) -> torch.Tensor:
     return torch.full((NUMEL,), value, device="cuda")
-
-
-def _sleep_on(stream: torch.cuda.Stream) -> None:
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
 
 
 def _sent(hand: HandDriven, value: float) -> tuple[object, object]:
@@ -38,107 +82,128 @@ def _sent(hand: HandDriven, value: float) -> tuple[object, object]:
     return group, saved
 
 
-def _poison_free_memory() -> None:
-    """Fill the block that an allocation of this size gets next, on the compute stream."""
-    block = _values(float("nan"))
-    del block
+def _poison_free_memory() -> set[int]:
+    """Fill the blocks that allocations of this size get next, on the compute stream.
+
+    Several, since a block that tests before this one left may come first.
+
+    Returns:
+        Their addresses.
+    """
+    blocks = [_values(float("nan")) for _ in range(NUM_POISONED_BLOCKS)]
+    return {block.data_ptr() for block in blocks}
 
 
-def copy_out_of_what_is_computed_late() -> bool:
+@_repeated_if_slow
+def copy_out_of_what_is_computed_late(late: Lateness) -> bool:
     """E1: the source is NaN until the compute stream, which is late, has written it."""
     hand = HandDriven("cuda")
     tensor = _values(float("nan"))
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
+    late.on(torch.cuda.current_stream())
     tensor.copy_(_values(1.0))
     group = hand.group()
     saved = hand.save(group, tensor)
     del tensor
     hand.copy_out(group)
+    late.check()
     torch.cuda.synchronize()
     hand.store.release(group)
     return bool((hand.store.read(saved) == 1.0).all())
 
 
-def host_buffer_lent_while_a_late_copy_in_reads_it() -> bool:
+@_repeated_if_slow
+def host_buffer_lent_while_a_late_copy_in_reads_it(late: Lateness) -> bool:
     """E2: the second group's copy out would overwrite what the first one's copy in reads."""
     hand = HandDriven("cuda")
     group, saved = _sent(hand, 1.0)
     address = saved.storage.lease.buffer.address  # type: ignore[attr-defined]
-    _sleep_on(hand.store.copy_streams.h2d)
+    late.on(hand.store.copy_streams.h2d)
     hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
     other = hand.group()
     saved_other = hand.save(other, _values(2.0))
     hand.copy_out(other)
+    late.check()
     if saved_other.storage.lease.buffer.address != address:
         raise AssertionError("the scenario needs the pool to lend the same buffer again")
     right = bool((hand.store.read(saved) == 1.0).all())
     return right and bool((hand.store.read(saved_other) == 2.0).all())
 
 
-def device_memory_reused_while_a_late_copy_out_reads_it() -> bool:
+@_repeated_if_slow
+def device_memory_reused_while_a_late_copy_out_reads_it(late: Lateness) -> bool:
     """E3: what is let go is filled with NaN by its next owner."""
     hand = HandDriven("cuda")
-    group = hand.group()
-    saved = hand.save(group, _values(1.0))
+    group, tensor = hand.group(), _values(1.0)
+    saved, address = hand.save(group, tensor), tensor.data_ptr()
+    del tensor
     torch.cuda.synchronize()
-    _sleep_on(hand.store.copy_streams.d2h)
+    late.on(hand.store.copy_streams.d2h)
     hand.send(group)
-    _poison_free_memory()
+    if address not in _poison_free_memory():
+        raise AssertionError("the scenario needs the allocator to hand out the same block again")
+    late.check()
     torch.cuda.synchronize()
     return bool((hand.store.read(saved) == 1.0).all())
 
 
-def copy_in_over_memory_that_late_compute_reads() -> bool:
+@_repeated_if_slow
+def copy_in_over_memory_that_late_compute_reads(late: Lateness) -> bool:
     """E4: the destination is a block whose last reader, on the compute stream, is late."""
     hand = HandDriven("cuda")
     group, saved = _sent(hand, 1.0)
     block = _values(3.0)
-    torch.cuda._sleep(SLEEP_CYCLES)
+    late.on(torch.cuda.current_stream())
     read_late = block.clone()
     address = block.data_ptr()
     del block
     hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
     if saved.storage.returned.data_ptr() != address:  # type: ignore[attr-defined]
         raise AssertionError("the scenario needs the allocator to hand out the same block")
+    late.check()
     torch.cuda.synchronize()
     return bool((read_late == 3.0).all())
 
 
-def backward_reads_while_a_late_copy_in_writes() -> bool:
+@_repeated_if_slow
+def backward_reads_while_a_late_copy_in_writes(late: Lateness) -> bool:
     """E5: until the late copy has run the destination holds NaN."""
     hand = HandDriven("cuda")
     group, saved = _sent(hand, 1.0)
     _poison_free_memory()
     torch.cuda.synchronize()
-    _sleep_on(hand.store.copy_streams.h2d)
+    late.on(hand.store.copy_streams.h2d)
     hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
+    late.check()
     read = hand.store.read(saved).clone()
     torch.cuda.synchronize()
     return bool((read == 1.0).all())
 
 
-def unused_memory_reused_while_a_late_copy_in_writes() -> bool:
+@_repeated_if_slow
+def unused_memory_reused_while_a_late_copy_in_writes(late: Lateness) -> bool:
     """E6: the next owner of the destination would be overwritten by the late copy."""
     hand = HandDriven("cuda")
     group, saved = _sent(hand, 1.0)
-    _sleep_on(hand.store.copy_streams.h2d)
+    late.on(hand.store.copy_streams.h2d)
     hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
     address = saved.storage.returned.data_ptr()  # type: ignore[attr-defined]
     del saved
     next_owner = _values(4.0)
     if next_owner.data_ptr() != address:
         raise AssertionError("the scenario needs the allocator to hand out the same block")
+    late.check()
     torch.cuda.synchronize()
     return bool((next_owner == 4.0).all())
 
 
-def host_memory_unpinned_while_a_late_copy_writes_it() -> bool:
+@_repeated_if_slow
+def host_memory_unpinned_while_a_late_copy_writes_it(late: Lateness) -> bool:
     """E7: a stream must be idle when its host memory goes; the fault itself could be a crash."""
     hand = HandDriven("cuda")
     group = hand.group()
     saved = hand.save(group, _values(1.0))
-    _sleep_on(hand.store.copy_streams.d2h)
+    late.on(hand.store.copy_streams.d2h)
     hand.copy_out(group)
     idle = []
     free_host = hand.backend.free_host
@@ -149,27 +214,31 @@ def host_memory_unpinned_while_a_late_copy_writes_it() -> bool:
         free_host(buffer)
 
     hand.backend.free_host = observed  # type: ignore[method-assign]
+    late.check()
     hand.store.close()
     del saved
     return idle != [] and all(idle)
 
 
-def returned_memory_reused_while_another_stream_reads_it_late() -> bool:
+@_repeated_if_slow
+def returned_memory_reused_while_another_stream_reads_it_late(late: Lateness) -> bool:
     """E8: backward reads on another stream than the copy in was started on, which goes on."""
     hand = HandDriven("cuda")
     group, saved = _sent(hand, 1.0)
     hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
     reader = torch.cuda.Stream()
-    _sleep_on(reader)
+    late.on(reader)
     with torch.cuda.stream(reader):
         read_late = hand.store.read(saved).clone()
     del saved
     _poison_free_memory()
+    late.check()
     torch.cuda.synchronize()
     return bool((read_late == 1.0).all())
 
 
-def graphs_replayed_while_a_late_copy_in_writes() -> bool:
+@_repeated_if_slow
+def graphs_replayed_while_a_late_copy_in_writes(late: Lateness) -> bool:
     """E9: the graph that reads follows the one that copies back. Without it, there is no graph."""
     hand = HandDriven("cuda")
     group, source = hand.group(), _values(0.0)
@@ -184,7 +253,7 @@ def graphs_replayed_while_a_late_copy_in_writes() -> bool:
 
     def backward_of_the_layer_after() -> None:
         streams.h2d.wait_stream(torch.cuda.current_stream())
-        _sleep_on(streams.h2d)
+        late.on(streams.h2d)
         hand.store.copy_in(group.storages())
 
     def backward() -> None:
