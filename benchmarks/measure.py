@@ -14,6 +14,12 @@ from typing import Any, Optional
 import torch
 
 from benchmarks.models import use_gpu
+from megatron.slipstream.fine_grained_activation_offload.backend import (
+    Backend,
+    CpuBackend,
+    make_backend,
+)
+from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 
 Run = Callable[[int], list[torch.Tensor]]
 """Runs the iteration of a number and returns its losses."""
@@ -132,23 +138,24 @@ def measure_memory(
 
     Args:
         run: Its iterations.
-        manager: Ours, whose host buffers are not device memory where the CPU stands for the device;
-            None for others.
+        manager: Ours, which resets the peak statistics in some iterations, and whose host buffers
+            are not device memory where the CPU stands for the device; None for others.
         num_iterations: On a GPU, how many, after as many others but two at most.
     """
+    backend = make_backend("auto") if manager is None else manager.store.backend
     if not use_gpu():
-        return _measure_cpu_memory(run, manager)
-    return _measure_cuda_memory(run, num_iterations)
+        return _measure_cpu_memory(run, backend)
+    return _measure_cuda_memory(run, backend, num_iterations)
 
 
-def _measure_cuda_memory(run: Run, num_iterations: int) -> MemoryFigures:
+def _measure_cuda_memory(run: Run, backend: Backend, num_iterations: int) -> MemoryFigures:
     gc.collect()
     wait_for_all()
     torch.cuda.empty_cache()
     for iteration in range(min(NUM_MEMORY_WARMUPS, num_iterations)):
         run(iteration)
         wait_for_all()
-    torch.cuda.reset_peak_memory_stats()
+    resident_bytes = backend.begin_peak()
     before = torch.cuda.memory_stats()
     for iteration in range(num_iterations):
         run(iteration)
@@ -159,27 +166,21 @@ def _measure_cuda_memory(run: Run, num_iterations: int) -> MemoryFigures:
         return int(after[name] - before[name]) if name in after else None
 
     return MemoryFigures(
-        resident_bytes=int(before["allocated_bytes.all.current"]),
-        peak_bytes=int(after["allocated_bytes.all.peak"]),
+        resident_bytes=resident_bytes,
+        peak_bytes=backend.peak_bytes(),
         reserved_bytes=int(after["reserved_bytes.all.peak"]),
         num_device_allocs=grown("num_device_alloc"),
         num_alloc_retries=grown("num_alloc_retries"),
     )
 
 
-def _measure_cpu_memory(run: Run, manager: Any) -> MemoryFigures:
-    from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
-
-    meter = DeviceMemoryMeter()
-    if manager is not None:
-        manager.store.backend.meter = meter
+def _measure_cpu_memory(run: Run, backend: Backend) -> MemoryFigures:
+    assert isinstance(backend, CpuBackend)
     try:
-        with meter:
+        with DeviceMemoryMeter() as backend.meter:
             run(0)
-            meter.reset_peak()
-            resident = meter.allocated_bytes
+            resident_bytes = backend.begin_peak()
             run(1)
-            return MemoryFigures(resident, meter.peak_bytes)
+            return MemoryFigures(resident_bytes, backend.peak_bytes())
     finally:
-        if manager is not None:
-            manager.store.backend.meter = None
+        backend.meter = None

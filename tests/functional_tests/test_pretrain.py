@@ -92,8 +92,13 @@ def test_training_is_the_same_with_the_engine(
     on = train_on_ranks(num_ranks, [*COMMON, *flags, *_offload(modules)], tmp_path / "on.json")
     assert [result_of(record) for record in on] == [result_of(record) for record in off]
     assert on[0]["iterations"][-1]["bytes_offloaded"] > 0
-    peaks = [record[0]["iterations"][-1]["activation_peak_bytes"] for record in (off, on)]
-    assert peaks[1] < peaks[0]
+    without, peaks = (
+        [iteration["activation_peak_bytes"] for iteration in record[0]["iterations"]]
+        for record in (off, on)
+    )
+    assert peaks[-1] < without[-1]
+    # The engine resets the peak statistics in the first and the third iteration.
+    assert max(peaks) < 2 * min(peaks)
 
 
 @pytest.mark.releases

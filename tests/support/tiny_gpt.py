@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Optional
-from unittest import mock
 
 import pytest
 import torch
@@ -202,17 +201,6 @@ def _peak_of_one_more_step(
         chunk.zero_grad(set_to_none=True)
     if use_gpu():
         torch.cuda.synchronize()
-    reset, peaks = backend.reset_peak_memory, []
-
-    def note_and_reset() -> None:
-        peaks.append(backend.memory()[1])
-        reset()
-
-    reset()
-    before, _ = backend.memory()
-    # The step may be one of those that the engine reads: [Note: The recorder resets the peak
-    # counter]. Asked for only at the end, the counter knows no more than what followed the last
-    # mark.
-    with mock.patch.object(backend, "reset_peak_memory", note_and_reset):
-        run_step(case, config, chunks, 0, count)
-    return max([*peaks, backend.memory()[1]]) - before
+    before = backend.begin_peak()
+    run_step(case, config, chunks, 0, count)
+    return backend.peak_bytes() - before

@@ -103,6 +103,8 @@ class Backend(ABC):
     """Whether :meth:`timed_event` takes the time."""
     names_ranges = False
     """Whether :meth:`profiler_range` is worth calling."""
+    _past_peak_bytes = 0
+    """The highest peak that :meth:`reset_peak_memory` has ended since :meth:`begin_peak`."""
     poisons_dropped = False
     """Whether device memory that the engine drops, and nobody else holds, is filled with NaN."""
 
@@ -193,6 +195,29 @@ class Backend(ABC):
 
     def reset_peak_memory(self) -> None:
         """From here on, :meth:`memory`'s peak is that of the time since."""
+        reading = self.memory()
+        if reading is not None:
+            self._past_peak_bytes = max(self._past_peak_bytes, reading[1])
+            self._reset_peak()
+
+    def _reset_peak(self) -> None:
+        """Begin a new peak at what is allocated now."""
+
+    def begin_peak(self) -> int:
+        """Begin a peak that goes on over :meth:`reset_peak_memory`, which ends any other.
+
+        Returns:
+            Device bytes allocated now; 0 where nothing counts them.
+        """
+        self.reset_peak_memory()
+        self._past_peak_bytes = 0
+        reading = self.memory()
+        return 0 if reading is None else reading[0]
+
+    def peak_bytes(self) -> int:
+        """The most device bytes allocated at once since :meth:`begin_peak`; 0 if nobody counts."""
+        reading = self.memory()
+        return self._past_peak_bytes if reading is None else max(self._past_peak_bytes, reading[1])
 
     def obtainable_bytes(self) -> Optional[int]:
         """Device bytes that the process has or could still get; None where there is no limit."""
@@ -373,7 +398,7 @@ class CudaBackend(Backend):
         stats = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
         return stats["current"], stats["peak"]
 
-    def reset_peak_memory(self) -> None:
+    def _reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
     def obtainable_bytes(self) -> Optional[int]:
@@ -491,9 +516,9 @@ class CpuBackend(Backend):
     def memory(self) -> Optional[tuple[int, int]]:
         return (self.meter.allocated_bytes, self.meter.peak_bytes) if self.meter else None
 
-    def reset_peak_memory(self) -> None:
-        if self.meter is not None:
-            self.meter.reset_peak()
+    def _reset_peak(self) -> None:
+        assert self.meter is not None
+        self.meter.reset_peak()
 
 
 def _num_uses(storage: torch.UntypedStorage) -> int:

@@ -22,6 +22,11 @@ from typing import Any, Literal, Optional
 import torch
 
 from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
+from megatron.slipstream.fine_grained_activation_offload.backend import (
+    Backend,
+    CpuBackend,
+    make_backend,
+)
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 
 logger = logging.getLogger(__name__)
@@ -44,6 +49,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             iteration, and resets torch's peak memory statistics.
         bytes_offloaded: Returns how many bytes left the device in the last iteration that is
             complete; None without an engine.
+        backend: The engine's, which resets the peak statistics too in some iterations; None
+            without an engine.
         evaluation_length: Micro-batches of one evaluation on this rank, which tells evaluations
             in a row apart; 0 if unknown.
     """
@@ -57,6 +64,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         bytes_offloaded: Optional[Callable[[], int]] = None,
         evaluation_length: int = 0,
         log_interval: int = 1,
+        backend: Optional[Backend] = None,
     ) -> None:
         self._evaluation_length = evaluation_length
         self._num_iterations = num_iterations
@@ -68,7 +76,11 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             self._display = _Bar(num_iterations)
         elif progress == "lines":
             self._display = _Lines(num_iterations, log_interval)
-        self.meter = DeviceMemoryMeter() if record and not torch.cuda.is_available() else None
+        self._backend = make_backend("auto") if backend is None else backend
+        self._meter: Optional[DeviceMemoryMeter] = None
+        if record and isinstance(self._backend, CpuBackend):
+            # The engine's host buffers are kept out of its count, and plans are made from it.
+            self._meter = self._backend.meter = DeviceMemoryMeter()
         self._stack = contextlib.ExitStack()
         self._in_iteration = False
         self._loss: Optional[float] = None
@@ -85,8 +97,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def __enter__(self) -> Monitor:
         if isinstance(self._display, _Bar):
             self._stack.enter_context(self._display)
-        if self.meter is not None:
-            self._stack.enter_context(self.meter)
+        if self._meter is not None:
+            self._stack.enter_context(self._meter)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -102,7 +114,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._settle()
         self._in_iteration = True
         if self._record:
-            self._baseline_bytes = self._reset_peak()
+            _synchronize()
+            self._baseline_bytes = self._backend.begin_peak()
             self._started_s = time.perf_counter()
 
     def after_loss(self, loss_and_tokens: torch.Tensor) -> None:
@@ -120,7 +133,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         """Wrap megatron's function that finalises gradients, the last step before the optimizer."""
 
         def finalize(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
-            peak_bytes = self._peak() - self._baseline_bytes if self._record else 0
+            peak_bytes = 0
+            if self._record:
+                _synchronize()
+                peak_bytes = self._backend.peak_bytes() - self._baseline_bytes
             finalize_model_grads(model, *args, **kwargs)
             self._model = model
             self._after_iteration(peak_bytes)
@@ -190,21 +206,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 if gradient is not None:
                     yield gradient
 
-    # Memory
 
-    def _reset_peak(self) -> int:
-        if self.meter is not None:
-            self.meter.reset_peak()
-            return self.meter.allocated_bytes
+def _synchronize() -> None:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-
-    def _peak(self) -> int:
-        if self.meter is not None:
-            return self.meter.peak_bytes
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated()
 
 
 class _Bar(contextlib.AbstractContextManager["_Bar"]):

@@ -21,7 +21,7 @@ from typing import Any, Optional
 import torch
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.integration import compat, cpu_only
@@ -31,7 +31,6 @@ from megatron.slipstream.integration.arguments import (
     print_help,
     refused_by_megatron,
 )
-from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.integration.environment import settings
 from megatron.slipstream.integration.messages import show_messages
 from megatron.slipstream.integration.monitor import Monitor, progress_kind
@@ -140,9 +139,8 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
         bytes_offloaded=None if engine is None else engine.bytes_offloaded,
         evaluation_length=_evaluation_length(args),
         log_interval=args.log_interval,
+        backend=None if engine is None else engine.backend,
     )
-    if engine is not None and monitor.meter is not None:
-        engine.read_memory_from(monitor.meter)
     if args.eval_before_training:
         _evaluate_before_training(args)
     step = partial(providers.forward_step, monitor=monitor)
@@ -194,11 +192,9 @@ class _Engine:
         outside = 0 if report.is_left_out else report.d2h_bytes
         return outside + sum(item.d2h_bytes for item in report.graphs.values())
 
-    def read_memory_from(self, meter: DeviceMemoryMeter) -> None:
-        """Plan from the meter's device memory, and keep host buffers out of its count."""
-        backend = self._manager.store.backend
-        if isinstance(backend, CpuBackend):
-            backend.meter = meter
+    @property
+    def backend(self) -> Backend:
+        return self._manager.store.backend
 
     def report(self) -> Report:
         return self._mcore.report()
