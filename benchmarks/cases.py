@@ -35,6 +35,9 @@ class ModelCase:
     dp: int = 1
     """Data-parallel ranks, each with data of its own; a multiple of ``ep``."""
     ep: int = 1
+    is_packed: bool = False
+    """Micro-batches are packs of documents (THD), each with room for ``seq_length`` tokens;
+    ``micro_batch_size`` is 1."""
     te_rng_tracker: bool = False
     """Draw random numbers as CUDA graphs must: from Transformer Engine's tracker (on a GPU)."""
     keeps_layers: bool = False

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -35,8 +34,6 @@ from benchmarks.models import (
 )
 from benchmarks.rows import RowWriter
 from benchmarks.ways import parser_of, take_turns
-from megatron.slipstream.packed_sequences.batch import packed_sample
-from megatron.slipstream.packed_sequences.packing import PackLimits
 
 DESCRIPTION = """\
 Measure training steps whose kernels are launched
@@ -66,10 +63,6 @@ its error. What the table says:
 
 NUM_EAGER_STEPS = 3
 NUM_WARMUPS = 6
-MAX_SEQUENCES = 64
-MEAN_LOG_LENGTH, SIGMA_LOG_LENGTH = 5.5, 1.0
-"""Of documents in packed cases: log-normal, half of them shorter than 245 tokens."""
-
 EXPERTS = {
     "moe_expert_capacity_factor": 1.25,
     "moe_pad_expert_input_to_capacity": True,
@@ -83,7 +76,6 @@ class Case:
 
     model: ModelCase
     what: str
-    is_packed: bool = False
     num_micro_batches: int = 4
     layer_modules: Optional[tuple[str, ...]] = ()
     """What the way 'layer' captures of each layer: everything if empty; None where it can't."""
@@ -97,9 +89,8 @@ def _model(kind: str = "dense", **sizes: Any) -> ModelCase:
 _SMALL = {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 4096}
 CASES: Mapping[str, Case] = {
     "launch_bound_thd": Case(
-        _model(**_SMALL, overrides={"apply_rope_fusion": True}),
+        _model(**_SMALL, is_packed=True, overrides={"apply_rope_fusion": True}),
         "16 layers of hidden 1024, 4096 packed tokens: the GPU waits for launches",
-        is_packed=True,
         layer_modules=None,
     ),
     "launch_bound": Case(_model(**_SMALL), "the same, one sequence of 4096 tokens"),
@@ -171,12 +162,11 @@ class Way:
         """Run one step and wait for it."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        batches = list(self._batches(number))
+        batches = list(micro_batches(self._model, number, self.case.num_micro_batches))
         _synchronize()
         begin_s = time.perf_counter()
         with _gpu_time() as gpu_ms:
-            run = _run_packed if self.case.is_packed else run_schedule
-            run(self._model, self.chunks, batches)
+            run_schedule(self._model, self.chunks, batches)
             host_ms = 1e3 * (time.perf_counter() - begin_s)
         return Timing(gpu_ms() or 1e3 * (time.perf_counter() - begin_s), host_ms)
 
@@ -196,60 +186,6 @@ class Way:
             self.graphs.delete()
         self.chunks.clear()
         gc.collect()
-
-    def _batches(self, number: int) -> Iterator[dict[str, torch.Tensor]]:
-        if not self.case.is_packed:
-            yield from micro_batches(self._model, number, self.case.num_micro_batches)
-            return
-        limits = PackLimits(max_tokens=self._model.seq_length, max_sequences=MAX_SEQUENCES)
-        draw = np.random.default_rng(number)
-        for _ in range(self.case.num_micro_batches):
-            sample = packed_sample(_documents(draw, limits, self._model.vocab_size), limits)
-            yield {key: tensor.unsqueeze(0).cuda() for key, tensor in sample.items()}
-
-
-def _documents(draw: Any, limits: PackLimits, vocab_size: int) -> list[Any]:
-    documents: list[Any] = []
-    num_tokens = 0
-    while len(documents) < limits.max_sequences:
-        length = int(draw.lognormal(MEAN_LOG_LENGTH, SIGMA_LOG_LENGTH)) + 1
-        if num_tokens + length > limits.max_tokens:
-            break
-        documents.append(draw.integers(vocab_size, size=length + 1))
-        num_tokens += length
-    return documents
-
-
-def _run_packed(
-    case: ModelCase, chunks: Sequence[Any], batches: Sequence[dict[str, torch.Tensor]]
-) -> None:
-    """:func:`run_schedule` with packed micro-batches, on one pipeline stage."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron.slipstream.integration.packed_sequences import packed_seq_params
-
-    def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
-        batch = next(data)
-        params = packed_seq_params(
-            batch["cu_seqlens"][0], batch["cu_seqlens_padded"][0], case.seq_length
-        )
-        output = model(
-            batch["tokens"], batch["position_ids"], None, labels=batch["labels"],
-            packed_seq_params=params,
-        )  # fmt: skip
-
-        def loss(losses: torch.Tensor) -> Any:
-            mask = batch["loss_mask"]
-            total = (losses.float() * mask).sum() / mask.sum()
-            return total, {"loss": total.detach()}
-
-        return output, loss
-
-    get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=iter(batches), model=chunks[0],
-        num_microbatches=len(batches), seq_length=case.seq_length,
-        micro_batch_size=case.micro_batch_size, forward_only=False,
-    )  # fmt: skip
 
 
 def _synchronize() -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
+import numpy as np
 import torch
 
 from benchmarks.cases import ModelCase
@@ -21,6 +23,13 @@ from megatron.slipstream.context_parallel.documents import shared_sample
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Share
 from megatron.slipstream.integration import compat, rotary_kernels
+from megatron.slipstream.packed_sequences.batch import packed_sample
+from megatron.slipstream.packed_sequences.packing import PackLimits
+
+MAX_SEQUENCES = 64
+"""Documents of a pack, at most."""
+SIGMA_LOG_LENGTH, SEQ_LENGTH_PER_MEDIAN = 1.0, 16.7
+"""Of the documents of packs: log-normal, half of them shorter than 245 tokens in a pack of 4096."""
 
 
 def use_gpu() -> bool:
@@ -55,6 +64,10 @@ def initialize(
             world_size=world_size,
         )
     rotary_kernels.choose_safely()  # whichever engine, so that all have the right gradients
+    if case.is_packed:
+        from megatron.slipstream.integration.padded_routing import exclude_padding_from_routing
+
+        exclude_padding_from_routing()
     parallel_state.destroy_model_parallel()
     _close_groups()
     compat.forget_expert_metrics()
@@ -260,14 +273,24 @@ def micro_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """``count`` micro-batches of ``step``: int64 ``[b, s]`` tokens, labels and positions.
 
+    Of a packed case ``[1, s]``, with what :func:`packed_sample` has beside these.
+
     Args:
         case: The model.
         step: Number of the step; each has data of its own.
         count: How many.
         dp_rank: Data-parallel rank; each has data of its own.
     """
-    generator = torch.Generator().manual_seed(1000 * step + 17 + 1_000_000 * dp_rank)
+    seed = 1000 * step + 17 + 1_000_000 * dp_rank
     device = "cuda" if use_gpu() else "cpu"
+    if case.is_packed:
+        limits = PackLimits(max_tokens=case.seq_length, max_sequences=MAX_SEQUENCES)
+        draw = np.random.default_rng(seed)
+        for _ in range(count):
+            sample = packed_sample(_documents(draw, limits, case.vocab_size), limits)
+            yield {key: tensor.unsqueeze(0).to(device) for key, tensor in sample.items()}
+        return
+    generator = torch.Generator().manual_seed(seed)
     shape = (case.micro_batch_size, case.seq_length)
     for _ in range(count):
         tokens = torch.randint(case.vocab_size, shape, generator=generator)
@@ -276,6 +299,20 @@ def micro_batches(
             "labels": tokens.roll(-1, dims=1).to(device),
             "position_ids": torch.arange(case.seq_length).expand(shape).to(device),
         }
+
+
+def _documents(draw: np.random.Generator, limits: PackLimits, vocab_size: int) -> list[Any]:
+    """Documents for one pack, each with a last label: drawn until one does not fit."""
+    documents: list[Any] = []
+    num_tokens = 0
+    mean_log_length = math.log(limits.max_tokens / SEQ_LENGTH_PER_MEDIAN)
+    while len(documents) < limits.max_sequences:
+        length = int(draw.lognormal(mean_log_length, SIGMA_LOG_LENGTH)) + 1
+        if num_tokens + length > limits.max_tokens:
+            break
+        documents.append(draw.integers(vocab_size, size=length + 1))
+        num_tokens += length
+    return documents
 
 
 @functools.cache
@@ -299,11 +336,21 @@ def run_schedule(
 
     def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
         batch = next(data)
-        mask = None if use_gpu() else _causal_mask(case.seq_length)
-        output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+        mask = None if use_gpu() or case.is_packed else _causal_mask(case.seq_length)
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            mask,
+            labels=batch["labels"],
+            **_packing_of(case, batch),
+        )
 
         def loss(losses: torch.Tensor) -> Any:
-            total = losses.float().mean()
+            counts = batch.get("loss_mask")
+            if counts is None:
+                total = losses.float().mean()
+            else:
+                total = (losses.float() * counts).sum() / counts.sum()
             return total, {"loss": total.detach().clone()}
 
         return output, loss
@@ -318,6 +365,20 @@ def run_schedule(
         forward_only=forward_only,
     )
     return [result["loss"] for result in results]
+
+
+def _packing_of(case: ModelCase, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Arguments of a model that is called with a pack."""
+    if not case.is_packed:
+        return {}
+    from megatron.slipstream.integration.packed_sequences import packed_seq_params
+
+    cu_seqlens, padded = batch["cu_seqlens"][0], batch["cu_seqlens_padded"][0]
+    params = packed_seq_params(cu_seqlens, padded, case.seq_length)
+    more: dict[str, Any] = {"packed_seq_params": params}
+    if case.kind in ("moe", "mixed"):
+        more["padding_mask"] = batch["padding_mask"]
+    return more
 
 
 def shared_inputs(

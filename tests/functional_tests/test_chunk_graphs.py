@@ -46,12 +46,24 @@ ONE_RANK = {
         },
     ),
     "FP8": ModelCase("dense", overrides={**FP8, **DROPOUT}),
+    "packed, MLA": ModelCase("mla", is_packed=True, micro_batch_size=1),
 }
 PIPELINES = {
     "PP2": (ModelCase("dense", pp=2, overrides=DROPOUT), (4, 3, 1, 6, 2)),
     "PP2 VPP2": (ModelCase("dense", pp=2, vpp=2, overrides=DROPOUT), (4, 2, 6, 4)),
     "PP2 VPP2, experts": (ModelCase("moe", pp=2, vpp=2, overrides=DROP_AND_PAD), (4, 2, 6)),
     "PP2, FP8": (ModelCase("dense", pp=2, overrides={**FP8, **DROPOUT}), (4, 3, 1, 6, 2)),
+    "PP2 VPP2, packed experts": (
+        ModelCase(
+            "moe",
+            pp=2,
+            vpp=2,
+            is_packed=True,
+            micro_batch_size=1,
+            overrides={**DROP_AND_PAD, **EXPERT_BIAS, "hidden_dropout": 0.1},
+        ),
+        (4, 2, 6),
+    ),
 }
 
 
@@ -129,7 +141,15 @@ def on_gpu(case: ModelCase, **overrides: Any) -> ModelCase:
     return ModelCase(**values)
 
 
+FUSED_ROPE = {"apply_rope_fusion": True}
+"""Rotation of packed sequences that does not ask the GPU for their lengths."""
+PACKED = {
+    "dense": on_gpu(ModelCase(is_packed=True), hidden_dropout=0.1, **FUSED_ROPE),
+    "MLA": on_gpu(ModelCase("mla", is_packed=True), **MLA_SIZES, rope_type="yarn", **FUSED_ROPE),
+    "experts": on_gpu(ModelCase("moe", is_packed=True), **EXPERTS, **EXPERT_BIAS, **FUSED_ROPE),
+}
 ON_GPU = {
+    **{f"packed, {name}": case for name, case in PACKED.items()},
     "dense": on_gpu(ModelCase(), **DROPOUT),
     "MLA": on_gpu(ModelCase("mla"), **MLA_SIZES),
     "experts, drop and pad": on_gpu(ModelCase("moe"), **EXPERTS),
@@ -174,7 +194,7 @@ def test_one_gpu(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("dense", "MLA", "experts, drop and pad"),
+        *("packed, dense", "packed, MLA", "packed, experts"),
         *("FP8", "FP8, blocks", "FP8, experts", "FP8, blocks, experts"),
     ],
 )
@@ -196,7 +216,7 @@ def test_offloading_inside_the_graphs_on_one_gpu(name: str) -> None:
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize(
     "name, num_iterations",
-    [("dense", 50), ("MLA", 50), ("experts, drop and pad", 50), ("FP8", 20)],
+    [*((f"packed, {name}", 50) for name in PACKED), ("dense", 20), ("FP8", 20)],
 )
 @pytest.mark.parametrize("vpp", [None, 2], ids=["PP2", "PP2 VPP2"])
 def test_pipelines_of_two_gpus(name: str, num_iterations: int, vpp: Optional[int]) -> None:
@@ -226,4 +246,4 @@ def test_process_groups_can_go_though_graphs_have_communicated() -> None:
 
 @pytest.mark.gpus4
 def test_a_pipeline_of_four_gpus() -> None:
-    check(4, ModelCase(**{**vars(ON_GPU["dense"]), "pp": 4}), random_counts(50))
+    check(4, ModelCase(**{**vars(PACKED["dense"]), "pp": 4}), random_counts(50))

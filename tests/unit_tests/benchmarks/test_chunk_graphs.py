@@ -6,12 +6,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 from benchmark_runs import benchmark
 
 from benchmarks import chunk_graphs
 from benchmarks.rows import read_rows
-from megatron.slipstream.packed_sequences.packing import PackLimits
 
 
 def test_the_smoke_case_measures_both_ways_in_turn(tmp_path: Path) -> None:
@@ -33,11 +31,3 @@ def test_the_smoke_case_measures_both_ways_in_turn(tmp_path: Path) -> None:
 
 def test_other_cases_need_a_gpu() -> None:
     assert chunk_graphs.use_gpu() or chunk_graphs.main(["--case", "launch_bound"]) == 2
-
-
-def test_packed_cases_fill_the_buffer_with_documents_of_varying_length() -> None:
-    limits = PackLimits(max_tokens=4096, max_sequences=64)
-    documents = chunk_graphs._documents(np.random.default_rng(0), limits, 8192)
-    lengths = [len(document) - 1 for document in documents]
-    assert 2048 < sum(lengths) <= 4096
-    assert len(set(lengths)) > len(lengths) / 2

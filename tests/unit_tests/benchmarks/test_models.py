@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Models of one process after another leave nothing behind."""
+"""Models of one process after another leave nothing behind, and what they are trained on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiny_gpt import ModelCase, initialize
+
+from benchmarks.models import micro_batches
 
 
 def _threads_and_groups(rank: int, num_ranks: int, port: int) -> list[tuple[int, int]]:
@@ -27,3 +29,16 @@ def test_the_process_groups_of_the_case_before_are_closed() -> None:
     for (num_threads, num_groups), *others in run_ranks(2, _threads_and_groups):
         assert [groups for _, groups in others] == [num_groups] * 2
         assert max(threads for threads, _ in others) < 1.5 * num_threads
+
+
+def test_packs_hold_documents_of_varying_length() -> None:
+    case = ModelCase(is_packed=True, seq_length=4096, micro_batch_size=1)
+    lengths = []
+    for batch in micro_batches(case, step=0, count=8):
+        of_pack = [int(length) for length in batch["cu_seqlens"][0].diff() if length > 0]
+        assert sum(of_pack) <= 4096
+        assert int((~batch["padding_mask"]).sum()) == sum(of_pack)
+        lengths += of_pack
+    assert sum(lengths) > 8 * 2048
+    assert len(set(lengths)) > len(lengths) / 2
+    assert 150 < sorted(lengths)[len(lengths) // 2] < 400
