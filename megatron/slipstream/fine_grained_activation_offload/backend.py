@@ -517,8 +517,8 @@ class CpuBackend(Backend):
         return (self.meter.allocated_bytes, self.meter.peak_bytes) if self.meter else None
 
     def _reset_peak(self) -> None:
-        assert self.meter is not None
-        self.meter.reset_peak()
+        if self.meter is not None:
+            self.meter.reset_peak()
 
 
 def _num_uses(storage: torch.UntypedStorage) -> int:
