@@ -76,7 +76,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             self._display = _Bar(num_iterations)
         elif progress == "lines":
             self._display = _Lines(num_iterations, log_interval)
-        self._backend = make_backend("auto") if backend is None else backend
+        if backend is None or (backend.name == "cuda") != torch.cuda.is_available():
+            # An engine that imitates a GPU beside a real one knows nothing of that one's memory.
+            backend = make_backend("auto")
+        self._backend = backend
         self._meter: Optional[DeviceMemoryMeter] = None
         if record and isinstance(self._backend, CpuBackend):
             # The engine's host buffers are kept out of its count, and plans are made from it.
