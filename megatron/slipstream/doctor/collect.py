@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import os
 import re
 import resource
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +20,17 @@ from typing import Any, Optional
 
 from megatron.slipstream import preflight
 from megatron.slipstream.doctor import command, memory, variables
-from megatron.slipstream.doctor.facts import Facts, Gpu, Host, Link, Node, Numa, Ranks, Torch
+from megatron.slipstream.doctor.facts import (
+    BuildLock,
+    Facts,
+    Gpu,
+    Host,
+    Link,
+    Node,
+    Numa,
+    Ranks,
+    Torch,
+)
 from megatron.slipstream.preflight import installed_version, read_lines
 
 VARIABLES = (
@@ -82,6 +94,7 @@ def collect(request: Request, progress: Progress = lambda _: None, root: Path = 
         torch_error=error,
         flash_attn=installed_version("flash-attn") or installed_version("flash-attn-3"),
         driver=driver,
+        build_locks=build_locks(extensions_folder(os.environ), time.time()),
         gpus=gpus,
         numa=numa,
         unseen=unseen,
@@ -102,6 +115,21 @@ def _with_command(facts: Facts, words: command.Words, progress: Progress) -> Fac
 
 
 # Torch and GPUs
+
+
+def extensions_folder(environment: Mapping[str, str]) -> Path:
+    """Where torch compiles extensions when they are first used."""
+    caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(environment.get("TORCH_EXTENSIONS_DIR") or Path(caches) / "torch_extensions")
+
+
+def build_locks(folder: Path, now_s: float) -> tuple[BuildLock, ...]:
+    """The locks of extensions, which lie in the folder or, by versions, a level below."""
+    found = []
+    for path in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")]):
+        with contextlib.suppress(OSError):  # It has just been removed.
+            found.append(BuildLock(str(path), now_s - path.stat().st_mtime))
+    return tuple(found)
 
 
 def _torch() -> tuple[Optional[ModuleType], Optional[Torch], Optional[str]]:

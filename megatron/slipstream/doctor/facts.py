@@ -107,6 +107,13 @@ class Command(NamedTuple):
     """``offload_host_memory_limit_bytes``."""
 
 
+class BuildLock(NamedTuple):
+    """Marks an extension of torch as being compiled: who needs it too waits until this is gone."""
+
+    path: str
+    age_s: float
+
+
 @dataclass(frozen=True)
 class Facts:
     """The machine and this process. See :func:`~megatron.slipstream.doctor.collect.collect`."""
@@ -123,6 +130,7 @@ class Facts:
     """Its version."""
     driver: Optional[str] = None
     """Version of NVIDIA's driver."""
+    build_locks: tuple[BuildLock, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     numa: Optional[Numa] = None
     command: Optional[Command] = None

@@ -98,6 +98,15 @@ OLD_DRIVER = Problem(
     "driver {driver} is not supported with CUDA {cuda} because that needs driver {needed} or newer",
     "update the driver, or install a torch that is built for an older CUDA",
 )
+MAX_BUILD_S = 600.0
+"""Nothing that megatron-core or Transformer Engine compile when they first use it takes so long."""
+STALE_LOCK = Problem(
+    "stale-build-lock",
+    "warning",
+    "{path} is {age} old, so that what held it was probably killed while it compiled; whatever "
+    "needs that extension (megatron-core's recomputation needs one) waits for ever, without a word",
+    "if nothing is being compiled, delete the file",
+)
 TE_MISSING = Problem(
     "transformer-engine-missing",
     "warning",
@@ -212,6 +221,17 @@ def _begins_with(version: Version, tested: str) -> bool:
     return version.release[: len(beginning)] == beginning
 
 
+def _extensions(facts: Facts) -> Seen:
+    if not facts.build_locks:
+        return Seen("none is being compiled")
+    findings = tuple(
+        STALE_LOCK.found(path=lock.path, age=f"{lock.age_s / 60:.0f} minutes")
+        for lock in facts.build_locks
+        if lock.age_s > MAX_BUILD_S
+    )
+    return Seen(f"{len(facts.build_locks)} being compiled", findings)
+
+
 TOPIC = Topic(
     "Versions",
     "Supported is what the package accepts: another version is an error. Tested is what its tests "
@@ -230,5 +250,6 @@ TOPIC = Topic(
         ),
         Check("Offloading in graphs", _graphs, (preflight.TOO_OLD_FOR_GRAPHS,)),
         Check("flash-attn", _flash_attn, (FLASH_ATTN,)),
+        Check("Compiled extensions", _extensions, (STALE_LOCK,)),
     ),
 )

@@ -14,7 +14,16 @@ from megatron.slipstream import preflight
 from megatron.slipstream.doctor import command
 from megatron.slipstream.doctor.check import NOT_LOOKED_AT
 from megatron.slipstream.doctor.checks import TOPICS, examine, findings_of, worst
-from megatron.slipstream.doctor.facts import Command, Facts, Link, Node, Numa, Ranks, Torch
+from megatron.slipstream.doctor.facts import (
+    BuildLock,
+    Command,
+    Facts,
+    Link,
+    Node,
+    Numa,
+    Ranks,
+    Torch,
+)
 from megatron.slipstream.plan.trace import Bandwidth
 from megatron.slipstream.preflight import ControlGroup, Finding
 
@@ -75,6 +84,12 @@ CASES = {
         replace(HEALTHY, torch=Torch(None, None, False)),
         ("built without CUDA", "install torch with CUDA"),
         (replace(HEALTHY, torch=Torch(None, None, False), driver=None, gpus=()),),
+    ),
+    "stale-build-lock": Case(
+        "warning",
+        facts(build_locks=(BuildLock("/cache/torch_extensions/share_storage_ext/lock", 700.0),)),
+        ("share_storage_ext/lock is 12 minutes old", "delete"),
+        (facts(build_locks=(BuildLock("/cache/torch_extensions/share_storage_ext/lock", 30.0),)),),
     ),
     "rocm": Case("warning", replace(HEALTHY, torch=Torch(None, "6.4", True)), ("ROCm 6.4",)),
     "driver-too-old": Case(

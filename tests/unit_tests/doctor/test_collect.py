@@ -17,7 +17,7 @@ from doctor_facts import GIB, gpu, write
 from megatron.slipstream import preflight
 from megatron.slipstream.doctor import collect as reading
 from megatron.slipstream.doctor.collect import Request, collect
-from megatron.slipstream.doctor.facts import Facts, Gpu, Link, Node, Ranks, Torch
+from megatron.slipstream.doctor.facts import BuildLock, Facts, Gpu, Link, Node, Ranks, Torch
 from megatron.slipstream.integration import numa
 
 QUIET = Request(measures=False)
@@ -42,6 +42,27 @@ TWO_NODES = {**node_files(0, "0-3", 10 * GIB, 2 * GIB), **node_files(1, "4-7", 5
 def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(numa, "get_memory_policy", lambda: 0)
+
+
+# Extensions
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"])
+def test_locks_of_extensions_are_found_where_torch_puts_them(
+    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    for name in ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert reading.extensions_folder(os.environ) == Path.home() / ".cache" / "torch_extensions"
+    monkeypatch.setenv(variable, str(tmp_path))
+    folder = reading.extensions_folder(os.environ)
+    assert reading.build_locks(folder, 1700.0) == ()
+    lock = Path(_get_build_directory("an_extension", False)) / "lock"
+    lock.touch()
+    os.utime(lock, (1000, 1000))
+    assert reading.build_locks(folder, 1700.0) == (BuildLock(str(lock), 700.0),)
 
 
 # NUMA
