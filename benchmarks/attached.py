@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.measure import backend_of
 from benchmarks.rows import RowWriter
 from benchmarks.ways import in_turn
 from megatron.slipstream.config import OffloadConfig
@@ -432,24 +433,23 @@ def _activation_peak_bytes(way: Way, batch: torch.Tensor) -> Optional[int]:
     Gradients are there before, and are added to, so that they do not count.
     """
     way.run(batch)
+    backend = backend_of(None if way.attached is None else way.attached.engine)
     if batch.device.type == "cuda":
         gc.collect()
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = backend.begin_peak()
         way.run(batch, accumulates=True)
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return backend.peak_bytes() - before
     if way.name not in ("plain", "attach"):
         return None  # Their host memory cannot be told from the device's.
-    backend = way.attached.engine.store.backend if way.attached is not None else None
-    with DeviceMemoryMeter() as meter:
-        if isinstance(backend, CpuBackend):
-            backend.meter = meter
+    assert isinstance(backend, CpuBackend)
+    with DeviceMemoryMeter() as backend.meter:
+        backend.begin_peak()
         way.run(batch, accumulates=True)
-    if isinstance(backend, CpuBackend):
-        backend.meter = None
-    return meter.peak_bytes
+        peak_bytes = backend.peak_bytes()
+    backend.meter = None
+    return peak_bytes
 
 
 def _summary(

@@ -193,7 +193,7 @@ _MLA_MOE = ModelCase(
 # take 0.69 s, the vocabulary on the last stage 0.08 s, filling and emptying the pipeline
 # 1 / (2 chunks * 8 micro-batches) = 6%, and moving tokens between the ranks of the experts (64 KiB
 # a token and layer, 3/4 of them to other GPUs, at 300 GB/s) 0.13 s: 0.95 s in all. Four H200s, with
-# half of the tokens going to other GPUs, took 1.67 s where 1.3 s had been reckoned in the same way
+# half of the tokens going to other GPUs, took 1.7 s where 1.3 s had been reckoned in the same way
 # (sequence 8192), so that 1.2 s are to be expected. Micro-batches are larger than those of 'moe',
 # whose GPU waits for the host.
 _EXPERT_PIPELINE = replace(_MOE, num_layers=16, seq_length=6144, pp=2, vpp=2)

@@ -38,7 +38,7 @@ from benchmarks.engines import (
 )
 from benchmarks.figures import Pace, loss_difference
 from benchmarks.graphed import capture_layers, prepare_unwrapped, with_graphs
-from benchmarks.measure import Step, timed_step, without_garbage_collection
+from benchmarks.measure import Step, backend_of, timed_step, without_garbage_collection
 from benchmarks.models import initialize, use_gpu
 from benchmarks.rows import RowWriter
 from benchmarks.variant import LOSS_TOLERANCE, describe, report_fields
@@ -248,10 +248,10 @@ class Way:
         """Run one step and wait for it."""
         if not use_gpu():
             return timed_step(self._engine.run, number)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        backend = backend_of(self._engine.manager if self._engine.is_ours else None)
+        before = backend.begin_peak()
         step = timed_step(self._engine.run, number)
-        self.peaks.append(torch.cuda.max_memory_allocated() - before)
+        self.peaks.append(backend.peak_bytes() - before)
         return step
 
     def copied_bytes(self) -> Optional[int]:

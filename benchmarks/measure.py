@@ -131,6 +131,16 @@ class MemoryFigures:
         return self.peak_bytes - self.resident_bytes
 
 
+def backend_of(manager: Any) -> Backend:
+    """What tells the device memory of an engine's iterations.
+
+    Args:
+        manager: Ours, which resets the peak statistics in some iterations; None for others.
+    """
+    backend: Backend = make_backend("auto") if manager is None else manager.store.backend
+    return backend
+
+
 def measure_memory(
     run: Run, manager: Any = None, num_iterations: int = NUM_MEMORY_ITERATIONS
 ) -> MemoryFigures:
@@ -138,11 +148,11 @@ def measure_memory(
 
     Args:
         run: Its iterations.
-        manager: Ours, which resets the peak statistics in some iterations, and whose host buffers
-            are not device memory where the CPU stands for the device; None for others.
+        manager: Ours, whose host buffers are not device memory where the CPU stands for the device;
+            None for others.
         num_iterations: On a GPU, how many, after as many others but two at most.
     """
-    backend = make_backend("auto") if manager is None else manager.store.backend
+    backend = backend_of(manager)
     if not use_gpu():
         return _measure_cpu_memory(run, backend)
     return _measure_cuda_memory(run, backend, num_iterations)
