@@ -302,12 +302,12 @@ def micro_batches(
 
 
 def _documents(draw: np.random.Generator, limits: PackLimits, vocab_size: int) -> list[Any]:
-    """Documents for one pack, each with a last label: drawn until one does not fit."""
+    """Documents for one pack, each with a last label: one or more, until one does not fit."""
     documents: list[Any] = []
     num_tokens = 0
     mean_log_length = math.log(limits.max_tokens / SEQ_LENGTH_PER_MEDIAN)
     while len(documents) < limits.max_sequences:
-        length = int(draw.lognormal(mean_log_length, SIGMA_LOG_LENGTH)) + 1
+        length = min(int(draw.lognormal(mean_log_length, SIGMA_LOG_LENGTH)) + 1, limits.max_tokens)
         if num_tokens + length > limits.max_tokens:
             break
         documents.append(draw.integers(vocab_size, size=length + 1))

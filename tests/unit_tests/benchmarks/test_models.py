@@ -42,3 +42,10 @@ def test_packs_hold_documents_of_varying_length() -> None:
     assert sum(lengths) > 8 * 2048
     assert len(set(lengths)) > len(lengths) / 2
     assert 150 < sorted(lengths)[len(lengths) // 2] < 400
+
+
+def test_every_pack_counts_some_label() -> None:
+    """One that holds no document has no mean loss."""
+    case = ModelCase(is_packed=True, seq_length=1024, micro_batch_size=1)
+    counted = [batch["loss_mask"].sum() for batch in micro_batches(case, step=0, count=2000)]
+    assert min(counted) > 0
