@@ -1,11 +1,20 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Recording work once and running it again: CUDA graphs, and what stands for them without a GPU."""
+"""Recording work once and running it again: CUDA graphs, and what stands for them without a GPU.
+
+[Note: What is exchanged stays while it is recorded]
+NCCL has a stream of its own, and memory that it sends or receives point to point can be used again
+once that stream has passed. While a graph is recorded nobody can tell, so all of it stays until the
+end: with context parallelism, the keys and values of each exchange in each layer. On two and on
+four H200s graphs of 16 layers so held 122 and 350 MiB more than an eager pass, of 128 and 384 MiB
+exchanged in forward. What is measured before a recording keeps as much.
+"""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
@@ -128,7 +137,8 @@ class CudaGraphs(GraphBackend):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        work()
+        with keeping_exchanged():
+            work()
         torch.cuda.synchronize()
         allocated = torch.cuda.max_memory_allocated() - allocated
         return Cost(max(allocated, torch.cuda.max_memory_reserved() - reserved))
@@ -157,6 +167,32 @@ class CudaGraphs(GraphBackend):
 
     def held_bytes(self) -> int:
         return graph_pool_bytes()
+
+
+@contextlib.contextmanager
+def keeping_exchanged() -> Iterator[None]:
+    """Inside, tensors that are sent or received point to point stay until the end.
+
+    See [Note: What is exchanged stays while it is recorded].
+    """
+    kept: list[torch.Tensor] = []
+
+    def keeping(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(exchange)
+        def wrapper(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            kept.append(tensor)
+            return exchange(tensor, *arguments, **options)
+
+        return wrapper
+
+    with contextlib.ExitStack() as replaced:
+        for name in ("isend", "irecv"):
+            wrapper = keeping(getattr(torch.distributed, name))
+            # batch_isend_irecv() compares what it is given with the second one's.
+            for module in (torch.distributed, torch.distributed.distributed_c10d):
+                replaced.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, wrapper)
+        yield
 
 
 def graph_pool_bytes() -> int:
