@@ -13,6 +13,7 @@ from typing import Optional
 
 from benchmarks.cases import CASES, Case, Variant, short_name
 from megatron.slipstream.integration.compat import TESTED_RELEASES
+from tools.functional_tests.recipes import load_jobs
 
 RELEASES = (None, *TESTED_RELEASES[:-1])
 """Of megatron-core: that of the environment, which is the newest, and the older ones."""
@@ -23,6 +24,8 @@ cores and of device memory is enough for."""
 
 ONE_GPU = "gpu and not gpus2 and not gpus4"
 """Tests that are marked for several GPUs may be marked for one too, with all of their file."""
+
+PLATFORM, FUNCTIONAL_SECONDS = "h200", 120
 
 VARIANT_SECONDS, TUNING_SECONDS = 100, 130
 """A set of modules with three engines, and what each more of ours takes, which plans at length."""
@@ -63,6 +66,13 @@ def _tests(
     return Job(f"{name}{suffix}", num_gpus, seconds, (sys.executable, *command), release)
 
 
+def _functional_case(case: str, num_gpus: int) -> Job:
+    """A training of Megatron's format, with offloading and without, against its golden values."""
+    command = ("-m", "tools.functional_tests", case, "--platform", PLATFORM)
+    words = (sys.executable, *command, "--output-dir", OUTPUT)
+    return Job(f"functional:{case}", num_gpus, FUNCTIONAL_SECONDS, words)
+
+
 def _measurement(case: Case, variant: Variant) -> Job:
     """A set of modules, so that several GPUs share a case."""
     name = f"bench:{case.name}:{short_name(variant.name).replace(' ', '+')}"
@@ -89,6 +99,7 @@ JOBS: tuple[Job, ...] = (
     _tests("tests-two-gpus", 2, 330, "gpus2", "5"),
     *(_tests("tests-two-gpus", 2, 120, "gpus2", "5", release) for release in RELEASES[1:]),
     _tests("tests-four-gpus", 4, 240, "gpus4", "5"),
+    *(_functional_case(job.case, job.num_ranks) for job in load_jobs() if job.platform == PLATFORM),
     *(_measurement(case, variant) for case in CASES if case.needs_gpu for variant in case.variants),
     *(
         _script(f"layer-graphs:{case}", 1, 150, "layer_graphs", "--case", case)

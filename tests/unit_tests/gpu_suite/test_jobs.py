@@ -53,6 +53,16 @@ def test_every_set_of_modules_of_every_case_is_measured() -> None:
         assert bench.num_gpus == case.num_ranks
 
 
+def test_every_functional_case_with_golden_values_of_a_gpu_is_run() -> None:
+    cases = ROOT / "tests" / "functional_tests" / "test_cases"
+    recorded = {path.parent.name for path in cases.rglob("golden_values_*_h200.json")}
+    assert "gpt3_cuda_graph_offload" in recorded
+    jobs = [job for job in JOBS if job.name.startswith("functional:")]
+    assert recorded <= {job.command[3] for job in jobs}
+    with_pipelines = {job.command[3]: job.num_gpus for job in jobs}
+    assert with_pipelines["gpt3_pp2_offload"] == 2
+
+
 def test_every_gpu_test_is_in_one_job_of_each_release(tmp_path: Path) -> None:
     marks_path = tmp_path / "marks.json"
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
