@@ -102,7 +102,12 @@ def test_without_a_python_the_error_says_what_was_tried_and_what_to_install(
 
 @needs_312
 @pytest.mark.parametrize(
-    "place", ["pyenv/versions/3.12.1/bin", "home/.local/share/uv/python/cpython-3.12.9-x/bin"]
+    "place",
+    [
+        "pyenv/versions/3.12.1/bin",
+        "versions/3.12.1/bin",  # of the pyenv whose shims are in PATH, which nothing else names
+        "home/.local/share/uv/python/cpython-3.12.9-x/bin",
+    ],
 )
 def test_a_broken_shim_first_in_path_does_not_hide_a_working_python(
     machine: dict[str, str], tmp_path: Path, place: str
