@@ -21,13 +21,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.measure import backend_of
+from benchmarks.measure import measure_memory
 from benchmarks.rows import RowWriter
 from benchmarks.ways import in_turn
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
 from megatron.slipstream.integration.attach.handle import Attached, attach
-from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 
 DESCRIPTION = """\
 Compare ways to move what a model saves for backward to host memory, on the same weights and data:
@@ -433,23 +431,11 @@ def _activation_peak_bytes(way: Way, batch: torch.Tensor) -> Optional[int]:
     Gradients are there before, and are added to, so that they do not count.
     """
     way.run(batch)
-    backend = backend_of(None if way.attached is None else way.attached.engine)
-    if batch.device.type == "cuda":
-        gc.collect()
-        torch.cuda.synchronize()
-        before = backend.begin_peak()
-        way.run(batch, accumulates=True)
-        torch.cuda.synchronize()
-        return backend.peak_bytes() - before
-    if way.name not in ("plain", "attach"):
+    if batch.device.type == "cpu" and way.name not in ("plain", "attach"):
         return None  # Their host memory cannot be told from the device's.
-    assert isinstance(backend, CpuBackend)
-    with DeviceMemoryMeter() as backend.meter:
-        backend.begin_peak()
-        way.run(batch, accumulates=True)
-        peak_bytes = backend.peak_bytes()
-    backend.meter = None
-    return peak_bytes
+    engine = None if way.attached is None else way.attached.engine
+    figures = measure_memory(lambda _: [way.run(batch, accumulates=True)], engine, 1)
+    return figures.act_bytes
 
 
 def _summary(

@@ -39,7 +39,7 @@ def maximum_of_ranks(value: float) -> float:
 
 def wait_for_all() -> None:
     """Until every rank is here and its device has nothing left to do."""
-    if torch.distributed.get_world_size() > 1:
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.barrier()
     if use_gpu():
         torch.cuda.synchronize()
