@@ -26,6 +26,7 @@ ONE_GPU = "gpu and not gpus2 and not gpus4"
 """Tests that are marked for several GPUs may be marked for one too, with all of their file."""
 
 PLATFORM, FUNCTIONAL_SECONDS = "h200", 120
+"""Whose golden values the functional cases are compared with, and what one of them takes."""
 
 VARIANT_SECONDS, TUNING_SECONDS = 100, 130
 """A set of modules with three engines, and what each more of ours takes, which plans at length."""
