@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any, Optional
 from unittest.mock import patch
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.engines import Engine
 from benchmarks.models import use_gpu
-from megatron.slipstream.plan.trace import OUTPUT_LAYER, StepKind
+from megatron.slipstream.plan.trace import BACKWARD, OUTPUT_LAYER, StepKind
 
 MANAGER_METHODS = (
     "init_model_chunk_offload_handler",
@@ -166,6 +166,13 @@ class MarkClock:
 
     def mark_output(self, kind: StepKind) -> None:
         self.note(kind, OUTPUT_LAYER)
+
+    def mark_gradient(self, kind: StepKind, tensors: Iterable[torch.Tensor]) -> None:
+        name = BACKWARD if kind is StepKind.BACKWARD_START else OUTPUT_LAYER
+        waiting = [name]
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self.note(kind, waiting.pop()) if waiting else None)
 
     def __enter__(self) -> MarkClock:
         return self

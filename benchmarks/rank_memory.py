@@ -17,20 +17,26 @@ from typing import Any, Optional
 from benchmarks.rows import Row
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.trace import StepKind
 
 OURS = "slipstream"
 
 
 def theoretical_drop_bytes(plan: Plan) -> int:
     """The most bytes of what the plan moves that are saved, and not being used, at one step."""
-    change = [0] * (len(plan.trace.steps) + 1)
+    # A pass's backward begins with the use of its newest group: no time lies between for that to
+    # come back in.
+    kinds = (step.kind for step in plan.trace.steps)
+    counts = [0, *itertools.accumulate(kind is not StepKind.BACKWARD_START for kind in kinds)]
+    change = [0] * (counts[-1] + 1)
     for storage in plan.storages:
         # It cannot be gone as long as something else than the groups keeps it.
         lingers_until = plan.trace.storages[storage.index].lingers_until
-        start = max(storage.d2h_step + 1, lingers_until)
-        if start < storage.use_step:
+        start = counts[max(storage.d2h_step + 1, lingers_until)]
+        use = counts[storage.use_step]
+        if start < use:
             change[start] += storage.nbytes
-            change[storage.use_step] -= storage.nbytes
+            change[use] -= storage.nbytes
     return max(itertools.accumulate(change), default=0)
 
 

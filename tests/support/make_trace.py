@@ -11,6 +11,7 @@ from megatron.slipstream.plan.schedules import Pass as Pass  # Tests have them f
 from megatron.slipstream.plan.schedules import Schedule, one_f_one_b
 from megatron.slipstream.plan.schedules import interleaved as interleaved
 from megatron.slipstream.plan.trace import (
+    BACKWARD,
     OUTPUT_LAYER,
     Bandwidth,
     GroupKey,
@@ -68,7 +69,9 @@ class Model:
 
     def name(self, group: int) -> str:
         """The module name of a group, or of the output layer."""
-        return self.modules[group % len(self.modules)] if group >= 0 else OUTPUT_LAYER
+        if group < 0:
+            return OUTPUT_LAYER if group < -1 else BACKWARD
+        return self.modules[group % len(self.modules)]
 
     def last_groups(self) -> set[int]:
         """The groups of the last layer."""
@@ -83,14 +86,18 @@ class Model:
             start, commit = ((kind, first) for kind in _FORWARD)
             marks += [start, *inner, commit] if self.encloses else [start, commit, *inner]
         if self.has_output:
-            marks += [(StepKind.OUTPUT_START, -1), (StepKind.OUTPUT_END, -1)]
+            marks += [(StepKind.OUTPUT_START, -2), (StepKind.OUTPUT_END, -2)]
         return marks
 
     def backward_marks(self) -> list[tuple[StepKind, int]]:
         """The marks of one backward pass: it meets the groups from their ends, in reverse."""
         commits = [group for kind, group in self.forward_marks() if kind is StepKind.FORWARD_COMMIT]
         used = [group for group in reversed(commits) if group not in self.without_use]
-        return [(StepKind.BACKWARD_USE, group) for group in used]
+        marks = [(StepKind.BACKWARD_USE, group) for group in used]
+        if self.has_output:
+            of_output = StepKind.OUTPUT_BACKWARD_START, StepKind.OUTPUT_BACKWARD_END
+            marks[:0] = [(StepKind.BACKWARD_START, -1), *((kind, -2) for kind in of_output)]
+        return marks
 
 
 _FORWARD = (StepKind.FORWARD_START, StepKind.FORWARD_COMMIT)

@@ -11,7 +11,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
-from megatron.slipstream.plan.trace import OUTPUT_LAYER, GroupKey, Step, StepKind
+from megatron.slipstream.plan.trace import BACKWARD, OUTPUT_LAYER, GroupKey, Step, StepKind
 
 
 class ChunkOffloadHandler:
@@ -48,10 +48,12 @@ class ChunkOffloadHandler:
         self.groups.append(group)
         return group
 
-    def mark_output(self, kind: StepKind) -> Step:
-        """The mark at the begin or end of a call of the output layer."""
+    def mark_of_no_group(self, kind: StepKind) -> Step:
+        """The mark at which backward begins, or one of the newest call of the output layer."""
+        if kind is StepKind.BACKWARD_START:
+            return Step(kind, GroupKey(self.index, -1), BACKWARD)
         self._num_outputs += kind is StepKind.OUTPUT_START
-        return Step(kind, GroupKey(self.index, -self._num_outputs), OUTPUT_LAYER)
+        return Step(kind, GroupKey(self.index, -1 - self._num_outputs), OUTPUT_LAYER)
 
     def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
         """Commit the innermost open group called ``name``; None if there is none.

@@ -37,7 +37,7 @@ from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.build import GroupPlan, Plan
 from megatron.slipstream.plan.host_memory import size_class_bytes
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.plan.trace import StepKind
+from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD
 
 logger = logging.getLogger(__name__)
 
@@ -360,7 +360,7 @@ def _takes_turns(plan: Plan) -> bool:
     """Whether no pass begins before the backward of the one before it has begun."""
     last_pass, has_been_used = -1, True
     for step in plan.trace.steps:
-        if step.kind is StepKind.BACKWARD_USE:
+        if step.kind in KINDS_OF_BACKWARD:
             has_been_used = has_been_used or step.key.chunk_pass == last_pass
         elif step.key.chunk_pass != last_pass:
             if not has_been_used:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -387,16 +387,40 @@ class PipelineOffloadManager:
     def mark_output(self, kind: StepKind) -> None:
         """Forward comes to the output layer, or has computed it.
 
-        For passes that have groups only: another one has nothing that could go or come there.
-
         Args:
             kind: OUTPUT_START or OUTPUT_END.
         """
-        chunk = self._chunk
-        if chunk is None or not chunk.groups or self.graphs.is_capturing:
+        if self._marks_pass():
+            assert self._chunk is not None
+            self._advance(kind, self._chunk.mark_of_no_group(kind))
+
+    def mark_gradient(self, kind: StepKind, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark where backward has the gradient of the first of these tensors, once.
+
+        Args:
+            kind: BACKWARD_START, OUTPUT_BACKWARD_START or OUTPUT_BACKWARD_END.
+            tensors: Of the pass that forward is in. Those without gradient are passed over.
+        """
+        if not self._marks_pass():
             return
-        if self._is_training_forward():
-            self._advance(kind, chunk.mark_output(kind))
+        chunk = self._chunk
+        assert chunk is not None
+        waiting = [chunk.mark_of_no_group(kind)]
+
+        def come(_: torch.Tensor) -> None:
+            # Backward may outlive its iteration's end, and may come twice.
+            is_current = chunk.index < len(self._passes) and self._passes[chunk.index] is chunk
+            if waiting and is_current:
+                self._advance(kind, waiting.pop())
+
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(come)
+
+    def _marks_pass(self) -> bool:
+        """Whether forward is in a pass with groups: nothing could go or come in another."""
+        has_groups = self._chunk is not None and bool(self._chunk.groups)
+        return has_groups and not self.graphs.is_capturing and self._is_training_forward()
 
     def _is_current(self, group: OffloadTensorGroup) -> bool:
         """Whether the group is of this iteration: backward may outlive its iteration's end."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Optional
 
@@ -311,19 +311,35 @@ def _is_marked(output_layer: torch.nn.Module) -> bool:
     return _output_begins in output_layer._forward_pre_hooks.values()
 
 
-def _output_begins(_: torch.nn.Module, __: Any) -> None:
-    _mark_output(StepKind.OUTPUT_START)
+def _output_begins(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+    manager = _marking_manager()
+    if manager is not None:
+        manager.mark_output(StepKind.OUTPUT_START)
+        manager.mark_gradient(StepKind.OUTPUT_BACKWARD_END, _tensors_in(inputs))
 
 
-def _output_ends(_: torch.nn.Module, __: Any, ___: Any) -> None:
-    _mark_output(StepKind.OUTPUT_END)
+def _output_ends(_: torch.nn.Module, __: Any, logits: Any) -> None:
+    manager = _marking_manager()
+    if manager is not None:
+        manager.mark_output(StepKind.OUTPUT_END)
+        manager.mark_gradient(StepKind.OUTPUT_BACKWARD_START, _tensors_in(logits))
 
 
-def _mark_output(kind: StepKind) -> None:
-    """See [Note: Marks of the output layer] in ``plan/trace.py``."""
+def _marking_manager() -> Optional[Any]:
+    """The engine in megatron's place, unless it knows nothing of [Note: Marks of no group]."""
     manager = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    if hasattr(manager, "mark_output"):  # Not megatron-core's own.
-        manager.mark_output(kind)
+    return manager if hasattr(manager, "mark_gradient") else None  # megatron-core's own does not.
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a module was given or returns, in whatever it has them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def _check_beside_others(config: Any) -> None:
@@ -380,7 +396,10 @@ def _call(chunk: Any, *arguments: Any, **options: Any) -> Any:
     if _before_call is not None:
         _before_call()
     current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    if not isinstance(current, RoutedManager):
-        return plain(chunk, *arguments, **options)
-    with current.router.calling(chunk):
-        return plain(chunk, *arguments, **options)
+    is_routed = isinstance(current, RoutedManager)
+    with current.router.calling(chunk) if is_routed else contextlib.nullcontext():
+        output = plain(chunk, *arguments, **options)
+        manager = _marking_manager()
+        if manager is not None:
+            manager.mark_gradient(StepKind.BACKWARD_START, _tensors_in(output))
+        return output

@@ -19,7 +19,7 @@ from megatron.slipstream.plan.operations import Queue
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.simulate import Simulation, Span
 from megatron.slipstream.plan.timeline import QUEUE_NAMES, DeviceMemory, device_memory
-from megatron.slipstream.plan.trace import StepKind
+from megatron.slipstream.plan.trace import KINDS_BETWEEN_GROUPS, KINDS_OF_BACKWARD
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -162,8 +162,8 @@ def unit_of(nbytes: float) -> Unit:
 
 def _colours(plan: Plan) -> dict[str, str]:
     """A colour for each module name, in the order in which forward first meets them."""
-    names = dict.fromkeys(step.name for step in plan.trace.steps)
-    return {name: _MODULE_COLOURS[place % len(_MODULE_COLOURS)] for place, name in enumerate(names)}
+    count = len(_MODULE_COLOURS)
+    return {name: _MODULE_COLOURS[i % count] for i, name in enumerate(plan.trace.names)}
 
 
 def _title(simulation: Simulation, memory: DeviceMemory) -> str:
@@ -177,8 +177,7 @@ def _title(simulation: Simulation, memory: DeviceMemory) -> str:
 
 
 def _colour_of(span: Span, colours: dict[str, str]) -> str:
-    # After its commit a group has saved what it saves: what runs then belongs to no group.
-    if span.cause.kind in (StepKind.FORWARD_COMMIT, StepKind.OUTPUT_END):
+    if span.cause.kind in KINDS_BETWEEN_GROUPS:
         return _OTHER_COLOUR
     return colours[span.cause.name]
 
@@ -252,7 +251,7 @@ def _draw_passes(axes: Axes, simulation: Simulation) -> None:
 
 def pass_of(span: Span) -> str:
     """The pass through a model chunk that computation belongs to: F or B with its number."""
-    is_backward = span.cause.kind is StepKind.BACKWARD_USE
+    is_backward = span.cause.kind in KINDS_OF_BACKWARD
     return f"{'B' if is_backward else 'F'}{span.cause.key.chunk_pass}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megatron.slipstream.plan.build import GroupPlan, Plan
 from megatron.slipstream.plan.limits import Bound
-from megatron.slipstream.plan.trace import GroupKey, StepKind
+from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey, StepKind
 
 HERE = "  <-- here"
 LEGEND = "# on the device   > copying out   . on the host   < copying back"
@@ -88,7 +88,7 @@ def _phases(plan: Plan, width: int) -> str:
     for column in range(width):
         first, last = _columns(plan, column, width)
         steps = plan.trace.steps[first:last]
-        num_forward = sum(step.kind is not StepKind.BACKWARD_USE for step in steps)
+        num_forward = sum(step.kind not in KINDS_OF_BACKWARD for step in steps)
         text += "F" if 2 * num_forward >= len(steps) else "B"
     return text
 

@@ -25,6 +25,7 @@ from megatron.slipstream.plan.saved_tensors import (
 )
 from megatron.slipstream.plan.schedules import Pass, Schedule, idle_ms, rank_schedule
 from megatron.slipstream.plan.trace import (
+    BACKWARD,
     OUTPUT_LAYER,
     GroupKey,
     GroupTrace,
@@ -239,7 +240,7 @@ class ChunkWork:
             OUTPUT_LAYER: logits * shape.element_bytes,
             "loss": logits * 4,
         }
-        marks = {OUTPUT_LAYER: -1} if self.groups else {}  # [Note: Marks of the output layer]
+        marks = {OUTPUT_LAYER: -2} if self.groups else {}  # [Note: Marks of no group]
         for part, cost in head_costs(shape).items():
             self._mark(StepKind.OUTPUT_START, part, marks)
             self.events.append(self._work(cost, saved[part], 0))
@@ -281,6 +282,14 @@ def _after(
     return saved.get(following[0], ()) if following else ()
 
 
+_IN_BACKWARD = {
+    StepKind.FORWARD_COMMIT: StepKind.BACKWARD_USE,
+    StepKind.OUTPUT_END: StepKind.OUTPUT_BACKWARD_START,
+    StepKind.OUTPUT_START: StepKind.OUTPUT_BACKWARD_END,
+}
+"""The marks that backward meets where it comes to those of forward."""
+
+
 class _Recorder:
     """Writes down passes as they run one after another."""
 
@@ -311,13 +320,15 @@ class _Recorder:
 
     def run_backward(self, chunk: ChunkWork, chunk_pass: int) -> None:
         """The pass's backward."""
+        if chunk.groups:
+            self._mark(chunk_pass, Mark(StepKind.BACKWARD_START, -1, BACKWARD))
         for event in reversed(chunk.events):
             if isinstance(event, Work):
                 self._note_peak(event.gradient_bytes)
                 self.spend(event.backward_ms)
                 self._live_bytes -= event.saved_bytes
-            elif event.kind is StepKind.FORWARD_COMMIT:
-                self._mark(chunk_pass, event._replace(kind=StepKind.BACKWARD_USE))
+            elif event.kind in _IN_BACKWARD:
+                self._mark(chunk_pass, event._replace(kind=_IN_BACKWARD[event.kind]))
 
     def spend(self, ms: float) -> None:
         """Time passes after the newest step."""

@@ -19,12 +19,13 @@ from typing import NamedTuple, Optional
 class StepKind(enum.Enum):
     """What happens: to a group, in order; and to the pass that it is in.
 
-    [Note: Marks of the output layer]
+    [Note: Marks of no group]
     An action is due at a mark, and the peak mostly lies between the last commit of a model and the
-    first use in backward: where logits and loss are computed, for a fourth of the time that forward
-    takes. With no mark in between, memory that has to be away for the loss would have to be so when
-    the last group commits. So the output layer's begin and end are marks too, though it is no group
-    and nothing of it moves.
+    first use in backward: where logits and loss are computed, forth and back, for as long as half
+    of the forward pass before. With no mark in between, memory that has to be away for the loss
+    would have to be so when the last group commits, and nothing could come back before the first
+    use. So the output layer's begin and end are marks too, in forward and in backward, and so is
+    the begin of each pass's backward. They are of no group, and nothing moves there.
     """
 
     FORWARD_START = "FS"
@@ -37,12 +38,36 @@ class StepKind(enum.Enum):
     """The pass comes to its output layer: its groups have all committed."""
     OUTPUT_END = "OE"
     """The output layer has computed the logits: the loss follows."""
+    BACKWARD_START = "BS"
+    """The pass's backward begins: behind it lies the loss, or a later pipeline stage."""
+    OUTPUT_BACKWARD_START = "OB"
+    """The gradient of the logits is there: the loss's backward lies behind."""
+    OUTPUT_BACKWARD_END = "OD"
+    """Backward of the output layer is done: that of the layers follows."""
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and steps are looked up a lot.
 
 
+KINDS_OF_BACKWARD = (
+    StepKind.BACKWARD_USE,
+    StepKind.BACKWARD_START,
+    StepKind.OUTPUT_BACKWARD_START,
+    StepKind.OUTPUT_BACKWARD_END,
+)
+"""Met in backward."""
+KINDS_BETWEEN_GROUPS = (
+    StepKind.FORWARD_COMMIT,
+    StepKind.OUTPUT_END,
+    StepKind.BACKWARD_START,
+    StepKind.OUTPUT_BACKWARD_END,
+)
+"""What runs from these on is of no group, nor of the output layer: a group that has committed has
+saved what it saves."""
+
 OUTPUT_LAYER = "output_layer"
 """The name of its marks."""
+BACKWARD = "backward"
+"""The name of the mark at which a pass's backward begins."""
 
 
 class GroupKey(NamedTuple):
@@ -52,8 +77,9 @@ class GroupKey(NamedTuple):
     """Index of the forward pass of a model chunk (one micro-batch through one virtual pipeline
     stage) among those of the iteration, in forward order."""
     group: int
-    """Index of the group within the pass, in order of its start. Below 0 for the output layer,
-    which is none: -1 at its first call in the pass, -2 at its second."""
+    """Index of the group within the pass, in order of its start. Below 0 for marks of no group: -1
+    where backward begins, -2 at the first call of the output layer in the pass, -3 at its second.
+    """
 
     def __str__(self) -> str:
         return f"{self.chunk_pass}.{self.group}" if self.group >= 0 else f"{self.chunk_pass}"
@@ -65,11 +91,11 @@ class Step(NamedTuple):
     kind: StepKind
     key: GroupKey
     name: str
-    """The module name, as in ``offload_modules``; or that of the output layer."""
+    """The module name, as in ``offload_modules``; or of what else is marked."""
 
     @property
     def is_of_group(self) -> bool:
-        """Whether it is a mark of a group: [Note: Marks of the output layer]."""
+        """Whether it is a mark of a group: [Note: Marks of no group]."""
         return self.key.group >= 0
 
     def __str__(self) -> str:
@@ -154,6 +180,12 @@ class Trace:
     def group_by_key(self) -> dict[GroupKey, GroupTrace]:
         """The groups by their key."""
         return {group.key: group for group in self.groups}
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The modules, and the output layer, in the order in which forward first meets them."""
+        named = (step.name for step in self.steps if step.kind is not StepKind.BACKWARD_START)
+        return tuple(dict.fromkeys(named))
 
     @cached_property
     def step_index(self) -> dict[tuple[StepKind, GroupKey], int]:

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Optional
 from megatron.slipstream.plan.build import ActionKind
 from megatron.slipstream.plan.pictures import unit_of
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.plan.trace import StepKind
+from megatron.slipstream.plan.trace import KINDS_BETWEEN_GROUPS, StepKind
 from megatron.slipstream.report_page.iteration import (
-    KINDS_BETWEEN_GROUPS,
     Bar,
     Iteration,
     Lane,
@@ -149,7 +148,7 @@ def draw_memory(iteration: Iteration) -> MemoryCurve:
 def figures(iteration: Iteration) -> dict[str, Any]:
     """What the page shows under the pointer, as JSON can hold it."""
     colours = colours_of(iteration)
-    # The groups come first, in the order of the table's rows; then what is none, the output layers.
+    # The groups come first, in the order of the table's rows; then what is none.
     named = {group.key: group.name for group in iteration.plan.groups}
     named |= {step.key: step.name for step in iteration.plan.trace.steps}
     place = {key: index for index, key in enumerate(named)}
@@ -172,7 +171,7 @@ def figures(iteration: Iteration) -> dict[str, Any]:
         "kinds": kinds,
         "kindsBetweenGroups": [kind.value for kind in KINDS_BETWEEN_GROUPS],
         "owners": [f"{key}.{name}" for key, name in named.items()],
-        "colours": [colours[name] for name in named.values()],
+        "colours": [colours.get(name, 0) for name in named.values()],
         "lanes": [
             {
                 "name": lane.name,
@@ -196,8 +195,7 @@ def figures(iteration: Iteration) -> dict[str, Any]:
 
 def colours_of(iteration: Iteration) -> dict[str, int]:
     """A colour's number for each module, in the order in which forward first meets them."""
-    names = dict.fromkeys(step.name for step in iteration.plan.trace.steps)
-    return {name: index % NUM_COLOURS for index, name in enumerate(names)}
+    return {name: index % NUM_COLOURS for index, name in enumerate(iteration.plan.trace.names)}
 
 
 def sparkline(values: Sequence[float], width: int = 240, height: int = 36) -> str:

@@ -19,14 +19,11 @@ from megatron.slipstream.plan.operations import Queue
 from megatron.slipstream.plan.pictures import pass_of
 from megatron.slipstream.plan.simulate import Simulation, Span, simulate
 from megatron.slipstream.plan.timeline import QUEUE_NAMES, DeviceMemory, device_memory
-from megatron.slipstream.plan.trace import Bandwidth, GroupKey, Step, StepKind
+from megatron.slipstream.plan.trace import KINDS_BETWEEN_GROUPS, Bandwidth, GroupKey, Step
 from megatron.slipstream.plan.workload import is_timed
 
 AT_ONCE_GB_PER_S = 1e18
 """A bandwidth at which copies take no time, for traces that say nothing of it."""
-
-KINDS_BETWEEN_GROUPS = (StepKind.FORWARD_COMMIT, StepKind.OUTPUT_END)
-"""After its commit a group has saved what it saves: what runs then belongs to none."""
 
 
 class Bar(NamedTuple):

@@ -27,8 +27,8 @@ def _mark_names(rank: int, world_size: int, port: int) -> None:
         steps = engine.manager.plan.trace.steps
         assert [(step.kind, step.name) for step in steps] == marks
         assert len(step_ms) == len(marks)
-        outputs = [step for step in steps if not step.is_of_group]
-        assert len(outputs) == 2 * case.num_micro_batches
+        of_no_group = [step.kind.value for step in steps if not step.is_of_group]
+        assert of_no_group == ["OS", "OE", "BS", "OB", "OD"] * case.num_micro_batches
         engine.close()
 
 

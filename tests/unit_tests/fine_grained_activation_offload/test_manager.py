@@ -381,6 +381,67 @@ def test_memory_that_lingers_after_it_was_let_go_is_learnt(backend: str) -> None
     assert set(lingers[1:]) == {0}
 
 
+def _run_with_marks(
+    manager: PipelineOffloadManager, chunk: Chunk, num_backwards: int = 1, iterations: int = 1
+) -> list[str]:
+    """The marks of no group, of the last of some iterations of one micro-batch."""
+    for _ in range(iterations):
+        output = chunk(micro_batch(0), manager)
+        doubled = 2 * output
+        manager.mark_gradient(StepKind.BACKWARD_START, [output.detach(), output, doubled])
+        for index in range(num_backwards):
+            (output + doubled).sum().backward(retain_graph=index + 1 < num_backwards)
+        steps = manager.plan.trace.steps if manager.plan is not None else manager._recorder.steps
+        found = [str(step) for step in steps if not step.is_of_group]
+        manager.reset()
+    return found
+
+
+def test_backward_begins_once_and_where_gradients_are(backend: str) -> None:
+    (chunk,) = make_chunks(1)
+    manager = make_manager(backend)
+    assert _run_with_marks(manager, chunk) == ["0.backward:BS"]
+    assert _run_with_marks(manager, chunk, iterations=3) == ["0.backward:BS"]
+    assert _run_with_marks(manager, chunk, num_backwards=2) == ["0.backward:BS"]
+    assert manager.report.num_plans == 1
+
+
+def test_backward_of_an_iteration_that_has_ended_marks_nothing(backend: str) -> None:
+    (chunk,) = make_chunks(1)
+    manager = make_manager(backend)
+    late = chunk(micro_batch(0), manager)
+    manager.mark_gradient(StepKind.BACKWARD_START, [late])
+    manager.reset()
+    output = chunk(micro_batch(1), manager)
+    num_steps = manager._num_steps
+    late.sum().backward()
+    assert manager._num_steps == num_steps
+    output.sum().backward()
+    manager.reset()
+
+
+def test_passes_without_groups_or_gradients_have_no_such_marks(backend: str) -> None:
+    (chunk,) = make_chunks(1)
+    manager = make_manager(backend)
+    weight = torch.ones(3, requires_grad=True)
+    manager.mark_gradient(StepKind.BACKWARD_START, [weight * 2])  # no pass at all
+    manager.init_model_chunk_offload_handler(0, None, None)
+    doubled = weight * 2
+    manager.mark_gradient(StepKind.BACKWARD_START, [doubled])
+    doubled.sum().backward()
+    assert manager._num_steps == 0
+    chunk(micro_batch(0), manager)
+    num_steps = manager._num_steps
+    assert num_steps > 0
+    doubled = weight * 2
+    with torch.no_grad():
+        manager.mark_gradient(StepKind.BACKWARD_START, [doubled])
+    manager.disable_offload()
+    manager.mark_gradient(StepKind.BACKWARD_START, [doubled])
+    doubled.sum().backward()
+    assert manager._num_steps == num_steps
+
+
 def test_an_iteration_that_graphs_replay_whole_moves_nothing_outside(backend: str) -> None:
     manager = make_manager(backend)
     chunks = make_chunks(1)

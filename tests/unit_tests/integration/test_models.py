@@ -7,7 +7,8 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional
+from functools import partial
+from typing import Any, NamedTuple, Optional
 
 import pytest
 import torch
@@ -584,12 +585,14 @@ def _marks_of_output_layers(rank: int, world_size: int, port: int) -> None:
     marks = [(i, step) for i, step in enumerate(plan.trace.steps) if not step.is_of_group]
     assert [str(step) for _, step in marks] == [
         *("0.output_layer:OS", "0.output_layer:OE"),
+        *("0.backward:BS", "0.output_layer:OB", "0.output_layer:OD"),
         *("1.output_layer:OS", "1.output_layer:OE"),
+        *("1.backward:BS", "1.output_layer:OB", "1.output_layer:OD"),
     ]
     kinds = [step.kind for step in plan.trace.steps]
-    for start, _ in marks[::2]:
+    for start, _ in marks[::5]:
         assert kinds[start - 1] is StepKind.FORWARD_COMMIT
-        assert kinds[start + 2] is StepKind.BACKWARD_USE
+        assert kinds[start + 5] is StepKind.BACKWARD_USE
     assert not any(group.name == "output_layer" for group in plan.trace.groups)
     mcore.uninstall()
     layer = moved.chunks[0].output_layer
@@ -606,3 +609,74 @@ def test_older_releases_get_the_engine_that_takes_their_calls() -> None:
     from megatron.slipstream.integration import models
 
     assert issubclass(models.manager_class(), compat.manager_class())
+
+
+def _marks_of_stages(rank: int, world_size: int, port: int) -> list[str]:
+    from megatron.slipstream.integration import mcore
+
+    case = ModelCase("dense", num_layers=4, pp=2)
+    initialize(case, rank, world_size, port)
+    manager = mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    model = Model(case, MODULES)
+    for step in range(2):
+        model.run(step)
+    plan = manager.plan
+    assert plan is not None
+    steps = plan.trace.steps
+    uses = [i for i, step in enumerate(steps) if step.kind is StepKind.BACKWARD_USE]
+    for i, step in enumerate(steps):
+        if step.kind is StepKind.BACKWARD_START:
+            first = next(use for use in uses if steps[use].key.chunk_pass == step.key.chunk_pass)
+            assert all(steps[j].kind is not StepKind.BACKWARD_USE for j in range(i, first))
+    return [step.kind.value for step in steps if not step.is_of_group]
+
+
+def test_backward_begins_in_every_pipeline_stage() -> None:
+    first, last = run_ranks(2, _marks_of_stages)
+    assert first == ["BS"] * 2
+    assert last == ["OS", "OE", "BS", "OB", "OD"] * 2
+
+
+class _Output(NamedTuple):
+    """What a model with a fused loss may return."""
+
+    name: str
+    log_probs: list[torch.Tensor]
+
+
+def _packed(
+    pack: Callable[[Any], Any], forward: Callable[..., Any], *arguments: Any, **options: Any
+) -> Any:
+    return pack(forward(*arguments, **options))
+
+
+def _own_outputs(rank: int, world_size: int, port: int) -> list[list[str]]:
+    from megatron.slipstream.integration import mcore
+
+    initialize(POLICY)
+    plain, moved = Model(POLICY), Model(POLICY, MODULES)
+    manager = mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    chunk: Any = moved.chunks[0]
+    own_forward = chunk.forward
+    found = []
+    ways: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
+        (lambda losses: {"entropy": None, "loss": losses}, lambda output: output["loss"]),
+        (lambda losses: _Output("log_probs", [losses]), lambda output: output.log_probs[0]),
+    ]
+    for step, (pack, unpack) in enumerate(ways):
+        chunk.forward = partial(_packed, pack, own_forward)
+        micro = micro_batches(POLICY, step, 1)[0]
+        for model in (plain, moved):
+            model.chunks[0].zero_grad(set_to_none=True)
+        loss_of(plain.chunks[0], micro).mean().backward()
+        unpack(loss_of(chunk, micro)).mean().backward()
+        both = zip(plain.gradients(), moved.gradients(), strict=True)
+        assert all(torch.equal(a, b) for a, b in both)
+        manager.reset()
+        steps = manager.plan.trace.steps if manager.plan is not None else ()
+        found.append([str(step) for step in steps if step.kind is StepKind.BACKWARD_START])
+    return found
+
+
+def test_backward_begins_whatever_a_model_returns_its_losses_in() -> None:
+    assert run_ranks(1, _own_outputs) == [[["0.backward:BS"]] * 2]

@@ -176,7 +176,11 @@ def change(data: dict[str, Any], place: str, value: object) -> None:
 @pytest.mark.parametrize(
     "place, value, match",
     [
-        ("steps.0.0", "XX", "trace.steps[0][0]: input should be 'FS', 'FC', 'BU', 'OS' or 'OE'"),
+        (
+            "steps.0.0",
+            "XX",
+            "trace.steps[0][0]: input should be 'FS', 'FC', 'BU', 'OS', 'OE', 'BS', 'OB' or 'OD'",
+        ),
         ("steps.0.1.0", "0", "trace.steps[0][1][0]: input should be a valid integer"),
         ("steps.0.1", [0], "trace.steps[0][1][1]: field required"),
         ("steps", ..., "trace.steps: field required"),

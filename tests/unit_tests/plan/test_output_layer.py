@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The output layer's marks let memory go as late as the loss needs it, and no later."""
+"""Marks of no group let memory go as late as the loss needs it, and come back right after it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from make_trace import DEFAULT_NBYTES, Model, one_pass, timed, with_saved_bytes_as_memory
 
+from megatron.slipstream.plan.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Action, ActionKind, Plan, build_plan
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.policy import PolicyOptions
@@ -17,22 +18,31 @@ from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.trace import StepKind, Trace
 
 NUM_LAYERS = 5
-GB_PER_S = DEFAULT_NBYTES / 3e6  # 3 ms a storage; a layer takes 2
+COPY_MS = 4.5
+"""Of a storage; a layer takes 2."""
 LOSS_BYTES = 50 * DEFAULT_NBYTES
+MS_FROM = {
+    StepKind.FORWARD_COMMIT: 2.0,  # The last one.
+    StepKind.OUTPUT_START: 3.0,
+    StepKind.OUTPUT_END: 4.0,
+    StepKind.BACKWARD_START: 1.0,
+    StepKind.OUTPUT_BACKWARD_START: 6.0,
+    StepKind.OUTPUT_BACKWARD_END: 1.0,
+}
 
 
-def _trace(has_output: bool, peak_at: StepKind) -> Trace:
-    """Memory is highest after a mark of the output layer; without marks, in that of both."""
+def _trace(has_output: bool, peak_at: StepKind, copy_ms: float = COPY_MS) -> Trace:
+    """Memory is highest after a mark of no group; without such marks, between last and first."""
     trace = one_pass(Model(num_layers=NUM_LAYERS, has_output=has_output))
-    last = max(i for i, step in enumerate(trace.steps) if step.kind is not StepKind.BACKWARD_USE)
+    last = 2 * NUM_LAYERS - 1
     times = [1.0] * len(trace.steps)
     at = last
     if has_output:
-        times[last - 2 : last + 1] = [2.0, 3.0, 4.0]
-        at = trace.step_index[peak_at, trace.steps[last].key]
+        times[last : last + len(MS_FROM)] = MS_FROM.values()
+        at = next(i for i, step in enumerate(trace.steps) if step.kind is peak_at)
     else:
-        times[last] = 9.0
-    trace = with_saved_bytes_as_memory(timed(trace, times, GB_PER_S))
+        times[last] = sum(MS_FROM.values())
+    trace = with_saved_bytes_as_memory(timed(trace, times, DEFAULT_NBYTES / copy_ms / 1e6))
     memory = list(trace.memory)
     peak = memory[at].peak_bytes + LOSS_BYTES
     memory[at] = replace(memory[at], peak_bytes=peak)
@@ -45,29 +55,67 @@ def _plan(trace: Trace) -> Plan:
     return plan
 
 
-def _waits_for_room_ms(plan: Plan) -> float:
-    waits = (stall for stall in simulate(plan).stalls if isinstance(stall.cause, Action))
-    return sum(wait.ms for wait in waits if wait.cause.kind is ActionKind.FREE)
+def _waits_ms(plan: Plan) -> tuple[float, float]:
+    """For room, and for what comes back."""
+    stalls = simulate(plan).stalls
+    room = sum(
+        stall.ms
+        for stall in stalls
+        if isinstance(stall.cause, Action) and stall.cause.kind is ActionKind.FREE
+    )
+    return room, sum(stall.ms for stall in stalls) - room
 
 
 @pytest.mark.parametrize(
-    ("peak_at", "gained_ms"), [(StepKind.OUTPUT_START, 2.0), (StepKind.OUTPUT_END, 5.0)]
+    ("peak_at", "gained_ms"),
+    [
+        (StepKind.OUTPUT_START, 2.0),
+        (StepKind.OUTPUT_END, 5.0),
+        (StepKind.BACKWARD_START, 9.0),
+        (StepKind.OUTPUT_BACKWARD_START, 10.0),
+    ],
 )
-def test_copies_run_on_until_the_output_layer_needs_the_room(
-    peak_at: StepKind, gained_ms: float
-) -> None:
+def test_copies_run_on_until_the_loss_needs_the_room(peak_at: StepKind, gained_ms: float) -> None:
     without, marked = (_plan(_trace(has_output, peak_at)) for has_output in (False, True))
     assert marked.peak_bytes() == without.peak_bytes()
     assert marked.moved_nbytes == without.moved_nbytes
     last = max(group.free_step for group in marked.groups if group.moves)
     assert marked.trace.steps[last].kind is peak_at
-    assert _waits_for_room_ms(without) == pytest.approx(4.0)
-    assert _waits_for_room_ms(marked) == pytest.approx(max(0.0, 4.0 - gained_ms))
+    assert _waits_ms(without)[0] == pytest.approx(10.0)
+    assert _waits_ms(marked)[0] == pytest.approx(max(0.0, 10.0 - gained_ms))
     assert simulate(marked).stall_ms < simulate(without).stall_ms
 
 
-def test_marks_of_the_output_layer_are_no_groups() -> None:
+@pytest.mark.parametrize(
+    ("peak_at", "back_at", "gained_ms"),
+    [
+        (StepKind.OUTPUT_END, StepKind.BACKWARD_START, 8.0),
+        (StepKind.BACKWARD_START, StepKind.OUTPUT_BACKWARD_START, 7.0),
+        (StepKind.OUTPUT_BACKWARD_START, StepKind.OUTPUT_BACKWARD_END, 1.0),
+    ],
+)
+def test_copies_come_back_as_soon_as_the_loss_leaves_room(
+    peak_at: StepKind, back_at: StepKind, gained_ms: float
+) -> None:
+    without, marked = (_plan(_trace(has_output, peak_at)) for has_output in (False, True))
+    first = min(group.h2d_step for group in marked.groups if group.moves)
+    assert marked.trace.steps[first].kind is back_at
+    back_ms = [_waits_ms(plan)[1] for plan in (without, marked)]
+    assert back_ms[0] - back_ms[1] == pytest.approx(gained_ms)
+
+
+def test_the_bound_knows_better_where_the_peak_is() -> None:
+    """Without the marks it may lie at either end of all that is between the groups."""
+    plans = [_plan(_trace(has_output, StepKind.OUTPUT_START, 3.5)) for has_output in (False, True)]
+    bounds = [physical_bound_ms(plan) for plan in plans]
+    assert bounds[1] - bounds[0] == pytest.approx(1.0)
+    assert simulate(plans[1]).total_ms == pytest.approx(bounds[1] + MS_FROM[StepKind.OUTPUT_START])
+
+
+def test_these_marks_are_no_groups() -> None:
     plan = _plan(_trace(True, StepKind.OUTPUT_END))
     assert len(plan.groups) == NUM_LAYERS
     assert "output_layer" not in render_plan(plan)
-    assert str(plan.trace.steps[2 * NUM_LAYERS]) == "0.output_layer:OS"
+    steps = [str(step) for step in plan.trace.steps[2 * NUM_LAYERS :][:5]]
+    assert steps[:2] == ["0.output_layer:OS", "0.output_layer:OE"]
+    assert steps[2:] == ["0.backward:BS", "0.output_layer:OB", "0.output_layer:OD"]

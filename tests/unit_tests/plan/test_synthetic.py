@@ -80,7 +80,7 @@ def test_the_models_input_lingers_until_its_forward_has_returned() -> None:
     index = trace.groups[0].storages[0]
     until = trace.storages[index].lingers_until
     assert trace.steps[until - 1].kind is StepKind.OUTPUT_END
-    assert trace.steps[until].kind is StepKind.BACKWARD_USE
+    assert trace.steps[until].kind is StepKind.BACKWARD_START
     assert not any(item.lingers_until for item in trace.storages[index + 1 : len(trace.groups)])
 
 

@@ -126,7 +126,8 @@ def test_the_figures_for_the_script_are_those_of_the_runs(two_ranks: str) -> Non
     iteration = iteration_of(run.plan, run.rank)
     assert first["total"] == pytest.approx(iteration.total)
     groups = [f"{group.key}.{group.name}" for group in run.plan.groups]
-    assert first["owners"] == [*groups, "0.output_layer", "1.output_layer"]
+    of_no_group = [f"{p}.{name}" for name in ("output_layer", "backward") for p in (0, 1)]
+    assert first["owners"] == [*groups, *of_no_group]
     assert [lane["name"] for lane in first["lanes"]] == [  # type: ignore[attr-defined]
         lane.name for lane in iteration.lanes
     ]
