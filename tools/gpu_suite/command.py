@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
-from tools.gpu_suite.jobs import Job, select
+from tools.gpu_suite.jobs import SHARES, Job, select
 from tools.gpu_suite.queue import RESULTS, ROOT, Result, State, run_jobs
 
 DESCRIPTION = """\
 Run the GPU tests, with every supported release of megatron-core, and the benchmarks, side by side:
-each job has GPUs of its own. Jobs that need the most GPUs come first.
+tests share GPUs, unless they measure memory or time; what measures has its GPUs to itself, and
+comes last. Jobs that need the most GPUs come first.
 """
 EPILOG = """\
 examples:
@@ -170,9 +171,10 @@ def _run(jobs: Sequence[Job], gpus: Sequence[int], options: argparse.Namespace) 
 
 
 def _show_jobs(jobs: Sequence[Job], console: Console) -> None:
-    table = Table("job", "GPUs", "about")
+    table = Table("job", "GPUs", "of each", "about")
     for job in jobs:
-        table.add_row(job.name, str(job.num_gpus), f"{job.seconds} s")
+        share = "" if job.shares == SHARES else f"{job.shares}/{SHARES}"
+        table.add_row(job.name, str(job.num_gpus), share, f"{job.seconds} s")
     console.print(table)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Optional
@@ -25,16 +25,21 @@ cores and of device memory is enough for."""
 ONE_GPU = "gpu and not gpus2 and not gpus4"
 """Tests that are marked for several GPUs may be marked for one too, with all of their file."""
 
-PLATFORM, FUNCTIONAL_SECONDS = "h200", 120
-"""Whose golden values the functional cases are compared with, and what one of them takes."""
+PLATFORM, FUNCTIONAL_SECONDS = "h200", 160
+"""Whose golden values the functional cases are compared with, and what one of them takes beside
+others."""
 
 VARIANT_SECONDS, TUNING_SECONDS = 100, 130
 """A set of modules with three engines, and what each more of ours takes, which plans at length."""
 
 
+SHARES = 12
+"""Of a GPU: what others do not disturb takes some of them, and leaves the rest to others."""
+
+
 @dataclass(frozen=True)
 class Job:
-    """A command that gets some GPUs to itself."""
+    """A command that gets some GPUs, to itself or with others."""
 
     name: str
     num_gpus: int
@@ -43,6 +48,8 @@ class Job:
     command: tuple[str, ...]
     release: Optional[str] = None
     """Of megatron-core; None is the one of the environment."""
+    shares: int = SHARES
+    """What it takes of each of its GPUs, and of their share of the CPU cores."""
 
     def with_more(self, arguments: Sequence[str], prefix: str) -> Job:
         """With more arguments, if its name begins so."""
@@ -58,20 +65,21 @@ def _tests(
     marks: str,
     workers: str = "1",
     release: Optional[str] = None,
+    shares: int = SHARES,
 ) -> Job:
     """With an older release of megatron-core only what touches that."""
     of_release = f"{marks} and releases" if release else marks
     command = ["-m", "pytest", "-q", "-m", of_release, "-n", workers, "--dist", "worksteal"]
     command += ["--durations", "10", f"--junit-xml={OUTPUT}/tests.xml"]
     suffix = f":{release}" if release else ""
-    return Job(f"{name}{suffix}", num_gpus, seconds, (sys.executable, *command), release)
+    return Job(f"{name}{suffix}", num_gpus, seconds, (sys.executable, *command), release, shares)
 
 
 def _functional_case(case: str, num_gpus: int) -> Job:
     """A training of Megatron's format, with offloading and without, against its golden values."""
     command = ("-m", "tools.functional_tests", case, "--platform", PLATFORM)
     words = (sys.executable, *command, "--output-dir", OUTPUT)
-    return Job(f"functional:{case}", num_gpus, FUNCTIONAL_SECONDS, words)
+    return Job(f"functional:{case}", num_gpus, FUNCTIONAL_SECONDS, words, shares=1)
 
 
 def _measurement(case: Case, variant: Variant) -> Job:
@@ -90,16 +98,16 @@ def _script(name: str, num_gpus: int, seconds: int, *arguments: str) -> Job:
 
 JOBS: tuple[Job, ...] = (
     *(
-        _tests("tests", 1, 240, f"{ONE_GPU} and not exclusive", NUM_WORKERS, release)
-        for release in RELEASES
+        _tests("tests", 1, seconds, f"{ONE_GPU} and not exclusive", NUM_WORKERS, release, 4)
+        for release, seconds in zip(RELEASES, (400, 150, 150), strict=True)
     ),
     *(
         _tests("tests-exclusive", 1, 200, f"{ONE_GPU} and exclusive", release=release)
         for release in RELEASES
     ),
-    _tests("tests-two-gpus", 2, 330, "gpus2", "5"),
-    *(_tests("tests-two-gpus", 2, 120, "gpus2", "5", release) for release in RELEASES[1:]),
-    _tests("tests-four-gpus", 4, 240, "gpus4", "5"),
+    _tests("tests-two-gpus", 2, 420, "gpus2", "5", shares=4),
+    *(_tests("tests-two-gpus", 2, 160, "gpus2", "5", release, 3) for release in RELEASES[1:]),
+    _tests("tests-four-gpus", 4, 300, "gpus4", "5", shares=4),
     *(_functional_case(job.case, job.num_ranks) for job in load_jobs() if job.platform == PLATFORM),
     *(_measurement(case, variant) for case in CASES if case.needs_gpu for variant in case.variants),
     *(
@@ -141,20 +149,26 @@ def _matches(job: Job, patterns: Sequence[str]) -> bool:
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:
-    """Those that need most GPUs first, since they wait for all others; of those the longest."""
-    return sorted(jobs, key=lambda job: (-job.num_gpus, -job.seconds))
+    """Those that share GPUs first; of these those that need most, as they wait for all others."""
+    return sorted(jobs, key=lambda job: (job.shares == SHARES, -job.num_gpus, -job.seconds))
 
 
-def next_job(waiting: Sequence[Job], num_free: int, seconds_left: float) -> Optional[Job]:
-    """What to start now: the first that fits into the GPUs and the time, unless a larger one waits.
+def next_job(
+    waiting: Sequence[Job], free: Mapping[int, int], seconds_left: float
+) -> Optional[tuple[Job, tuple[int, ...]]]:
+    """What to start now, and on which GPUs: the first that fits, unless a larger one waits.
 
     Args:
         waiting: In order.
-        num_free: GPUs that nothing runs on.
+        free: Shares of each GPU that nothing runs on.
         seconds_left: Until everything has to end.
     """
-    in_time = [job for job in waiting if job.seconds <= seconds_left]
-    if not in_time or in_time[0].num_gpus > num_free:
-        # What comes later needs fewer, and would keep the first one waiting for ever.
+    job = next((job for job in waiting if job.seconds <= seconds_left), None)
+    if job is None:
         return None
-    return in_time[0]
+    possible = [gpu for gpu, shares in free.items() if shares >= job.shares]
+    if len(possible) < job.num_gpus:
+        # What comes later needs less, and would keep this one waiting for ever.
+        return None
+    emptiest = sorted(possible, key=lambda gpu: -free[gpu])[: job.num_gpus]
+    return job, tuple(sorted(emptiest))

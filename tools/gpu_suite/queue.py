@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Runs jobs side by side, each on GPUs of its own, until all are done or the time is over."""
+"""Runs jobs side by side on some GPUs until all are done or the time is over."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Optional
 
-from tools.gpu_suite.jobs import NUM_WORKERS, OUTPUT, Job, in_order, next_job
+from tools.gpu_suite.jobs import NUM_WORKERS, OUTPUT, SHARES, Job, in_order, next_job
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "suite.jsonl"
@@ -103,16 +103,16 @@ class _Queue:
         self._output = output
         self._deadline_s = deadline_s
         self._tell = tell
-        self._free = list(gpus)
+        self._free = dict.fromkeys(gpus, SHARES)
         self._running: list[_Running] = []
         self._results: list[Result] = []
 
     def run(self, waiting: list[Job]) -> list[Result]:
         while True:
             left_s = self._deadline_s - time.monotonic()
-            while job := next_job(waiting, len(self._free), left_s):
-                waiting.remove(job)
-                self._start(job)
+            while following := next_job(waiting, self._free, left_s):
+                waiting.remove(following[0])
+                self._start(*following)
             if not self._running:
                 break
             if left_s <= 0:
@@ -139,14 +139,15 @@ class _Queue:
             running.process.wait()
             self._end(running, State.CUT_OFF, running.process.returncode)
 
-    def _start(self, job: Job) -> None:
-        gpus, self._free = tuple(self._free[: job.num_gpus]), self._free[job.num_gpus :]
+    def _start(self, job: Job, gpus: tuple[int, ...]) -> None:
+        for gpu in gpus:
+            self._free[gpu] -= job.shares
         folder = self._output / job.name.replace(":", "_")
         # Benchmarks refuse to mix their rows with those of an earlier run.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        num_cores = (os.cpu_count() or 1) // len(self._gpus) * job.num_gpus
-        workers = min(max(num_cores - 2, 1), MOST_WORKERS)
+        num_cores = (os.cpu_count() or 1) * job.num_gpus * job.shares // (len(self._gpus) * SHARES)
+        workers = min(max(num_cores, 1), MOST_WORKERS)
         values = {OUTPUT: str(folder), NUM_WORKERS: str(workers)}
         with (folder / "log.txt").open("wb") as log:
             process = subprocess.Popen(
@@ -164,7 +165,8 @@ class _Queue:
         # What a job leaves running would keep its GPU's memory.
         _signal(running.process, signal.SIGKILL)
         self._running.remove(running)
-        self._free = sorted([*self._free, *running.gpus])
+        for gpu in running.gpus:
+            self._free[gpu] += running.job.shares
         seconds = round(time.monotonic() - running.started_s, 1)
         self._keep(Result(running.job.name, state, seconds, running.gpus, status))
 

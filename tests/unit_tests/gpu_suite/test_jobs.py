@@ -14,13 +14,13 @@ import pytest
 from forked import run_module
 
 from benchmarks.cases import CASES, select_variants
-from tools.gpu_suite.jobs import JOBS, RELEASES, Job, in_order, next_job, select
+from tools.gpu_suite.jobs import JOBS, RELEASES, SHARES, Job, in_order, next_job, select
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def job(name: str, num_gpus: int, seconds: int = 10) -> Job:
-    return Job(name, num_gpus, seconds, ("true",))
+def job(name: str, num_gpus: int, seconds: int = 10, shares: int = SHARES) -> Job:
+    return Job(name, num_gpus, seconds, ("true",), shares=shares)
 
 
 def test_names_are_those_of_one_job_each() -> None:
@@ -99,19 +99,33 @@ def _fits(wanted: str, marks: set[str]) -> bool:
     return bool(eval(wanted, {}, defaultdict(bool, dict.fromkeys(marks, True))))
 
 
-def test_those_that_need_most_gpus_come_first_then_the_longest() -> None:
-    jobs = [job("short", 1, 5), job("long", 1, 50), job("pair", 2), job("four", 4)]
-    assert [job.name for job in in_order(jobs)] == ["four", "pair", "long", "short"]
+def test_what_measures_has_its_gpus_to_itself_and_nothing_else_has() -> None:
+    tests = ("tests", "tests-two-gpus", "tests-four-gpus", "functional")
+    for one in JOBS:
+        assert (one.shares < SHARES) == (one.name.partition(":")[0] in tests), one.name
+
+
+def test_those_that_share_come_first_then_those_that_need_most_gpus_then_the_longest() -> None:
+    jobs = [job("short", 1, 5), job("long", 1, 50), job("pair", 2), job("shares", 1, 5, 2)]
+    assert [job.name for job in in_order(jobs)] == ["shares", "pair", "long", "short"]
 
 
 def test_smaller_jobs_do_not_keep_a_larger_one_waiting() -> None:
     pair, one = job("pair", 2), job("one", 1)
-    assert next_job([pair, one], num_free=1, seconds_left=100) is None
-    assert next_job([pair, one], num_free=2, seconds_left=100) is pair
-    assert next_job([one], num_free=1, seconds_left=100) is one
+    assert next_job([pair, one], {0: SHARES, 1: 0}, seconds_left=100) is None
+    assert next_job([pair, one], {0: SHARES, 1: SHARES}, seconds_left=100) == (pair, (0, 1))
+    assert next_job([one], {0: 0, 1: SHARES}, seconds_left=100) == (one, (1,))
+
+
+def test_what_shares_goes_where_most_is_left_and_what_does_not_where_nothing_runs() -> None:
+    small, alone = job("small", 1, shares=4), job("alone", 1)
+    assert next_job([small], {0: 4, 1: 8}, seconds_left=100) == (small, (1,))
+    assert next_job([small], {0: 3, 1: 3}, seconds_left=100) is None
+    assert next_job([alone], {0: 4, 1: 11}, seconds_left=100) is None
 
 
 def test_what_would_be_cut_off_gives_way_to_what_would_not() -> None:
     long, short = job("long", 2, 50), job("short", 1, 5)
-    assert next_job([long, short], num_free=1, seconds_left=20) is short
-    assert next_job([long, short], num_free=2, seconds_left=4) is None
+    free = {0: SHARES, 1: SHARES}
+    assert next_job([long, short], {0: SHARES, 1: 0}, seconds_left=20) == (short, (0,))
+    assert next_job([long, short], free, seconds_left=4) is None

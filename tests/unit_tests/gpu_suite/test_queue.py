@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Jobs run side by side, each on GPUs of its own, and none outlives its time."""
+"""Jobs run side by side, on GPUs of their own or with others, and none outlives its time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tools.gpu_suite.command import main
-from tools.gpu_suite.jobs import NUM_WORKERS, OUTPUT, Job
+from tools.gpu_suite.jobs import NUM_WORKERS, OUTPUT, SHARES, Job
 from tools.gpu_suite.queue import RESULTS, Result, State, run_jobs
 
 NOTES = """
@@ -27,9 +27,16 @@ sys.exit(int(sys.argv[4]))
 """
 
 
-def job(name: str, num_gpus: int, naps_s: float = 0.3, status: int = 0, seconds: int = 1) -> Job:
+def job(
+    name: str,
+    num_gpus: int,
+    naps_s: float = 0.3,
+    status: int = 0,
+    seconds: int = 1,
+    shares: int = SHARES,
+) -> Job:
     words = (sys.executable, "-c", NOTES, OUTPUT, str(naps_s), NUM_WORKERS, str(status))
-    return Job(name, num_gpus, seconds, words)
+    return Job(name, num_gpus, seconds, words, shares=shares)
 
 
 def notes(output: Path, *names: str) -> list[dict[str, float]]:
@@ -40,7 +47,7 @@ def states(results: list[Result]) -> dict[str, State]:
     return {result.name: result.state for result in results}
 
 
-def test_jobs_share_the_gpus_and_none_shares_one(tmp_path: Path) -> None:
+def test_jobs_that_need_a_gpu_to_themselves_have_it(tmp_path: Path) -> None:
     jobs = [job("a", 1), job("b", 1), job("c", 1), job("pair", 2)]
     results = run_jobs(jobs, [0, 1], tmp_path, 60)
     assert set(states(results).values()) == {State.PASSED}
@@ -54,6 +61,16 @@ def test_jobs_share_the_gpus_and_none_shares_one(tmp_path: Path) -> None:
     for first, second in ((a, c), (b, c)):
         if first["gpus"] == second["gpus"]:
             assert first["ended"] <= second["begun"]
+
+
+def test_jobs_that_may_share_a_gpu_do_and_others_wait(tmp_path: Path) -> None:
+    half = SHARES // 2
+    sharing = [job(name, 1, 1.0, shares=half) for name in ("a", "b")]
+    results = run_jobs([job("alone", 1, 0.0), *sharing], [0], tmp_path, 60)
+    assert set(states(results).values()) == {State.PASSED}
+    a, b, alone = notes(tmp_path, "a", "b", "alone")
+    assert max(a["begun"], b["begun"]) < min(a["ended"], b["ended"])
+    assert alone["begun"] >= max(a["ended"], b["ended"])
 
 
 def test_a_failure_is_told_and_does_not_hide_the_rest(tmp_path: Path) -> None:
@@ -98,13 +115,14 @@ def _wait_for_end(pid: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("num_cores, expected", [(12, [4, 8]), (32, [8, 8]), (1, [1, 1])])
+@pytest.mark.parametrize("num_cores, expected", [(12, [6, 8, 3]), (32, [8, 8, 8]), (1, [1, 1, 1])])
 def test_a_job_has_its_share_of_the_cores_and_no_more_than_memory_is_enough_for(
     num_cores: int, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
-    run_jobs([job("one", 1, 0.0), job("pair", 2, 0.0)], [0, 1], tmp_path, 60)
-    logs = [(tmp_path / name / "log.txt").read_text() for name in ("one", "pair")]
+    half = job("half", 1, 0.0, shares=SHARES // 2)
+    run_jobs([job("one", 1, 0.0), job("pair", 2, 0.0), half], [0, 1], tmp_path, 60)
+    logs = [(tmp_path / name / "log.txt").read_text() for name in ("one", "pair", "half")]
     assert logs == [f"workers {number}\n" for number in expected]
 
 
