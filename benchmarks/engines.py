@@ -116,18 +116,17 @@ def seam() -> Any:
 def behind_the_seam(manager: Any) -> Iterator[None]:
     """Put ``manager`` behind megatron-core's offloading options inside."""
     from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-    from megatron.slipstream.integration import small_copies
+    from megatron.slipstream.integration import mcore
 
     holder = seam()
     before, holder.OFFLOAD_MGR = holder.OFFLOAD_MGR, manager
-    # Only our engine brings its own way of copying token counts.
     if use_gpu() and isinstance(manager, PipelineOffloadManager):
-        small_copies.install()
+        mcore.make_way()
     try:
         yield
     finally:
         holder.OFFLOAD_MGR = before
-        small_copies.uninstall()
+        mcore.stop_making_way()
 
 
 def build_offloading_chunks(base: BaseModel, variant: Variant) -> Chunks:

@@ -30,7 +30,14 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
 )
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import compat, models, numa, rotary_kernels, small_copies
+from megatron.slipstream.integration import (
+    compat,
+    models,
+    numa,
+    pipeline_waits,
+    rotary_kernels,
+    small_copies,
+)
 from megatron.slipstream.integration.config_file import config_from_environment, tell
 from megatron.slipstream.integration.environment import environment, settings
 from megatron.slipstream.plan import files
@@ -92,7 +99,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     compat.name_commits()
     rotary_kernels.choose_safely()
     if isinstance(backend, CudaBackend):
-        small_copies.install()
+        make_way()
     logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)
     if not is_given:
         tell(config)
@@ -134,12 +141,24 @@ def uninstall() -> None:
     """Give megatron-core its own engine back and return the host memory."""
     seam = mcore_offload.PipelineOffloadManager
     current = seam.OFFLOAD_MGR
-    small_copies.uninstall()
+    stop_making_way()
     compat.restore_commits()
     models.stop_seeing_calls()
     if isinstance(current, models.RoutedManager):
         seam.OFFLOAD_MGR = None
         current.router.close()
+
+
+def make_way() -> None:
+    """Have megatron-core wait for its own work alone, not for the copies of the engine."""
+    small_copies.install()
+    pipeline_waits.install()
+
+
+def stop_making_way() -> None:
+    """Undo :func:`make_way`."""
+    small_copies.uninstall()
+    pipeline_waits.uninstall()
 
 
 def installed() -> Optional[models.RoutedManager]:

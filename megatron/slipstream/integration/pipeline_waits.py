@@ -1,0 +1,131 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Lets the host wait for what pipeline stages send each other, and not for the engine's copies.
+
+In the schedule without interleaving, megatron-core's stages block the host after every exchange
+until the whole device is idle, a precaution against older versions of PyTorch. That includes the
+copies of the engine: twice in every micro-batch, what is on its way out and back has to arrive
+before the host launches anything more, and compute has nothing to do meanwhile. What the precaution
+is for lies on the current stream, which has been told to wait for the exchange; so waiting for that
+stream is enough, and copies go on.
+
+Where the lengths of sequences vary, stages tell each other the shapes first. megatron-core brings
+these to the device and back by copies, each of which would queue up behind those of the engine.
+Kernels bring them instead, as they do the token counts of :mod:`small_copies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron.slipstream.integration.small_copies import SmallCopies
+
+_NUM_DIMS = 3
+"""Of what stages send: sequence, micro-batch, hidden."""
+
+_originals: dict[str, Callable[..., Any]] = {}
+"""megatron-core's own methods by name, while ours stand there."""
+
+_to_host = SmallCopies(lambda tensor, **_: tensor.cpu())
+
+
+def install() -> None:
+    """Wait for the current stream after an exchange and not for the device. Again does nothing."""
+    for method in (_communicate, _communicate_shapes):
+        if method.__name__ not in _originals:
+            _originals[method.__name__] = getattr(P2PCommunicator, method.__name__)
+            setattr(P2PCommunicator, method.__name__, method)
+
+
+def uninstall() -> None:
+    """Give megatron-core its own methods back."""
+    for name, original in _originals.items():
+        setattr(P2PCommunicator, name, original)
+    _originals.clear()
+
+
+def _communicate(communicator: Any, *arguments: Any, **options: Any) -> Any:
+    """Takes the place of the method through which all stages send and receive."""
+    config, original = communicator.config, _originals["_communicate"]
+    if not (config.batch_p2p_comm and config.batch_p2p_sync):
+        return original(communicator, *arguments, **options)
+    config.batch_p2p_sync = False
+    try:
+        results = original(communicator, *arguments, **options)
+    finally:
+        config.batch_p2p_sync = True
+    _, _, requests = results
+    if requests:
+        torch.cuda.synchronize()  # No stream waits for these yet.
+    else:
+        torch.cuda.current_stream().synchronize()
+    return results
+
+
+def _communicate_shapes(
+    communicator: Any,
+    tensor_send_next: Optional[torch.Tensor],
+    tensor_send_prev: Optional[torch.Tensor],
+    recv_prev: bool,
+    recv_next: bool,
+) -> tuple[list[int], list[int]]:
+    """Takes the place of the method by which stages tell each other the shapes to come.
+
+    Args:
+        communicator: Of this stage.
+        tensor_send_next: What the next stage is going to get, or None.
+        tensor_send_prev: What the previous stage is going to get, or None.
+        recv_prev: Whether the previous stage is going to send something.
+        recv_next: Whether the next stage is.
+
+    Returns:
+        The shapes of what the previous and the next stage are going to send; zeros for nothing.
+    """
+    if communicator.config.use_ring_exchange_p2p:
+        original = _originals["_communicate_shapes"]
+        shapes: tuple[list[int], list[int]] = original(
+            communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next
+        )
+        return shapes
+    previous = _exchange(communicator, communicator.prev_rank, tensor_send_prev, recv_prev)
+    following = _exchange(communicator, communicator.next_rank, tensor_send_next, recv_next)
+    operations = [operation for operation, _ in (*previous, *following)]
+    if operations:
+        for request in torch.distributed.batch_isend_irecv(operations):
+            request.wait()
+    received = [
+        [_to_host(shape) for _, shape in exchange if shape is not None]
+        for exchange in (previous, following)
+    ]
+    torch.cuda.current_stream().synchronize()
+    from_previous, from_next = (
+        shapes[0].tolist() if shapes else [0] * _NUM_DIMS for shapes in received
+    )
+    return from_previous, from_next
+
+
+def _exchange(
+    communicator: Any, peer: int, sent: Optional[torch.Tensor], receives: bool
+) -> Sequence[tuple[torch.distributed.P2POp, Optional[torch.Tensor]]]:
+    """The operations with one neighbour, each with the tensor ``[3]`` that it receives, if any."""
+    operations: list[tuple[torch.distributed.P2POp, Optional[torch.Tensor]]] = []
+    group = communicator.pp_group
+    if sent is not None:
+        shape = _empty_shape()
+        for place, size in enumerate(sent.shape):
+            shape[place] = size  # A kernel that has the number as an argument.
+        operation = torch.distributed.P2POp(torch.distributed.isend, shape, peer, group)
+        operations.append((operation, None))
+    if receives:
+        shape = _empty_shape()
+        operation = torch.distributed.P2POp(torch.distributed.irecv, shape, peer, group)
+        operations.append((operation, shape))
+    return operations
+
+
+def _empty_shape() -> torch.Tensor:
+    return torch.empty(_NUM_DIMS, dtype=torch.int64, device=torch.cuda.current_device())

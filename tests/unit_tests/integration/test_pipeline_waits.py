@@ -1,0 +1,195 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""After an exchange between pipeline stages the host waits for the exchange, and for no copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from ranks import run_ranks
+from tiny_gpt import ModelCase, initialize, make_config, use_gpu
+
+from megatron.slipstream.integration import pipeline_waits
+
+pytestmark = pytest.mark.releases
+
+CASE = ModelCase("dense", pp=2)
+WIDTH = 8
+COPY_NBYTES = 1 << 30
+"""Each way: 20 ms for an exchange that takes one."""
+NUM_TRIES = 3
+"""The host may be busy elsewhere for longer than that."""
+
+
+class Seen(NamedTuple):
+    """What a stage has got, and what it has waited for."""
+
+    received: list[torch.Tensor]
+    num_device_waits: int
+    ends_with_copies: bool
+    """Whether copies that began before an exchange had always ended with it."""
+
+
+class _Copies:
+    """Large copies both ways, on streams of their own."""
+
+    def __init__(self) -> None:
+        self._pairs = []
+        for _ in range(2 if use_gpu() else 0):
+            device = torch.empty(COPY_NBYTES, dtype=torch.uint8, device="cuda")
+            host = torch.empty(COPY_NBYTES, dtype=torch.uint8, pin_memory=True)
+            self._pairs.append((device, host, torch.cuda.Stream()))
+        self.have_ended = True
+
+    def beside(self, exchange: Callable[[], Any]) -> Any:
+        """Do an exchange while they run."""
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        for to_device, (device, host, stream) in enumerate(self._pairs):
+            with torch.cuda.stream(stream):
+                target, source = (device, host) if to_device else (host, device)
+                target.copy_(source, non_blocking=True)
+        result = exchange()
+        self.have_ended &= all(stream.query() for _, _, stream in self._pairs)
+        return result
+
+
+def _exchange(
+    rank: int, num_ranks: int, port: int, is_variable: bool, is_installed: bool
+) -> list[Seen]:
+    from megatron.core import parallel_state
+
+    initialize(CASE, rank, num_ranks, port)
+    config: Any = make_config(CASE)
+    config.variable_seq_lengths = is_variable
+    group = parallel_state.get_pipeline_model_parallel_group()
+    communicator = P2PCommunicator(group, config)
+    if is_installed:
+        pipeline_waits.install()
+    tries = [_pass_two(communicator, rank, is_variable) for _ in range(NUM_TRIES)]
+    pipeline_waits.uninstall()
+    return tries
+
+
+def _pass_two(communicator: Any, rank: int, is_variable: bool) -> Seen:
+    """Two micro-batches pass both stages, as in 1F1B."""
+    copies, waits = _Copies(), 0
+    first, second = _sent(is_variable)
+    shapes = [tuple(first.shape), tuple(second.shape)]
+    plain = torch.cuda.synchronize
+
+    def counted(*arguments: Any) -> None:
+        nonlocal waits
+        waits += 1
+        plain(*arguments)
+
+    def step(method: str, *arguments: Any) -> Any:
+        def exchange() -> Any:
+            with patch.object(torch.cuda, "synchronize", counted):
+                return getattr(communicator, method)(*arguments)
+
+        return copies.beside(exchange)
+
+    if rank == 0:
+        step("send_forward", first, False)
+        received = [step("send_forward_recv_backward", second, shapes[0], False)]
+        received.append(step("recv_backward", shapes[1], False))
+    else:
+        received = [step("recv_forward", shapes[0], False)]
+        gradient = 2 * received[0].detach()
+        received.append(step("send_backward_recv_forward", gradient, shapes[1], False))
+        step("send_backward", 2 * received[1].detach(), False)
+    return Seen([tensor.detach().cpu() for tensor in received], waits, copies.have_ended)
+
+
+def _sent(is_variable: bool) -> list[torch.Tensor]:
+    device = "cuda" if use_gpu() else "cpu"
+    lengths = (5, 7) if is_variable else (6, 6)
+    return [
+        torch.arange(length * WIDTH, dtype=torch.float32, device=device).view(length, 1, WIDTH)
+        for length in lengths
+    ]
+
+
+def _check(is_variable: bool, is_installed: bool) -> list[Seen]:
+    of_first, of_last = run_ranks(2, _exchange, is_variable, is_installed)
+    sent = [tensor.cpu() for tensor in _sent(is_variable)]
+    for gradients, outputs in zip(of_first, of_last, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(outputs.received, sent, strict=True))
+        assert all(torch.equal(a, 2 * b) for a, b in zip(gradients.received, sent, strict=True))
+    return [*of_first, *of_last]
+
+
+@pytest.mark.parametrize("is_variable", [False, True], ids=["one length", "any length"])
+def test_stages_get_what_was_sent_and_wait_for_no_device(is_variable: bool) -> None:
+    assert all(seen.num_device_waits == 0 for seen in _check(is_variable, is_installed=True))
+    # What it is there for: three exchanges, of shapes too where they vary.
+    num_waits = 6 if is_variable else 3
+    seen = _check(is_variable, is_installed=False)
+    assert all(one.num_device_waits == num_waits for one in seen)
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("is_variable", [False, True], ids=["one length", "any length"])
+def test_copies_go_on_while_stages_exchange(is_variable: bool) -> None:
+    of_first, of_last = run_ranks(2, _exchange, is_variable, True)
+    # The first try makes NCCL's connections, which takes longer than the copies.
+    assert not all(seen.ends_with_copies for seen in of_first[1:])
+    assert not all(seen.ends_with_copies for seen in of_last[1:])
+    for seen in (ranks for ranks in run_ranks(2, _exchange, is_variable, False)):
+        assert all(one.ends_with_copies for one in seen), "the premise holds no longer"
+
+
+def _communicate_with(config: SimpleNamespace, requests: Any, waits: list[str]) -> None:
+    def megatrons(communicator: Any) -> tuple[None, None, Any]:
+        waits.append(f"batch_p2p_sync={communicator.config.batch_p2p_sync}")
+        if requests == "fails":
+            raise ZeroDivisionError
+        return None, None, requests
+
+    stream = SimpleNamespace(synchronize=lambda: waits.append("stream"))
+    with (
+        patch.object(P2PCommunicator, "_communicate", megatrons),
+        patch.object(torch.cuda, "current_stream", lambda: stream),
+        patch.object(torch.cuda, "synchronize", lambda: waits.append("device")),
+    ):
+        pipeline_waits.install()
+        pipeline_waits.install()
+        try:
+            P2PCommunicator._communicate(SimpleNamespace(config=config))
+        finally:
+            pipeline_waits.uninstall()
+            assert P2PCommunicator._communicate is megatrons
+
+
+@pytest.mark.parametrize(
+    "is_batched, syncs, requests, expected",
+    [
+        (True, True, None, ["batch_p2p_sync=False", "stream"]),
+        (True, True, ["pending"], ["batch_p2p_sync=False", "device"]),
+        (True, False, None, ["batch_p2p_sync=False"]),
+        (False, True, ["pending"], ["batch_p2p_sync=True"]),
+    ],
+    ids=["batched", "not waited for yet", "not asked for", "overlapped"],
+)
+def test_what_is_waited_for(
+    is_batched: bool, syncs: bool, requests: Any, expected: list[str]
+) -> None:
+    config = SimpleNamespace(batch_p2p_comm=is_batched, batch_p2p_sync=syncs)
+    waits: list[str] = []
+    _communicate_with(config, requests, waits)
+    assert waits == expected
+    assert config.batch_p2p_sync is syncs
+
+
+def test_a_failed_exchange_leaves_the_configuration_as_it_was() -> None:
+    config = SimpleNamespace(batch_p2p_comm=True, batch_p2p_sync=True)
+    with pytest.raises(ZeroDivisionError):
+        _communicate_with(config, "fails", [])
+    assert config.batch_p2p_sync is True
