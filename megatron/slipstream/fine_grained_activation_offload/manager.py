@@ -460,6 +460,8 @@ class PipelineOffloadManager:
             self._recorder.add_step(Step(kind, at.key, at.name))
         if isinstance(at, OffloadTensorGroup):
             self._improvise(kind, at)
+        elif kind in (StepKind.OUTPUT_START, StepKind.BACKWARD_START):
+            self._improvise_end(at.key.chunk_pass)
         self._recorder.end_step()
 
     def _begin_turn(self) -> None:
@@ -574,6 +576,17 @@ class PipelineOffloadManager:
             self.store.copy_in(group.storages(), late=True)
             for ahead in chunk.used_before(group, self._book.options.prefetch_depth):
                 self.store.copy_in(ahead.storages())
+
+    def _improvise_end(self, chunk_pass: int) -> None:
+        """Let go of the last groups of a pass, which no commits follow.
+
+        A plan may, before the loss: so what else holds their memory has to show.
+        """
+        for group in list(self._improvised):
+            if group.key.chunk_pass == chunk_pass:
+                self._improvised.remove(group)
+                if group.state is GroupState.COMMITTED:
+                    self.store.release(group)
 
     def _may_improvise(self, _: int, storage: SavedStorage) -> bool:
         return not self._recorder.is_held_outside(storage)

@@ -319,6 +319,61 @@ def test_what_is_held_outside_stays_once_that_is_known(backend: str) -> None:
     assert "an operation outside the chosen modules holds it" in manager.report.plan
 
 
+@pytest.mark.parametrize("has_head", [False, True], ids=["first stage", "last stage"])
+def test_what_the_last_groups_saved_is_learnt_too(backend: str, has_head: bool) -> None:
+    """In the recorded iteration nothing that comes after them pushes them out."""
+    chunk = make_chunks(1)[0]
+
+    def step(manager: PipelineOffloadManager) -> None:
+        manager.init_model_chunk_offload_handler(0, None, 0, 1)
+        y = micro_batch(0)
+        for layer in chunk.layers:
+            normed = layer.norm(y)
+            with offload_group(manager, "first") as group:
+                hidden = torch.exp(normed)
+            y = group.commit(hidden).square()
+        if has_head:
+            manager.mark_output(StepKind.OUTPUT_START)
+            y = 2 * y
+            manager.mark_output(StepKind.OUTPUT_END)
+        manager.mark_gradient(StepKind.BACKWARD_START, [y])
+        y.sum().backward()
+        manager.reset()
+
+    manager = make_manager(backend)
+    step(manager)
+    assert len(manager._recorder.held_outside) == len(chunk.layers)
+    for _ in range(2):
+        step(manager)
+        assert manager.report.total.d2h_copies == 0
+
+
+def test_what_the_last_group_saved_and_others_hold_for_a_while_is_learnt_too(backend: str) -> None:
+    """The last layer's output stays a local variable until the loss is computed."""
+    chunk = make_chunks(1)[0]
+    manager = make_manager(backend)
+    manager.store.backend.memory = lambda: (0, 0)  # type: ignore[method-assign]
+    manager.init_model_chunk_offload_handler(0, None, 0, 1)
+    y = micro_batch(0)
+    for layer in chunk.layers:
+        with offload_group(manager, "first") as group:
+            y = layer.up(y).chunk(2, dim=-1)[0].tanh()
+        y = group.commit(y)
+    manager.mark_output(StepKind.OUTPUT_START)
+    loss = y.sum()
+    manager.mark_output(StepKind.OUTPUT_END)
+    del y
+    manager.mark_gradient(StepKind.BACKWARD_START, [loss])
+    loss.backward()
+    manager.reset()
+    assert manager.plan is not None
+    trace = manager.plan.trace
+    begins = next(i for i, s in enumerate(trace.steps) if s.kind is StepKind.BACKWARD_START)
+    lingers = [storage.lingers_until for storage in trace.storages]
+    assert lingers[-1] == begins
+    assert set(lingers[1:-1]) == {0}  # The first one is the input, which nobody lets go.
+
+
 def test_a_commit_without_a_start_is_ignored(backend: str) -> None:
     manager = make_manager(backend)
     manager.init_model_chunk_offload_handler(0, None, 0, 1)
