@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=100,
         help="length of the soak test on a GPU (%(default)s; 2000 is the full length)",
     )
+
+
+@pytest.fixture(autouse=True)
+def _messages_as_they_were() -> Iterator[None]:
+    """What shows the library's messages to users would keep them from the tests that come next."""
+    package = logging.getLogger("megatron.slipstream")
+    handlers, propagates, level = list(package.handlers), package.propagate, package.level
+    yield
+    package.handlers, package.propagate = handlers, propagates
+    package.setLevel(level)
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def uninstall() -> None:
 def _communicate(communicator: Any, *arguments: Any, **options: Any) -> Any:
     """Takes the place of the method through which all stages send and receive."""
     config, original = communicator.config, _originals["_communicate"]
-    if not (config.batch_p2p_comm and config.batch_p2p_sync):
+    waits = config.batch_p2p_comm and config.batch_p2p_sync
+    if not waits or config.use_ring_exchange_p2p:
         return original(communicator, *arguments, **options)
     config.batch_p2p_sync = False
     try:

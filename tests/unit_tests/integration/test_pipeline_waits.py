@@ -146,6 +146,12 @@ def test_copies_go_on_while_stages_exchange(is_variable: bool) -> None:
         assert all(one.ends_with_copies for one in seen), "the premise holds no longer"
 
 
+def _config(is_batched: bool = True, syncs: bool = True, is_ring: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        batch_p2p_comm=is_batched, batch_p2p_sync=syncs, use_ring_exchange_p2p=is_ring
+    )
+
+
 def _communicate_with(config: SimpleNamespace, requests: Any, waits: list[str]) -> None:
     def megatrons(communicator: Any) -> tuple[None, None, Any]:
         waits.append(f"batch_p2p_sync={communicator.config.batch_p2p_sync}")
@@ -169,19 +175,20 @@ def _communicate_with(config: SimpleNamespace, requests: Any, waits: list[str]) 
 
 
 @pytest.mark.parametrize(
-    "is_batched, syncs, requests, expected",
+    "is_batched, syncs, is_ring, requests, expected",
     [
-        (True, True, None, ["batch_p2p_sync=False", "stream"]),
-        (True, True, ["pending"], ["batch_p2p_sync=False", "device"]),
-        (True, False, None, ["batch_p2p_sync=False"]),
-        (False, True, ["pending"], ["batch_p2p_sync=True"]),
+        (True, True, False, None, ["batch_p2p_sync=False", "stream"]),
+        (True, True, False, ["pending"], ["batch_p2p_sync=False", "device"]),
+        (True, False, False, None, ["batch_p2p_sync=False"]),
+        (False, True, False, ["pending"], ["batch_p2p_sync=True"]),
+        (True, True, True, None, ["batch_p2p_sync=True"]),
     ],
-    ids=["batched", "not waited for yet", "not asked for", "overlapped"],
+    ids=["batched", "not waited for yet", "not asked for", "overlapped", "ring"],
 )
 def test_what_is_waited_for(
-    is_batched: bool, syncs: bool, requests: Any, expected: list[str]
+    is_batched: bool, syncs: bool, is_ring: bool, requests: Any, expected: list[str]
 ) -> None:
-    config = SimpleNamespace(batch_p2p_comm=is_batched, batch_p2p_sync=syncs)
+    config = _config(is_batched, syncs, is_ring)
     waits: list[str] = []
     _communicate_with(config, requests, waits)
     assert waits == expected
@@ -189,7 +196,7 @@ def test_what_is_waited_for(
 
 
 def test_a_failed_exchange_leaves_the_configuration_as_it_was() -> None:
-    config = SimpleNamespace(batch_p2p_comm=True, batch_p2p_sync=True)
+    config = _config()
     with pytest.raises(ZeroDivisionError):
         _communicate_with(config, "fails", [])
     assert config.batch_p2p_sync is True
