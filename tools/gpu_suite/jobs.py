@@ -102,11 +102,11 @@ JOBS: tuple[Job, ...] = (
         for release, seconds in zip(RELEASES, (400, 150, 150), strict=True)
     ),
     *(
-        _tests("tests-exclusive", 1, 200, f"{ONE_GPU} and exclusive", release=release)
-        for release in RELEASES
+        _tests("tests-exclusive", 1, seconds, f"{ONE_GPU} and exclusive", release=release)
+        for release, seconds in zip(RELEASES, (160, 80, 80), strict=True)
     ),
-    _tests("tests-two-gpus", 2, 420, "gpus2", "5", shares=4),
-    *(_tests("tests-two-gpus", 2, 160, "gpus2", "5", release, 3) for release in RELEASES[1:]),
+    _tests("tests-two-gpus", 2, 420, "gpus2", "5", shares=3),
+    *(_tests("tests-two-gpus", 2, 160, "gpus2", "5", release, 2) for release in RELEASES[1:]),
     _tests("tests-four-gpus", 4, 300, "gpus4", "5", shares=4),
     *(_functional_case(job.case, job.num_ranks) for job in load_jobs() if job.platform == PLATFORM),
     *(_measurement(case, variant) for case in CASES if case.needs_gpu for variant in case.variants),
@@ -149,8 +149,13 @@ def _matches(job: Job, patterns: Sequence[str]) -> bool:
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:
-    """Those that share GPUs first; of these those that need most, as they wait for all others."""
-    return sorted(jobs, key=lambda job: (job.shares == SHARES, -job.num_gpus, -job.seconds))
+    """Those that share GPUs first, the longest of them before all others.
+
+    Of those that do not, those that need most GPUs first, since they wait for all others.
+    """
+    sharing = sorted((job for job in jobs if job.shares < SHARES), key=lambda job: -job.seconds)
+    alone = [job for job in jobs if job.shares == SHARES]
+    return [*sharing, *sorted(alone, key=lambda job: (-job.num_gpus, -job.seconds))]
 
 
 def next_job(

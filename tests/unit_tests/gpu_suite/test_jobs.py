@@ -106,8 +106,10 @@ def test_what_measures_has_its_gpus_to_itself_and_nothing_else_has() -> None:
 
 
 def test_those_that_share_come_first_then_those_that_need_most_gpus_then_the_longest() -> None:
-    jobs = [job("short", 1, 5), job("long", 1, 50), job("pair", 2), job("shares", 1, 5, 2)]
-    assert [job.name for job in in_order(jobs)] == ["shares", "pair", "long", "short"]
+    alone = [job("short", 1, 5), job("long", 1, 50), job("pair", 2)]
+    sharing = [job("sharing pair", 2, 5, 2), job("sharing", 1, 50, 2)]
+    names = [job.name for job in in_order([*alone, *sharing])]
+    assert names == ["sharing", "sharing pair", "pair", "long", "short"]
 
 
 def test_smaller_jobs_do_not_keep_a_larger_one_waiting() -> None:
