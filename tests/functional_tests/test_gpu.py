@@ -125,6 +125,18 @@ def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", [DENSE, MLA], ids=lambda case: case.kind)
+def test_what_others_hold_is_not_copied(case: ModelCase) -> None:
+    """The output of core_attn, which the next layer saves too, in the last layer as in all others:
+    plans made from times move that one as well."""
+    result = compare(0, 1, 0, case, ("core_attn",), "cuda", TIMED_COUNTS, dict(MIN_NUMEL))
+    print(f"{case.kind}: {result}")
+    assert result.difference is None
+    assert result.is_timed
+    assert result.freed_bytes == result.moved_bytes > 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8(recipe: str) -> None:
     """Quantized weights, which modules keep, stay; what forward quantized moves."""

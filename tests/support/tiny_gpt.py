@@ -111,6 +111,8 @@ class Comparison:
     difference: Optional[str]
     """Where engine on and off differ; None if nowhere."""
     moved_bytes: int
+    freed_bytes: int
+    """Of those moved in the last step, how many were not in device memory meanwhile."""
     moved_modules: tuple[str, ...]
     num_late: int
     peak_drop_bytes: int = 0
@@ -170,6 +172,7 @@ def compare(
     return Comparison(
         difference=first_difference(expected, actual),
         moved_bytes=manager.report.d2h_bytes,
+        freed_bytes=manager.report.freed_bytes,
         moved_modules=tuple(name for name in modules if modules[name].d2h_bytes),
         num_late=manager.report.total.num_late,
         peak_drop_bytes=baseline_peak - peak,
