@@ -17,6 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.engines import Engine
 from benchmarks.models import use_gpu
+from megatron.slipstream.fine_grained_activation_offload.markers import (
+    CommitMark,
+    at_first_gradient,
+)
 from megatron.slipstream.plan.trace import BACKWARD, OUTPUT_LAYER, StepKind
 
 MANAGER_METHODS = (
@@ -117,8 +121,6 @@ def measure_host_times(engine: Engine) -> HostTimes:
 def _mark_class(engine: Engine) -> type:
     """Of the objects whose methods autograd calls at the marks."""
     if engine.is_ours:
-        from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
-
         return CommitMark
     from megatron.core.pipeline_parallel import fine_grained_activation_offload
 
@@ -169,10 +171,7 @@ class MarkClock:
 
     def mark_gradient(self, kind: StepKind, tensors: Iterable[torch.Tensor]) -> None:
         name = BACKWARD if kind is StepKind.BACKWARD_START else OUTPUT_LAYER
-        waiting = [name]
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self.note(kind, waiting.pop()) if waiting else None)
+        at_first_gradient(tensors, lambda: self.note(kind, name))
 
     def __enter__(self) -> MarkClock:
         return self

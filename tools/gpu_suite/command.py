@@ -21,8 +21,8 @@ from tools.gpu_suite.queue import RESULTS, ROOT, Result, State, run_jobs
 
 DESCRIPTION = """\
 Run the GPU tests, with every supported release of megatron-core, and the benchmarks, side by side:
-tests share GPUs, unless they measure memory or time; what measures has its GPUs to itself, and
-comes last. Jobs that need the most GPUs come first.
+tests share GPUs, unless they measure memory or time, and the longest come first; what measures has
+its GPUs to itself and comes after them, what needs the most GPUs first.
 """
 EPILOG = """\
 examples:

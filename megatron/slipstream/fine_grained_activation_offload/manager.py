@@ -28,7 +28,10 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
-from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
+from megatron.slipstream.fine_grained_activation_offload.markers import (
+    CommitMark,
+    at_first_gradient,
+)
 from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook, Turn, Watch
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters, RankReport
@@ -390,9 +393,9 @@ class PipelineOffloadManager:
         Args:
             kind: OUTPUT_START or OUTPUT_END.
         """
-        if self._marks_pass():
-            assert self._chunk is not None
-            self._advance(kind, self._chunk.mark_of_no_group(kind))
+        chunk = self._marked_pass()
+        if chunk is not None:
+            self._advance(kind, chunk.mark_of_no_group(kind))
 
     def mark_gradient(self, kind: StepKind, tensors: Iterable[torch.Tensor]) -> None:
         """Mark where backward has the gradient of the first of these tensors, once.
@@ -401,26 +404,22 @@ class PipelineOffloadManager:
             kind: BACKWARD_START, OUTPUT_BACKWARD_START or OUTPUT_BACKWARD_END.
             tensors: Of the pass that forward is in. Those without gradient are passed over.
         """
-        if not self._marks_pass():
-            return
+        chunk = self._marked_pass()
+        if chunk is not None:
+            mark = chunk.mark_of_no_group(kind)
+            at_first_gradient(tensors, partial(self._come_to, mark, chunk))
+
+    def _come_to(self, mark: Step, chunk: ChunkOffloadHandler) -> None:
+        # Backward may outlive its iteration's end.
+        if chunk.index < len(self._passes) and self._passes[chunk.index] is chunk:
+            self._advance(mark.kind, mark)
+
+    def _marked_pass(self) -> Optional[ChunkOffloadHandler]:
+        """The pass that forward is in, if it has groups: nothing could go or come in another."""
         chunk = self._chunk
-        assert chunk is not None
-        waiting = [chunk.mark_of_no_group(kind)]
-
-        def come(_: torch.Tensor) -> None:
-            # Backward may outlive its iteration's end, and may come twice.
-            is_current = chunk.index < len(self._passes) and self._passes[chunk.index] is chunk
-            if waiting and is_current:
-                self._advance(kind, waiting.pop())
-
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(come)
-
-    def _marks_pass(self) -> bool:
-        """Whether forward is in a pass with groups: nothing could go or come in another."""
-        has_groups = self._chunk is not None and bool(self._chunk.groups)
-        return has_groups and not self.graphs.is_capturing and self._is_training_forward()
+        if chunk is None or not chunk.groups or self.graphs.is_capturing:
+            return None
+        return chunk if self._is_training_forward() else None
 
     def _is_current(self, group: OffloadTensorGroup) -> bool:
         """Whether the group is of this iteration: backward may outlive its iteration's end."""

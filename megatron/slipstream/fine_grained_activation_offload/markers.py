@@ -12,7 +12,7 @@ makes that mark only if ``pop_forward_chunk`` returns an object to call, so it r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Optional, Protocol
 
 import torch
@@ -58,6 +58,24 @@ class CommitMark:
         """The group's backward operations follow."""
         if self._group is not None:
             self._owner.use_group(self._group)
+
+
+def at_first_gradient(tensors: Iterable[torch.Tensor], come: Callable[[], None]) -> None:
+    """Have ``come`` called once, when backward has the gradient of the first of these tensors.
+
+    Args:
+        tensors: Those without gradient are passed over.
+        come: It takes nothing and changes no gradient.
+    """
+    waiting = [come]
+
+    def arrive(_: torch.Tensor) -> None:
+        if waiting:  # Backward comes to each of them, and may come twice.
+            waiting.pop()()
+
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(arrive)
 
 
 class _CommitFunction(torch.autograd.Function):

@@ -16,7 +16,7 @@ Kernels bring them instead, as they do the token counts of :mod:`small_copies`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -92,40 +92,37 @@ def _communicate_shapes(
             communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next
         )
         return shapes
-    previous = _exchange(communicator, communicator.prev_rank, tensor_send_prev, recv_prev)
-    following = _exchange(communicator, communicator.next_rank, tensor_send_next, recv_next)
-    operations = [operation for operation, _ in (*previous, *following)]
+    previous, from_previous = _exchange(
+        communicator, communicator.prev_rank, tensor_send_prev, recv_prev
+    )
+    following, from_next = _exchange(
+        communicator, communicator.next_rank, tensor_send_next, recv_next
+    )
+    operations = [*previous, *following]
     if operations:
         for request in torch.distributed.batch_isend_irecv(operations):
             request.wait()
-    received = [
-        [_to_host(shape) for _, shape in exchange if shape is not None]
-        for exchange in (previous, following)
-    ]
+    on_host = [None if shape is None else _to_host(shape) for shape in (from_previous, from_next)]
     torch.cuda.current_stream().synchronize()
-    from_previous, from_next = (
-        shapes[0].tolist() if shapes else [0] * _NUM_DIMS for shapes in received
-    )
-    return from_previous, from_next
+    prev_shape, next_shape = ([0] * _NUM_DIMS if s is None else s.tolist() for s in on_host)
+    return prev_shape, next_shape
 
 
 def _exchange(
     communicator: Any, peer: int, sent: Optional[torch.Tensor], receives: bool
-) -> Sequence[tuple[torch.distributed.P2POp, Optional[torch.Tensor]]]:
-    """The operations with one neighbour, each with the tensor ``[3]`` that it receives, if any."""
-    operations: list[tuple[torch.distributed.P2POp, Optional[torch.Tensor]]] = []
+) -> tuple[list[torch.distributed.P2POp], Optional[torch.Tensor]]:
+    """The operations with one neighbour, and the tensor ``[3]`` that they receive, if any."""
+    operations, received = [], None
     group = communicator.pp_group
     if sent is not None:
         shape = _empty_shape()
         for place, size in enumerate(sent.shape):
             shape[place] = size  # A kernel that has the number as an argument.
-        operation = torch.distributed.P2POp(torch.distributed.isend, shape, peer, group)
-        operations.append((operation, None))
+        operations.append(torch.distributed.P2POp(torch.distributed.isend, shape, peer, group))
     if receives:
-        shape = _empty_shape()
-        operation = torch.distributed.P2POp(torch.distributed.irecv, shape, peer, group)
-        operations.append((operation, shape))
-    return operations
+        received = _empty_shape()
+        operations.append(torch.distributed.P2POp(torch.distributed.irecv, received, peer, group))
+    return operations, received
 
 
 def _empty_shape() -> torch.Tensor:

@@ -172,6 +172,9 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
         "tensors": sum(type(item) is torch.Tensor for item in objects),
         "groups": len(manager._groups),
     }
+    if manager.store.backend.name != "cuda":
+        # There autograd lets go of an iteration that failed in another thread: see below.
+        figures["plans"] = len(manager._book)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         figures["device bytes"] = torch.cuda.memory_allocated()
@@ -191,9 +194,9 @@ def test_nothing_is_left_behind_over_many_faults(backend: str) -> None:
         if cycle == 2 * len(faults) - 1:
             figures = _alive(rig.manager)
     assert _alive(rig.manager) == figures
-    # An iteration that failed shows when autograd has let go of what it saved, in another thread on
-    # a GPU. One that does not show in time is taken for the next one's beginning, and planned with
-    # it: once for each fault at most, and never used again.
+    # An iteration that failed shows when autograd has let go of what it saved. One that does not
+    # show in time is taken for the next one's beginning, and planned with it: once for each fault
+    # at most, and never used again.
     assert len(rig.manager._book) <= 1 + len(faults)
 
 

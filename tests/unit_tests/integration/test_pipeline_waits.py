@@ -142,7 +142,7 @@ def test_copies_go_on_while_stages_exchange(is_variable: bool) -> None:
     # The first try makes NCCL's connections, which takes longer than the copies.
     assert not all(seen.ends_with_copies for seen in of_first[1:])
     assert not all(seen.ends_with_copies for seen in of_last[1:])
-    for seen in (ranks for ranks in run_ranks(2, _exchange, is_variable, False)):
+    for seen in run_ranks(2, _exchange, is_variable, False):
         assert all(one.ends_with_copies for one in seen), "the premise holds no longer"
 
 
