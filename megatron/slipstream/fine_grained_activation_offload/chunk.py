@@ -67,9 +67,14 @@ class ChunkOffloadHandler:
                 return group
         return None
 
-    def used_before(self, group: OffloadTensorGroup, depth: int) -> Sequence[OffloadTensorGroup]:
-        """The ``depth`` groups that backward most likely reaches right after ``group``."""
-        place = self._committed.index(group)
+    def used_before(
+        self, group: Optional[OffloadTensorGroup], depth: int
+    ) -> Sequence[OffloadTensorGroup]:
+        """The ``depth`` groups that backward most likely reaches right after ``group``.
+
+        None is where it begins.
+        """
+        place = len(self._committed) if group is None else self._committed.index(group)
         return self._committed[max(0, place - depth) : place][::-1]
 
     @property

@@ -460,7 +460,7 @@ class PipelineOffloadManager:
         if isinstance(at, OffloadTensorGroup):
             self._improvise(kind, at)
         elif kind in (StepKind.OUTPUT_START, StepKind.BACKWARD_START):
-            self._improvise_end(at.key.chunk_pass)
+            self._improvise_end(kind, self._passes[at.key.chunk_pass])
         self._recorder.end_step()
 
     def _begin_turn(self) -> None:
@@ -571,21 +571,26 @@ class PipelineOffloadManager:
                 if released.state is GroupState.COMMITTED:
                     self.store.release(released)
         elif kind is StepKind.BACKWARD_USE:
-            chunk = self._passes[group.key.chunk_pass]
             self.store.copy_in(group.storages(), late=True)
-            for ahead in chunk.used_before(group, self._book.options.prefetch_depth):
-                self.store.copy_in(ahead.storages())
+            self._fetch_ahead(self._passes[group.key.chunk_pass], group)
 
-    def _improvise_end(self, chunk_pass: int) -> None:
-        """Let go of the last groups of a pass, which no commits follow.
+    def _improvise_end(self, kind: StepKind, chunk: ChunkOffloadHandler) -> None:
+        """Let go of the last groups of a pass, which no commits follow; fetch as backward begins.
 
-        A plan may, before the loss: so what else holds their memory has to show.
+        A plan may do so, before the loss: so what else holds their memory has to show. It does as
+        long as backward has not come to what holds it, which may be right before the group.
         """
         for group in list(self._improvised):
-            if group.key.chunk_pass == chunk_pass:
+            if group.key.chunk_pass == chunk.index:
                 self._improvised.remove(group)
                 if group.state is GroupState.COMMITTED:
                     self.store.release(group)
+        if kind is StepKind.BACKWARD_START:
+            self._fetch_ahead(chunk, None)
+
+    def _fetch_ahead(self, chunk: ChunkOffloadHandler, group: Optional[OffloadTensorGroup]) -> None:
+        for ahead in chunk.used_before(group, self._book.options.prefetch_depth):
+            self.store.copy_in(ahead.storages())
 
     def _may_improvise(self, _: int, storage: SavedStorage) -> bool:
         return not self._recorder.is_held_outside(storage)

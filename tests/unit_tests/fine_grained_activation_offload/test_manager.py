@@ -295,18 +295,24 @@ def test_backward_after_the_iteration_was_closed(backend: str) -> None:
         assert torch.equal(x.grad, expected)
 
 
+def _forward_that_keeps_results(chunk: Chunk, manager: PipelineOffloadManager) -> torch.Tensor:
+    """Each group's result is saved by an operation that no group marks, too."""
+    manager.init_model_chunk_offload_handler(0, None, 0, 1)
+    y = micro_batch(0)
+    for layer in chunk.layers:
+        normed = layer.norm(y)
+        with offload_group(manager, "first") as group:
+            hidden = torch.exp(normed)
+        y = group.commit(hidden).square()
+    return y
+
+
 def test_what_is_held_outside_stays_once_that_is_known(backend: str) -> None:
     """The first group's result is saved by an operation that no group marks."""
     chunk = make_chunks(1)[0]
 
     def step(manager: PipelineOffloadManager) -> None:
-        manager.init_model_chunk_offload_handler(0, None, 0, 1)
-        y = micro_batch(0)
-        for layer in chunk.layers:
-            normed = layer.norm(y)
-            with offload_group(manager, "first") as group:
-                hidden = torch.exp(normed)
-            y = group.commit(hidden).square()
+        y = _forward_that_keeps_results(chunk, manager)
         y.sum().backward()
         manager.reset()
 
@@ -325,13 +331,7 @@ def test_what_the_last_groups_saved_is_learnt_too(backend: str, has_head: bool) 
     chunk = make_chunks(1)[0]
 
     def step(manager: PipelineOffloadManager) -> None:
-        manager.init_model_chunk_offload_handler(0, None, 0, 1)
-        y = micro_batch(0)
-        for layer in chunk.layers:
-            normed = layer.norm(y)
-            with offload_group(manager, "first") as group:
-                hidden = torch.exp(normed)
-            y = group.commit(hidden).square()
+        y = _forward_that_keeps_results(chunk, manager)
         if has_head:
             manager.mark_output(StepKind.OUTPUT_START)
             y = 2 * y
