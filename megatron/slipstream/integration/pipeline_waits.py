@@ -1,17 +1,19 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Lets the host wait for what pipeline stages send each other, and not for the engine's copies.
+"""Lets the host run ahead of what pipeline stages send each other.
 
 In the schedule without interleaving, megatron-core's stages block the host after every exchange
-until the whole device is idle, a precaution against older versions of PyTorch. That includes the
-copies of the engine: twice in every micro-batch, what is on its way out and back has to arrive
-before the host launches anything more, and compute has nothing to do meanwhile. What the precaution
-is for lies on the current stream, which has been told to wait for the exchange; so waiting for that
-stream is enough, and copies go on.
+until the whole device is idle, a precaution against versions of PyTorch that are long past
+(``batch_p2p_sync``). That includes the copies of the engine: twice in every micro-batch, what is on
+its way out and back has to arrive before the host launches anything more, and compute has nothing
+to do meanwhile. Then the host is no longer ahead of the device, and what it does for each group
+delays the kernels after it. The current stream has been told to wait for the exchange, which is
+all that today's PyTorch needs; so the host goes on at once, as in the interleaved schedule.
 
-Where the lengths of sequences vary, stages tell each other the shapes first. megatron-core brings
-these to the device and back by copies, each of which would queue up behind those of the engine.
-Kernels bring them instead, as they do the token counts of :mod:`small_copies`.
+Where the lengths of sequences vary, stages tell each other the shapes first, and the host has to
+wait for these. megatron-core brings them to the device and back by copies, each of which would
+queue up behind those of the engine. Kernels bring them instead, as they do the token counts of
+:mod:`small_copies`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _to_host = SmallCopies(lambda tensor, **_: tensor.cpu())
 
 
 def install() -> None:
-    """Wait for the current stream after an exchange and not for the device. Again does nothing."""
+    """Have the host wait for no exchange of activations and gradients. Again does nothing."""
     for method in (_communicate, _communicate_shapes):
         if method.__name__ not in _originals:
             _originals[method.__name__] = getattr(P2PCommunicator, method.__name__)
@@ -51,20 +53,15 @@ def uninstall() -> None:
 def _communicate(communicator: Any, *arguments: Any, **options: Any) -> Any:
     """Takes the place of the method through which all stages send and receive."""
     config, original = communicator.config, _originals["_communicate"]
-    waits = config.batch_p2p_comm and config.batch_p2p_sync
-    if not waits or config.use_ring_exchange_p2p:
+    if config.use_ring_exchange_p2p:
+        # Not PyTorch's own: nothing is known about what its streams wait for.
         return original(communicator, *arguments, **options)
+    waits = config.batch_p2p_sync
     config.batch_p2p_sync = False
     try:
-        results = original(communicator, *arguments, **options)
+        return original(communicator, *arguments, **options)
     finally:
-        config.batch_p2p_sync = True
-    _, _, requests = results
-    if requests:
-        torch.cuda.synchronize()  # No stream waits for these yet.
-    else:
-        torch.cuda.current_stream().synchronize()
-    return results
+        config.batch_p2p_sync = waits
 
 
 def _communicate_shapes(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""After an exchange between pipeline stages the host waits for the exchange, and for no copies."""
+"""When pipeline stages exchange something, the host waits for shapes at most, and for no copies."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ CASE = ModelCase("dense", pp=2)
 WIDTH = 8
 COPY_NBYTES = 1 << 30
 """Each way: 20 ms for an exchange that takes one."""
+COMPUTE_CYCLES = 40_000_000
+"""Some 20 ms before each exchange."""
 NUM_TRIES = 3
 """The host may be busy elsewhere for longer than that."""
 
@@ -34,29 +36,36 @@ class Seen(NamedTuple):
     num_device_waits: int
     ends_with_copies: bool
     """Whether copies that began before an exchange had always ended with it."""
+    ends_with_compute: bool
+    """Whether what the current stream had to do before an exchange had."""
 
 
-class _Copies:
-    """Large copies both ways, on streams of their own."""
+class _Load:
+    """Large copies both ways, on streams of their own; and compute, if asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_compute: bool) -> None:
+        self._has_compute = has_compute and use_gpu()
         self._pairs = []
         for _ in range(2 if use_gpu() else 0):
             device = torch.empty(COPY_NBYTES, dtype=torch.uint8, device="cuda")
             host = torch.empty(COPY_NBYTES, dtype=torch.uint8, pin_memory=True)
             self._pairs.append((device, host, torch.cuda.Stream()))
-        self.have_ended = True
+        self.copies_have_ended = self.compute_has_ended = True
 
     def beside(self, exchange: Callable[[], Any]) -> Any:
-        """Do an exchange while they run."""
+        """Do an exchange while it runs."""
         torch.cuda.synchronize()
         torch.distributed.barrier()
         for to_device, (device, host, stream) in enumerate(self._pairs):
             with torch.cuda.stream(stream):
                 target, source = (device, host) if to_device else (host, device)
                 target.copy_(source, non_blocking=True)
+        if self._has_compute:
+            torch.cuda._sleep(COMPUTE_CYCLES)
         result = exchange()
-        self.have_ended &= all(stream.query() for _, _, stream in self._pairs)
+        self.copies_have_ended &= all(stream.query() for _, _, stream in self._pairs)
+        if use_gpu():
+            self.compute_has_ended &= torch.cuda.current_stream().query()
         return result
 
 
@@ -79,7 +88,8 @@ def _exchange(
 
 def _pass_two(communicator: Any, rank: int, is_variable: bool) -> Seen:
     """Two micro-batches pass both stages, as in 1F1B."""
-    copies, waits = _Copies(), 0
+    # Where lengths vary the host waits for shapes, and so for all that compute has to do first.
+    load, waits = _Load(has_compute=not is_variable), 0
     first, second = _sent(is_variable)
     shapes = [tuple(first.shape), tuple(second.shape)]
     plain = torch.cuda.synchronize
@@ -94,7 +104,7 @@ def _pass_two(communicator: Any, rank: int, is_variable: bool) -> Seen:
             with patch.object(torch.cuda, "synchronize", counted):
                 return getattr(communicator, method)(*arguments)
 
-        return copies.beside(exchange)
+        return load.beside(exchange)
 
     if rank == 0:
         step("send_forward", first, False)
@@ -105,7 +115,8 @@ def _pass_two(communicator: Any, rank: int, is_variable: bool) -> Seen:
         gradient = 2 * received[0].detach()
         received.append(step("send_backward_recv_forward", gradient, shapes[1], False))
         step("send_backward", 2 * received[1].detach(), False)
-    return Seen([tensor.detach().cpu() for tensor in received], waits, copies.have_ended)
+    on_host = [tensor.detach().cpu() for tensor in received]
+    return Seen(on_host, waits, load.copies_have_ended, load.compute_has_ended)
 
 
 def _sent(is_variable: bool) -> list[torch.Tensor]:
@@ -146,25 +157,28 @@ def test_copies_go_on_while_stages_exchange(is_variable: bool) -> None:
         assert all(one.ends_with_copies for one in seen), "the premise holds no longer"
 
 
-def _config(is_batched: bool = True, syncs: bool = True, is_ring: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(
-        batch_p2p_comm=is_batched, batch_p2p_sync=syncs, use_ring_exchange_p2p=is_ring
-    )
+@pytest.mark.gpus2
+def test_the_host_runs_ahead_of_what_stages_exchange() -> None:
+    of_first, of_last = run_ranks(2, _exchange, False, True)
+    assert not any(seen.ends_with_compute for seen in [*of_first[1:], *of_last[1:]])
+    for seen in run_ranks(2, _exchange, False, False):
+        assert all(one.ends_with_compute for one in seen), "the premise holds no longer"
 
 
-def _communicate_with(config: SimpleNamespace, requests: Any, waits: list[str]) -> None:
-    def megatrons(communicator: Any) -> tuple[None, None, Any]:
-        waits.append(f"batch_p2p_sync={communicator.config.batch_p2p_sync}")
-        if requests == "fails":
+def _config(syncs: bool = True, is_ring: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(batch_p2p_sync=syncs, use_ring_exchange_p2p=is_ring)
+
+
+def _communicate_with(config: SimpleNamespace, fails: bool = False) -> list[bool]:
+    """What megatron-core's method saw in ``batch_p2p_sync``."""
+    seen = []
+
+    def megatrons(communicator: Any) -> None:
+        seen.append(communicator.config.batch_p2p_sync)
+        if fails:
             raise ZeroDivisionError
-        return None, None, requests
 
-    stream = SimpleNamespace(synchronize=lambda: waits.append("stream"))
-    with (
-        patch.object(P2PCommunicator, "_communicate", megatrons),
-        patch.object(torch.cuda, "current_stream", lambda: stream),
-        patch.object(torch.cuda, "synchronize", lambda: waits.append("device")),
-    ):
+    with patch.object(P2PCommunicator, "_communicate", megatrons):
         pipeline_waits.install()
         pipeline_waits.install()
         try:
@@ -172,31 +186,19 @@ def _communicate_with(config: SimpleNamespace, requests: Any, waits: list[str]) 
         finally:
             pipeline_waits.uninstall()
             assert P2PCommunicator._communicate is megatrons
+    return seen
 
 
-@pytest.mark.parametrize(
-    "is_batched, syncs, is_ring, requests, expected",
-    [
-        (True, True, False, None, ["batch_p2p_sync=False", "stream"]),
-        (True, True, False, ["pending"], ["batch_p2p_sync=False", "device"]),
-        (True, False, False, None, ["batch_p2p_sync=False"]),
-        (False, True, False, ["pending"], ["batch_p2p_sync=True"]),
-        (True, True, True, None, ["batch_p2p_sync=True"]),
-    ],
-    ids=["batched", "not waited for yet", "not asked for", "overlapped", "ring"],
-)
-def test_what_is_waited_for(
-    is_batched: bool, syncs: bool, is_ring: bool, requests: Any, expected: list[str]
-) -> None:
-    config = _config(is_batched, syncs, is_ring)
-    waits: list[str] = []
-    _communicate_with(config, requests, waits)
-    assert waits == expected
+@pytest.mark.parametrize("syncs", [True, False])
+@pytest.mark.parametrize("is_ring", [True, False])
+def test_the_configuration_is_as_it_was_afterwards(syncs: bool, is_ring: bool) -> None:
+    config = _config(syncs, is_ring)
+    assert _communicate_with(config) == [syncs and is_ring]
     assert config.batch_p2p_sync is syncs
 
 
 def test_a_failed_exchange_leaves_the_configuration_as_it_was() -> None:
     config = _config()
     with pytest.raises(ZeroDivisionError):
-        _communicate_with(config, "fails", [])
+        _communicate_with(config, fails=True)
     assert config.batch_p2p_sync is True
