@@ -19,8 +19,8 @@ RELEASES = (None, *TESTED_RELEASES[:-1])
 """Of megatron-core: that of the environment, which is the newest, and the older ones."""
 
 OUTPUT, NUM_WORKERS = "{output}", "{workers}"
-"""In a command: the folder for what the job writes, and the processes that its share of the CPU
-cores and of device memory is enough for."""
+"""In a command: the folder for what the job writes, and the processes that its shares are enough
+for."""
 
 ONE_GPU = "gpu and not gpus2 and not gpus4"
 """Tests that are marked for several GPUs may be marked for one too, with all of their file."""
@@ -34,7 +34,8 @@ VARIANT_SECONDS, TUNING_SECONDS = 100, 130
 
 
 SHARES = 12
-"""Of a GPU: what others do not disturb takes some of them, and leaves the rest to others."""
+"""Of a GPU: what others do not disturb takes some of them, and leaves the rest to others. A test
+needs one, with 12 GiB of device memory: most take less, and few up to 25 GiB."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,14 @@ def _tests(
     num_gpus: int,
     seconds: int,
     marks: str,
-    workers: str = "1",
-    release: Optional[str] = None,
     shares: int = SHARES,
+    release: Optional[str] = None,
 ) -> Job:
-    """With an older release of megatron-core only what touches that."""
+    """With an older release of megatron-core only what touches that.
+
+    What has all shares measures, one test at a time.
+    """
+    workers = "1" if shares == SHARES else NUM_WORKERS
     of_release = f"{marks} and releases" if release else marks
     command = ["-m", "pytest", "-q", "-m", of_release, "-n", workers, "--dist", "worksteal"]
     command += ["--durations", "10", f"--junit-xml={OUTPUT}/tests.xml"]
@@ -98,16 +102,18 @@ def _script(name: str, num_gpus: int, seconds: int, *arguments: str) -> Job:
 
 JOBS: tuple[Job, ...] = (
     *(
-        _tests("tests", 1, seconds, f"{ONE_GPU} and not exclusive", NUM_WORKERS, release, 4)
-        for release, seconds in zip(RELEASES, (400, 150, 150), strict=True)
+        _tests("tests", 1, seconds, f"{ONE_GPU} and not exclusive", 4, release)
+        for release, seconds in zip(RELEASES, (450, 200, 200), strict=True)
     ),
     *(
         _tests("tests-exclusive", 1, seconds, f"{ONE_GPU} and exclusive", release=release)
         for release, seconds in zip(RELEASES, (160, 80, 80), strict=True)
     ),
-    _tests("tests-two-gpus", 2, 420, "gpus2", "5", shares=3),
-    *(_tests("tests-two-gpus", 2, 160, "gpus2", "5", release, 2) for release in RELEASES[1:]),
-    _tests("tests-four-gpus", 4, 300, "gpus4", "5", shares=4),
+    *(
+        _tests("tests-two-gpus", 2, seconds, "gpus2", shares, release)
+        for release, seconds, shares in zip(RELEASES, (500, 250, 250), (4, 2, 2), strict=True)
+    ),
+    _tests("tests-four-gpus", 4, 300, "gpus4", 4),
     *(_functional_case(job.case, job.num_ranks) for job in load_jobs() if job.platform == PLATFORM),
     *(_measurement(case, variant) for case in CASES if case.needs_gpu for variant in case.variants),
     *(

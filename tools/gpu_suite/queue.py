@@ -25,8 +25,6 @@ RESULTS = "suite.jsonl"
 POLL_S = 0.2
 GRACE_S = 5.0
 """What a job gets to end by itself once the time is over."""
-MOST_WORKERS = 8
-"""On one GPU: tests take up to 16 GiB of its memory each."""
 
 
 class State(Enum):
@@ -147,7 +145,7 @@ class _Queue:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         num_cores = (os.cpu_count() or 1) * job.num_gpus * job.shares // (len(self._gpus) * SHARES)
-        workers = min(max(num_cores, 1), MOST_WORKERS)
+        workers = min(max(num_cores, 1), job.shares)
         values = {OUTPUT: str(folder), NUM_WORKERS: str(workers)}
         with (folder / "log.txt").open("wb") as log:
             process = subprocess.Popen(

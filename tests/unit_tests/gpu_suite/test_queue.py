@@ -115,8 +115,10 @@ def _wait_for_end(pid: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("num_cores, expected", [(12, [6, 8, 3]), (32, [8, 8, 8]), (1, [1, 1, 1])])
-def test_a_job_has_its_share_of_the_cores_and_no_more_than_memory_is_enough_for(
+@pytest.mark.parametrize(
+    "num_cores, expected", [(12, [6, 12, 3]), (32, [12, 12, 6]), (1, [1, 1, 1])]
+)
+def test_a_job_has_its_share_of_the_cores_and_of_the_memory(
     num_cores: int, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
