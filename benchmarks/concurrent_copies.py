@@ -25,11 +25,8 @@ import torch
 
 from benchmarks.rows import Row, read_rows
 from benchmarks.worker import machine_facts
-from megatron.slipstream.fine_grained_activation_offload.backend import (
-    Backend,
-    Bytes,
-    CudaBackend,
-)
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.integration import numa
 
 MIB = 1 << 20

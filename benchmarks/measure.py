@@ -14,11 +14,9 @@ from typing import Any, Optional
 import torch
 
 from benchmarks.models import use_gpu
-from megatron.slipstream.fine_grained_activation_offload.backend import (
-    Backend,
-    CpuBackend,
-    make_backend,
-)
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 
 Run = Callable[[int], list[torch.Tensor]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.backend import make_backend
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore

@@ -9,7 +9,8 @@ from typing import Optional
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend, Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.transfer import BANDWIDTH_NBYTES
 
 

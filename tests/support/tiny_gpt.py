@@ -21,11 +21,9 @@ from benchmarks.models import (
     run_schedule,
     use_gpu,
 )
-from megatron.slipstream.fine_grained_activation_offload.backend import (
-    Backend,
-    CpuBackend,
-    make_backend,
-)
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.backend import make_backend
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.plan.policy import PolicyOptions

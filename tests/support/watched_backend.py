@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy, CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedTensor

@@ -9,12 +9,9 @@ from collections.abc import Callable, Iterable
 import torch
 
 from megatron.slipstream.doctor.facts import Gpu
-from megatron.slipstream.fine_grained_activation_offload.backend import (
-    Backend,
-    Bytes,
-    CudaBackend,
-)
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.integration import numa
 from megatron.slipstream.plan.trace import Bandwidth
 

@@ -23,11 +23,9 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as m
 
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.fine_grained_activation_offload.backend import (
-    Backend,
-    CudaBackend,
-    make_backend,
-)
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration import (

@@ -22,11 +22,9 @@ from typing import Any, Literal, Optional
 import torch
 
 from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
-from megatron.slipstream.fine_grained_activation_offload.backend import (
-    Backend,
-    CpuBackend,
-    make_backend,
-)
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks.measure import measure_memory
-from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 
 
 def test_a_peak_is_not_lost_where_the_engine_reads_memory_after_it() -> None:

@@ -13,13 +13,15 @@ import torch
 from megatron.slipstream.fine_grained_activation_offload.backend import (
     POISON_BYTE,
     Bytes,
-    CpuBackend,
-    CudaBackend,
     Event,
-    LazyCpuBackend,
     Stream,
-    make_backend,
 )
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
+    CpuBackend,
+    LazyCpuBackend,
+)
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 
 CPU = torch.device("cpu")
 NBYTES = 64

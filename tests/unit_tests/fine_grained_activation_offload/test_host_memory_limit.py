@@ -11,7 +11,10 @@ import torch
 from hand_driven import HandDriven
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend, LazyCpuBackend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
+    CpuBackend,
+    LazyCpuBackend,
+)
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 

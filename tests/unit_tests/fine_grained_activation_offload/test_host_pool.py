@@ -15,8 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from make_trace import Schedule, interleaved, one_f_one_b
 
-from megatron.slipstream.fine_grained_activation_offload.backend import (
-    Backend,
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
     CpuBackend,
     LazyCpuBackend,
 )

@@ -11,8 +11,8 @@ import pytest
 import torch
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload import backend as backend_module
-from megatron.slipstream.fine_grained_activation_offload.backend import CudaBackend
+from megatron.slipstream.fine_grained_activation_offload import cuda_backend
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostMemoryFull, HostPool
 
 
@@ -61,7 +61,7 @@ def test_a_refusal_is_raised_once_and_forgotten(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forgotten: list[Any] = []
-    monkeypatch.setattr(backend_module, "_forget_last_error", lambda: forgotten.append(None))
+    monkeypatch.setattr(cuda_backend, "_forget_last_error", lambda: forgotten.append(None))
     runtime.status = 2
     with pytest.raises(RuntimeError, match="CUDA error 2"):
         CudaBackend().allocate_host(4096)
@@ -76,7 +76,7 @@ def test_a_refused_registration_does_not_fail_the_next_kernel(
     backend = CudaBackend()
     buffer = backend.allocate_host(1 << 20)
     with monkeypatch.context() as patch:
-        patch.setattr(backend_module, "_page_aligned", lambda _: buffer)
+        patch.setattr(cuda_backend, "page_aligned", lambda _: buffer)
         pool = HostPool(backend)
         with pytest.raises(HostMemoryFull):
             pool.borrow(1 << 20)  # registered already

@@ -15,7 +15,7 @@ from timed_backend import TimedBackend
 from toy_model import SCHEDULES, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload import manager as manager_module
-from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, NUM_WARMUPS
 from megatron.slipstream.fine_grained_activation_offload.warning_log import (

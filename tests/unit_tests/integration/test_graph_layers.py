@@ -21,7 +21,7 @@ from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step, train
 
 from benchmarks.graphed import with_graphs
-from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration import compat
 
 pytestmark = pytest.mark.releases

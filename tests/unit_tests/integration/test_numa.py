@@ -15,11 +15,9 @@ import pytest
 import torch
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.fine_grained_activation_offload.backend import (
-    Backend,
-    CpuBackend,
-    CudaBackend,
-)
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.integration import mcore, numa
 from megatron.slipstream.integration.numa import Binding, bind_to_gpu, decide
 

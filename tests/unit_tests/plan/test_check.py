@@ -18,8 +18,8 @@ import pytest
 from make_trace import DEFAULT_NBYTES, Model, one_f_one_b, one_pass, trace_of
 
 from megatron.slipstream.fine_grained_activation_offload import manager, plan_book
-from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.plan import operations
 from megatron.slipstream.plan.build import GroupPlan, Plan, StoragePlan, build_plan
 from megatron.slipstream.plan.check import PlanError, PlanFacts, Rule, check_plan

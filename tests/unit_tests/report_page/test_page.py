@@ -19,7 +19,7 @@ import pytest
 from reported_runs import make_run, make_trace, with_waits
 from toy_model import SCHEDULES, make_chunks, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.backend import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
 from megatron.slipstream.plan.build import build_plan

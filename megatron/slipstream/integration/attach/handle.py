@@ -20,7 +20,8 @@ import torch
 
 from megatron.slipstream import preflight
 from megatron.slipstream.config import MODEL_RULES, OffloadConfig, Rule, check_rules
-from megatron.slipstream.fine_grained_activation_offload.backend import CudaBackend, make_backend
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration import numa
 from megatron.slipstream.integration.attach.engine import AttachedEngine

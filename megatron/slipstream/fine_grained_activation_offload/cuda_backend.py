@@ -1,0 +1,227 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""An NVIDIA GPU, through ``torch.cuda`` and the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, Optional
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.backend import (
+    Backend,
+    Copy,
+    Event,
+    Here,
+    Stream,
+    page_aligned,
+)
+
+EVENTS_PER_STREAM = 64
+MAX_STREAMS_TRIED = 64
+"""Twice what torch has for each device and priority."""
+
+# What torch.cuda.Event's methods call in the end.
+_record_event = torch._C._CudaEventBase.record
+_wait_event = torch._C._CudaEventBase.wait
+
+
+class CudaBackend(Backend):
+    """An NVIDIA GPU through ``torch.cuda``.
+
+    [Note: Events are used again]
+    Making an event takes the host several microseconds, so each stream has a ring of them. Whoever
+    still waits for an event when its turn comes again waits for a later point of the same stream,
+    which covers the earlier one, and which has been issued by then: no circle can come of it.
+    Captured events are new ones, since nobody outside of the capture may wait for them.
+    """
+
+    name = "cuda"
+    takes_time = True
+    # Pinning blocks the host, and other calls of the driver, so it is done seldom, and in pieces
+    # that hosts of GPUs can spare.
+    host_slab_bytes = 256 << 20
+
+    def __init__(self) -> None:
+        self.place_host_memory: Optional[Callable[[int, int], None]] = None
+        """Called with address and length (bytes) of new host memory before anybody touches it."""
+        self._registered: dict[int, weakref.finalize[Any, Any]] = {}
+        self._events: dict[Hashable, Iterator[Event]] = {}
+        """By id of the stream: [Note: Events are used again]."""
+        self._streams: dict[Hashable, Stream] = {}
+        """torch's objects for streams that were current once: making one takes the host longer than
+        to launch a kernel."""
+        self._made: set[Hashable] = set()
+        """Ids of the streams that :meth:`new_stream` has made."""
+        self._captures = False
+
+    @cached_property
+    def _memcpy(self) -> Callable[[int, int, int, int], int]:
+        """The driver's asynchronous copy: destination, source, bytes, stream; returns a status."""
+        memcpy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+        pointer = ctypes.c_void_p
+        memcpy.argtypes = (pointer, pointer, ctypes.c_size_t, pointer)
+        return memcpy
+
+    def manages(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def new_stream(self) -> Stream:
+        # torch hands out 32 streams in turn, so a "new" one may be one of ours, or the current one:
+        # then what is to run at the same time would run one after the other.
+        for _ in range(MAX_STREAMS_TRIED):
+            stream = torch.cuda.Stream()
+            stream_id = self.stream_id(stream)
+            if stream_id not in self._made and stream_id != self.current_stream_id():
+                self._made.add(stream_id)
+                return stream
+        raise RuntimeError(
+            f"torch gives no stream that is not in use already ({len(self._made)} are ours)"
+        )
+
+    def current_stream(self) -> Stream:
+        return self.here()[1]
+
+    def here(self) -> Here:
+        stream_id = self.current_stream_id()
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            stream = torch.cuda.current_stream()
+            self._streams[self.stream_id(stream)] = stream
+        return stream_id, stream
+
+    def stream_id(self, stream: Stream) -> Hashable:
+        return (stream.device_index, stream.cuda_stream)
+
+    def record(self, stream: Stream) -> Event:
+        if self._captures:
+            captured = torch.cuda.Event()
+            _record_event(captured, stream)
+            return captured
+        # Not by the stream object, whose hash is a function in Python.
+        stream_id = (stream.device_index, stream.cuda_stream)
+        events = self._events.get(stream_id)
+        if events is None:
+            ring = [torch.cuda.Event() for _ in range(EVENTS_PER_STREAM)]
+            events = self._events[stream_id] = itertools.cycle(ring)
+        event = next(events)
+        _record_event(event, stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        _wait_event(event, stream)
+
+    def wait_on_host(self, stream: Stream) -> None:
+        stream.synchronize()
+
+    def run_on(self, stream: Stream, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(stream):
+            work()
+
+    def current_stream_id(self) -> Hashable:
+        device = torch._C._cuda_getDevice()
+        return (device, torch._C._cuda_getCurrentRawStream(device))
+
+    def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
+        # Of the driver itself: torch's copy_ takes the host twice as long, for checks that are of
+        # no use here, and a model of experts waits for the host as it is.
+        handle, memcpy = stream.cuda_stream, self._memcpy
+        for (to, to_start, to_nbytes), (source, start, nbytes) in copies:
+            status = memcpy(
+                to.data_ptr() + to_start,
+                source.data_ptr() + start,
+                nbytes if nbytes < to_nbytes else to_nbytes,
+                handle,
+            )
+            if status != 0:
+                raise RuntimeError(f"the CUDA driver refused a copy with error {status}")
+
+    def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
+
+    def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        # On the current (compute) stream on purpose: the caching allocator keeps a pool per
+        # stream, and memory of a copy stream's pool could not serve the computation again.
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+    def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
+        try:
+            return self.allocate_device(nbytes, torch.device("cuda"))
+        except torch.OutOfMemoryError:
+            return None
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        # Registered rather than asked of torch's pinned allocator, which rounds up to a power of
+        # two and keeps what it has got (https://github.com/pytorch/pytorch/issues/95823).
+        buffer = page_aligned(nbytes)
+        address = buffer.data_ptr()
+        if self.place_host_memory is not None:
+            self.place_host_memory(address, nbytes)
+        status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        try:
+            torch.cuda.check_error(status)
+        except RuntimeError:
+            _forget_last_error()
+            raise
+        # Should nobody return the buffer: its addresses go back to the system with it, and could
+        # not be registered again as long as they are.
+        forgotten = weakref.finalize(buffer, _unregister_forgotten, address)
+        forgotten.atexit = False
+        self._registered[address] = forgotten
+        return buffer
+
+    def free_host(self, buffer: torch.Tensor) -> None:
+        self._registered.pop(buffer.data_ptr()).detach()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
+
+    def memory(self) -> Optional[tuple[int, int]]:
+        stats = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+        return stats["current"], stats["peak"]
+
+    def _reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def obtainable_bytes(self) -> Optional[int]:
+        free, _ = torch.cuda.mem_get_info()
+        return int(free) + torch.cuda.memory_reserved()
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def begin_graph(self) -> None:
+        self._captures = True
+
+    def end_graph(self) -> None:
+        self._captures = False
+
+    def profiler_range(self, label: str) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.nvtx.range(label)
+
+    def timed_event(self, stream: Stream) -> Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
+        return start.elapsed_time(stop) if start.query() and stop.query() else None
+
+
+def _forget_last_error() -> None:
+    """Let nobody else stumble over an error that has been raised and is being handled.
+
+    The runtime keeps a failed call's error until somebody takes it, which torch does after the
+    next kernel launch, whatever that launch did.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)
+
+
+def _unregister_forgotten(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still be using it
+    torch.cuda.cudart().cudaHostUnregister(address)
