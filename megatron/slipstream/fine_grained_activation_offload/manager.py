@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -28,6 +28,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
+from megatron.slipstream.fine_grained_activation_offload.improviser import Improviser
 from megatron.slipstream.fine_grained_activation_offload.markers import (
     CommitMark,
     at_first_gradient,
@@ -35,7 +36,6 @@ from megatron.slipstream.fine_grained_activation_offload.markers import (
 from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook, Turn, Watch
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters, RankReport
-from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
@@ -120,8 +120,7 @@ class PipelineOffloadManager:
         followed at the time keeps them, with that plan's trace."""
         self._num_steps = 0
         """Steps of this iteration so far."""
-        self._improvised: deque[OffloadTensorGroup] = deque()
-        """Committed groups that have not let go, where no plan says when they do."""
+        self._improviser = Improviser(self.store, self._recorder)
         self.graphs = GraphCaptures(self.store)
         """What is captured in CUDA graphs."""
         self._cuda_graph_stream: Optional[Stream] = None
@@ -457,10 +456,11 @@ class PipelineOffloadManager:
             return
         if len(self._recorder.steps) == index:
             self._recorder.add_step(Step(kind, at.key, at.name))
+        chunk, options = self._passes[at.key.chunk_pass], self._book.options
         if isinstance(at, OffloadTensorGroup):
-            self._improvise(kind, at)
+            self._improviser.come_to_group(kind, at, chunk, options)
         elif kind in (StepKind.OUTPUT_START, StepKind.BACKWARD_START):
-            self._improvise_end(kind, self._passes[at.key.chunk_pass])
+            self._improviser.come_to_end(kind, chunk, options)
         self._recorder.end_step()
 
     def _begin_turn(self) -> None:
@@ -535,8 +535,7 @@ class PipelineOffloadManager:
         planned, self._plan = self._plan.trace.steps[:num_steps], None
         self._recorder.steps.extend(planned)
         commits = (step.key for step in planned if step.kind is StepKind.FORWARD_COMMIT)
-        committed = (self._groups[key] for key in commits)
-        self._improvised.extend(g for g in committed if g.state is GroupState.COMMITTED)
+        self._improviser.take_over(self._groups[key] for key in commits)
 
     def _perform(self, plan: Plan, action: Action) -> None:
         group = self._groups.get(action.key)
@@ -560,40 +559,6 @@ class PipelineOffloadManager:
             kept = plan.group_by_key[action.key].kept_storages
             may_move = (lambda position, _: position not in kept) if kept else None
             self.store.copy_out(group, may_move)
-
-    def _improvise(self, kind: StepKind, group: OffloadTensorGroup) -> None:
-        """Move everything: let go after ``release_lag`` commits, fetch ``prefetch_depth`` ahead."""
-        if kind is StepKind.FORWARD_COMMIT:
-            self.store.copy_out(group, self._may_improvise)
-            self._improvised.append(group)
-            while len(self._improvised) > self._book.options.release_lag:
-                released = self._improvised.popleft()
-                if released.state is GroupState.COMMITTED:
-                    self.store.release(released)
-        elif kind is StepKind.BACKWARD_USE:
-            self.store.copy_in(group.storages(), late=True)
-            self._fetch_ahead(self._passes[group.key.chunk_pass], group)
-
-    def _improvise_end(self, kind: StepKind, chunk: ChunkOffloadHandler) -> None:
-        """Let go of the last groups of a pass, which no commits follow; fetch as backward begins.
-
-        A plan may do so, before the loss: so what else holds their memory has to show. It does as
-        long as backward has not come to what holds it, which may be right before the group.
-        """
-        for group in list(self._improvised):
-            if group.key.chunk_pass == chunk.index:
-                self._improvised.remove(group)
-                if group.state is GroupState.COMMITTED:
-                    self.store.release(group)
-        if kind is StepKind.BACKWARD_START:
-            self._fetch_ahead(chunk, None)
-
-    def _fetch_ahead(self, chunk: ChunkOffloadHandler, group: Optional[OffloadTensorGroup]) -> None:
-        for ahead in chunk.used_before(group, self._book.options.prefetch_depth):
-            self.store.copy_in(ahead.storages())
-
-    def _may_improvise(self, _: int, storage: SavedStorage) -> bool:
-        return not self._recorder.is_held_outside(storage)
 
     # The life of an iteration.
 
@@ -679,7 +644,7 @@ class PipelineOffloadManager:
         self._recorder.clear()
         self._passes.clear()
         self._groups.clear()
-        self._improvised.clear()
+        self._improviser.forget()
         self._delayed.clear()
         self._unwatched.clear()
         self._num_steps = self._num_entered = 0

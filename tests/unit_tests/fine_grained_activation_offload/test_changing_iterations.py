@@ -200,11 +200,12 @@ def test_a_group_whose_end_departs_from_the_plan_is_let_go_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manager = make_manager("cpu", release_lag=2)
-    improvise, waiting = manager._improvise, []
+    improviser, waiting = manager._improviser, []
+    come_to_group = improviser.come_to_group
 
     def watching(*arguments: Any) -> None:
-        improvise(*arguments)
-        waiting.append([group.name for group in manager._improvised])
+        come_to_group(*arguments)
+        waiting.append([group.name for group in improviser._waiting])
 
     def iteration(*commits: str) -> None:
         manager.init_model_chunk_offload_handler(0, None, None, 1)
@@ -219,6 +220,6 @@ def test_a_group_whose_end_departs_from_the_plan_is_let_go_once(
 
     for _ in range(2):
         iteration("first", "second")
-    monkeypatch.setattr(manager, "_improvise", watching)
+    monkeypatch.setattr(improviser, "come_to_group", watching)
     iteration("second", "first")
     assert waiting[0] == ["second"]
