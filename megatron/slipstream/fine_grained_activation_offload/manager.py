@@ -29,11 +29,12 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
 )
 from megatron.slipstream.fine_grained_activation_offload.improviser import Improviser
+from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.fine_grained_activation_offload.markers import (
     CommitMark,
     at_first_gradient,
 )
-from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook, Turn, Watch
+from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters, RankReport
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
@@ -43,10 +44,8 @@ from megatron.slipstream.plan.build import Action, ActionKind, Plan
 from megatron.slipstream.plan.check import PlanFacts
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import (
-    GroupKey,
     Step,
     StepKind,
-    Trace,
 )
 
 logger = logging.getLogger(__name__)
@@ -91,42 +90,22 @@ class PipelineOffloadManager:
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
         self._pp_rank = 0
-        self._plan: Optional[Plan] = None
-        """The plan being followed; None where the iteration is not like any planned one."""
+        self._now = Iteration()
+        """The iteration that runs, or comes next."""
         self._last_plan: Optional[Plan] = None
         """The plan of the last iteration: the one it followed, or the one that was made of it."""
         self._next_plan: Optional[Plan] = None
         """The plan to begin the next iteration with."""
         self._is_bound_to_plan = False
         """Whether to follow any other is an error."""
-        self._watch: Optional[Watch] = None
-        """Measures this iteration, which follows its plan; None where it is not measured."""
-        self._has_begun = False
-        """Whether forward has entered a model chunk in this iteration."""
-        self._turn: Optional[Turn] = None
-        """What is special about this iteration: the engine may be left out of it."""
-        self._passes: list[ChunkOffloadHandler] = []
-        self._num_entered = 0
-        """How often forward has entered a model chunk, with the engine or without."""
-        self._groups: dict[GroupKey, OffloadTensorGroup] = {}
-        self._chunk: Optional[ChunkOffloadHandler] = None
-        """The pass that forward is in; None outside of training passes."""
-        self._started: Optional[OffloadTensorGroup] = None
-        """Started, but its region not yet entered."""
         self._regions: list[Optional[tuple[AbstractContextManager[Any], saved_tensors_hooks]]] = []
         """What has been entered and not left; None for a region in which nothing is looked at."""
-        self._unwatched: dict[GroupKey, Trace] = {}
-        """Groups of this iteration whose saved tensors were not looked at, since the plan that was
-        followed at the time keeps them, with that plan's trace."""
-        self._num_steps = 0
-        """Steps of this iteration so far."""
         self._improviser = Improviser(self.store, self._recorder)
         self.graphs = GraphCaptures(self.store)
         """What is captured in CUDA graphs."""
         self._cuda_graph_stream: Optional[Stream] = None
         self._cuda_graph_event: Optional[Event] = None
         self._in_replay = False
-        self._delayed: list[tuple[Callable[..., None], str, Sequence[torch.Tensor]]] = []
 
     # The contract with megatron-core's layers, schedules and models.
 
@@ -160,7 +139,7 @@ class PipelineOffloadManager:
     @property
     def plan(self) -> Optional[Plan]:
         """The plan that is followed, or else that of the last iteration; None if there is none."""
-        return self._plan or self._last_plan
+        return self._now.plan or self._last_plan
 
     @property
     def is_settled(self) -> bool:
@@ -209,7 +188,7 @@ class PipelineOffloadManager:
             activation_offload_fraction: Fraction of a pass's groups that move.
             max_inflight_offloads: Not used: how far copies may lag is in the plan.
         """
-        self._chunk = None
+        self._now.chunk = None
         if not self._is_training_forward():
             return
         self.graphs.close()
@@ -222,22 +201,23 @@ class PipelineOffloadManager:
             delta_offload_bytes_across_pp_ranks=delta_offload_bytes_across_pp_ranks,
         )
         if self._book.change_options(options):
-            self._leave_plan(self._num_steps)
+            self._leave_plan(self._now.num_steps)
             self._last_plan = self._next_plan = None
         self._begin_turn()
-        self._num_entered += 1
-        if self._turn is not None and self._turn.is_left_out:
+        now = self._now
+        now.num_entered += 1
+        if now.turn is not None and now.turn.is_left_out:
             return
-        if self._num_steps == 0:
-            self._passes.clear()  # Without marks, or of an iteration that failed before its first.
+        if now.num_steps == 0:
+            now.passes.clear()  # Without marks, or of an iteration that failed before its first.
         stage = vp_stage or 0
-        self._chunk = ChunkOffloadHandler(
-            len(self._passes),
+        now.chunk = ChunkOffloadHandler(
+            len(now.passes),
             stage,
             min_offloaded_tensor_size,
-            micro_batch=sum(chunk.vp_stage == stage for chunk in self._passes),
+            micro_batch=sum(chunk.vp_stage == stage for chunk in now.passes),
         )
-        self._passes.append(self._chunk)
+        now.passes.append(now.chunk)
 
     def pop_forward_chunk(self, name: str) -> None:
         """The operations of a group called ``name`` follow, in the region entered next.
@@ -247,13 +227,14 @@ class PipelineOffloadManager:
         """
         if self.graphs.is_open and not self.do_offload:
             self.graphs.note_warmup(name)
+        now = self._now
         if self.graphs.is_capturing and self._is_training_forward():
-            self._started = self.graphs.pop_forward_chunk(name)
-        if self._chunk is None or not self._is_training_forward():
+            now.started = self.graphs.pop_forward_chunk(name)
+        if now.chunk is None or not self._is_training_forward():
             return
-        group = self._chunk.open_group(name)
-        self._groups[group.key] = group
-        self._started = group
+        group = now.chunk.open_group(name)
+        now.groups[group.key] = group
+        now.started = group
         self.store.modules[name].num_groups += 1
         self._advance(StepKind.FORWARD_START, group)
 
@@ -261,11 +242,12 @@ class PipelineOffloadManager:
         """The object to mark the end of a group with; None outside of a training pass."""
         if self.graphs.is_capturing and self._is_training_forward():
             return CommitMark(self.graphs)
-        return CommitMark(self) if self._chunk is not None and self._is_training_forward() else None
+        is_marked = self._now.chunk is not None and self._is_training_forward()
+        return CommitMark(self) if is_marked else None
 
     def __enter__(self) -> PipelineOffloadManager:
         """Enter the region of the group that was started last: what it saves belongs to it."""
-        group, self._started = self._started, None
+        group, self._now.started = self._now.started, None
         if group is None or self._stays(group):
             self._regions.append(None)
             return self
@@ -286,9 +268,10 @@ class PipelineOffloadManager:
 
     def _stays(self, group: OffloadTensorGroup) -> bool:
         """Whether the plan keeps the group, so that nobody needs to know what it saves."""
-        if self._plan is None or self._plan.group_by_key[group.key].moves:
+        plan = self._now.plan
+        if plan is None or plan.group_by_key[group.key].moves:
             return False
-        self._unwatched[group.key] = self._plan.trace
+        self._now.unwatched[group.key] = plan.trace
         return True
 
     def mark_not_offload(self, tensor: Optional[torch.Tensor]) -> None:
@@ -305,11 +288,11 @@ class PipelineOffloadManager:
         forced_released_tensors: Sequence[torch.Tensor],
     ) -> None:
         """Note a commit to be carried out by :meth:`flush_delayed_groups`."""
-        self._delayed.append((group_hook, name, forced_released_tensors))
+        self._now.delayed.append((group_hook, name, forced_released_tensors))
 
     def flush_delayed_groups(self) -> None:
         """Carry out the delayed commits, in order."""
-        delayed, self._delayed = self._delayed, []
+        delayed, self._now.delayed = self._now.delayed, []
         for group_hook, name, forced_released_tensors in delayed:
             group_hook(name, forced_released_tensors)
 
@@ -325,13 +308,13 @@ class PipelineOffloadManager:
         """The schedule has issued a whole forward-backward pass, or a forward-only one."""
         self.flush_delayed_groups()
         self.graphs.close()
-        self._chunk = None
-        if self._num_steps > 0:
+        now = self._now
+        now.chunk = None
+        if now.num_steps > 0:
             self._finish_iteration()
-        elif self._turn is not None or (self._has_begun and self.graphs.modules):
+        elif now.turn is not None or (now.has_begun and self.graphs.modules):
             self._finish_without_marks()
-        self._has_begun, self._turn, self._num_entered = False, None, 0
-        self._passes.clear()  # of which nothing was marked, as where a whole chunk is replayed
+        self._now = Iteration()
 
     # A pass that is captured as a whole (chunk_graphs/offloading.py).
 
@@ -346,7 +329,7 @@ class PipelineOffloadManager:
 
     def release_all(self) -> None:
         """Let go of all that is being copied out."""
-        for group in self._groups.values():
+        for group in self._now.groups.values():
             if group.state is GroupState.COMMITTED:
                 self.store.release(group)
 
@@ -373,9 +356,10 @@ class PipelineOffloadManager:
 
     def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
         """The group of that name has saved everything; None if none of that name is open."""
-        group = self._chunk.commit_group(name) if self._chunk is not None else None
+        now = self._now
+        group = now.chunk.commit_group(name) if now.chunk is not None else None
         if group is not None:
-            if group.key not in self._unwatched:
+            if group.key not in now.unwatched:
                 self.store.commit(group)
             self._advance(StepKind.FORWARD_COMMIT, group)
         return group
@@ -410,19 +394,20 @@ class PipelineOffloadManager:
 
     def _come_to(self, mark: Step, chunk: ChunkOffloadHandler) -> None:
         # Backward may outlive its iteration's end.
-        if chunk.index < len(self._passes) and self._passes[chunk.index] is chunk:
+        passes = self._now.passes
+        if chunk.index < len(passes) and passes[chunk.index] is chunk:
             self._advance(mark.kind, mark)
 
     def _marked_pass(self) -> Optional[ChunkOffloadHandler]:
         """The pass that forward is in, if it has groups: nothing could go or come in another."""
-        chunk = self._chunk
+        chunk = self._now.chunk
         if chunk is None or not chunk.groups or self.graphs.is_capturing:
             return None
         return chunk if self._is_training_forward() else None
 
     def _is_current(self, group: OffloadTensorGroup) -> bool:
         """Whether the group is of this iteration: backward may outlive its iteration's end."""
-        return self._groups.get(group.key) is group
+        return self._now.groups.get(group.key) is group
 
     def _is_training_forward(self) -> bool:
         # Inside a graph task a forward is a recomputation: what it saves is read at once.
@@ -440,23 +425,24 @@ class PipelineOffloadManager:
             at: Its group, or the mark itself if it is none of a group. (Marks of groups are made
                 only where they are recorded, since there are many.)
         """
-        index = self._num_steps
+        now = self._now
+        index = now.num_steps
         if index == 0:
             self._begin_iteration()
-        self._num_steps = index + 1
-        if self._plan is not None and not _is_step(self._plan, index, kind, at):
+        now.num_steps = index + 1
+        if now.plan is not None and not _is_step(now.plan, index, kind, at):
             self._depart(index, Step(kind, at.key, at.name))
-        if self._plan is not None:
-            if self._watch is not None:
-                self._watch.begin_step()
-            for action in self._plan.actions[index]:
-                self._perform(self._plan, action)
-            if self._watch is not None:
-                self._watch.end_step()
+        if now.plan is not None:
+            if now.watch is not None:
+                now.watch.begin_step()
+            for action in now.plan.actions[index]:
+                self._perform(now.plan, action)
+            if now.watch is not None:
+                now.watch.end_step()
             return
         if len(self._recorder.steps) == index:
             self._recorder.add_step(Step(kind, at.key, at.name))
-        chunk, options = self._passes[at.key.chunk_pass], self._book.options
+        chunk, options = now.passes[at.key.chunk_pass], self._book.options
         if isinstance(at, OffloadTensorGroup):
             self._improviser.come_to_group(kind, at, chunk, options)
         elif kind in (StepKind.OUTPUT_START, StepKind.BACKWARD_START):
@@ -465,21 +451,21 @@ class PipelineOffloadManager:
 
     def _begin_turn(self) -> None:
         """Forward enters a model chunk: find out, at the first one, what is special."""
-        if self._has_begun:
+        if self._now.has_begun:
             return
-        self._has_begun = True
+        self._now.has_begun = True
         if not self.graphs.modules and not self._is_bound_to_plan:
-            self._turn = self._book.begin_turn(self._next_plan, self.report.num_iterations)
+            self._now.turn = self._book.begin_turn(self._next_plan, self.report.num_iterations)
 
     def _finish_without_marks(self) -> None:
         """An iteration has ended that the engine was left out of, or that graphs replayed whole."""
-        turn = self._turn
+        turn = self._now.turn
         is_trial = False
         if turn is not None:
             self._book.end_turn(turn, was_followed=False)
             self._book.read_clocks()
             # Marks do not tell which iteration it was, but how many micro-batches it had does.
-            plan = self._last_plan = self._book.find_like(turn.plan, self._num_entered)
+            plan = self._last_plan = self._book.find_like(turn.plan, self._now.num_entered)
             self._next_plan = self._book.plan_after(plan) if plan is not None else None
             is_trial = plan is not None and self._book.is_tried(plan)
         self.report.is_left_out = is_trial
@@ -488,28 +474,29 @@ class PipelineOffloadManager:
         self._update_report()
 
     def _begin_iteration(self) -> None:
-        self._plan = self._next_plan
-        if self._plan is None:
+        plan = self._now.plan = self._next_plan
+        if plan is None:
             self._recorder.reads_memory = True
-        else:
-            self._watch = self._book.watch(self._plan)
-            if self._watch is not None and self._watch.clock is not None:
-                self.store.copy_streams.timings = self._watch.clock.timings
+            return
+        watch = self._now.watch = self._book.watch(plan)
+        if watch is not None and watch.clock is not None:
+            self.store.copy_streams.timings = watch.clock.timings
 
     def _depart(self, index: int, step: Step) -> None:
         """The iteration is not the planned one: follow another plan that begins alike, or none."""
-        assert self._plan is not None
+        departed = self._now.plan
+        assert departed is not None
         if self._is_bound_to_plan:
-            planned = self._plan.trace.steps[index]
+            planned = departed.trace.steps[index]
             raise RuntimeError(
                 f"step {index} of a captured pass is {step} and was {planned} when it was planned; "
                 "the model has to do the same in every micro-batch"
             )
         self._stop_watching()
-        done = (*self._plan.trace.steps[:index], step)
+        done = (*departed.trace.steps[:index], step)
         plan = self._book.find_beginning(done)
         if plan is not None:
-            self._plan = plan
+            self._now.plan = plan
             # What this plan would have done by now; whatever has been done is skipped.
             for action in (action for due in plan.actions[:index] for action in due):
                 self._perform(plan, action)
@@ -530,15 +517,16 @@ class PipelineOffloadManager:
             num_steps: Of the iteration, those that were as planned.
         """
         self._stop_watching()
-        if self._plan is None:
+        now = self._now
+        if now.plan is None:
             return
-        planned, self._plan = self._plan.trace.steps[:num_steps], None
+        planned, now.plan = now.plan.trace.steps[:num_steps], None
         self._recorder.steps.extend(planned)
         commits = (step.key for step in planned if step.kind is StepKind.FORWARD_COMMIT)
-        self._improviser.take_over(self._groups[key] for key in commits)
+        self._improviser.take_over(now.groups[key] for key in commits)
 
     def _perform(self, plan: Plan, action: Action) -> None:
-        group = self._groups.get(action.key)
+        group = self._now.groups.get(action.key)
         if group is None or group.state is GroupState.OPEN:
             return
         backend = self.store.backend
@@ -564,19 +552,19 @@ class PipelineOffloadManager:
 
     def _finish_iteration(self) -> None:
         self._drop_plans_beyond_limit()
-        plan = self._plan
-        was_followed = plan is not None and len(plan.trace.steps) == self._num_steps
-        if self._turn is not None:
-            self._book.end_turn(self._turn, was_followed and plan is self._turn.plan)
+        now, plan = self._now, self._now.plan
+        was_followed = plan is not None and len(plan.trace.steps) == now.num_steps
+        if now.turn is not None:
+            self._book.end_turn(now.turn, was_followed and plan is now.turn.plan)
         if plan is not None and was_followed and plan is self._next_plan:  # from its first step
-            self._book.note_followed(plan, self._watch)
+            self._book.note_followed(plan, now.watch)
         if plan is not None and not was_followed:
-            self._recorder.steps.extend(plan.trace.steps[: self._num_steps])
+            self._recorder.steps.extend(plan.trace.steps[: now.num_steps])
             plan = None
         if plan is None:
             # Departed, or ended before the plan did: what it was may be known all the same.
             plan = self._book.find(tuple(self._recorder.steps)) or self._make_plan()
-        self._book.note_order(plan, self._num_entered)
+        self._book.note_order(plan, now.num_entered)
         self._book.read_clocks()
         # The one for the same steps: it may have been made anew.
         self._last_plan = self._book.find(plan.trace.steps)
@@ -591,14 +579,14 @@ class PipelineOffloadManager:
         self._recorder.reads_memory = False
 
     def _stop_watching(self) -> None:
-        self._watch = self.store.copy_streams.timings = None
+        self._now.watch = self.store.copy_streams.timings = None
 
     def _drop_plans_beyond_limit(self) -> None:
         """The pool lowers its limit where the system refuses it memory: then plan for less."""
         limit_bytes = self.store.host_pool.limit_bytes
         options = replace(self._book.options, host_memory_limit_bytes=limit_bytes)
         if self._book.change_options(options):
-            self._leave_plan(self._num_steps)
+            self._leave_plan(self._now.num_steps)
 
     def _stop_verifying(self) -> None:
         verifier = self.store.verifier
@@ -612,7 +600,8 @@ class PipelineOffloadManager:
             )
 
     def _make_plan(self) -> Plan:
-        return self._book.make(self._recorder.finish(self._pp_rank, self._groups, self._unwatched))
+        now = self._now
+        return self._book.make(self._recorder.finish(self._pp_rank, now.groups, now.unwatched))
 
     def _update_report(self) -> None:
         report, pool = self.report, self.store.host_pool
@@ -642,14 +631,8 @@ class PipelineOffloadManager:
         self.store.modules = defaultdict(ModuleCounters)
         self.store.late_groups = {}
         self._recorder.clear()
-        self._passes.clear()
-        self._groups.clear()
         self._improviser.forget()
-        self._delayed.clear()
-        self._unwatched.clear()
-        self._num_steps = self._num_entered = 0
-        self._has_begun, self._turn = False, None
-        self._chunk = self._plan = self._started = None
+        self._now = Iteration()
 
     def _restart_if_abandoned(self) -> None:
         """Start afresh if the iteration so far ended in an exception.
@@ -657,8 +640,9 @@ class PipelineOffloadManager:
         Nobody tells us of one. It shows in passes whose saved tensors autograd has freed before
         their backward, while nothing of any other pass waits for backward either.
         """
-        if any(chunk.is_abandoned for chunk in self._passes) and not any(
-            chunk.awaits_backward for chunk in self._passes
+        passes = self._now.passes
+        if any(chunk.is_abandoned for chunk in passes) and not any(
+            chunk.awaits_backward for chunk in passes
         ):
             logger.warning("an iteration ended before its backward pass did; starting afresh")
             self._clear_iteration()

@@ -77,12 +77,12 @@ class RoutedManager(PipelineOffloadManager):
     @property
     def num_steps(self) -> int:
         """Marks passed since the last iteration ended."""
-        return self._num_steps
+        return self._now.num_steps
 
     @property
     def is_needed(self) -> bool:
         """Whether backward may still read what it has moved."""
-        return any(chunk.awaits_backward for chunk in self._passes)
+        return any(chunk.awaits_backward for chunk in self._now.passes)
 
 
 @cache

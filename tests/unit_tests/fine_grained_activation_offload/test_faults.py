@@ -170,7 +170,7 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
         "lent bytes": manager.store.host_pool.lent_bytes,
         "storages": sum(isinstance(item, SavedStorage) for item in objects),
         "tensors": sum(type(item) is torch.Tensor for item in objects),
-        "groups": len(manager._groups),
+        "groups": len(manager._now.groups),
     }
     if manager.store.backend.name != "cuda":
         # There autograd lets go of an iteration that failed in another thread: see below.

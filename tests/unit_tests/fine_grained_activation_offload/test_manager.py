@@ -468,9 +468,9 @@ def test_backward_of_an_iteration_that_has_ended_marks_nothing(backend: str) -> 
     manager.mark_gradient(StepKind.BACKWARD_START, [late])
     manager.reset()
     output = chunk(micro_batch(1), manager)
-    num_steps = manager._num_steps
+    num_steps = manager._now.num_steps
     late.sum().backward()
-    assert manager._num_steps == num_steps
+    assert manager._now.num_steps == num_steps
     output.sum().backward()
     manager.reset()
 
@@ -484,9 +484,9 @@ def test_passes_without_groups_or_gradients_have_no_such_marks(backend: str) -> 
     doubled = weight * 2
     manager.mark_gradient(StepKind.BACKWARD_START, [doubled])
     doubled.sum().backward()
-    assert manager._num_steps == 0
+    assert manager._now.num_steps == 0
     chunk(micro_batch(0), manager)
-    num_steps = manager._num_steps
+    num_steps = manager._now.num_steps
     assert num_steps > 0
     doubled = weight * 2
     with torch.no_grad():
@@ -494,7 +494,7 @@ def test_passes_without_groups_or_gradients_have_no_such_marks(backend: str) -> 
     manager.disable_offload()
     manager.mark_gradient(StepKind.BACKWARD_START, [doubled])
     doubled.sum().backward()
-    assert manager._num_steps == num_steps
+    assert manager._now.num_steps == num_steps
 
 
 def test_an_iteration_that_graphs_replay_whole_moves_nothing_outside(backend: str) -> None:

@@ -514,7 +514,7 @@ def _calls(rank: int, world_size: int, port: int) -> None:
     assert engine is not None
     assert len(engine.router._model_of) == 0, "a model without gradients needs no plan"
     num_passes: list[int] = []
-    moved.run(0, inside_loss=lambda: num_passes.append(len(engine._passes)) or 0.0)
+    moved.run(0, inside_loss=lambda: num_passes.append(len(engine._now.passes)) or 0.0)
     assert num_passes == [1, 2], "one pass for each micro-batch"
     moved.run(1)
     assert seen == ["checked"]

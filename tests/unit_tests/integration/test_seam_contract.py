@@ -190,7 +190,7 @@ def test_a_group_ends_by_its_name_not_by_its_place(manager: PipelineOffloadManag
 
 def test_what_models_say_when_a_pass_begins_arrives(manager: PipelineOffloadManager) -> None:
     _begin_pass()
-    (chunk,) = manager._passes
+    (chunk,) = manager._now.passes
     assert (chunk.vp_stage, chunk.min_offloaded_tensor_size) == (1, 7)
     options, defaults = manager._book.options, compat.defaults_of_later_options()
     for name in defaults.keys() & VALUES.keys():

@@ -162,7 +162,7 @@ class AttachedEngine(PipelineOffloadManager):
     def end_pass(self, failed: bool) -> None:
         """The model's forward has ended, with an exception if ``failed``."""
         self._is_model_running = False
-        self._chunk = None
+        self._now.chunk = None
         if failed and self._own_passes:
             # Its backward cannot come, even if a traceback keeps its graph.
             self._own_passes.pop()
@@ -176,7 +176,7 @@ class AttachedEngine(PipelineOffloadManager):
 
         That is the case where somebody calls a part of the model without the model.
         """
-        if self._chunk is None and self.is_training_forward:
+        if self._now.chunk is None and self.is_training_forward:
             self._open_pass()
         group = self._open_group(name)
         if group is not None and not self._stays(group):
@@ -214,7 +214,7 @@ class AttachedEngine(PipelineOffloadManager):
 
     def begin_inputs(self, name: str) -> Optional[OffloadTensorGroup]:
         """A group begins whose tensors are given to it one by one; None if none can."""
-        if self._chunk is None:
+        if self._now.chunk is None:
             return None
         with torch.enable_grad():  # Checkpointing saves where gradients are switched off.
             return self._open_group(name)
@@ -226,7 +226,7 @@ class AttachedEngine(PipelineOffloadManager):
 
     def _open_group(self, name: str) -> Optional[OffloadTensorGroup]:
         self.pop_forward_chunk(name)
-        group, self._started = self._started, None
+        group, self._now.started = self._now.started, None
         return group
 
     def _open_pass(self) -> None:
@@ -269,7 +269,7 @@ class AttachedEngine(PipelineOffloadManager):
         """Backward needs the group from here on."""
         super().use_group(group)
         if not self._is_model_running:
-            self._chunk = None  # A pass that no forward of the whole model ends, ends here.
+            self._now.chunk = None  # A pass that no forward of the whole model ends, ends here.
         task = torch._C._current_graph_task_id()
         if task not in (NO_GRAPH_TASK, self._watched_task):
             self._watched_task = task

@@ -1,0 +1,50 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What the manager knows of the iteration that runs; a new one begins with none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Optional
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.plan_book import Turn, Watch
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.trace import GroupKey, Trace
+
+DelayedCommit = tuple[Callable[..., None], str, Sequence[torch.Tensor]]
+"""What to call, and with which arguments."""
+
+
+@dataclass(slots=True)
+class Iteration:
+    """Begins when forward enters a model chunk, and ends when the schedule has issued all of it."""
+
+    has_begun: bool = False
+    """Whether forward has entered a model chunk."""
+    num_entered: int = 0
+    """How often it has, with the engine or without."""
+    turn: Optional[Turn] = None
+    """What is special about it: the engine may be left out of it."""
+    plan: Optional[Plan] = None
+    """The plan being followed; None where it is not like any planned one."""
+    watch: Optional[Watch] = None
+    """Measures it, if it follows its plan; None where it is not measured."""
+    num_steps: int = 0
+    """So far."""
+    passes: list[ChunkOffloadHandler] = field(default_factory=list)
+    """In the order in which forward began them."""
+    groups: dict[GroupKey, OffloadTensorGroup] = field(default_factory=dict)
+    unwatched: dict[GroupKey, Trace] = field(default_factory=dict)
+    """Groups whose saved tensors were not looked at, since the plan that was followed at the time
+    keeps them, with that plan's trace."""
+    chunk: Optional[ChunkOffloadHandler] = None
+    """The pass that forward is in; None outside of training passes."""
+    started: Optional[OffloadTensorGroup] = None
+    """Started, but its region not yet entered."""
+    delayed: list[DelayedCommit] = field(default_factory=list)
+    """Commits that have been put off."""
