@@ -10,7 +10,8 @@ from typing import Any, Optional
 import torch
 
 from megatron.slipstream.chunk_graphs.backend import GraphBackend, ImitatedGraphs
-from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
+from megatron.slipstream.chunk_graphs.chunk import Chunk
+from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 
 WIDTH, TOKENS = 8, 6
 

@@ -32,12 +32,8 @@ from typing import Any, Optional, Protocol
 import torch
 
 from megatron.slipstream.chunk_graphs.backend import GraphBackend
-from megatron.slipstream.chunk_graphs.engine import (
-    CaptureFigures,
-    Chunk,
-    ChunkGraphs,
-    copy_of_call,
-)
+from megatron.slipstream.chunk_graphs.chunk import Chunk
+from megatron.slipstream.chunk_graphs.engine import CaptureFigures, ChunkGraphs, copy_of_call
 from megatron.slipstream.chunk_graphs.places import Place
 from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments
 

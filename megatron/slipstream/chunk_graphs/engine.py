@@ -26,12 +26,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from megatron.slipstream.chunk_graphs.backend import Graph, GraphBackend
-from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
+from megatron.slipstream.chunk_graphs.chunk import Around, Chunk, Constants, NothingAround
 from megatron.slipstream.chunk_graphs.places import Place, copy_to
 from megatron.slipstream.chunk_graphs.stand_ins import StandIns
 from megatron.slipstream.chunk_graphs.static_arguments import (
@@ -42,76 +42,6 @@ from megatron.slipstream.chunk_graphs.static_arguments import (
 from megatron.slipstream.plan.render import format_bytes
 
 logger = logging.getLogger(__name__)
-
-
-def _nothing() -> None:
-    pass
-
-
-class Around(Protocol):
-    """What is entered while the passes of one slot are recorded."""
-
-    def forward(self) -> AbstractContextManager[None]:
-        """Around the forward pass."""
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Around the backward pass."""
-
-    def close(self) -> None:
-        """The graphs are no more."""
-
-
-class _NothingAround:
-    def forward(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    backward = forward
-
-    def close(self) -> None:
-        pass
-
-
-def _no_state() -> Callable[[], None]:
-    return _nothing
-
-
-class Constants(Protocol):
-    """Tensors that the chunk makes for itself and uses again, held as long as its graphs."""
-
-    def in_place(self) -> AbstractContextManager[None]:
-        """Have the chunk use those that are held, and hold what it makes anew."""
-
-
-class _NoConstants:
-    def in_place(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A model chunk, as the engine sees it.
-
-    Args:
-        name: For messages.
-        module: Holds the chunk's parameters, each with a ``main_grad``.
-        run: Computes hidden states from hidden states and other arguments by name, none of which
-            gets a gradient.
-        before_replay: Called before each forward replay: what hooks of the modules would wait for.
-        after_replay: Called after each backward replay: what hooks of the parameters would start.
-        save_state: Called before the chunk is run for capture; what it returns is called after, to
-            put back what runs of the chunk change beside gradients.
-        offloading: Moves activations inside the graphs; None: they stay.
-        make_constants: Called once for each capture.
-    """
-
-    name: str
-    module: torch.nn.Module
-    run: Callable[..., torch.Tensor]
-    before_replay: Callable[[], None] = _nothing
-    after_replay: Callable[[], None] = _nothing
-    save_state: Callable[[], Callable[[], None]] = _no_state
-    offloading: Optional[ChunkOffloading] = None
-    make_constants: Callable[[], Constants] = _NoConstants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +80,7 @@ class _Slot:
         self.grad_hidden: torch.Tensor
         self.forward: Graph
         self.backward: Graph
-        self.around: Around = _NothingAround()
+        self.around: Around = NothingAround()
         self.feed(hidden, arguments.tensors)
 
     @property

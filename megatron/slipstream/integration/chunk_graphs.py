@@ -32,7 +32,8 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.slipstream.chunk_graphs.backend import CudaGraphs, GraphBackend, ImitatedGraphs
 from megatron.slipstream.chunk_graphs.bank import GraphBank
-from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
+from megatron.slipstream.chunk_graphs.chunk import Chunk
+from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
 from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
 from megatron.slipstream.context_parallel.limits import RankLimits

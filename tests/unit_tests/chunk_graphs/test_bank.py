@@ -15,7 +15,8 @@ from toy_chunk import TOKENS, WIDTH, Training, equal
 
 from megatron.slipstream.chunk_graphs.backend import Cost, ImitatedGraphs
 from megatron.slipstream.chunk_graphs.bank import GraphBank
-from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
+from megatron.slipstream.chunk_graphs.chunk import Chunk
+from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 from megatron.slipstream.chunk_graphs.places import Static, copy_to
 
 SIZES = (1, 2, 4)

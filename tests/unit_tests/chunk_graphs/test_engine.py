@@ -13,7 +13,8 @@ import torch
 from toy_chunk import TOKENS, WIDTH, ToyChunk, Training, equal
 
 from megatron.slipstream.chunk_graphs.backend import Cost, ImitatedGraphs
-from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
+from megatron.slipstream.chunk_graphs.chunk import Chunk
+from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 
 SCHEDULES = ["FB", "FFBB", "FFBFBB", "FFFBFBFBBB", "FB"]
 """Of one iteration each; never more than three in flight."""

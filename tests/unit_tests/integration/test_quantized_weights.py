@@ -14,7 +14,8 @@ from quantized_linears import MarksBakedIn, QuantizedLinear
 from toy_chunk import run_in_order
 
 from megatron.slipstream.chunk_graphs.backend import Recorded, Work
-from megatron.slipstream.chunk_graphs.engine import Chunk, ChunkGraphs
+from megatron.slipstream.chunk_graphs.chunk import Chunk
+from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 from megatron.slipstream.integration.chunk_graphs import _transformer_engine_captures
 from megatron.slipstream.integration.quantized_weights import quantize_weights_in_every_pass
 

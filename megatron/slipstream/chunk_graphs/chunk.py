@@ -1,0 +1,87 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A model chunk as the engine sees it, and what it may bring along."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Optional, Protocol
+
+import torch
+
+from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
+
+
+def _nothing() -> None:
+    pass
+
+
+class Around(Protocol):
+    """What is entered while the passes of one slot are recorded."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the forward pass."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the backward pass."""
+
+    def close(self) -> None:
+        """The graphs are no more."""
+
+
+class NothingAround:
+    """Nothing."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    backward = forward
+
+    def close(self) -> None:
+        pass
+
+
+def _no_state() -> Callable[[], None]:
+    return _nothing
+
+
+class Constants(Protocol):
+    """Tensors that the chunk makes for itself and uses again, held as long as its graphs."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Have the chunk use those that are held, and hold what it makes anew."""
+
+
+class _NoConstants:
+    def in_place(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A model chunk, as the engine sees it.
+
+    Args:
+        name: For messages.
+        module: Holds the chunk's parameters, each with a ``main_grad``.
+        run: Computes hidden states from hidden states and other arguments by name, none of which
+            gets a gradient.
+        before_replay: Called before each forward replay: what hooks of the modules would wait for.
+        after_replay: Called after each backward replay: what hooks of the parameters would start.
+        save_state: Called before the chunk is run for capture; what it returns is called after, to
+            put back what runs of the chunk change beside gradients.
+        offloading: Moves activations inside the graphs; None: they stay.
+        make_constants: Called once for each capture.
+    """
+
+    name: str
+    module: torch.nn.Module
+    run: Callable[..., torch.Tensor]
+    before_replay: Callable[[], None] = _nothing
+    after_replay: Callable[[], None] = _nothing
+    save_state: Callable[[], Callable[[], None]] = _no_state
+    offloading: Optional[ChunkOffloading] = None
+    make_constants: Callable[[], Constants] = _NoConstants
