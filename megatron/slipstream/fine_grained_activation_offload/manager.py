@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -36,7 +35,7 @@ from megatron.slipstream.fine_grained_activation_offload.markers import (
 )
 from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
-from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters, RankReport
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
@@ -628,8 +627,7 @@ class PipelineOffloadManager:
     def _clear_iteration(self) -> None:
         self.store.copy_streams.forget_waits()
         self._stop_watching()
-        self.store.modules = defaultdict(ModuleCounters)
-        self.store.late_groups = {}
+        self.store.end_iteration()
         self._recorder.clear()
         self._improviser.forget()
         self._now = Iteration()

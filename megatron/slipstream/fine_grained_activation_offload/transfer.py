@@ -58,11 +58,18 @@ class ActivationStore:
         self._has_met = False
         """Whether it has measured its link once."""
         self._recorder = recorder
-        self._by_memory: weakref.WeakValueDictionary[int, SavedStorage] = (
-            weakref.WeakValueDictionary()
-        )
-        """The live storages by the address of torch's storage object, which the storage's own
-        weak reference keeps from being used again."""
+        self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}
+        """The storages by the address of torch's storage object, which a live storage keeps from
+        being used again. (A WeakValueDictionary's methods are functions in Python, and it is asked
+        for every tensor that is saved.)"""
+
+    def end_iteration(self) -> None:
+        """Figures begin anew, and storages that are gone are forgotten."""
+        self.modules = defaultdict(ModuleCounters)
+        self.late_groups = {}
+        for memory, known in list(self._by_memory.items()):
+            if known() is None:
+                del self._by_memory[memory]
 
     # Saved-tensor hooks.
 
@@ -75,13 +82,15 @@ class ActivationStore:
         if not self._is_movable(tensor):
             return _keep(tensor)
         memory = tensor.untyped_storage()._cdata
-        storage = self._by_memory.get(memory)
+        known = self._by_memory.get(memory)
+        storage = None if known is None else known()
         if storage is None or not storage.serves(tensor):
-            # A parameter's transpose, say, is a plain tensor.
-            if tensor.numel() < group.min_numel or isinstance(tensor._base, torch.nn.Parameter):
+            base = tensor._base  # A parameter's transpose, say, is a plain tensor.
+            is_of_parameter = base is not None and isinstance(base, torch.nn.Parameter)
+            if is_of_parameter or tensor.numel() < group.min_numel:
                 return _keep(tensor)
             storage = SavedStorage(tensor, group, self.host_pool, self.copy_streams)
-            self._by_memory[memory] = storage
+            self._by_memory[memory] = weakref.ref(storage)
         if storage.serial not in group.held:
             group.hold(storage)
         stream_id = self.backend.current_stream_id()

@@ -171,6 +171,7 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
         "storages": sum(isinstance(item, SavedStorage) for item in objects),
         "tensors": sum(type(item) is torch.Tensor for item in objects),
         "groups": len(manager._now.groups),
+        "addresses": len(manager.store._by_memory),
     }
     if manager.store.backend.name != "cuda":
         # There autograd lets go of an iteration that failed in another thread: see below.
