@@ -111,7 +111,7 @@ JOBS: tuple[Job, ...] = (
     ),
     *(
         _tests("tests-two-gpus", 2, seconds, "gpus2", shares, release)
-        for release, seconds, shares in zip(RELEASES, (500, 250, 250), (4, 2, 2), strict=True)
+        for release, seconds, shares in zip(RELEASES, (500, 250, 250), (5, 2, 2), strict=True)
     ),
     _tests("tests-four-gpus", 4, 300, "gpus4", 4),
     *(_functional_case(job.case, job.num_ranks) for job in load_jobs() if job.platform == PLATFORM),
