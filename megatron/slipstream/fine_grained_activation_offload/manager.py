@@ -313,7 +313,7 @@ class PipelineOffloadManager:
             self._finish_iteration()
         elif now.turn is not None or (now.has_begun and self.graphs.modules):
             self._finish_without_marks()
-        # Also where nothing was marked: passes without gradients, or a chunk that is replayed whole.
+        # Also where nothing was marked, as without gradients, or where a chunk is replayed whole.
         self._now = Iteration()
 
     # A pass that is captured as a whole (chunk_graphs/offloading.py).
