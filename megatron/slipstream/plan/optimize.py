@@ -54,6 +54,9 @@ is too slow, that is the price of what the user chose."""
 MIN_SHARE_OF_COMPUTE = 1e-3
 """And how much of the compute time that has to be. Nobody could measure less, so that nothing is
 given up for it."""
+TIME_FOR_MEMORY = MIN_SHARE_OF_COMPUTE / MAX_SHARE_GIVEN_UP
+"""Which part of the compute time all of the drop of the peak may cost, where what is given could
+stay: the price at which its last bytes are given up."""
 
 
 @dataclass(frozen=True)
@@ -76,23 +79,46 @@ class Choice:
 def choose_as_given(
     workload: Workload,
     given: frozenset[GroupKey],
+    uncounted: frozenset[GroupKey],
     optional: frozenset[GroupKey],
     reference: Steps,
 ) -> Choice:
     """Move all groups that are given, but for what costs much time and hardly lowers the peak.
 
-    Compute never waits longer than by counting. The peak is higher than by counting only by what
-    may be given up of its drop, and only if that ends most of the waiting.
+    Compute waits longer than by counting only for groups that counting has no time for, and only
+    at the price of :data:`TIME_FOR_MEMORY`. The peak is higher than by counting only by what may be
+    given up of its drop, and only if that ends most of the waiting.
 
     Args:
         workload: The timed trace.
         given: The groups that move.
-        optional: Groups right before their own backward. They move if that costs no time and lowers
-            the peak: a copy that does not is work for nothing.
+        uncounted: Groups that are given, too, but would have to be back before they could have left
+            if that was decided by counting.
+        optional: Groups right before their own backward. They and the uncounted ones move if that
+            costs no time and lowers the peak: a copy that does not is work for nothing.
         reference: When the given groups would move if that was decided by counting.
     """
-    everything = _lowest_as_given(workload, given, optional, reference)
+    everything = _lowest_as_given(workload, given, uncounted | optional, reference)
+    everything = _with_uncounted(workload, everything, uncounted)
     return _without_the_dearest(workload, everything)
+
+
+def _with_uncounted(workload: Workload, best: Choice, uncounted: frozenset[GroupKey]) -> Choice:
+    """Move what counting has no time for as well, if the lower peak is worth the waits."""
+    if uncounted <= best.moving:
+        return best
+    highest_bytes = float(workload.present_bytes.max(initial=0.0))
+    peak_bytes = best.timing.peak_bytes
+    # Not as low as it goes: compute would wait at marks of which the peak is none.
+    limit_bytes = peak_bytes - MAX_SHARE_GIVEN_UP * (highest_bytes - peak_bytes)
+    moving = best.moving | uncounted
+    lower = Choice(moving, arrange(workload, moving, limit_bytes))
+    drop_bytes = highest_bytes - lower.timing.peak_bytes
+    more_bytes = peak_bytes - lower.timing.peak_bytes
+    if more_bytes <= MAX_SHARE_GIVEN_UP * drop_bytes:
+        return best
+    price_ms = TIME_FOR_MEMORY * workload.compute_ms * more_bytes / drop_bytes
+    return lower if lower.stall_ms - best.stall_ms <= price_ms else best
 
 
 def _lowest_as_given(

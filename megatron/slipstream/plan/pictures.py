@@ -170,8 +170,7 @@ def _title(simulation: Simulation, memory: DeviceMemory) -> str:
     what = "device peak" if memory.is_measured else "saved storages on the device, peak"
     before, after = (max(values, default=0) for values in memory[1:])
     return (
-        f"{simulation.total_ms:.1f} ms predicted = {simulation.compute_ms:.1f} ms compute + "
-        f"{simulation.stall_ms:.1f} ms stalls ({simulation.overhead_percent:.1f}%)   |   "
+        f"{simulation.total_ms:.1f} ms predicted = {simulation.step_time_text}   |   "
         f"{what} {format_bytes(before)} without, {format_bytes(after)} with the plan"
     )
 

@@ -76,9 +76,14 @@ def select(
         return _select_for_memory(workload, moving | optional, kept, options.target_memory_bytes)
     if options.max_overhead_percent is not None:
         return _select_for_time(workload, moving | optional, kept, options.max_overhead_percent)
-    optional |= moving - by_count.moving
-    optional = fitting_groups(workload, by_count.moving | optional) - by_count.moving
-    choice = choose_as_given(workload, by_count.moving, optional, by_count.steps)
+    fitting = fitting_groups(workload, moving | optional)
+    choice = choose_as_given(
+        workload,
+        by_count.moving,
+        fitting & moving - by_count.moving,
+        fitting & optional,
+        by_count.steps,
+    )
     given_up = dict.fromkeys(by_count.moving - choice.moving, NOT_WORTH_THE_WAIT)
     return replace(_selection(workload, choice, by_count.kept | given_up), notes=why_not)
 

@@ -110,6 +110,15 @@ class Simulation:
             by_module[stall.cause.name] += stall.ms
         return dict(sorted(by_module.items(), key=lambda item: -item[1]))
 
+    @property
+    def step_time_text(self) -> str:
+        """What the step time consists of."""
+        parts = [f"{self.compute_ms:.1f} ms compute", f"{self.stall_ms:.1f} ms stalls"]
+        rest = f"{self.total_ms - self.compute_ms - self.stall_ms:.1f}"
+        if float(rest):
+            parts.append(f"{rest} ms on the host")
+        return f"{' + '.join(parts)} ({self.overhead_percent:.1f}%)"
+
     def render(self) -> str:
         """What is predicted, as lines of text without a trailing newline."""
         stalls = [f"{name} {ms:.1f} ms" for name, ms in self.stall_ms_by_module.items()]
@@ -122,8 +131,7 @@ class Simulation:
                 f"({format_bytes(without - planned)} less)"
             )
         rows = {
-            "step time": f"{self.total_ms:.1f} ms = {self.compute_ms:.1f} ms compute + "
-            f"{self.stall_ms:.1f} ms stalls ({self.overhead_percent:.1f}%)",
+            "step time": f"{self.total_ms:.1f} ms = {self.step_time_text}",
             "stalls by module": ", ".join(stalls) or "none",
             "device peak": peak,
             "host memory": f"{format_bytes(self.peak_host_bytes)} lent at most",

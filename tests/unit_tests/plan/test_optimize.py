@@ -41,6 +41,7 @@ from megatron.slipstream.plan.optimize import (
 from megatron.slipstream.plan.policy import (
     BACKWARD_FOLLOWS,
     CANNOT_HIDE,
+    NO_TIME,
     NOT_NEEDED_FOR_PEAK,
     NOT_NEEDED_FOR_TARGET,
     NOT_WORTH_THE_WAIT,
@@ -314,6 +315,39 @@ def test_the_same_groups_leave_a_mark_later_if_that_ends_most_of_the_waiting() -
     assert simulate(plan).stall_ms == pytest.approx(0.4)
     lower = arrange(Workload(trace), plan.group_by_key.keys() - {GroupKey(0, 59)}, peak(plan) - MB)
     assert lower.stall_ms == pytest.approx(1.3)
+
+
+def first_of_two_stages(step_ms: float) -> Trace:
+    """Passes whose last group commits when the peak comes, and is used long after it.
+
+    By counting marks it would have to be back, one use before its own, before it could have left,
+    one commit after its own. The memory readings are those of eight groups of 1 MB.
+    """
+    model = Model(num_layers=8, nbytes={f"own {group}": MB for group in range(8)})
+    trace = trace_of(one_f_one_b(2, 0, 4), model)
+    at_once = {(StepKind.FORWARD_START, 7), (StepKind.FORWARD_COMMIT, 7)}
+    times = [0.0 if (s.kind, s.key.group) in at_once else step_ms for s in trace.steps]
+    return with_saved_bytes_as_memory(timed(trace, times, 1.0), OTHER_BYTES)
+
+
+def test_a_group_that_counting_has_no_time_for_moves_if_that_lowers_the_peak() -> None:
+    # By 1 MB of 14, for 3 ms of nearly 2 s.
+    trace = first_of_two_stages(20.0)
+    plan, counted = build_plan(trace, PolicyOptions()), by_count(trace)
+    assert reasons(counted) == {NO_TIME}
+    assert all(group.moves for group in plan.groups)
+    assert peak(plan) == peak(counted) - MB
+    assert simulate(plan).stall_ms == pytest.approx(3.0)
+    check_plan(plan)
+
+
+def test_a_group_that_counting_has_no_time_for_stays_where_that_would_cost_too_much() -> None:
+    # 3 ms of 88 for the same.
+    trace = first_of_two_stages(1.0)
+    plan, counted = build_plan(trace, PolicyOptions()), by_count(trace)
+    assert reasons(plan) == {NO_TIME}
+    assert peak(plan) == peak(counted)
+    assert simulate(plan).stall_ms == 0.0
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -24,6 +24,7 @@ from megatron.slipstream.plan.optimize import (
     MAX_SHARE_GIVEN_UP,
     MIN_SHARE_OF_COMPUTE,
     MIN_SHARE_OF_STALLS,
+    TIME_FOR_MEMORY,
 )
 from megatron.slipstream.plan.policy import HELD_BY_KEPT, NOT_WORTH_THE_WAIT, PolicyOptions
 from megatron.slipstream.plan.simulate import simulate
@@ -190,7 +191,7 @@ def test_an_arrangement_is_what_its_replay_finds_and_keeps_to_the_limit(
 
 @any_workload
 @given(workload=workloads(), lag=st.integers(0, 2), depth=st.integers(0, 2))
-def test_by_time_the_peak_is_next_to_no_higher_and_no_waiting_longer_than_by_count(
+def test_by_time_the_peak_is_next_to_no_higher_and_waiting_no_longer_than_by_count_but_for_memory(
     workload: Workload, lag: int, depth: int
 ) -> None:
     options = PolicyOptions(release_lag=lag, prefetch_depth=depth)
@@ -199,7 +200,12 @@ def test_by_time_the_peak_is_next_to_no_higher_and_no_waiting_longer_than_by_cou
     by_time = build_plan(workload.trace, options)
     check_plan(by_time)
     counted, planned = simulate(by_count), simulate(by_time)
-    assert planned.stall_ms <= counted.stall_ms + 1e-5
+    # Longer waits are the price of memory that counting does not save.
+    drop_bytes = workload.present_bytes.max(initial=0.0) - planned.peak_device_bytes
+    more_bytes = counted.peak_device_bytes - planned.peak_device_bytes
+    more_share = more_bytes / drop_bytes + MAX_SHARE_GIVEN_UP if more_bytes > 0 else 0.0
+    price_ms = TIME_FOR_MEMORY * workload.compute_ms * more_share
+    assert planned.stall_ms <= counted.stall_ms + price_ms + 1e-5
     assert planned.peak_device_bytes <= counted.peak_device_bytes + MAX_SHARE_GIVEN_UP * (
         workload.present_bytes.max(initial=0.0) - counted.peak_device_bytes
     )
