@@ -13,9 +13,10 @@ The pool never waits: the next borrower's copy does (edge E2 of ``copy_streams``
 What is pinned beyond what was asked for has three parts. *Slack*: a buffer is as long as its size
 class, less than a sixteenth longer than a request of 8 KiB or more. *Unusable*: what was free, but
 in no range long enough, when a slab had to be added. *Spare*: what of the last slab has not been
-needed yet. Waste is the first two. While buffers are only borrowed, as in a forward pass, a slab
-cannot serve the next one only if what is left of it is shorter, which is a sixteenth of a slab that
-was made for such buffers; so waste stays below an eighth of what is lent. Where forward and
+needed yet, or is not needed any more; it goes once plans are settled (``host_shrink``). Waste is
+the first two. While buffers are only borrowed, as in a forward pass, a slab cannot serve the next
+one only if what is left of it is shorter, which is a sixteenth of a slab that was made for such
+buffers; so waste stays below an eighth of what is lent. Where forward and
 backward alternate and sizes vary, free ranges of odd lengths lie between lent ones as well, and no
 pool that cannot move what it has lent can promise a bound for every order of requests. The tests
 show it for the pipeline schedules, with sizes that vary from buffer to buffer and from step to
@@ -99,6 +100,7 @@ class HostPool:
         """Bytes of the buffers now lent."""
         self.high_water_bytes = 0
         """The most bytes that were lent at once."""
+        self._most_lent_bytes = 0
         self._requested_bytes = 0
         self._high_water_requested_bytes = 0
         self._unusable_bytes = 0
@@ -149,6 +151,24 @@ class HostPool:
             self._backend.free_host(self._slabs.pop())
         self.allocated_bytes = self.lent_bytes = self.high_water_bytes = 0
         self._requested_bytes = self._high_water_requested_bytes = self._unusable_bytes = 0
+        self._most_lent_bytes = 0
+
+    def take_most_lent(self) -> int:
+        """The most bytes that were lent at once since this was last asked."""
+        most, self._most_lent_bytes = self._most_lent_bytes, self.lent_bytes
+        return most
+
+    def shrink_to(self, nbytes: int) -> None:
+        """Hold one slab of ``nbytes`` bytes in place of all others.
+
+        Nothing may be lent, and every copy must have completed (edge E7). Should the system refuse
+        the slab, the pool grows again as buffers are borrowed.
+        """
+        assert self.lent_bytes == 0
+        self.close()
+        if nbytes:
+            with contextlib.suppress(RuntimeError, MemoryError):
+                self._hold(self._backend.allocate_host(nbytes))
 
     def _lend(self, nbytes: int) -> HostLease:
         size = size_class_bytes(nbytes)
@@ -162,9 +182,11 @@ class HostPool:
         self._lent[id(lease)] = _Lent(lease, span.slab, span.start, nbytes)
         self.lent_bytes += size
         self._requested_bytes += nbytes
-        if self.lent_bytes > self.high_water_bytes:
-            self.high_water_bytes = self.lent_bytes
-            self._high_water_requested_bytes = self._requested_bytes
+        if self.lent_bytes > self._most_lent_bytes:
+            self._most_lent_bytes = self.lent_bytes
+            if self.lent_bytes > self.high_water_bytes:
+                self.high_water_bytes = self.lent_bytes
+                self._high_water_requested_bytes = self._requested_bytes
         return lease
 
     def _take_back(self) -> None:
@@ -203,11 +225,14 @@ class HostPool:
         except (RuntimeError, MemoryError) as error:
             self._refuse(slab_bytes, error)
             raise HostMemoryFull from error
+        self._hold(slab)
+
+    def _hold(self, slab: torch.Tensor) -> None:
         self._unusable_bytes = self.allocated_bytes - self.lent_bytes
         self._slabs.append(slab)
         self._slab_bytes.append(Bytes.of(slab))
-        self._free.add_slab(slab_bytes)
-        self.allocated_bytes += slab_bytes
+        self._free.add_slab(slab.numel())
+        self.allocated_bytes += slab.numel()
         self.num_allocations += 1
 
     def _refuse(self, slab_bytes: int, error: Exception) -> None:

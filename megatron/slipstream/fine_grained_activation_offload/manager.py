@@ -27,6 +27,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
+from megatron.slipstream.fine_grained_activation_offload.host_shrink import HostShrinker
 from megatron.slipstream.fine_grained_activation_offload.improviser import Improviser
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.fine_grained_activation_offload.markers import (
@@ -85,6 +86,7 @@ class PipelineOffloadManager:
         """The saved activations."""
         self._book = PlanBook(self.store, self.report, options or PolicyOptions())
         self.store.host_pool.limit_bytes = self._book.options.host_memory_limit_bytes
+        self._host_shrinker = HostShrinker(self.store, self._book, self.report)
         self._num_verified_iterations = num_verified_iterations
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
@@ -315,6 +317,7 @@ class PipelineOffloadManager:
             self._finish_without_marks()
         # Also where nothing was marked, as without gradients, or where a chunk is replayed whole.
         self._now = Iteration()
+        self._host_shrinker.end_iteration(self._last_plan)
 
     # A pass that is captured as a whole (chunk_graphs/offloading.py).
 
@@ -607,7 +610,7 @@ class PipelineOffloadManager:
         report, pool = self.report, self.store.host_pool
         report.num_iterations += 1
         self._note_time()
-        report.host_growth_bytes = pool.allocated_bytes - report.host_allocated_bytes
+        report.host_growth_bytes = max(0, pool.allocated_bytes - report.host_allocated_bytes)
         report.host_allocated_bytes = pool.allocated_bytes
         report.host_high_water_bytes = pool.high_water_bytes
         report.host_waste_bytes = pool.waste_bytes

@@ -281,6 +281,10 @@ class PlanBook:
         entry = self._entry_of(plan)
         return entry is not None and (entry.is_settled or not self._store.backend.takes_time)
 
+    def plans(self) -> list[Plan]:
+        """All plans that are kept."""
+        return [entry.plan for entry in self._entries.values()]
+
     def times_of(self, plan: Optional[Plan]) -> Optional[Times]:
         """Of the last iteration that was timed and followed this plan; None if none was."""
         entry = self._entry_of(plan)

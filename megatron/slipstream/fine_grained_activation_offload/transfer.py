@@ -284,6 +284,14 @@ class ActivationStore:
         except HostMemoryFull:
             return None
 
+    def shrink_host_memory(self, nbytes: int) -> None:
+        """Hold one slab of ``nbytes`` bytes of host memory; nothing may be lent.
+
+        Blocks the host until every copy has completed, and while the slab is pinned.
+        """
+        self.copy_streams.finish()
+        self.host_pool.shrink_to(nbytes)
+
     def close(self) -> None:
         """Return the host memory. Nothing that was saved can be read afterwards."""
         self.copy_streams.finish()

@@ -1,0 +1,80 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Host memory that nobody needs any more goes back to the system.
+
+The first iterations move all that may move, and the pool grows by slabs of many buffers. A plan for
+a target or an allowed overhead may need a tenth of that, or nothing. What it needs is known to the
+byte, so once plans are settled one slab of that length takes the place of all others.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Optional
+
+from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.host_slab import slab_bytes_for
+from megatron.slipstream.plan.operations import derive_schedule
+from megatron.slipstream.plan.render import format_bytes
+
+logger = logging.getLogger(__name__)
+
+MIN_SHARE = 0.2
+"""Which part of the host memory has to be of no use. To pin the rest anew takes a while."""
+MAX_TIMES = 3
+"""How often memory is given back: where plans change for ever it would be pinned for ever."""
+NUM_ALIKE = 3
+"""How many iterations in a row have to lend what was planned. Where sizes vary from one to the
+next, nobody knows what the next one needs, and the pool stays as it is."""
+
+
+class HostShrinker:
+    """Looks at the end of each iteration whether host memory can go.
+
+    Args:
+        store: Holds the host memory.
+        book: Knows the plans.
+        report: Says how many plans have been made.
+    """
+
+    def __init__(self, store: ActivationStore, book: PlanBook, report: RankReport) -> None:
+        self._store = store
+        self._book = book
+        self._report = report
+        self._num_times = 0
+        self._num_alike = 0
+        self._num_plans = 0
+        self._is_decided = False
+        """Nothing is to be done while the plans are what they are."""
+
+    def end_iteration(self, plan: Optional[Plan]) -> None:
+        """An iteration like that of ``plan`` has ended."""
+        pool = self._store.host_pool
+        most_lent = pool.take_most_lent()
+        if self._num_plans != self._report.num_plans:
+            self._num_plans = self._report.num_plans
+            self._is_decided = self._num_times == MAX_TIMES
+            self._num_alike = 0
+        elif not self._is_decided and plan is not None:
+            self._num_alike = self._num_alike + 1 if most_lent == plan.peak_host_bytes else 0
+            if self._num_alike >= NUM_ALIKE and self._book.is_settled(plan) and not pool.lent_bytes:
+                self._is_decided = True
+                self._shrink()
+
+    def _shrink(self) -> None:
+        held = self._store.host_pool.allocated_bytes
+        needed = slab_bytes_for([derive_schedule(plan) for plan in self._book.plans()])
+        if held - needed < max(MIN_SHARE * held, self._store.backend.host_slab_bytes):
+            return
+        self._num_times += 1
+        self._store.shrink_host_memory(needed)
+        logger.info(
+            "rank %d: the plans need %s of host memory; of the %s that were held the rest is "
+            "given back",
+            self._report.rank,
+            format_bytes(needed),
+            format_bytes(held),
+        )
