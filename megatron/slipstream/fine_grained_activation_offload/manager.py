@@ -317,7 +317,6 @@ class PipelineOffloadManager:
             self._finish_without_marks()
         # Also where nothing was marked, as without gradients, or where a chunk is replayed whole.
         self._now = Iteration()
-        self._host_shrinker.end_iteration(self._last_plan)
 
     # A pass that is captured as a whole (chunk_graphs/offloading.py).
 
@@ -475,6 +474,7 @@ class PipelineOffloadManager:
         if not is_trial:  # else the figures are those of its neighbour
             self.report.modules, self.report.late_groups = {}, {}
         self._update_report()
+        self._host_shrinker.end_iteration(self._last_plan)
 
     def _begin_iteration(self) -> None:
         plan = self._now.plan = self._next_plan
@@ -580,6 +580,7 @@ class PipelineOffloadManager:
         self._clear_iteration()
         # The allocator is asked at every mark only while there is something to learn from it.
         self._recorder.reads_memory = False
+        self._host_shrinker.end_iteration(self._last_plan)
 
     def _stop_watching(self) -> None:
         self._now.watch = self.store.copy_streams.timings = None

@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 from host_bound import Engine, HostBound, train
-from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
+from toy_model import SCHEDULES, all_equal, make_chunks, micro_batch, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload import host_shrink
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
@@ -69,6 +69,18 @@ def test_what_the_plans_do_not_need_is_given_back(caplog: pytest.LogCaptureFixtu
     assert manager.report.total.num_groups_moved > 0
     pool = manager.store.host_pool
     assert backend.held_bytes == pool.allocated_bytes == held, "and is not needed again"
+
+
+def test_passes_without_gradients_in_between_change_nothing() -> None:
+    backend = SmallSlabs()
+    manager = PipelineOffloadManager(backend)
+    chunk = make_chunks(1)[0]
+    for _ in range(1 + NUM_ALIKE):
+        run_schedule([chunk], SCHEDULE, manager)
+        with torch.no_grad():
+            chunk(micro_batch(0), manager)
+        manager.reset()
+    assert backend.num_freed > 0
 
 
 def test_what_little_there_is_stays() -> None:
