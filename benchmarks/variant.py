@@ -395,6 +395,7 @@ def report_fields(manager: Any) -> dict[str, Any]:
         # From the first mark to the end, by the plan and in an iteration that followed it.
         "planned_ms": manager.report.planned_ms,
         "followed_ms": manager.report.measured_ms,
+        "tried": [asdict(trial) for trial in manager.report.tried],
         "plan_notes": list(manager.plan.notes) if manager.plan is not None else [],
     }
 

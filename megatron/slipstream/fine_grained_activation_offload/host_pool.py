@@ -94,8 +94,6 @@ class HostPool:
         self._is_busy = False
         self.allocated_bytes = 0
         """Host memory that the pool holds, lent or not."""
-        self.num_allocations = 0
-        """Slabs ever allocated: constant in steady state."""
         self.lent_bytes = 0
         """Bytes of the buffers now lent."""
         self.high_water_bytes = 0
@@ -105,6 +103,11 @@ class HostPool:
         self._high_water_requested_bytes = 0
         self._unusable_bytes = 0
         """Bytes that were free when the last slab was added."""
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs that the pool holds: constant in steady state."""
+        return len(self._slabs)
 
     @property
     def waste_bytes(self) -> int:
@@ -233,7 +236,6 @@ class HostPool:
         self._slab_bytes.append(Bytes.of(slab))
         self._free.add_slab(slab.numel())
         self.allocated_bytes += slab.numel()
-        self.num_allocations += 1
 
     def _refuse(self, slab_bytes: int, error: Exception) -> None:
         """Ask for no more: each attempt takes long, and the system has none to spare."""

@@ -616,7 +616,7 @@ class PipelineOffloadManager:
         report.host_high_water_bytes = pool.high_water_bytes
         report.host_waste_bytes = pool.waste_bytes
         report.host_memory_limit_bytes = pool.limit_bytes
-        report.num_host_allocations = pool.num_allocations
+        report.num_host_allocations = pool.num_slabs
         report.graphs = self.graphs.modules
         report.graph_host_bytes = self.graphs.pool.allocated_bytes if self.graphs.pool else 0
         if self._last_plan is not None:

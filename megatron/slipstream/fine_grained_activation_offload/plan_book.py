@@ -22,7 +22,11 @@ from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     Overhead,
 )
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
-from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.report import (
+    MAX_TRIED_SHOWN,
+    RankReport,
+    TriedPlan,
+)
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
     NUM_TIMED,
@@ -199,6 +203,7 @@ class PlanBook:
         self.options = options
         self._entries.clear()
         self._last_steps = None
+        self._report.tried = []
         return True
 
     def find(self, steps: Steps) -> Optional[Plan]:
@@ -367,6 +372,16 @@ class PlanBook:
     def _end_trial(self, entry: _Entry, trial: CostTrial, is_affordable: bool) -> None:
         percent, error = trial.overhead
         entry.trial = None
+        self._report.tried.append(
+            TriedPlan(
+                entry.num_moving,
+                len(entry.plan.groups),
+                entry.plan.moved_nbytes,
+                round(percent, 2),
+                round(error, 2),
+            )
+        )
+        del self._report.tried[:-MAX_TRIED_SHOWN]
         log = logger.info if self._report.rank == 0 else logger.debug
         log(
             "tried out: with %d of %d groups moving, an iteration takes %.2f%% (± %.2f) longer "

@@ -38,6 +38,24 @@ class ModuleCounters:
     """Time the compute stream waited for copies (measured in one iteration; 0 without a GPU)."""
 
 
+MAX_TRIED_SHOWN = 20
+"""Of the plans that were tried out, how many are in a report."""
+
+
+@dataclass
+class TriedPlan:
+    """A plan for an allowed overhead, in iterations in turn with others without the engine."""
+
+    num_groups_moved: int
+    num_groups: int
+    moved_bytes: int
+    """Each way."""
+    percent: float
+    """By how much they were longer."""
+    standard_error: float
+    """Of that figure, in percent."""
+
+
 @dataclass
 class RankReport:
     """One rank's figures of its last complete iteration."""
@@ -60,12 +78,14 @@ class RankReport:
     if that was not tried. See ``cost_trial``."""
     tried_standard_error: float = 0.0
     """Of that figure, in percent."""
+    tried: list[TriedPlan] = field(default_factory=list)
+    """What was tried for the newest options, the first one first: most too dear, or all of them."""
     host_allocated_bytes: int = 0
     """Host memory that the pool holds."""
     host_growth_bytes: int = 0
     """What it grew by in the iteration: 0 in steady state."""
     host_high_water_bytes: int = 0
-    """The most that was lent at once, in any iteration."""
+    """The most that was lent at once, since host memory was last given back."""
     host_waste_bytes: int = 0
     """Of what the pool holds at the high-water mark, what could serve nobody: see [Note: Waste of
     host memory] in ``host_pool``."""
@@ -164,7 +184,7 @@ class Report:
             lines.append("in graphs: per replay of all of a rank's CUDA graphs, beside the total")
         lines += [_host_memory(rank) for rank in self.ranks]
         lines += [_times(rank) for rank in self.ranks if rank.measured_ms]
-        lines += [_tried(rank) for rank in self.ranks if rank.tried_percent is not None]
+        lines += [line for rank in self.ranks for line in _tried(rank)]
         for rank in self.ranks[:1]:
             lines.append(f"iterations: {rank.num_iterations}, plans made: {rank.num_plans}")
             if rank.plan:
@@ -262,11 +282,14 @@ def _times(rank: RankReport) -> str:
     return f"{text}, {rank.planned_ms:.1f} ms planned" if rank.planned_ms else text
 
 
-def _tried(rank: RankReport) -> str:
-    return (
-        f"offloading of rank {rank.rank}, tried out: {rank.tried_percent:+.2f}% "
-        f"(± {rank.tried_standard_error:.2f}) against iterations without it"
-    )
+def _tried(rank: RankReport) -> list[str]:
+    return [
+        f"offloading of rank {rank.rank}, tried out: {trial.percent:+.2f}% "
+        f"(± {trial.standard_error:.2f}) against iterations without it, with "
+        f"{trial.num_groups_moved} of {trial.num_groups} groups moving "
+        f"({format_bytes(trial.moved_bytes)} each way)"
+        for trial in rank.tried
+    ]
 
 
 def _row(rank: int, name: str, item: ModuleCounters) -> list[str]:

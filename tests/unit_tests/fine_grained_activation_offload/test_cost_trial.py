@@ -12,6 +12,7 @@ from host_bound import NUM_PASSES, PASS_MS, Engine, HostBound, train
 
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     MAX_PAIRS,
+    MAX_TRIALS,
     MIN_PAIRS,
     CostTrial,
 )
@@ -26,6 +27,11 @@ def test_what_costs_next_to_nothing_moves() -> None:
     assert engine.clock.num_copies > copied
     assert engine.report.tried_percent is not None
     assert 0 < engine.report.tried_percent < 1.0
+    (trial,) = engine.report.tried
+    assert trial.percent == round(engine.report.tried_percent, 2)
+    assert trial.num_groups_moved == engine.num_moving
+    assert engine.plan is not None
+    assert trial.moved_bytes == engine.plan.moved_nbytes
 
 
 def test_what_costs_too_much_is_declined_and_the_engine_left_out() -> None:
@@ -35,6 +41,10 @@ def test_what_costs_too_much_is_declined_and_the_engine_left_out() -> None:
     assert engine.num_moving == 0
     assert "nothing moves" in engine.report.notes[0]
     assert engine.report.tried_percent is None, "of what moves now, nothing was tried"
+    assert all(trial.percent > 1.0 for trial in engine.report.tried)
+    moved = [trial.num_groups_moved for trial in engine.report.tried]
+    assert moved == sorted(moved, reverse=True)
+    assert len(moved) <= MAX_TRIALS
     copied, num_iterations = engine.clock.num_copies, engine.report.num_iterations
     engine._advance = None  # type: ignore[assignment, method-assign]  # no mark may come to it
     took_ms = train(engine, 4)

@@ -169,7 +169,7 @@ def test_memory_of_many_small_buffers_serves_a_large_one(pool: HostPool) -> None
     for lease in small:
         pool.give_back(lease)
     pool.borrow(SLAB)
-    assert pool.num_allocations == 1
+    assert pool.num_slabs == 1
 
 
 def test_memory_of_a_large_buffer_serves_many_small_ones(pool: HostPool) -> None:
@@ -177,7 +177,7 @@ def test_memory_of_a_large_buffer_serves_many_small_ones(pool: HostPool) -> None
     slab_bytes = pool.allocated_bytes
     for _ in range(slab_bytes // (16 * KIB)):
         pool.borrow(16 * KIB)
-    assert pool.num_allocations == 1
+    assert pool.num_slabs == 1
 
 
 def test_a_new_buffer_has_nobody_to_wait_for(pool: HostPool) -> None:
@@ -345,11 +345,11 @@ def test_the_number_of_slabs_is_constant_although_sizes_vary_from_step_to_step(
     )
     for _ in range(10):
         iterations.run(pool)
-    num_slabs, high_water_bytes = pool.num_allocations, pool.high_water_bytes
+    num_slabs, high_water_bytes = pool.num_slabs, pool.high_water_bytes
     for _ in range(40):
         iterations.run(pool)
     # More is only taken where more is lent than ever before.
-    assert pool.num_allocations <= num_slabs + (pool.high_water_bytes > high_water_bytes)
+    assert pool.num_slabs <= num_slabs + (pool.high_water_bytes > high_water_bytes)
 
 
 def test_buffers_that_run_out_while_others_are_free_take_their_space(pool: HostPool) -> None:
@@ -361,12 +361,12 @@ def test_buffers_that_run_out_while_others_are_free_take_their_space(pool: HostP
         for lease in rng.sample(leases, len(leases)):
             pool.give_back(lease)
         assert step == 0 or pool.allocated_bytes <= 5000 * KIB
-    num_slabs = pool.num_allocations
+    num_slabs = pool.num_slabs
     for nbytes in (7 * KIB, 59 * KIB, 31 * KIB):
         leases = [pool.borrow(nbytes) for _ in range(4000 * KIB // size_class_bytes(nbytes))]
         for lease in leases:
             pool.give_back(lease)
-    assert pool.num_allocations == num_slabs
+    assert pool.num_slabs == num_slabs
 
 
 # The limit.
@@ -465,7 +465,7 @@ def test_allocated_bytes_are_those_of_the_backend(pool: HostPool, backend: Count
     for nbytes in (1, 5000, 300_000, 6_000_000):
         pool.borrow(nbytes)
     assert pool.allocated_bytes == sum(backend.alive.values())
-    assert pool.num_allocations == len(backend.alive) == 3
+    assert pool.num_slabs == len(backend.alive) == 3
 
 
 @pytest.mark.parametrize("given_back", [True, False], ids=["free", "lent"])

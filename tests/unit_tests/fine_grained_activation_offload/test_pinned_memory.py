@@ -91,7 +91,7 @@ def test_copies_to_every_buffer_of_a_slab_do_not_hold_up_the_host() -> None:
     before the page that the slab begins on.)"""
     pool = HostPool(CudaBackend())
     leases = [pool.borrow(nbytes) for nbytes in (5000, 1 << 20, 64 << 20)]
-    assert pool.num_allocations == 1
+    assert pool.num_slabs == 1
     stream = torch.cuda.Stream()
     for lease in leases:
         source = torch.ones(lease.buffer.nbytes, dtype=torch.uint8, device="cuda")

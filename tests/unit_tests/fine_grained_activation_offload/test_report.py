@@ -15,6 +15,7 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
     ModuleCounters,
     RankReport,
     Report,
+    TriedPlan,
 )
 from megatron.slipstream.plan.policy import PolicyOptions
 
@@ -55,6 +56,8 @@ def make_rank(rank: int, modules: Sequence[str] = ("core_attn", "attn_proj")) ->
         num_plans=2,
         options=PolicyOptions(release_lag=2, max_overhead_percent=1.5),
         notes=["it is so"],
+        tried_percent=0.5,
+        tried=[TriedPlan(2, 3, MIB, 0.5, 0.25)],
         step_ms=[1.25, 2.0],
         step_stall_ms=[0.5, 0.0],
         step_peak_bytes=[90, 110],
@@ -310,6 +313,10 @@ def test_planned_and_measured_times_are_shown_where_there_are_any() -> None:
 
 
 def test_what_was_tried_out_is_shown() -> None:
-    tried = Report([RankReport(rank=2, tried_percent=0.625, tried_standard_error=0.125)])
-    assert "offloading of rank 2, tried out: +0.62% (± 0.12)" in tried.render()
+    trials = [TriedPlan(28, 96, 12 << 30, 3.5, 0.2), TriedPlan(4, 96, 4 << 30, 0.625, 0.125)]
+    lines = Report([RankReport(rank=2, tried=trials)]).render().splitlines()
+    dear, kept = (line for line in lines if "tried out" in line)
+    assert dear.startswith("offloading of rank 2, tried out: +3.50% (± 0.20)")
+    assert kept.startswith("offloading of rank 2, tried out: +0.62% (± 0.12)")
+    assert dear.endswith("with 28 of 96 groups moving (12.0 GiB each way)")
     assert "tried out" not in Report([RankReport(rank=2)]).render()

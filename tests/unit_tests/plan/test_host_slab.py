@@ -59,7 +59,7 @@ def test_all_buffers_of_an_iteration_come_from_the_slab_again_and_again(seed: in
     for _ in range(3):
         for schedule in schedules:
             run(pool, schedule)
-    assert pool.num_allocations == 1
+    assert pool.num_slabs == 1
     assert pool.high_water_bytes == most
 
 
