@@ -27,13 +27,22 @@ NUM_PASSES = 3
 
 
 class HostBound(TimedBackend):
-    """Its clock goes on only where the host works: for each pass, and for each group's copies."""
+    """Its clock goes on only where the host works: for each pass, and for each group's copies.
 
-    def __init__(self, copy_ms: float, obtainable: Optional[int] = None) -> None:
+    Args:
+        copy_ms: For a group's copies one way.
+        obtainable: Device memory.
+        ms_per_kib: For what they copy.
+    """
+
+    def __init__(
+        self, copy_ms: float, obtainable: Optional[int] = None, ms_per_kib: float = 0.0
+    ) -> None:
         super().__init__()
         self.now_ms = 0.0
         self.num_copies = 0
         self._copy_ms = copy_ms
+        self._ms_per_kib = ms_per_kib
         self._obtainable = obtainable
 
     def timed_event(self, stream: Stream) -> Event:
@@ -45,6 +54,7 @@ class HostBound(TimedBackend):
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
         super().run_copies(copies, stream)
         self.now_ms += self._copy_ms
+        self.now_ms += self._ms_per_kib * sum(source.nbytes for _, source in copies) / 1024
         self.num_copies += len(copies)
 
     def obtainable_bytes(self) -> Optional[int]:

@@ -8,8 +8,8 @@ where the host sets the pace; nor that launches take longer while the link is bu
 take power from a GPU which is short of it. An allowed overhead is a promise about all of it. So a
 plan that is made for one is tried: in turn an iteration follows it and an iteration leaves the
 engine out altogether. What it costs beyond the waits that it foresaw is shared among the groups
-that move, and the next plan has to afford that for each of its own; from the second one on all that
-it costs is.
+that move, and among their bytes, and the next plan has to afford that for its own groups and for
+its own bytes; from the second one on all that it costs is.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ MAX_PAIRS = 24
 
 MAX_TRIALS = 4
 """Plans of a sequence of marks that are tried. If the last one is too dear too, nothing moves."""
+
+MARGIN = 0.1
+"""What the next plan stays below its limit by, as a share of what this one cost: a trial errs by
+as much."""
 
 RESOLUTION_PERCENT = 0.25
 """A lower overhead is not told apart from none."""

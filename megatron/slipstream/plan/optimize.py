@@ -73,7 +73,7 @@ class Choice:
 
     def cost_ms(self, workload: Workload) -> float:
         """By how much it lengthens an iteration: waits, and what each group takes."""
-        return self.timing.stall_ms + len(self.moving) * workload.trace.ms_per_moved_group
+        return self.timing.stall_ms + workload.moving_cost_ms(self.moving)
 
 
 def choose_as_given(
@@ -197,7 +197,7 @@ def choose_for_time(
 
     Of plans with the same peak, the one that moves least.
     """
-    if workload.trace.ms_per_moved_group:
+    if workload.trace.moving_cost_ms(1, 1):
         movable = _affordable(workload, movable, budget_ms)
     search = _Search(workload, movable)
     lower = search.limits.lowest_peak_bytes(budget_ms)
@@ -402,28 +402,32 @@ class _Search:
 def _affordable(
     workload: Workload, movable: frozenset[GroupKey], budget_ms: float
 ) -> frozenset[GroupKey]:
-    """The groups to choose from where each that moves costs time: those with the most bytes.
+    """The groups to choose from where what moves costs time: those with the most bytes that fit.
 
     The peak is that of the micro-batch with the highest, so as many are taken of one pass as of
-    another.
+    another. A group is taken with those that it shares storages with, which move only if all their
+    holders do, or alone if there is no room for so many.
     """
+    trace = workload.trace
     jobs = sorted(workload.jobs(movable), key=lambda job: (-job.out_bytes, job.key.group, job.key))
-    number = int(budget_ms / workload.trace.ms_per_moved_group)
-    passes = {job.key.chunk_pass for job in jobs}
-    per_pass = dict.fromkeys(passes, number // max(1, len(passes)))
-    chosen = set()
+    nbytes = {job.key: job.out_bytes for job in jobs}
+    num_passes = len({key.chunk_pass for key in nbytes})
+    taken: dict[int, set[GroupKey]] = {key.chunk_pass: set() for key in nbytes}
     for job in jobs:
-        if per_pass[job.key.chunk_pass] > 0:
-            per_pass[job.key.chunk_pass] -= 1
-            chosen.add(job.key)
-    # What shares a storage moves together or not at all.
-    holders = workload.trace.storages
-    groups = workload.trace.group_by_key
-    return frozenset(
-        key
-        for key in chosen
-        if all(chosen.issuperset(holders[item].holders) for item in groups[key].storages)
-    )
+        of_pass = taken[job.key.chunk_pass]
+        sharing = {
+            holder
+            for item in trace.group_by_key[job.key].storages
+            for holder in trace.storages[item].holders
+            if holder in nbytes and holder.chunk_pass == job.key.chunk_pass
+        }
+        for more in (sharing, {job.key}):
+            wanted = of_pass | more
+            moved = sum(nbytes[key] for key in wanted)
+            if trace.moving_cost_ms(num_passes * len(wanted), num_passes * moved) <= budget_ms:
+                of_pass |= more
+                break
+    return fitting_groups(workload, frozenset().union(*taken.values()))
 
 
 def _by_time_away(workload: Workload, movable: Collection[GroupKey]) -> list[Job]:

@@ -204,9 +204,12 @@ def _selection(
 
 
 def _host_cost(trace: Trace) -> str:
-    if not trace.ms_per_moved_group:
+    if not trace.moving_cost_ms(1, 1):
         return ""
-    return f" (as measured, each group that moves adds {trace.ms_per_moved_group:.2g} ms)"
+    return (
+        f" (as measured, each group that moves adds {trace.ms_per_moved_group:.2g} ms, or each GB "
+        f"{trace.ms_per_moved_gb:.2g} ms, whichever is more)"
+    )
 
 
 def _target(target_bytes: int) -> str:

@@ -215,11 +215,12 @@ def _work(plan: Plan, operations: Sequence[Operation]) -> list[float]:
     """What each operation has to do: milliseconds of computation, or bytes of a copy."""
     trace = plan.trace
     step_ms = list(trace.step_ms)
-    if trace.ms_per_moved_group:
-        for group in plan.groups:
-            if group.moves:
-                for step in (group.commit_step, group.use_step):
-                    step_ms[step] += trace.ms_per_moved_group / 2
+    moving = [group for group in plan.groups if group.moves]
+    cost_ms = trace.moving_cost_ms(len(moving), plan.moved_nbytes)
+    if cost_ms:
+        for group in moving:
+            for step in (group.commit_step, group.use_step):
+                step_ms[step] += cost_ms / len(moving) / 2
     work: list[float] = [0.0] * len(operations)
     for index, (kind, step, _, storages) in enumerate(operations):
         if kind is OpKind.COMPUTE:

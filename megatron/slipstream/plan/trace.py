@@ -175,6 +175,9 @@ class Trace:
     ms_per_moved_group: float = 0.0
     """By how much moving one more group lengthens an iteration beside waits for copies: where the
     host sets the pace, what it does for a group costs time."""
+    ms_per_moved_gb: float = 0.0
+    """The same for each 1e9 bytes that leave and come back: where the device is busy, copies take
+    power and memory bandwidth from it. Of the two figures that which gives more counts."""
 
     @cached_property
     def group_by_key(self) -> dict[GroupKey, GroupTrace]:
@@ -191,6 +194,15 @@ class Trace:
     def step_index(self) -> dict[tuple[StepKind, GroupKey], int]:
         """Where each mark of each group lies in :attr:`steps`."""
         return {(step.kind, step.key): index for index, step in enumerate(self.steps)}
+
+    def moving_cost_ms(self, num_groups: int, nbytes: int) -> float:
+        """By how much moving lengthens an iteration beside waits for copies.
+
+        Args:
+            num_groups: That move.
+            nbytes: That they move, each way.
+        """
+        return max(num_groups * self.ms_per_moved_group, nbytes / 1e9 * self.ms_per_moved_gb)
 
     def uses(self) -> Sequence[Step]:
         """The backward uses, in order."""

@@ -134,6 +134,13 @@ class Workload:
             if wanted.issuperset(storage.holders) and self.windows[index] is not None
         ]
 
+    def moving_cost_ms(self, moving: Collection[GroupKey]) -> float:
+        """By how much moving these groups lengthens an iteration beside waits for copies."""
+        nbytes = 0
+        if self.trace.ms_per_moved_gb:
+            nbytes = sum(self.trace.storages[item].nbytes for item in self.moving_storages(moving))
+        return self.trace.moving_cost_ms(len(moving), nbytes)
+
     @cached_property
     def windows(self) -> list[Window | None]:
         """For each storage when it can be away; None if it never can."""

@@ -178,6 +178,7 @@ def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
         step_ms=step_ms,
         bandwidth=Bandwidth(*[AT_ONCE_GB_PER_S] * 4),
         ms_per_moved_group=0.0,
+        ms_per_moved_gb=0.0,
     )
     simulation = simulate(replace(plan, trace=spread))
     unit: Literal["ms", "marks"] = "ms" if is_measured else "marks"

@@ -10,7 +10,11 @@ import pytest
 from make_trace import DEFAULT_NBYTES, Model, one_pass, timed, with_saved_bytes_as_memory
 from timed_backend import TimedBackend
 
-from megatron.slipstream.fine_grained_activation_offload.cost_trial import MIN_PAIRS, CostTrial
+from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
+    MARGIN,
+    MIN_PAIRS,
+    CostTrial,
+)
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.plan_book import _Entry
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_WARMUPS, Times
@@ -74,8 +78,10 @@ def test_waits_that_a_plan_foresaw_are_no_cost_of_its_groups_at_first(
     book._entries[trace.steps] = entry
     book._end_trial(entry, trial, is_affordable=False)
     again = book._entries[trace.steps]
-    costs_ms = percent - (0 if counts_waits else waits_ms)
+    costs_ms = (1 + MARGIN) * (percent - (0 if counts_waits else waits_ms))
     assert again.plan.trace.ms_per_moved_group == pytest.approx(costs_ms / entry.num_moving)
+    moved_gb = plan.moved_nbytes / 1e9
+    assert again.plan.trace.ms_per_moved_gb == pytest.approx(costs_ms / moved_gb)
     assert again.num_trials == num_trials
 
 

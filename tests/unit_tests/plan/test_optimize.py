@@ -576,9 +576,48 @@ def test_groups_that_cost_host_time_are_chosen_by_their_bytes_as_long_as_they_fi
     assert "each group that moves adds" in note
 
 
+def test_bytes_that_cost_time_move_as_long_as_they_fit() -> None:
+    # Of all 67 MB, 20 may move; and of seven groups, four.
+    sizes = [MB, 20 * MB, 2 * MB, 30 * MB, 10 * MB, 3 * MB, MB]
+    nbytes = {f"own {group}": size for group, size in enumerate(sizes)}
+    trace = with_saved_bytes_as_memory(one_pass(Model(num_layers=7, nbytes=nbytes)))
+    trace = timed(trace, 10.0, 50.0)
+    budget_ms = 0.01 * sum(trace.step_ms)
+    limited = PolicyOptions(max_overhead_percent=1.0)
+    by_bytes = replace(trace, ms_per_moved_gb=budget_ms / 0.02)
+    assert 0 < build_plan(by_bytes, limited).moved_nbytes <= 20 * MB
+    both = replace(by_bytes, ms_per_moved_group=budget_ms / 1.5)
+    plan = build_plan(both, limited)
+    assert moving(plan) == {1}
+    assert simulate(plan).overhead_percent == pytest.approx(1.0)
+    half = build_plan(replace(both, ms_per_moved_gb=budget_ms / 0.01), limited)
+    assert moving(half) == {4}
+    assert simulate(half).overhead_percent == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("num_affordable", "expected"), [(1, {0}), (2, {0, 1}), (3, {0, 1, 4})])
+def test_what_is_affordable_moves_with_what_it_shares_storages_with_if_there_is_room(
+    num_affordable: int, expected: set[int]
+) -> None:
+    sizes = {"big": 9 * MB, "shared": MB, "small": MB, "middle": 4 * MB, "last": 20 * MB}
+    saves = {0: ["big", "shared"], 1: ["shared"], 2: ["small"], 3: [], 4: ["middle"], 5: ["last"]}
+    model = Model(num_layers=6, saves=saves, nbytes=sizes, held_outside=["last"])
+    trace = with_saved_bytes_as_memory(one_pass(model), OTHER_BYTES)
+    trace = timed(trace, 10.0, 50.0)
+    each_ms = 0.01 * sum(trace.step_ms) / (num_affordable + 0.5)
+    plan = build_plan(
+        replace(trace, ms_per_moved_group=each_ms), PolicyOptions(max_overhead_percent=1.0)
+    )
+    assert moving(plan) == expected
+
+
 def test_a_simulated_iteration_takes_longer_by_what_its_groups_cost() -> None:
     trace = timed(one_pass(Model(num_layers=4)), 10.0, 50.0)
     plan = build_plan(trace, PolicyOptions())
     costly = replace(plan, trace=replace(plan.trace, ms_per_moved_group=2.0))
     more = simulate(costly).total_ms - simulate(plan).total_ms
     assert more == pytest.approx(2.0 * len(moving(plan)))
+    costlier = replace(plan, trace=replace(costly.trace, ms_per_moved_gb=1e7))
+    more = simulate(costlier).total_ms - simulate(plan).total_ms
+    assert more == pytest.approx(plan.moved_nbytes / 1e2)
+    assert more > 2.0 * len(moving(plan))
