@@ -16,7 +16,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from typing import NamedTuple, Optional
+
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.trace import Trace
 
 MIN_PAIRS = 6
 MAX_PAIRS = 24
@@ -91,3 +96,35 @@ class CostTrial:
         if is_clear or error <= RESOLUTION_PERCENT or len(self._ratios) >= MAX_PAIRS:
             return percent <= self.max_percent
         return None
+
+
+def trace_after(plan: Plan, trial: CostTrial, number: int) -> Trace:
+    """What to make the next plan from, after one was too dear.
+
+    Whether it is groups or bytes that cost so much nobody knows. Of both a part costs a part.
+
+    Args:
+        plan: That was tried.
+        trial: What it cost.
+        number: Of the trial, from 1 on.
+    """
+    off_ms = statistics.median(trial.off_ms)
+    cost_ms = trial.overhead.percent / 100 * off_ms
+    if number == 1:
+        # The next plan foresees its own waits. If that is too dear, too, it pays for all.
+        cost_ms = max(0.0, cost_ms - simulate(plan).stall_ms)
+    cost_ms *= 1 + MARGIN
+    per_group_ms = cost_ms / sum(group.moves for group in plan.groups)
+    # Groups may move in name only, for lack of others that hold the same storages.
+    per_gb_ms = cost_ms / (plan.moved_nbytes / 1e9) if plan.moved_nbytes else 0.0
+    if number >= MAX_TRIALS:
+        budget_ms = trial.max_percent / 100 * off_ms
+        per_group_ms = max(per_group_ms, 2 * budget_ms)
+    before = plan.trace
+    own_ms = sum(before.step_ms)
+    return replace(
+        before,
+        step_ms=tuple(ms * off_ms / own_ms for ms in before.step_ms),
+        ms_per_moved_group=max(per_group_ms, before.ms_per_moved_group),
+        ms_per_moved_gb=max(per_gb_ms, before.ms_per_moved_gb),
+    )

@@ -17,10 +17,9 @@ from typing import Optional
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
 from megatron.slipstream.fine_grained_activation_offload.copy_rates import rates_beside_compute
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
-    MARGIN,
-    MAX_TRIALS,
     CostTrial,
     Overhead,
+    trace_after,
 )
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
 from megatron.slipstream.fine_grained_activation_offload.report import (
@@ -397,24 +396,7 @@ class PlanBook:
             entry.tried = trial.overhead
             self.report_plan(entry.plan)
             return
-        # Whether it is groups or bytes that cost so much nobody knows. Of both a part costs a part.
-        off_ms = statistics.median(trial.off_ms)
-        budget_ms, excess_ms = trial.max_percent / 100 * off_ms, percent / 100 * off_ms
-        if entry.num_trials == 1:
-            # The next plan foresees its own waits. If that is too dear, too, it pays for all.
-            excess_ms = max(0.0, excess_ms - simulate(entry.plan).stall_ms)
-        excess_ms *= 1 + MARGIN
-        per_group_ms = excess_ms / entry.num_moving
-        per_gb_ms = excess_ms / (entry.plan.moved_nbytes / 1e9)
-        if entry.num_trials >= MAX_TRIALS:
-            per_group_ms = max(per_group_ms, 2 * budget_ms)
-        own_ms = sum(entry.plan.trace.step_ms)
-        trace = replace(
-            entry.plan.trace,
-            step_ms=tuple(ms * off_ms / own_ms for ms in entry.plan.trace.step_ms),
-            ms_per_moved_group=max(per_group_ms, entry.plan.trace.ms_per_moved_group),
-            ms_per_moved_gb=max(per_gb_ms, entry.plan.trace.ms_per_moved_gb),
-        )
+        trace = trace_after(entry.plan, trial, entry.num_trials)
         self.make(trace)
         again = self._entries[trace.steps]
         again.num_rounds, again.num_trials = MAX_ROUNDS, entry.num_trials
