@@ -115,8 +115,7 @@ def trace_after(plan: Plan, trial: CostTrial, number: int) -> Trace:
         cost_ms = max(0.0, cost_ms - simulate(plan).stall_ms)
     cost_ms *= 1 + MARGIN
     per_group_ms = cost_ms / sum(group.moves for group in plan.groups)
-    # Groups may move in name only, for lack of others that hold the same storages.
-    per_gb_ms = cost_ms / (plan.moved_nbytes / 1e9) if plan.moved_nbytes else 0.0
+    per_gb_ms = cost_ms / (plan.moved_nbytes / 1e9)
     if number >= MAX_TRIALS:
         budget_ms = trial.max_percent / 100 * off_ms
         per_group_ms = max(per_group_ms, 2 * budget_ms)

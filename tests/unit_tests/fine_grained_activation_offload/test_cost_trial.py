@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 from host_bound import NUM_PASSES, PASS_MS, Engine, HostBound, train
-from make_trace import Model, one_pass, timed
 
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
-    MARGIN,
     MAX_PAIRS,
     MAX_TRIALS,
     MIN_PAIRS,
     CostTrial,
-    trace_after,
 )
-from megatron.slipstream.plan.build import build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
 
 
 def test_what_costs_next_to_nothing_moves() -> None:
@@ -168,18 +163,3 @@ def test_an_iteration_of_another_kind_is_compared_with_nothing() -> None:
         trial.note_without(50.0)
         trial.note_with(None)
     assert trial.off_ms == []
-
-
-def test_groups_that_move_in_name_only_cost_nothing_by_bytes() -> None:
-    model = Model(num_layers=2, saves={0: ["shared"], 1: ["shared"]}, nbytes={"shared": 1000})
-    trace = timed(one_pass(model), 1.0, 1.0)
-    plan = build_plan(trace, PolicyOptions(activation_offload_fraction=0.5))
-    assert [group.moves for group in plan.groups] == [True, False]
-    assert plan.moved_nbytes == 0
-    trial = CostTrial(1.0)
-    for _ in range(MIN_PAIRS + 1):
-        trial.note_with(20.0)
-        trial.note_without(10.0)
-    after = trace_after(plan, trial, 1)
-    assert after.ms_per_moved_group == pytest.approx(10.0 * (1 + MARGIN))
-    assert after.ms_per_moved_gb == 0.0
