@@ -20,7 +20,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
 )
 from megatron.slipstream.plan.policy import PolicyOptions
 
-NUM_ITERATIONS = (MAX_ROUNDS + MAX_TRIALS + 1) * (NUM_WARMUPS + NUM_TIMED + 2 * (MIN_PAIRS + 2))
+MAX_ITERATIONS = (MAX_ROUNDS + MAX_TRIALS + 1) * (NUM_WARMUPS + NUM_TIMED + 2 * (MIN_PAIRS + 2))
 """As many as all rounds and trials take where times do not vary."""
 PASS_MS = 10.0
 NUM_PASSES = 3
@@ -78,13 +78,20 @@ class Engine(PipelineOffloadManager):
         return sum(group.moves for group in self.plan.groups)
 
 
-def train(engine: Engine, num_iterations: int = NUM_ITERATIONS) -> list[float]:
-    """Train, compare every gradient, and tell how long the iterations took."""
+def train(engine: Engine, num_iterations: Optional[int] = None) -> list[float]:
+    """Train, compare every gradient, and tell how long the iterations took.
+
+    Args:
+        engine: With or without iterations behind it.
+        num_iterations: None for as many as it takes until its plan is settled.
+    """
     chunks = make_chunks(1)
     expected = run_schedule(chunks, SCHEDULES["accumulation"], None)
-    took_ms = []
-    for _ in range(num_iterations):
+    took_ms: list[float] = []
+    most = MAX_ITERATIONS if num_iterations is None else num_iterations
+    while len(took_ms) < most and (num_iterations is not None or not engine.is_settled):
         begin_ms = engine.clock.now_ms
         assert all_equal(expected, run_schedule(chunks, SCHEDULES["accumulation"], engine))
         took_ms.append(engine.clock.now_ms - begin_ms)
+    assert num_iterations is not None or engine.is_settled
     return took_ms

@@ -112,6 +112,7 @@ def test_where_nothing_moves_nothing_is_held() -> None:
     assert pool.allocated_bytes > 0
     train(engine)
     assert engine.num_moving == 0
+    train(engine, 1 + NUM_ALIKE)
     assert pool.allocated_bytes == 0
 
 
