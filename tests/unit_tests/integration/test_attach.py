@@ -975,4 +975,4 @@ def test_plain_pytorch_needs_no_megatron_core() -> None:
         "train(model, one_backward_each)\n"
         "assert counters(attached)['layers.*'].num_groups_moved == 3\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)
