@@ -150,7 +150,7 @@ class Plan:
             totals.append(total)
         return tuple(totals)
 
-    @property
+    @cached_property
     def peak_host_bytes(self) -> int:
         """The most host memory that is lent at once, in whole buffers."""
         return most_lent_bytes(len(self.trace.steps), _loans(self.storages))

@@ -577,7 +577,7 @@ def test_groups_that_cost_host_time_are_chosen_by_their_bytes_as_long_as_they_fi
 
 
 def test_bytes_that_cost_time_move_as_long_as_they_fit() -> None:
-    # Of all 67 MB, 20 may move; and of seven groups, four.
+    # Of all 67 MB 20 may move; then also one of the seven groups only; then 10 MB.
     sizes = [MB, 20 * MB, 2 * MB, 30 * MB, 10 * MB, 3 * MB, MB]
     nbytes = {f"own {group}": size for group, size in enumerate(sizes)}
     trace = with_saved_bytes_as_memory(one_pass(Model(num_layers=7, nbytes=nbytes)))
