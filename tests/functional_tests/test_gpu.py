@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
+from host_bound import waits_everywhere
 from ranks import run_ranks
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare, skip_without_model
+
+from megatron.slipstream.fine_grained_activation_offload import plan_book
+from megatron.slipstream.fine_grained_activation_offload.backend import Event
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 
 pytestmark = pytest.mark.releases
 
@@ -122,6 +127,28 @@ def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
         if case.kind != "mla":
             planned = pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
             assert result.peak_drop_bytes == planned
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [DENSE, MOE], ids=lambda case: case.kind)
+def test_the_host_waits_too(case: ModelCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does where copies are slowed down: here for all that moves, out and back."""
+    events: list[Event] = []
+    outlast = CudaBackend.outlast
+
+    def note(backend: CudaBackend, event: Event) -> None:
+        outlast(backend, event)
+        events.append(event)
+
+    monkeypatch.setattr(CudaBackend, "outlast", note)
+    monkeypatch.setattr(plan_book, "are_copies_slowed", lambda *_: True)
+    monkeypatch.setattr(plan_book, "host_waits", waits_everywhere)
+    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
+    result = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, dict(MIN_NUMEL))
+    print(f"{case.kind}: {result}, {len(events)} waits")
+    assert result.difference is None
+    assert result.moved_bytes > 0
+    assert events
 
 
 @pytest.mark.gpu

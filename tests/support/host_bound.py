@@ -12,12 +12,14 @@ from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Copy, Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import MAX_TRIALS, MIN_PAIRS
+from megatron.slipstream.fine_grained_activation_offload.host_waits import HostWaits
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
     NUM_TIMED,
     NUM_WARMUPS,
 )
+from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.policy import PolicyOptions
 
 MAX_ITERATIONS = (MAX_ROUNDS + MAX_TRIALS + 1) * (NUM_WARMUPS + NUM_TIMED + 2 * (MIN_PAIRS + 2))
@@ -95,3 +97,13 @@ def train(engine: Engine, num_iterations: Optional[int] = None) -> list[float]:
         took_ms.append(engine.clock.now_ms - begin_ms)
     assert num_iterations is not None or engine.is_settled
     return took_ms
+
+
+def waits_everywhere(plan: Plan, _: object) -> HostWaits:
+    """As if compute waited for every group that moves, at its release and at its use."""
+    return {
+        step: (group.key,)
+        for group in plan.groups
+        if group.moves
+        for step in (group.free_step, group.use_step)
+    }

@@ -139,6 +139,10 @@ class Backend(ABC):
         """Block the host until all work now in ``stream`` is done."""
 
     @abstractmethod
+    def outlast(self, event: Event) -> None:
+        """Block the host until ``event`` has happened."""
+
+    @abstractmethod
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
         """Put ``copies`` into ``stream`` in order. The host does not block."""
 

@@ -332,6 +332,12 @@ class CopyStreams:
         self._wait(Edge.E6, stream, stream_id, copied_in)  # edge E6
         self._backend.drop_device(memory)
 
+    def outlast(self, signals: Iterable[Signal]) -> None:
+        """Block the host until the copies before ``signals`` have ended. Orders nothing."""
+        if not self._graph:
+            for signal in _latest(signals):
+                self._backend.outlast(signal.event)
+
     def forget_waits(self) -> None:
         """Make every wait again from here on: a stream may be another one under the same id."""
         self._waited.clear()

@@ -120,6 +120,9 @@ class CudaBackend(Backend):
     def wait_on_host(self, stream: Stream) -> None:
         stream.synchronize()
 
+    def outlast(self, event: Event) -> None:
+        event.synchronize()
+
     def run_on(self, stream: Stream, work: Callable[[], object]) -> None:
         with torch.cuda.stream(stream):
             work()

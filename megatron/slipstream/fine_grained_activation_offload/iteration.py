@@ -12,6 +12,7 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.host_waits import HostWaits
 from megatron.slipstream.fine_grained_activation_offload.plan_book import Turn, Watch
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.trace import GroupKey, Trace
@@ -32,6 +33,8 @@ class Iteration:
     """What is special about it: the engine may be left out of it."""
     plan: Optional[Plan] = None
     """The plan being followed; None where it is not like any planned one."""
+    host_waits: HostWaits = field(default_factory=dict)
+    """Where the host waits in it, if it follows its plan."""
     watch: Optional[Watch] = None
     """Measures it, if it follows its plan; None where it is not measured."""
     num_steps: int = 0

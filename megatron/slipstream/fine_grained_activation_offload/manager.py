@@ -44,6 +44,7 @@ from megatron.slipstream.plan.build import Action, ActionKind, Plan
 from megatron.slipstream.plan.check import PlanFacts
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import (
+    GroupKey,
     Step,
     StepKind,
 )
@@ -439,6 +440,8 @@ class PipelineOffloadManager:
                 now.watch.begin_step()
             for action in now.plan.actions[index]:
                 self._perform(now.plan, action)
+            if index in now.host_waits:
+                self._wait_on_host(now.host_waits[index])
             if now.watch is not None:
                 now.watch.end_step()
             return
@@ -481,6 +484,7 @@ class PipelineOffloadManager:
         if plan is None:
             self._recorder.reads_memory = True
             return
+        self._now.host_waits = self._book.host_waits_of(plan)
         watch = self._now.watch = self._book.watch(plan)
         if watch is not None and watch.clock is not None:
             self.store.copy_streams.timings = watch.clock.timings
@@ -496,6 +500,7 @@ class PipelineOffloadManager:
                 "the model has to do the same in every micro-batch"
             )
         self._stop_watching()
+        self._now.host_waits = {}
         done = (*departed.trace.steps[:index], step)
         plan = self._book.find_beginning(done)
         if plan is not None:
@@ -550,6 +555,12 @@ class PipelineOffloadManager:
             kept = plan.group_by_key[action.key].kept_storages
             may_move = (lambda position, _: position not in kept) if kept else None
             self.store.copy_out(group, may_move)
+
+    def _wait_on_host(self, keys: Iterable[GroupKey]) -> None:
+        for key in keys:
+            group = self._now.groups.get(key)
+            if group is not None and group.state is not GroupState.OPEN:
+                self.store.outlast_copies(group)
 
     # The life of an iteration.
 

@@ -21,6 +21,11 @@ from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     Overhead,
     trace_after,
 )
+from megatron.slipstream.fine_grained_activation_offload.host_waits import (
+    HostWaits,
+    are_copies_slowed,
+    host_waits,
+)
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
 from megatron.slipstream.fine_grained_activation_offload.report import (
     MAX_TRIED_SHOWN,
@@ -104,6 +109,8 @@ class _Entry:
     plan: Plan
     planned_ms: float = 0.0
     """What an iteration takes as predicted; 0 if the plan was made without times."""
+    host_waits: HostWaits = field(default_factory=dict)
+    """Where the host waits too."""
     num_rounds: int = 0
     """How often it has been made anew from times."""
     num_iterations: int = 0
@@ -187,6 +194,8 @@ class PlanBook:
         """Whole iterations that the device had not ended when the host had."""
         self._turns_to_read: list[tuple[Turn, Event, bool]] = []
         """The same of trials: with the event of its end, and whether it followed its plan."""
+        self._are_copies_slowed = False
+        """Whether they have ever been."""
         self._bandwidth: Optional[Bandwidth] = None
         self._told: set[str] = set()
         """What the user has been told of plans."""
@@ -273,7 +282,10 @@ class PlanBook:
         if len(self._entries) > MAX_PLANS:
             del self._entries[next(iter(self._entries))]
         if trace.step_ms and trace.bandwidth is not None:
-            entry.planned_ms = simulate(plan).total_ms
+            simulation = simulate(plan)
+            entry.planned_ms = simulation.total_ms
+            if self._are_copies_slowed:
+                entry.host_waits = host_waits(plan, simulation)
         report = self._report
         report.num_plans += 1
         self.report_plan(plan)
@@ -432,6 +444,11 @@ class PlanBook:
         if watch.memory is not None:
             entry.memory = watch.memory.readings(plan.absent_bytes)
 
+    def host_waits_of(self, plan: Plan) -> HostWaits:
+        """Where the host waits in an iteration that follows ``plan``."""
+        entry = self._entry_of(plan)
+        return entry.host_waits if entry is not None else {}
+
     def report_plan(self, plan: Plan) -> None:
         """Put a plan into the report, and what was measured of iterations that followed it."""
         entry = self._entry_of(plan)
@@ -478,28 +495,31 @@ class PlanBook:
         host_ms = ms_per_group(runs)
         # What the groups that move now add is no part of what an iteration takes by itself.
         share = max(0.0, 1.0 - host_ms * num_moved / own_ms)
+        bandwidth = rates_beside_compute(self._bandwidth, [times.copies for times in entry.times])
+        # Where the host begins to wait, copies will be faster than they have been: see once more.
+        is_first = not self._are_copies_slowed and are_copies_slowed(self._bandwidth, bandwidth)
+        self._are_copies_slowed = self._are_copies_slowed or is_first
         trace = replace(
             entry.plan.trace,
             step_ms=tuple(ms * share for ms in typical_step_ms(entry.times)),
-            bandwidth=rates_beside_compute(
-                self._bandwidth, [times.copies for times in entry.times]
-            ),
+            bandwidth=bandwidth,
             memory=entry.memory or entry.plan.trace.memory,
             ms_per_moved_group=host_ms,
         )
         self.make(trace)
         improved = self._entries[trace.steps]
-        improved.num_rounds, improved.earlier = entry.num_rounds + 1, runs
+        improved.num_rounds, improved.earlier = entry.num_rounds + (not is_first), runs
         report = self._report
         if report.rank == 0:
             logger.info(
                 "planned anew from the times of %d iterations: %d of %d groups move, %.1f ms from "
-                "the first mark to the end (%.1f were measured)",
+                "the first mark to the end (%.1f were measured); the host waits at %d steps",
                 NUM_TIMED,
                 improved.num_moving,
                 len(improved.plan.groups),
                 report.planned_ms,
                 statistics.median(times.total_ms for times in entry.times),
+                len(improved.host_waits),
             )
         return True
 

@@ -253,6 +253,21 @@ class ActivationStore:
                 key = storage.owner.key
                 self.late_groups[key] = self.late_groups.get(key, 0) + 1
 
+    def outlast_copies(self, group: OffloadTensorGroup) -> None:
+        """Block the host while the current stream waits for the group's last copies.
+
+        The stream waits first, so that this is timed as what it is.
+        """
+        here = self.backend.current_stream_id()
+        signals = []
+        for storage in group.storages():
+            if storage.residence is Residence.RETURNING and storage.in_signal is not None:
+                self.copy_streams.before_use(storage.in_signal, here, storage.owner.name)
+                signals.append(storage.in_signal)
+            elif storage.residence is Residence.HOST and storage.out_signal is not None:
+                signals.append(storage.out_signal)
+        self.copy_streams.outlast(signals)
+
     def measure_bandwidth(self) -> Optional[Bandwidth]:
         """What copies reach; None where that cannot be measured. Blocks the host for a while.
 

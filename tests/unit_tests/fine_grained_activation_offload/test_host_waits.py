@@ -1,0 +1,83 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Where compute waits for long, and copies are slow, the host waits too: there and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+from host_bound import Engine, HostBound, train, waits_everywhere
+from make_trace import Model, one_pass, timed
+
+from megatron.slipstream.fine_grained_activation_offload import plan_book
+from megatron.slipstream.fine_grained_activation_offload.backend import Event
+from megatron.slipstream.fine_grained_activation_offload.host_waits import (
+    MIN_STALL_MS,
+    are_copies_slowed,
+    host_waits,
+)
+from megatron.slipstream.plan.build import ActionKind, build_plan
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.trace import Bandwidth, StepKind
+
+MEASURED = Bandwidth(55.0, 55.0, 50.0, 50.0)
+
+
+@pytest.mark.parametrize(
+    "d2h, h2d, expected",
+    [(55.0, 55.0, False), (54.0, 54.0, False), (51.0, 55.0, True), (55.0, 51.0, True)],
+)
+def test_one_slow_direction_is_enough(d2h: float, h2d: float, expected: bool) -> None:
+    assert are_copies_slowed(MEASURED, Bandwidth(d2h, h2d, 50.0, 50.0)) is expected
+
+
+def test_the_host_waits_where_compute_waits_for_long() -> None:
+    trace = timed(one_pass(Model(num_layers=6)), 1.0, 1e-4)  # 10 ms for a copy
+    plan = build_plan(trace, PolicyOptions())
+    simulation = simulate(plan)
+    long = [stall for stall in simulation.stalls if stall.ms >= MIN_STALL_MS]
+    assert long
+    waits = host_waits(plan, simulation)
+    assert sum(map(len, waits.values())) == len(long)
+    for index, keys in waits.items():
+        step = trace.steps[index]
+        freed = {a.key for a in plan.actions[index] if a.kind is ActionKind.FREE}
+        used = {step.key} if step.kind is StepKind.BACKWARD_USE else set()
+        assert set(keys) <= freed | used
+
+
+class Waiting(HostBound):
+    """Tells for what the host has waited."""
+
+    def __init__(self) -> None:
+        super().__init__(copy_ms=0.001)
+        self.num_outlasted = 0
+
+    def outlast(self, event: Event) -> None:
+        assert event is not None
+        self.num_outlasted += 1
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_the_host_waits_only_where_copies_are_slow(
+    monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    monkeypatch.setattr(plan_book, "are_copies_slowed", lambda *_: is_slow)
+    monkeypatch.setattr(plan_book, "host_waits", waits_everywhere)
+    engine = Engine(backend := Waiting(), 80.0)
+    train(engine)
+    before = backend.num_outlasted
+    train(engine, 1)
+    assert engine.num_moving > 0
+    assert backend.num_outlasted - before == (2 * engine.num_moving if is_slow else 0)
+
+
+def test_a_book_sees_once_more_what_waiting_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = []
+    for is_slow in (False, True):
+        monkeypatch.setattr(plan_book, "are_copies_slowed", lambda *_, is_slow=is_slow: is_slow)
+        monkeypatch.setattr(plan_book._Entry, "is_as_predicted", False)
+        engine = Engine(Waiting(), 80.0)
+        train(engine)
+        rounds.append(engine.report.num_plans)
+    assert rounds[1] == rounds[0] + 1
