@@ -9,13 +9,10 @@ copies; docs/design/overhead.md tells what follows from it.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -23,6 +20,7 @@ import torch
 from benchmarks.cases import find_case
 from benchmarks.engines import BaseModel
 from benchmarks.figures import overhead_percent, spread_of
+from benchmarks.link_commands import machine_row, parser_of, write_rows
 from benchmarks.measure import without_garbage_collection
 from benchmarks.models import initialize
 from megatron.slipstream.integration import small_copies
@@ -41,40 +39,20 @@ DIRECTIONS: dict[str, tuple[str, ...]] = {
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the command. Returns 0, or 2 where there is no GPU or no such case."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.background_copies", description=__doc__
-    )
+    parser = parser_of("background_copies", __doc__)
     parser.add_argument("--case", default="moe", metavar="NAME", help="default: %(default)s")
     parser.add_argument("--iterations", type=int, default=20, metavar="N", help="of each direction")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the rows here")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: torch sees no GPU, and only a GPU has copy engines\n")
-        return 2
-    try:
-        case = find_case(options.case)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    return write_rows(lambda: _rows(options.case, options.iterations), options.output)
+
+
+def _rows(case_name: str, num_iterations: int) -> Iterator[dict[str, Any]]:
+    case = find_case(case_name)
     initialize(case.model)
     # Token counts go by a kernel, as with our engine: they are not to queue behind the copies.
     small_copies.install()
-    lines = []
-    for row in _rows(BaseModel(case), options.iterations):
-        lines.append(json.dumps(row))
-        sys.stdout.write(lines[-1] + "\n")
-    if options.output is not None:
-        options.output.write_text("\n".join(lines) + "\n")
-    return 0
-
-
-def _rows(base: BaseModel, num_iterations: int) -> Iterator[dict[str, Any]]:
-    yield {
-        "kind": "machine",
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": f"python -m benchmarks.background_copies --case {base.case.name}",
-    }
+    base = BaseModel(case)
+    yield machine_row(f"python -m benchmarks.background_copies --case {case.name}")
     background = _Background()
 
     def step_ms(iteration: int, direction: str, copies_ms: float) -> float:

@@ -8,17 +8,15 @@ minute. docs/design/overhead.md tells what follows from it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
 
+from benchmarks.link_commands import machine_row, parser_of, write_rows
 from megatron.slipstream.integration.small_copies import SmallCopies
 
 MIB = 1 << 20
@@ -31,28 +29,12 @@ HEAD_START_S = 0.0005
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the command. Returns 0, or 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.small_copies", description=__doc__)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the rows here")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: torch sees no GPU, and only a GPU has copy engines\n")
-        return 2
-    lines = []
-    for row in _rows():
-        lines.append(json.dumps(row))
-        sys.stdout.write(lines[-1] + "\n")
-    if options.output is not None:
-        options.output.write_text("\n".join(lines) + "\n")
-    return 0
+    options = parser_of("small_copies", __doc__).parse_args(arguments)
+    return write_rows(_rows, options.output)
 
 
 def _rows() -> Iterator[dict[str, Any]]:
-    yield {
-        "kind": "machine",
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": "python -m benchmarks.small_copies",
-    }
+    yield machine_row("python -m benchmarks.small_copies")
     bulk = _Bulk()
     for piece_mib in PIECES_MIB:
         yield {

@@ -10,16 +10,15 @@ yet. docs/design/overhead.md tells what follows from it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
+
+from benchmarks.link_commands import machine_row, parser_of, write_rows
 
 MIB = 1 << 20
 PIECE_BYTES = 256 * MIB
@@ -32,32 +31,14 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the command. Returns 0, or 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.waiting_streams", description=__doc__
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the rows here")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: torch sees no GPU, and only a GPU has copy engines\n")
-        return 2
-    lines = []
-    for row in _rows():
-        lines.append(json.dumps(row))
-        sys.stdout.write(lines[-1] + "\n")
-    if options.output is not None:
-        options.output.write_text("\n".join(lines) + "\n")
-    return 0
+    options = parser_of("waiting_streams", __doc__).parse_args(arguments)
+    return write_rows(_rows, options.output)
 
 
 def _rows() -> Iterator[dict[str, Any]]:
     connections = os.environ.get(CONNECTIONS)
     prefix = "" if connections is None else f"{CONNECTIONS}={connections} "
-    yield {
-        "kind": "machine",
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": f"{prefix}python -m benchmarks.waiting_streams",
-    }
+    yield machine_row(f"{prefix}python -m benchmarks.waiting_streams")
     copies = _Copies()
     rates: dict[tuple[str, int], list[float]] = {
         (way, num_waiting): [] for way in ("d2h", "h2d") for num_waiting in NUMS_WAITING
