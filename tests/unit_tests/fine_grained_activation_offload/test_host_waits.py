@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from hand_driven import HandDriven
 from host_bound import Engine, HostBound, train, waits_everywhere
 from make_trace import Model, one_pass, timed
 
@@ -81,3 +83,25 @@ def test_a_book_sees_once_more_what_waiting_brings(monkeypatch: pytest.MonkeyPat
         train(engine)
         rounds.append(engine.report.num_plans)
     assert rounds[1] == rounds[0] + 1
+
+
+def test_the_device_is_told_to_wait_before_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no wait of compute would be timed, but computation that takes longer."""
+    hand = HandDriven("cpu")
+    group = hand.group()
+    saved = hand.save(group, torch.ones(1024))
+    told: list[str] = []
+    monkeypatch.setattr(hand.backend, "wait", lambda *_: told.append("device"))
+    monkeypatch.setattr(hand.backend, "outlast", lambda _: told.append("host"))
+    hand.send(group)
+    told.clear()
+    hand.store.outlast_copies(group)
+    assert told == ["host"], "the device was, when the memory was let go"
+    hand.store.copy_in(group.storages())
+    told.clear()
+    hand.store.outlast_copies(group)
+    assert told == ["device", "host"]
+    assert hand.store.read(saved).equal(torch.ones(1024))
+    told.clear()
+    hand.store.outlast_copies(group)
+    assert told == [], "backward has it"
