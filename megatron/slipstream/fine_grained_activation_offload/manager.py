@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
+from megatron.slipstream.fine_grained_activation_offload.follower import PlanFollower
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
@@ -40,11 +41,10 @@ from megatron.slipstream.fine_grained_activation_offload.report import RankRepor
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
-from megatron.slipstream.plan.build import Action, ActionKind, Plan
+from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.check import PlanFacts
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import (
-    GroupKey,
     Step,
     StepKind,
 )
@@ -102,6 +102,7 @@ class PipelineOffloadManager:
         """Whether to follow any other is an error."""
         self._regions: list[Optional[tuple[AbstractContextManager[Any], saved_tensors_hooks]]] = []
         """What has been entered and not left; None for a region in which nothing is looked at."""
+        self._follower = PlanFollower(self.store)
         self._improviser = Improviser(self.store, self._recorder)
         self.graphs = GraphCaptures(self.store)
         """What is captured in CUDA graphs."""
@@ -438,10 +439,7 @@ class PipelineOffloadManager:
         if now.plan is not None:
             if now.watch is not None:
                 now.watch.begin_step()
-            for action in now.plan.actions[index]:
-                self._perform(now.plan, action)
-            if index in now.host_waits:
-                self._wait_on_host(now.host_waits[index])
+            self._follower.come_to(index, now.plan, now.groups, now.host_waits)
             if now.watch is not None:
                 now.watch.end_step()
             return
@@ -505,9 +503,7 @@ class PipelineOffloadManager:
         plan = self._book.find_beginning(done)
         if plan is not None:
             self._now.plan = plan
-            # What this plan would have done by now; whatever has been done is skipped.
-            for action in (action for due in plan.actions[:index] for action in due):
-                self._perform(plan, action)
+            self._follower.catch_up(index, plan, self._now.groups)
             return
         logger.info(
             "step %d, %s, is not in the plan: deciding group by group until the iteration ends, "
@@ -532,35 +528,6 @@ class PipelineOffloadManager:
         self._recorder.steps.extend(planned)
         commits = (step.key for step in planned if step.kind is StepKind.FORWARD_COMMIT)
         self._improviser.take_over(now.groups[key] for key in commits)
-
-    def _perform(self, plan: Plan, action: Action) -> None:
-        group = self._now.groups.get(action.key)
-        if group is None or group.state is GroupState.OPEN:
-            return
-        backend = self.store.backend
-        if backend.names_ranges:
-            with backend.profiler_range(str(action)):
-                self._carry_out(plan, action, group)
-        else:
-            self._carry_out(plan, action, group)
-
-    def _carry_out(self, plan: Plan, action: Action, group: OffloadTensorGroup) -> None:
-        if action.kind is ActionKind.H2D:
-            self.store.copy_in(group.storages())
-        elif group.state is not GroupState.COMMITTED:
-            return
-        elif action.kind is ActionKind.FREE:
-            self.store.release(group)
-        else:
-            kept = plan.group_by_key[action.key].kept_storages
-            may_move = (lambda position, _: position not in kept) if kept else None
-            self.store.copy_out(group, may_move)
-
-    def _wait_on_host(self, keys: Iterable[GroupKey]) -> None:
-        for key in keys:
-            group = self._now.groups.get(key)
-            if group is not None and group.state is not GroupState.OPEN:
-                self.store.outlast_copies(group)
 
     # The life of an iteration.
 
