@@ -333,9 +333,12 @@ class CopyStreams:
         self._backend.drop_device(memory)
 
     def outlast(self, signals: Iterable[Signal]) -> None:
-        """Block the host until the copies before ``signals`` have ended. Orders nothing."""
-        if not self._graph:
-            for signal in _latest(signals):
+        """Block the host until the copies before ``signals`` have ended. Orders nothing.
+
+        Those of graphs are passed over: nobody outside of the graph can wait for them.
+        """
+        for signal in _latest(signals):
+            if signal.graph == self._graph == 0:
                 self._backend.outlast(signal.event)
 
     def forget_waits(self) -> None:

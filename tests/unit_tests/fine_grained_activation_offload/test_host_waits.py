@@ -105,3 +105,15 @@ def test_the_device_is_told_to_wait_before_the_host_does(monkeypatch: pytest.Mon
     told.clear()
     hand.store.outlast_copies(group)
     assert told == [], "backward has it"
+
+
+def test_the_host_waits_for_nothing_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = HandDriven("cpu")
+    monkeypatch.setattr(hand.backend, "outlast", lambda _: pytest.fail("a captured event"))
+    group = hand.group()
+    hand.save(group, torch.ones(1024))
+    hand.store.copy_streams.begin_graph()
+    hand.send(group)
+    hand.store.outlast_copies(group)
+    hand.store.copy_streams.end_graph()
+    hand.store.outlast_copies(group)
