@@ -17,6 +17,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_waits import (
     are_copies_slowed,
     host_waits,
 )
+from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.plan.build import ActionKind, build_plan
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.simulate import simulate
@@ -111,9 +112,10 @@ def test_the_host_waits_for_nothing_that_is_captured(monkeypatch: pytest.MonkeyP
     hand = HandDriven("cpu")
     monkeypatch.setattr(hand.backend, "outlast", lambda _: pytest.fail("a captured event"))
     group = hand.group()
-    hand.save(group, torch.ones(1024))
+    saved = hand.save(group, torch.ones(1024))
     hand.store.copy_streams.begin_graph()
     hand.send(group)
     hand.store.outlast_copies(group)
     hand.store.copy_streams.end_graph()
     hand.store.outlast_copies(group)
+    assert saved.storage.residence is Residence.HOST
