@@ -9,8 +9,8 @@ four streams, which wait for the compute stream, and while such products wait co
 an H200 49.7 instead of 55.4 GB/s (docs/design/overhead.md). So where copies are seen to be slower
 than between iterations, the host goes no further than a long wait of compute until it is over. The
 device then stands still for as long as the next launch takes, which is far less than what copies
-of that length gain; for short waits it would not be. Where the host is what takes the time, it has
-issued nothing in advance, copies are not slowed, and it never waits here.
+of that length gain; for short waits it would not be. A host that is what takes the time has mostly
+issued nothing in advance, so that copies are not slowed; where they are, waiting costs it time.
 """
 
 from __future__ import annotations
