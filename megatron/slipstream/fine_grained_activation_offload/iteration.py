@@ -13,7 +13,8 @@ import torch
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.host_waits import HostWaits
-from megatron.slipstream.fine_grained_activation_offload.plan_book import Turn, Watch
+from megatron.slipstream.fine_grained_activation_offload.plan_book import Turn
+from megatron.slipstream.fine_grained_activation_offload.plan_entry import Watch
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.trace import GroupKey, Trace
 

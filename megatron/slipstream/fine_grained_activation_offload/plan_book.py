@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import logging
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
 from megatron.slipstream.fine_grained_activation_offload.copy_rates import rates_beside_compute
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     CostTrial,
-    Overhead,
     trace_after,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_waits import (
     HostWaits,
     are_copies_slowed,
     host_waits,
+)
+from megatron.slipstream.fine_grained_activation_offload.plan_entry import (
+    PlanEntry,
+    Steps,
+    Watch,
 )
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
 from megatron.slipstream.fine_grained_activation_offload.report import (
@@ -35,9 +39,6 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
     NUM_TIMED,
-    NUM_WARMUPS,
-    PEAK_TOLERANCE,
-    TOLERANCE,
     StepClock,
     Times,
     ms_per_group,
@@ -50,7 +51,7 @@ from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes, render_plan
 from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.timeline import device_memory
-from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Step, Trace
+from megatron.slipstream.plan.trace import Bandwidth, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -64,33 +65,6 @@ would hardly fit, no such iteration is tried."""
 _DIGITS = 4
 """Of milliseconds in a report: events do not tell a ten-thousandth apart."""
 
-Steps = tuple[Step, ...]
-
-
-class Watch:
-    """Measures one iteration that follows its plan.
-
-    Args:
-        clock: Takes times, if they are to be taken.
-        memory: Reads device memory, if it is to be read.
-    """
-
-    def __init__(self, clock: Optional[StepClock], memory: Optional[MemoryReader]) -> None:
-        self.clock = clock
-        self.memory = memory
-
-    def begin_step(self) -> None:
-        """The host has come to a mark; also called once at the end."""
-        if self.clock is not None:
-            self.clock.note_step()
-        if self.memory is not None:
-            self.memory.begin_step()
-
-    def end_step(self) -> None:
-        """What is due at the mark has been done."""
-        if self.memory is not None:
-            self.memory.end_step()
-
 
 @dataclass(frozen=True)
 class Turn:
@@ -100,77 +74,6 @@ class Turn:
     is_left_out: bool
     """Whether the engine takes no part in it."""
     start: Event
-
-
-@dataclass
-class _Entry:
-    """A plan, and what came of the iterations that followed it to its end."""
-
-    plan: Plan
-    planned_ms: float = 0.0
-    """What an iteration takes as predicted; 0 if the plan was made without times."""
-    host_waits: HostWaits = field(default_factory=dict)
-    """Where the host waits too."""
-    num_rounds: int = 0
-    """How often it has been made anew from times."""
-    num_iterations: int = 0
-    times: list[Times] = field(default_factory=list)
-    memory: tuple[MemoryReading, ...] = ()
-    """As read in one of them."""
-    earlier: tuple[tuple[int, float], ...] = ()
-    """Of the plans before this one, how many groups moved and what an iteration took beside
-    waits."""
-    trial: Optional[CostTrial] = None
-    """Under way."""
-    num_trials: int = 0
-    """Of this plan and those before it."""
-    tried: Optional[Overhead] = None
-    """What a trial of this plan found that was within the limit."""
-    followed_by: tuple[Optional[Steps], Optional[Steps]] = (None, None)
-    """What came after iterations like this one the last two times."""
-    num_passes: int = 0
-    """Times that forward enters a model chunk, in those that have no marks too."""
-
-    @property
-    def num_moving(self) -> int:
-        """Groups that move."""
-        return sum(group.moves for group in self.plan.groups)
-
-    @property
-    def declines(self) -> bool:
-        """Whether the plan was made for an allowed overhead and nothing can move within it."""
-        is_limited = self.plan.options.max_overhead_percent is not None
-        return is_limited and self.planned_ms > 0 and not self.num_moving
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing more is to be learned of it."""
-        return self.declines or (len(self.times) >= NUM_TIMED and self.trial is None)
-
-    @property
-    def is_to_be_timed(self) -> bool:
-        return NUM_WARMUPS <= self.num_iterations < NUM_WARMUPS + NUM_TIMED
-
-    @property
-    def is_memory_to_be_read(self) -> bool:
-        # Warm, and not timed, since reading takes time. In each round: what vanishes between two
-        # marks counts as there up to the second, and where the peak is between the two, that is
-        # right only for a plan that lets go of the same. And it may be the first reading: where
-        # an iteration began like another one, it was not read while it was recorded.
-        return self.num_iterations == NUM_WARMUPS - 1
-
-    @property
-    def is_as_predicted(self) -> bool:
-        """Whether a plan that was made from times takes the time and the memory that it said."""
-        if not self.planned_ms:
-            return False
-        peaks = self.plan.peak_bytes()
-        if peaks is not None and self.memory:
-            measured_bytes = max(reading.peak_bytes for reading in self.memory)
-            if abs(measured_bytes - peaks[1]) > PEAK_TOLERANCE * measured_bytes:
-                return False
-        measured_ms = statistics.median(times.total_ms for times in self.times)
-        return abs(measured_ms - self.planned_ms) < TOLERANCE * measured_ms
 
 
 class PlanBook:
@@ -189,7 +92,7 @@ class PlanBook:
         """What was proved of the newest plan."""
         self._store = store
         self._report = report
-        self._entries: dict[Steps, _Entry] = {}
+        self._entries: dict[Steps, PlanEntry] = {}
         self._read_later: list[tuple[Plan, StepClock]] = []
         """Whole iterations that the device had not ended when the host had."""
         self._turns_to_read: list[tuple[Turn, Event, bool]] = []
@@ -274,7 +177,7 @@ class PlanBook:
         plan = build_plan(trace, self.options)
         self._tell(plan)
         self.facts = check_plan(plan)
-        entry = _Entry(plan)
+        entry = PlanEntry(plan)
         before = self._entries.pop(trace.steps, None)
         if before is not None:
             entry.followed_by, entry.num_passes = before.followed_by, before.num_passes
@@ -339,11 +242,11 @@ class PlanBook:
         backend = self._store.backend
         return backend.timed_event(backend.current_stream())
 
-    def _entry_of(self, plan: Optional[Plan]) -> Optional[_Entry]:
+    def _entry_of(self, plan: Optional[Plan]) -> Optional[PlanEntry]:
         entry = self._entries.get(plan.trace.steps) if plan is not None else None
         return entry if entry is not None and entry.plan is plan else None
 
-    def _begin_trial(self, entry: _Entry) -> None:
+    def _begin_trial(self, entry: PlanEntry) -> None:
         """Try out what a plan costs that was made for an allowed overhead, if that is possible."""
         max_percent = entry.plan.options.max_overhead_percent
         if max_percent is None or not entry.planned_ms or not entry.num_moving:
@@ -381,7 +284,7 @@ class PlanBook:
             if is_affordable is not None:
                 self._end_trial(entry, entry.trial, is_affordable)
 
-    def _end_trial(self, entry: _Entry, trial: CostTrial, is_affordable: bool) -> None:
+    def _end_trial(self, entry: PlanEntry, trial: CostTrial, is_affordable: bool) -> None:
         percent, error = trial.overhead
         entry.trial = None
         self._report.tried.append(
@@ -481,7 +384,7 @@ class PlanBook:
                 if len(entry.times) == NUM_TIMED and not self._improve(entry):
                     self._begin_trial(entry)
 
-    def _improve(self, entry: _Entry) -> bool:
+    def _improve(self, entry: PlanEntry) -> bool:
         """Make the plan anew from what following it took. Says whether that was called for."""
         if entry.num_rounds >= MAX_ROUNDS or entry.is_as_predicted:
             return False

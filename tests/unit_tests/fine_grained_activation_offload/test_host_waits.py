@@ -79,7 +79,7 @@ def test_a_book_sees_once_more_what_waiting_brings(monkeypatch: pytest.MonkeyPat
     rounds = []
     for is_slow in (False, True):
         monkeypatch.setattr(plan_book, "are_copies_slowed", lambda *_, is_slow=is_slow: is_slow)
-        monkeypatch.setattr(plan_book._Entry, "is_as_predicted", False)
+        monkeypatch.setattr(plan_book.PlanEntry, "is_as_predicted", False)
         engine = Engine(Waiting(), 80.0)
         train(engine)
         rounds.append(engine.report.num_plans)

@@ -16,7 +16,7 @@ from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     CostTrial,
 )
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.fine_grained_activation_offload.plan_book import _Entry
+from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_WARMUPS, Times
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.policy import PolicyOptions
@@ -31,13 +31,13 @@ def _plan() -> Plan:
     return build_plan(trace, PolicyOptions())
 
 
-def _followed(plan: Plan, ms: float, peak_share: float) -> _Entry:
+def _followed(plan: Plan, ms: float, peak_share: float) -> PlanEntry:
     """A plan made from times, and what following it took."""
     peaks = plan.peak_bytes()
     assert peaks is not None
     peak = round(peaks[1] * peak_share)
     readings = tuple(MemoryReading(peak, peak, 0) for _ in plan.trace.steps)
-    entry = _Entry(plan, planned_ms=PLANNED_MS, num_rounds=1)
+    entry = PlanEntry(plan, planned_ms=PLANNED_MS, num_rounds=1)
     entry.times = [Times((ms,), (), {})] * 3
     entry.memory = readings
     return entry
@@ -74,7 +74,7 @@ def test_waits_that_a_plan_foresaw_are_no_cost_of_its_groups_at_first(
         trial.note_with(off_ms * (1 + percent / 100))
         trial.note_without(off_ms)
     book = PipelineOffloadManager(TimedBackend(), options)._book
-    entry = _Entry(plan, planned_ms=PLANNED_MS, num_trials=num_trials)
+    entry = PlanEntry(plan, planned_ms=PLANNED_MS, num_trials=num_trials)
     book._entries[trace.steps] = entry
     book._end_trial(entry, trial, is_affordable=False)
     again = book._entries[trace.steps]
@@ -88,7 +88,7 @@ def test_waits_that_a_plan_foresaw_are_no_cost_of_its_groups_at_first(
 @pytest.mark.parametrize("num_rounds", [0, 1, 2])
 def test_memory_is_read_in_every_round_before_anything_is_timed(num_rounds: int) -> None:
     entries = [
-        _Entry(_plan(), num_rounds=num_rounds, num_iterations=n) for n in range(NUM_WARMUPS + 2)
+        PlanEntry(_plan(), num_rounds=num_rounds, num_iterations=n) for n in range(NUM_WARMUPS + 2)
     ]
     assert [entry.is_memory_to_be_read for entry in entries].count(True) == 1
     assert entries[NUM_WARMUPS - 1].is_memory_to_be_read
