@@ -65,8 +65,8 @@ how long it takes: an engine is done when the standard error of its median step 
 but not before --min-iterations, nor after --max-iterations or --seconds-per-variant. Before that
 ours plans until its plan is settled, or until --max-planning or --planning-seconds are over (then
 its rows say "is_settled": false). To that add a few seconds a variant for building, warm-up, memory
-and profiles. Where an iteration takes a second, little enough is --min-iterations 3 --max-iterations 3
---memory-iterations 1 --max-planning 12 --figures memory.
+and profiles. Where an iteration takes a second, little enough is --min-iterations 3
+--max-iterations 3 --memory-iterations 1 --max-planning 12 --figures memory.
 """
 
 
