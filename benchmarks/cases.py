@@ -35,6 +35,8 @@ class ModelCase:
     dp: int = 1
     """Data-parallel ranks, each with data of its own; a multiple of ``ep``."""
     ep: int = 1
+    cp: int = 1
+    """Context-parallel ranks; ``seq_length`` is what each of them holds."""
     is_packed: bool = False
     """Micro-batches are packs of documents (THD), each with room for ``seq_length`` tokens;
     ``micro_batch_size`` is 1."""
@@ -87,7 +89,7 @@ class Case:
     @property
     def num_ranks(self) -> int:
         """Processes, and with GPUs the number of them."""
-        return self.model.pp * self.model.tp * self.model.dp
+        return self.model.pp * self.model.tp * self.model.cp * self.model.dp
 
 
 FIGURES = ("memory", "compute", "host", "copies")

@@ -42,9 +42,17 @@ def initialize(
     rank: int = 0,
     world_size: int = 1,
     port: int = 0,
-    context_parallel_size: int = 1,
+    context_parallel_size: Optional[int] = None,
 ) -> None:
-    """Process groups and random generators for ``case``; the CPU shims where there is no GPU."""
+    """Process groups and random generators for ``case``; the CPU shims where there is no GPU.
+
+    Args:
+        case: The model.
+        rank: This rank.
+        world_size: Number of ranks.
+        port: Where they meet; 0 if there is one.
+        context_parallel_size: Instead of the case's own.
+    """
     from megatron.core import parallel_state
 
     if not use_gpu():
@@ -75,7 +83,7 @@ def initialize(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp,
-        context_parallel_size=context_parallel_size,
+        context_parallel_size=context_parallel_size or case.cp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=1,
     )
@@ -137,6 +145,7 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp,
         "expert_model_parallel_size": case.ep,
+        "context_parallel_size": case.cp,
         "expert_tensor_parallel_size": 1,
         # Two sends between the same pair of ranks in one batch are not told apart.
         "overlap_p2p_comm": case.vpp is not None,

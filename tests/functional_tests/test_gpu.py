@@ -201,6 +201,11 @@ def _unfused() -> Any:
     return AttnBackend.unfused
 
 
+def _sequence_parallel(case: ModelCase) -> ModelCase:
+    overrides = {**case.overrides, "sequence_parallel": True}
+    return ModelCase(**{**vars(case), "tp": 2, "overrides": overrides})
+
+
 @pytest.mark.gpus2
 @pytest.mark.parametrize(
     "case, counts",
@@ -210,8 +215,14 @@ def _unfused() -> Any:
         (ModelCase(**{**vars(MOE), "pp": 2}), (4, 4, 3)),
         (ModelCase(**{**vars(MOE), "ep": 2}), (2, 2, 2)),
         (ModelCase(**{**vars(MOE), "pp": 2, "vpp": 2, "num_layers": 4}), (4,) * 14),
+        (_sequence_parallel(DENSE), (2, 3, 2)),
+        (_sequence_parallel(MOE), (2, 3, 2)),
+        (ModelCase(**{**vars(DENSE), "cp": 2}), (2, 3, 2)),
     ],
-    ids=["PP2", "PP2 VPP2, one layer per chunk", "PP2, MoE", "EP2", "PP2 VPP2, MoE, timed"],
+    ids=[
+        *("PP2", "PP2 VPP2, one layer per chunk", "PP2, MoE", "EP2", "PP2 VPP2, MoE, timed"),
+        *("TP2, sequence parallel", "TP2, sequence parallel, MoE", "CP2"),
+    ],
 )
 def test_two_ranks(case: ModelCase, counts: tuple[int, ...]) -> None:
     modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
