@@ -101,6 +101,8 @@ class Backend(ABC):
     """The highest peak that :meth:`reset_peak_memory` has ended since :meth:`begin_peak`."""
     poisons_dropped = False
     """Whether device memory that the engine drops, and nobody else holds, is filled with NaN."""
+    cure_of_slow_copies: Optional[str] = None
+    """What the user may set so that copies are as fast during iterations as between them."""
 
     @abstractmethod
     def manages(self, tensor: torch.Tensor) -> bool:

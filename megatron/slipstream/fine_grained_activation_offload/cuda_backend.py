@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
@@ -26,6 +27,8 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
 EVENTS_PER_STREAM = 64
 MAX_STREAMS_TRIED = 64
 """Twice what torch has for each device and priority."""
+WORK_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""The variable that says over how many queues of the device the driver spreads streams."""
 
 # What torch.cuda.Event's methods call in the end.
 _record_event = torch._C._CudaEventBase.record
@@ -68,6 +71,17 @@ class CudaBackend(Backend):
         pointer = ctypes.c_void_p
         memcpy.argtypes = (pointer, pointer, ctypes.c_size_t, pointer)
         return memcpy
+
+    @property
+    def cure_of_slow_copies(self) -> Optional[str]:  # type: ignore[override]
+        """None if the user has chosen already: [Note: Waiting streams slow copies down]."""
+        if WORK_QUEUES in os.environ:
+            return None
+        return (
+            f"set {WORK_QUEUES}=1 before training starts, as megatron-core wants it for tensor and "
+            "context parallelism up to Hopper; its FSDP wants more: set 8 then, the driver's own "
+            "choice, and this is not said again"
+        )
 
     def manages(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda

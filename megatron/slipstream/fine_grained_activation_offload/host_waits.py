@@ -11,6 +11,8 @@ than between iterations, the host goes no further than a long wait of compute un
 device then stands still for as long as the next launch takes, which is far less than what copies
 of that length gain; for short waits it would not be. A host that is what takes the time has mostly
 issued nothing in advance, so that copies are not slowed; where they are, waiting costs it time.
+All streams in one queue of the device (CUDA_DEVICE_MAX_CONNECTIONS=1) is better: nothing slows
+copies down then. It cannot be changed once CUDA has started, so the user is told.
 """
 
 from __future__ import annotations

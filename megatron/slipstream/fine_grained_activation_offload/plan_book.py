@@ -401,7 +401,9 @@ class PlanBook:
         bandwidth = rates_beside_compute(self._bandwidth, [times.copies for times in entry.times])
         # Where the host begins to wait, copies will be faster than they have been: see once more.
         is_first = not self._are_copies_slowed and are_copies_slowed(self._bandwidth, bandwidth)
-        self._are_copies_slowed = self._are_copies_slowed or is_first
+        if is_first:
+            self._are_copies_slowed = True
+            self._tell_of_slow_copies(self._bandwidth, bandwidth)
         trace = replace(
             entry.plan.trace,
             step_ms=tuple(ms * share for ms in typical_step_ms(entry.times)),
@@ -425,6 +427,19 @@ class PlanBook:
                 len(improved.host_waits),
             )
         return True
+
+    def _tell_of_slow_copies(self, measured: Bandwidth, beside_compute: Bandwidth) -> None:
+        cure = self._store.backend.cure_of_slow_copies
+        if cure is not None and self._report.rank == 0:
+            logger.warning(
+                "copies reach %.1f GB/s to the host and %.1f GB/s back beside computation, where "
+                "the link carries %.1f and %.1f; %s",
+                beside_compute.d2h_gb_per_s,
+                beside_compute.h2d_gb_per_s,
+                measured.d2h_gb_per_s,
+                measured.h2d_gb_per_s,
+                cure,
+            )
 
     def _tell(self, plan: Plan) -> None:
         """Tell the user, once, what the options could not bring about."""

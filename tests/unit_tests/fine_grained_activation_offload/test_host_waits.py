@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 import pytest
 import torch
 from hand_driven import HandDriven
@@ -12,6 +14,10 @@ from make_trace import Model, one_pass, timed
 
 from megatron.slipstream.fine_grained_activation_offload import plan_book
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import (
+    WORK_QUEUES,
+    CudaBackend,
+)
 from megatron.slipstream.fine_grained_activation_offload.host_waits import (
     MIN_STALL_MS,
     are_copies_slowed,
@@ -84,6 +90,35 @@ def test_a_book_sees_once_more_what_waiting_brings(monkeypatch: pytest.MonkeyPat
         train(engine)
         rounds.append(engine.report.num_plans)
     assert rounds[1] == rounds[0] + 1
+
+
+@pytest.mark.parametrize("rank, cure", [(0, "set it"), (1, "set it"), (0, None)])
+def test_what_makes_copies_faster_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    cure: Optional[str],
+) -> None:
+    monkeypatch.setattr(plan_book, "are_copies_slowed", lambda *_: True)
+    monkeypatch.setattr(plan_book.PlanEntry, "is_as_predicted", False)
+    monkeypatch.setattr(Waiting, "cure_of_slow_copies", cure)
+    engine = Engine(Waiting(), 80.0)
+    engine.report.rank = rank
+    train(engine)
+    said = [record.getMessage() for record in caplog.records if "GB/s back" in record.message]
+    assert len(said) == (rank == 0 and cure is not None)
+    assert all(text.endswith("; set it") for text in said)
+
+
+def test_a_user_who_has_chosen_the_number_of_queues_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(WORK_QUEUES, raising=False)
+    backend = CudaBackend()
+    assert f"set {WORK_QUEUES}=1" in str(backend.cure_of_slow_copies)
+    for chosen in ("1", "8"):
+        monkeypatch.setenv(WORK_QUEUES, chosen)
+        assert backend.cure_of_slow_copies is None
 
 
 def test_the_device_is_told_to_wait_before_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
