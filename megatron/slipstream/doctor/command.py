@@ -98,13 +98,16 @@ def check_command(words: Words) -> Command:
         return Command(tuple(findings), checked.num_processes)
     if args.fine_grained_activation_offloading and args.recompute_granularity == "full":
         findings.append(NOTHING_TO_MOVE.found())
+    offloads = args.fine_grained_activation_offloading
+    has_fsdp = args.use_megatron_fsdp or args.use_torch_fsdp2
     return Command(
         tuple(findings),
         checked.num_processes,
-        offloads=args.fine_grained_activation_offloading,
+        offloads=offloads,
         graphs=checked.graphs,
         is_deterministic=args.deterministic_mode,
         host_memory_limit_bytes=args.offload_host_memory_limit_bytes,
+        copies_beside_experts=offloads and args.moe_grouped_gemm and not has_fsdp,
     )
 
 

@@ -105,6 +105,9 @@ class Command(NamedTuple):
     is_deterministic: bool = False
     host_memory_limit_bytes: Optional[int] = None
     """``offload_host_memory_limit_bytes``."""
+    copies_beside_experts: bool = False
+    """Whether it offloads, has experts whose products are grouped, and no FSDP, which wants other
+    queues."""
 
 
 class BuildLock(NamedTuple):

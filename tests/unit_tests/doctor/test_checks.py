@@ -33,6 +33,7 @@ ONE_NODE = Numa(
 )
 OFFLOADING = Command((), 2, offloads=True)
 IN_GRAPHS = Command((), 2, offloads=True, graphs="transformer_engine")
+EXPERTS = OFFLOADING._replace(copies_beside_experts=True)
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -175,13 +176,15 @@ CASES = {
         ("no copy runs beside", "unset CUDA_LAUNCH_BLOCKING"),
         (environment(CUDA_LAUNCH_BLOCKING="0"),),
     ),
-    "one-copy-queue": Case(
+    "many-queues": Case(
         "note",
-        environment(CUDA_DEVICE_MAX_CONNECTIONS="1"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS=1", "set CUDA_DEVICE_MAX_COPY_CONNECTIONS=8"),
+        with_command(HEALTHY, EXPERTS),
+        ("CUDA_DEVICE_MAX_CONNECTIONS is not set", "set CUDA_DEVICE_MAX_CONNECTIONS=1"),
         (
-            environment(CUDA_DEVICE_MAX_CONNECTIONS="1", CUDA_DEVICE_MAX_COPY_CONNECTIONS="8"),
-            environment(CUDA_DEVICE_MAX_CONNECTIONS="32"),
+            with_command(environment(CUDA_DEVICE_MAX_CONNECTIONS="1"), EXPERTS),
+            with_command(environment(CUDA_DEVICE_MAX_CONNECTIONS="8"), EXPERTS),
+            with_command(HEALTHY, OFFLOADING),
+            with_command(facts(gpus=()), EXPERTS),
         ),
     ),
     "not-deterministic": Case(
@@ -493,9 +496,9 @@ def test_what_was_not_looked_at_is_a_note(machine: Facts, label: str, why: str) 
         ),
         (HEALTHY, "Ranks per host", "2 (LOCAL_WORLD_SIZE)"),
         (
-            environment(CUDA_DEVICE_MAX_CONNECTIONS="1", CUDA_DEVICE_MAX_COPY_CONNECTIONS="8"),
+            environment(CUDA_DEVICE_MAX_CONNECTIONS="1"),
             "Work queues",
-            "CUDA_DEVICE_MAX_CONNECTIONS=1\nCUDA_DEVICE_MAX_COPY_CONNECTIONS=8",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1",
         ),
         (
             with_command(HEALTHY, OFFLOADING),

@@ -53,6 +53,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         deterministic_mode=True,
         recompute_granularity=None,
         offload_host_memory_limit_bytes=5,
+        moe_grouped_gemm=True,
+        use_megatron_fsdp=False,
+        use_torch_fsdp2=False,
     )
     results: list[Any] = [
         doctor.Checked(
@@ -87,7 +90,7 @@ def test_all_that_is_wrong_with_flags_is_found_with_its_cure(checked: list[Any])
     assert "attn_norm, mlp_norm of the layers" in found[4][1]
     assert found[5][0] == "note"
     assert found[5][1].startswith("offload_modules, offload_verify: of no effect")
-    assert command[1:] == (16, True, "transformer_engine", True, 5)
+    assert command[1:] == (16, True, "transformer_engine", True, 5, True)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,21 @@ def test_full_recomputation_leaves_nothing_to_move(
     checked[0].args.fine_grained_activation_offloading = offloads
     problems = [finding.problem for finding in check_command(Words(FLAGS)).findings]
     assert ("nothing-to-move" in problems) == is_found
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("fine_grained_activation_offloading", False),
+        ("moe_grouped_gemm", False),
+        ("use_megatron_fsdp", True),
+        ("use_torch_fsdp2", True),
+    ],
+)
+def test_one_queue_is_for_copies_beside_experts(checked: list[Any], flag: str, value: bool) -> None:
+    assert check_command(Words(FLAGS)).copies_beside_experts
+    setattr(checked[0].args, flag, value)
+    assert not check_command(Words(FLAGS)).copies_beside_experts
 
 
 def test_flags_that_could_not_be_parsed_ask_for_nothing(checked: list[Any]) -> None:
