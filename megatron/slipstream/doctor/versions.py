@@ -33,7 +33,7 @@ MATRIX = {
     package.name: package
     for package in (
         Package("Python", ">=3.12", ("3.12",), "use Python 3.12", ""),
-        Package("torch", ">=2.6", ("2.11.0",), "pip install 'torch>=2.6'", "2.9 for CUDA graphs"),
+        Package("torch", ">=2.8", ("2.11.0",), "pip install 'torch>=2.8'", "2.9 for CUDA graphs"),
         Package("CUDA runtime", "", ("13.0",), "", "comes with torch"),
         Package("NVIDIA driver", "", ("580",), "", "from 525 for CUDA 12, from 580 for CUDA 13"),
         Package(

@@ -65,10 +65,10 @@ CASES = {
     ),
     "version-not-supported": Case(
         "error",
-        facts({"torch": "2.5.1"}),
-        ("torch 2.5.1 is not supported", ">=2.6", "pip install"),
+        facts({"torch": "2.7.1"}),
+        ("torch 2.7.1 is not supported", ">=2.8", "pip install"),
         # A container's build of what is to become a version.
-        (facts({"torch": "2.6.0a0+ecf3bae40a.nv25.1"}),),
+        (facts({"torch": "2.8.0a0+5228986c39.nv25.5"}),),
     ),
     "version-not-tested": Case(
         "note",

@@ -24,7 +24,7 @@ from megatron.slipstream.doctor.show import WIDTH, render, summary
 
 ROOT = Path(__file__).resolve().parents[3]
 SICK = replace(
-    facts({"torch": "2.5.1"}), gpus=first_gpu(bandwidth=None, bandwidth_error="busy").gpus
+    facts({"torch": "2.7.1"}), gpus=first_gpu(bandwidth=None, bandwidth_error="busy").gpus
 )
 """With an error, a warning and a note."""
 
@@ -69,8 +69,8 @@ def test_with_an_error_the_exit_status_is_1(
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "error    torch" in shown
-    assert "torch 2.5.1 is not supported because Slipstream needs >=2.6" in shown
-    assert "-> pip install 'torch>=2.6'" in shown
+    assert "torch 2.7.1 is not supported because Slipstream needs >=2.8" in shown
+    assert "-> pip install 'torch>=2.8'" in shown
     assert shown.endswith("Found: 1 error, 1 warning, 1 note\n")
 
 
@@ -139,8 +139,8 @@ def test_json_has_every_check_and_all_facts(
     (torch,) = (c for c in whole["checks"] if c["check"] == "torch")
     assert torch["severity"] == "error"
     assert torch["findings"][0]["problem"] == "version-not-supported"
-    assert torch["findings"][0]["cure"] == "pip install 'torch>=2.6'"
-    assert whole["facts"]["process"]["torch"] == "2.5.1"
+    assert torch["findings"][0]["cure"] == "pip install 'torch>=2.8'"
+    assert whole["facts"]["process"]["torch"] == "2.7.1"
     assert whole["facts"]["gpus"][1]["bandwidth"]["d2h_gb_per_s"] == 55.4
     assert whole["facts"]["numa"]["nodes"][0]["cpus"] == list(range(8))
     assert whole["facts"]["environment"] == HEALTHY.environment

@@ -166,9 +166,3 @@ def test_a_model_on_another_gpu_than_the_current_one_is_refused(
     _on_gpus(model, 1)
     with pytest.raises(RuntimeError, match=r"call torch\.cuda\.set_device\(1\)"):
         model(micro_batch(0))
-
-
-def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    with pytest.raises(RuntimeError, match="needs torch 2.8 or newer"):
-        attach(Decoder(1), "layers.*")

@@ -104,10 +104,7 @@ def attach(
         ValueError: An argument is of another type, a pattern chooses nothing, an option or its
             value is not supported, a chosen module is attached already, or the model lies on
             several GPUs.
-        RuntimeError: torch is older than 2.8.
     """
-    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
-        raise RuntimeError(f"attach() needs torch 2.8 or newer, this is {torch.__version__}")
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model={model!r} is no module; give the torch.nn.Module to attach to")
     config = OffloadConfig() if config is None else config
