@@ -13,10 +13,11 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
 
@@ -67,7 +68,13 @@ def main(
         pretrain = _bind_pretrain(args, model_config)
     except ValueError as error:
         return _refuse(error)
-    run(args, config, pretrain)
+    try:
+        run(args, config, pretrain)
+    except Exception:
+        if not _others_wait():
+            raise
+        traceback.print_exc()
+        _end_at_once()
     return 0
 
 
@@ -96,6 +103,31 @@ def _refuse(error: ValueError) -> int:
         # torchrun ends all ranks when one exits; let the first one speak.
         time.sleep(2)
     return 2
+
+
+def _others_wait() -> bool:
+    """Whether NCCL connects this rank to others."""
+    distributed = torch.distributed
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return False
+    return "nccl" in distributed.get_backend()
+
+
+def _end_at_once() -> NoReturn:
+    """End this rank, which has failed and said so, without the interpreter's own end.
+
+    There NCCL's communicators wait for ranks that wait for this one: between hosts until its time
+    limits, minutes later. A launcher ends the others only once this one is gone.
+    """
+    from megatron.training.global_vars import get_tensorboard_writer
+
+    writer = get_tensorboard_writer()
+    if writer is not None:
+        writer.flush()  # else the last two minutes are lost
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _rank() -> int:
