@@ -24,6 +24,9 @@ from typing import Any, Optional
 import torch
 from ranks import import_megatron, never_compile
 
+TAIL = 4000
+"""Characters of what a command wrote that an error shows if it took too long."""
+
 Done = subprocess.CompletedProcess[str]
 
 
@@ -78,7 +81,7 @@ def _run(
         if child.is_alive():
             child.kill()
             child.join()
-            raise _too_slow(argv, timeout_s)
+            raise _too_slow(argv, timeout_s, *(path.read_text() for path in paths))
         stdout, stderr = (path.read_text() for path in paths)
     assert child.exitcode is not None
     return Done(argv, child.exitcode, stdout, stderr)
@@ -97,12 +100,16 @@ def _from_a_shell(
             timeout=timeout_s,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        raise _too_slow(words, timeout_s) from None
+    except subprocess.TimeoutExpired as error:
+        texts = [
+            (output or b"").decode(errors="replace") for output in (error.output, error.stderr)
+        ]
+        raise _too_slow(words, timeout_s, *texts) from None
 
 
-def _too_slow(words: list[str], timeout_s: float) -> AssertionError:
-    return AssertionError(f"{' '.join(words)} did not end within {timeout_s} s")
+def _too_slow(words: list[str], timeout_s: float, *written: str) -> AssertionError:
+    ends = "\n".join(text[-TAIL:] for text in written)
+    return AssertionError(f"{' '.join(words)} did not end within {timeout_s} s:\n{ends}")
 
 
 def _be_the_command(
