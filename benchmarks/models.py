@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.cases import ModelCase
+from benchmarks.shared_gpus import take_place
 from megatron.slipstream.context_parallel.documents import shared_sample
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Share
@@ -61,7 +62,7 @@ def initialize(
         install_cpu_shims()
         torch.set_num_threads(1)
     else:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(take_place(rank, world_size))
     if not torch.distributed.is_initialized():
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         torch.distributed.init_process_group(

@@ -26,6 +26,7 @@ from benchmarks.cases import (
     select_variants,
 )
 from benchmarks.rows import RowWriter, finished, read_rows
+from benchmarks.shared_gpus import num_places
 from benchmarks.worker import EXIT_ENGINE_FAILED, Job, work
 from megatron.slipstream.integration.ports import free_port
 
@@ -294,14 +295,12 @@ def _run(options: argparse.Namespace, cases: Sequence[Case], command: str) -> in
 
 
 def _check_devices(cases: Sequence[Case]) -> None:
-    import torch
-
-    num_gpus = torch.cuda.device_count()  # does not take hold of any
+    num_gpus = num_places()
     for case in cases:
         num_needed = case.num_ranks if case.needs_gpu or num_gpus else 0
         if num_needed > num_gpus:
             raise ValueError(
-                f"--case {case.name} needs {num_needed} GPU(s), torch sees {num_gpus}; without a "
+                f"--case {case.name} needs {num_needed} GPU(s), there are {num_gpus}; without a "
                 f"GPU there are: {', '.join(case.name for case in CASES if not case.needs_gpu)}"
             )
 

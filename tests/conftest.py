@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.shared_gpus import num_places
+
 # Without these, two runs of the same model on a GPU differ, and Transformer Engine does not hand
 # its saved tensors over. It reads both when it is imported.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -20,12 +22,6 @@ os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NUM_GPUS_OF_MARKER = {"gpu": 1, "gpus2": 2, "gpus4": 4}
-
-
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,10 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # torch takes seconds to import: not for a run that asks for no GPU.
     if not any(needs.values()):
         return
-    num_seen = _num_gpus()
+    num_there = num_places()
     for item, num_needed in needs.items():
-        if num_needed > num_seen:
-            reason = f"needs {num_needed} GPU(s), torch sees {num_seen}"
+        if num_needed > num_there:
+            reason = f"needs {num_needed} GPU(s), there are {num_there}"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.shared_gpus import take_place
 from megatron.slipstream.integration.ports import free_port
 
 TIMEOUT_S = 300
@@ -94,7 +95,7 @@ def _rank_main(
 ) -> None:
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(rank if not torch.cuda.is_available() else take_place(rank, num_ranks)),
         WORLD_SIZE=str(num_ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),

@@ -42,7 +42,11 @@ def run_pytest(folder: Path, test_source: str, num_gpus: int) -> str:
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider"],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(stub.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([str(stub.parent), str(ROOT)]),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         capture_output=True,
         text=True,
         timeout=60,
@@ -58,7 +62,16 @@ def test_a_marked_test_runs_only_with_enough_gpus(
     output = run_pytest(tmp_path, MARKED, num_gpus)
     assert f"{num_passed} passed" in output, output
     if num_gpus < 4:
-        assert f"needs 4 GPU(s), torch sees {num_gpus}" in output, output
+        assert f"needs 4 GPU(s), there are {num_gpus}" in output, output
+
+
+@pytest.mark.parametrize("ranks_per_gpu, num_passed", [("2", 3), ("4", 4)])
+def test_a_gpu_counts_as_often_as_ranks_may_share_it(
+    tmp_path: Path, ranks_per_gpu: str, num_passed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_RANKS_PER_GPU", ranks_per_gpu)
+    output = run_pytest(tmp_path, MARKED, num_gpus=1)
+    assert f"{num_passed} passed" in output, output
 
 
 def test_an_unknown_marker_is_an_error(tmp_path: Path) -> None:

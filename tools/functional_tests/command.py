@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
+from benchmarks.shared_gpus import num_places
 from tools.functional_tests.cases import CASES, ROOT, Case, find_cases
 from tools.functional_tests.checks import (
     Results,
@@ -138,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 def _outcomes(options: argparse.Namespace) -> list[Outcome]:
     """What is to be run; sets the platform if it was left open."""
     if options.platform is None:
-        options.platform = "h200" if _num_gpus() else "cpu"
+        options.platform = "h200" if num_places() else "cpu"
     cases = find_cases(options.cases, options.cases_folder)
     jobs = load_jobs()
     if not options.cases:
@@ -151,15 +152,9 @@ def _outcomes(options: argparse.Namespace) -> list[Outcome]:
     ]
 
 
-def _num_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def _device(platform: str) -> str:
     """The platform, and the GPU that there really is."""
-    if platform == "cpu" or not _num_gpus():
+    if platform == "cpu" or not num_places():
         return platform
     import torch
 
@@ -170,10 +165,10 @@ def _check_gpus(outcomes: Sequence[Outcome], options: argparse.Namespace) -> Non
     """Skip what needs more GPUs than there are, and refuse it if it was asked for by name."""
     if options.platform == "cpu":
         return
-    num_gpus = _num_gpus()
+    num_gpus = num_places()
     for outcome in outcomes:
         if outcome.job.num_ranks > num_gpus:
-            outcome.skipped = f"needs {outcome.job.num_ranks} GPU(s), torch sees {num_gpus}"
+            outcome.skipped = f"needs {outcome.job.num_ranks} GPU(s), there are {num_gpus}"
             if options.cases:
                 raise ValueError(
                     f"{outcome.case.name} {outcome.skipped}; leave it out, or set --platform cpu "

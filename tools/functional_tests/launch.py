@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from benchmarks.shared_gpus import ranks_per_gpu
 from megatron.slipstream.integration.ports import free_port
 from tools.functional_tests.cases import ROOT, Arguments, Case, command_line, without_offloading
 
+SCRIPT = "pretrain_gpt.py"
 TAIL_LINES, WIDTH = 15, 240
 """Of a training's log, what an error shows."""
 
@@ -122,6 +124,10 @@ class Training:
             arguments["--offload-backend"] = "cpu-lazy"
         return arguments
 
+    def _script(self) -> list[str]:
+        shares_gpus = self.platform != "cpu" and ranks_per_gpu() > 1
+        return ["-m", "benchmarks.shared_gpus", SCRIPT] if shares_gpus else [SCRIPT]
+
     def command(self) -> list[str]:
         """The launcher, the script and its flags, within the case's own commands."""
         port = free_port()
@@ -137,7 +143,7 @@ class Training:
         script = f"set -euo pipefail\n{config.BEFORE_SCRIPT or ''}\n"
         script += '"$@" && status=0 || status=$?\n'
         script += f"{config.AFTER_SCRIPT or ''}\nexit $status\n"
-        return ["bash", "-c", script, "bash", *launcher, "pretrain_gpt.py", *flags]
+        return ["bash", "-c", script, "bash", *launcher, *self._script(), *flags]
 
     def run(self, on_iteration: Callable[[int], None] = lambda _: None) -> Result:
         """Train to the end.

@@ -15,6 +15,7 @@ from typing import Optional
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.shared_gpus import ranks_per_gpu
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 from tools.gpu_suite.jobs import SHARES, Job, select
 from tools.gpu_suite.queue import RESULTS, ROOT, Result, State, run_jobs
@@ -28,6 +29,7 @@ EPILOG = """\
 examples:
   ./run gpu-suite --list                           what there is, and what it needs
   ./run gpu-suite 'tests*'                         all GPU tests
+  ./run gpu-suite 'tests-*-gpus' --ranks-per-gpu 4 those that need several GPUs, on one
   ./run gpu-suite 'bench:moe_long:*' --seconds 500 one case, in no more than that
   ./run gpu-suite 'bench:*' --bench '--max-iterations 20 --planning-seconds 60'
   ./run gpu-suite 'tests*' --tests '-k "graphs and not FP8"'
@@ -49,7 +51,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     try:
         jobs = [
             job.with_more(options.bench, "bench:").with_more(options.tests, "tests")
-            for job in select(options.jobs)
+            for job in (job.on_fewer_gpus(options.ranks_per_gpu) for job in select(options.jobs))
         ]
         if options.list:
             _show_jobs(jobs, console)
@@ -78,6 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     add("jobs", nargs="*", metavar="JOB", help="which; * and ? stand for anything; all by default")
     add("--list", action="store_true", help="list the jobs, and end")
     add("--gpus", type=int, metavar="N", help="how many to use (all that torch sees)")
+    add(
+        "--ranks-per-gpu",
+        type=int,
+        default=ranks_per_gpu(),
+        metavar="N",
+        help="let so many ranks share a GPU in tests and functional cases that need several, where "
+        "there are fewer (%(default)s); slower, and nothing that is measured",
+    )
     add(
         "--seconds",
         type=float,

@@ -51,12 +51,27 @@ class Job:
     """Of megatron-core; None is the one of the environment."""
     shares: int = SHARES
     """What it takes of each of its GPUs, and of their share of the CPU cores."""
+    ranks_per_gpu: int = 1
+    """How many of a test's ranks are on each of its GPUs."""
 
     def with_more(self, arguments: Sequence[str], prefix: str) -> Job:
         """With more arguments, if its name begins so."""
         if not self.name.startswith(prefix):
             return self
         return replace(self, command=(*self.command, *arguments))
+
+    def on_fewer_gpus(self, ranks_per_gpu: int) -> Job:
+        """With so many ranks on a GPU, unless it measures something."""
+        num_ranks = min(ranks_per_gpu, self.num_gpus)
+        if self.shares == SHARES or num_ranks == 1:
+            return self
+        return replace(
+            self,
+            num_gpus=-(-self.num_gpus // num_ranks),
+            shares=min(self.shares * num_ranks, SHARES - 1),
+            seconds=self.seconds * num_ranks,
+            ranks_per_gpu=num_ranks,
+        )
 
 
 def _tests(

@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Optional
 
+from benchmarks.shared_gpus import VARIABLE
 from tools.gpu_suite.jobs import NUM_WORKERS, OUTPUT, SHARES, Job, in_order, next_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,7 +146,7 @@ class _Queue:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         num_cores = (os.cpu_count() or 1) * job.num_gpus * job.shares // (len(self._gpus) * SHARES)
-        workers = min(max(num_cores, 1), job.shares)
+        workers = max(min(num_cores, job.shares) // job.ranks_per_gpu, 1)
         values = {OUTPUT: str(folder), NUM_WORKERS: str(workers)}
         with (folder / "log.txt").open("wb") as log:
             process = subprocess.Popen(
@@ -192,6 +193,7 @@ def environment(job: Job, gpus: Sequence[int]) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": ",".join(_as_cuda_counts(gpus)),
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
+        VARIABLE: str(job.ranks_per_gpu),
     }
 
 

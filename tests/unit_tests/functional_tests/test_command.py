@@ -261,9 +261,9 @@ def test_a_case_that_resumes_trains_again_and_fails_if_that_differs(
 def test_too_few_gpus_are_refused_by_name_and_skipped_otherwise(
     folder: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(command, "num_places", lambda: 0)
     assert run(folder, "gpt3_offload", "--platform", "h200") == 2
-    assert "gpt3_offload needs 1 GPU(s), torch sees 0" in capsys.readouterr().err
+    assert "gpt3_offload needs 1 GPU(s), there are 0" in capsys.readouterr().err
     assert run(folder, "--platform", "h200") == 0
     assert "skipped: needs 1 GPU(s)" in capsys.readouterr().out
     assert not calls.exists()

@@ -53,6 +53,15 @@ def test_every_set_of_modules_of_every_case_is_measured() -> None:
         assert bench.num_gpus == case.num_ranks
 
 
+def test_ranks_share_gpus_in_what_measures_nothing() -> None:
+    test = job("tests", num_gpus=4, seconds=10, shares=2).on_fewer_gpus(2)
+    assert (test.num_gpus, test.shares, test.ranks_per_gpu) == (2, 4, 2)
+    assert job("tests", num_gpus=2, shares=5).on_fewer_gpus(8).num_gpus == 1
+    measuring, single = job("bench", num_gpus=2), job("tests", num_gpus=1, shares=4)
+    assert measuring.on_fewer_gpus(2) == measuring
+    assert single.on_fewer_gpus(4) == single
+
+
 def test_every_functional_case_with_golden_values_of_a_gpu_is_run() -> None:
     cases = ROOT / "tests" / "functional_tests" / "test_cases"
     recorded = {path.parent.name for path in cases.rglob("golden_values_*_h200.json")}

@@ -128,6 +128,18 @@ def test_a_job_has_its_share_of_the_cores_and_of_the_memory(
     assert logs == [f"workers {number}\n" for number in expected]
 
 
+def test_ranks_that_share_a_gpu_count_as_one_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    script = "import os; print('{workers}', os.environ['SLIPSTREAM_RANKS_PER_GPU'])"
+    command = (sys.executable, "-c", script)
+    test = Job("tests", 4, 1, command, shares=2).on_fewer_gpus(4)
+    run_jobs([test, Job("bench", 1, 1, command)], [0], tmp_path, 60)
+    logs = [(tmp_path / name / "log.txt").read_text() for name in ("tests", "bench")]
+    assert logs == ["2 4\n", "12 1\n"]
+
+
 def test_gpus_are_those_that_are_visible_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

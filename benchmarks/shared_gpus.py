@@ -1,0 +1,81 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Several ranks of a job on one GPU: for what is to be right, not fast.
+
+NCCL refuses two ranks of a communicator on one GPU of a host. Told by ``NCCL_HOSTID`` that each is
+on a host of its own, it connects them by sockets: the same collectives on the same streams, inside
+CUDA graphs too, which only take longer. The GPU gives the processes turns of some milliseconds, so
+that a rank whose kernel waits for another one keeps that one waiting.
+
+Where ``SLIPSTREAM_RANKS_PER_GPU`` is set, tests and benchmarks count each GPU so many times. For a
+script that takes its GPU from ``LOCAL_RANK``::
+
+    torchrun --nproc-per-node 4 -m benchmarks.shared_gpus pretrain_gpt.py ...
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+VARIABLE = "SLIPSTREAM_RANKS_PER_GPU"
+
+
+def ranks_per_gpu() -> int:
+    """How many ranks may share a GPU.
+
+    Raises:
+        ValueError: The variable is not a positive number.
+    """
+    text = os.environ.get(VARIABLE, "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{VARIABLE}={text} is not a number of ranks; set 1 or more")
+    return int(text)
+
+
+def num_places() -> int:
+    """For how many ranks there is a GPU, or a share of one. Takes hold of none."""
+    import torch
+
+    return torch.cuda.device_count() * ranks_per_gpu()
+
+
+def take_place(rank: int, num_ranks: int) -> int:
+    """The GPU of a rank; called before the process makes its first communicator.
+
+    Args:
+        rank: On this machine.
+        num_ranks: On this machine.
+
+    Raises:
+        ValueError: There are not that many places.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if num_ranks > num_places():
+        raise ValueError(
+            f"{num_ranks} ranks are not possible on {num_gpus} GPU(s); set {VARIABLE}="
+            f"{-(-num_ranks // max(num_gpus, 1))} to let them share, where speed does not matter"
+        )
+    if num_ranks > num_gpus:
+        os.environ.update(
+            NCCL_HOSTID=f"rank{rank}",
+            # Between hosts it would look for a network.
+            NCCL_IB_DISABLE="1",
+            NCCL_SOCKET_IFNAME="lo",
+        )
+    return rank % num_gpus
+
+
+def main() -> None:
+    """Run the script that the arguments name, as a rank that may share its GPU."""
+    rank, num_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    os.environ["LOCAL_RANK"] = str(take_place(rank, num_ranks))
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Ranks share GPUs where they are told to, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import shared_gpus
+from benchmarks.shared_gpus import VARIABLE, num_places, ranks_per_gpu, take_place
+
+NCCL = ("NCCL_HOSTID", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.fixture(autouse=True)
+def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for name in NCCL:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_each_gpu_counts_as_often_as_ranks_may_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (ranks_per_gpu(), num_places()) == (1, 2)
+    monkeypatch.setenv(VARIABLE, "4")
+    assert (ranks_per_gpu(), num_places()) == (4, 8)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", ""])
+def test_what_is_no_number_of_ranks_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ValueError, match=f"{VARIABLE}={text} is not a number of ranks; set 1"):
+        ranks_per_gpu()
+
+
+def test_ranks_that_have_a_gpu_each_are_neighbours_on_one_host() -> None:
+    assert [take_place(rank, 2) for rank in range(2)] == [0, 1]
+    assert not any(name in os.environ for name in NCCL)
+
+
+def test_ranks_that_share_a_gpu_are_on_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "2")
+    hosts = []
+    for rank in range(4):
+        assert take_place(rank, 4) == rank % 2
+        hosts.append(os.environ["NCCL_HOSTID"])
+    assert len(set(hosts)) == 4
+
+
+def test_too_many_ranks_are_refused_with_the_variable() -> None:
+    with pytest.raises(ValueError, match=rf"3 ranks .* 2 GPU\(s\); set {VARIABLE}=2 to let"):
+        take_place(0, 3)
+
+
+def test_a_script_that_takes_its_gpu_from_the_local_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, sys\nprint(json.dumps([sys.argv, os.environ['LOCAL_RANK'], __name__]))\n"
+    )
+    monkeypatch.setenv(VARIABLE, "2")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(sys, "argv", ["shared_gpus.py", str(script), "--flag", "1"])
+    shared_gpus.main()
+    argv = [str(script), "--flag", "1"]
+    assert json.loads(capsys.readouterr().out) == [argv, "1", "__main__"]
+    assert os.environ["NCCL_HOSTID"] == "rank3"
