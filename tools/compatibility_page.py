@@ -31,6 +31,9 @@ TESTS = {
     "packed": "tests/unit_tests/packed_sequences/test_gpt.py",
     "packed batches": "tests/unit_tests/packed_sequences/test_training_path.py",
     "packed training": "tests/functional_tests/test_packed_training.py",
+    "packed case, gpu": (
+        "tests/functional_tests/test_cases/gpt/gpt3_thd_offload/model_config.yaml"
+    ),
     "sizes": "tests/unit_tests/integration/test_dynamic_context_parallel.py",
     "sizes, graphs": "tests/unit_tests/integration/test_graph_bank.py",
     "sizes, graphs, gpu": "tests/functional_tests/test_dynamic_context_parallel.py",
@@ -133,7 +136,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
                     ("chunks, gpu", '"dense": on_gpu('),
                 ),
                 "packing": (("packed", "def test_packed_documents_train_like_documents"),),
-                "dynamic": (("sizes", '"dense"'),),
+                "dynamic": (("sizes", '"dense"'), ("sizes, graphs, gpu", '"dense"')),
             },
         ),
         Setting(
@@ -159,6 +162,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
                     ("chunks, gpu", '"experts, drop and pad": on_gpu('),
                 ),
                 "packing": (("packed", "MOE_STATIC"),),
+                "dynamic": (("sizes, graphs, gpu", '"experts"'),),
             },
         ),
         Setting(
@@ -171,7 +175,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
                     ("chunks, gpu", '"MLA": on_gpu('),
                 ),
                 "packing": (("packed", "one_by_one_with_latent_attention"),),
-                "dynamic": (("sizes", '"MLA"'),),
+                "dynamic": (("sizes", '"MLA"'), ("sizes, graphs, gpu", '"MLA"')),
             },
         ),
         Setting(
@@ -219,18 +223,28 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
                     ("chunks", "def test_two_data_parallel_ranks"),
                     ("chunks, gpu", "def test_overlapped_reduction_on_two_gpus"),
                 ),
+                "dynamic": (("sizes, graphs, gpu", '{"overlap_grad_reduce": True}'),),
             },
         ),
         Setting(
             "tensor parallel",
             {},
             {
-                "offloading": (("equality", '"tensor parallel"'), ("training", '"TP2"')),
+                "offloading": (
+                    ("equality", '"tensor parallel"'),
+                    ("training", '"TP2"'),
+                    ("gpu", '"TP2, sequence parallel"'),
+                ),
                 "chunk graphs": (("chunks", "def test_tensor_parallel_ranks"),),
                 "packing": (("packed batches", "def test_tensor_parallel_ranks"),),
+                "dynamic": (("sizes, graphs, gpu", '{"tp": 2}'),),
             },
         ),
-        Setting("sequence parallel", {"sequence_parallel": True}),
+        Setting(
+            "sequence parallel",
+            {"sequence_parallel": True},
+            {"offloading": (("gpu", '"TP2, sequence parallel, MoE"'),)},
+        ),
         Setting(
             "expert parallel",
             _EXPERTS,
@@ -251,7 +265,10 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
                     ("chunks, gpu", "def test_pipelines_of_two_gpus"),
                 ),
                 "packing": (("packed batches", '"PP2"'),),
-                "dynamic": (("sizes", "def test_stages_have_the_losses_of_one_stage"),),
+                "dynamic": (
+                    ("sizes", "def test_stages_have_the_losses_of_one_stage"),
+                    ("sizes, graphs, gpu", '{"pp": 2}'),
+                ),
             },
         ),
         Setting(
@@ -273,7 +290,11 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
                 "packing": (("packed batches", '"PP2 VPP2"'),),
             },
         ),
-        Setting("context parallel", {"context_parallel_size": 2}),
+        Setting(
+            "context parallel",
+            {"context_parallel_size": 2},
+            {"offloading": (("gpu", '"CP2"'),)},
+        ),
         Setting(
             "context parallel, loss per token",
             {"context_parallel_size": 2, "calculate_per_token_loss": True},
@@ -332,7 +353,10 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
             {},
             {
                 "offloading": (("equality", '"core attention recomputed"'),),
-                "dynamic": (("sizes", '"dense, core attention recomputed"'),),
+                "dynamic": (
+                    ("sizes", '"dense, core attention recomputed"'),
+                    ("sizes, graphs, gpu", '"dense, core attention recomputed"'),
+                ),
                 "chunk graphs": (
                     ("chunks", '"attention recomputed": ModelCase('),
                     ("chunks, gpu", '"attention recomputed": on_gpu('),
@@ -400,9 +424,18 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
             "offloading, with these",
             {"fine_grained_activation_offloading": True},
             {
-                "chunk graphs": (("chunks", "def test_offloading_inside_the_graphs"),),
-                "packing": (("packed training", "def test_packed_training_learns_the_same"),),
-                "dynamic": (("packed training", "pytest.param(2, DYNAMIC"),),
+                "chunk graphs": (
+                    ("chunks", "def test_offloading_inside_the_graphs"),
+                    ("chunks, gpu", "def test_offloading_inside_the_graphs_on_one_gpu"),
+                ),
+                "packing": (
+                    ("packed training", "def test_packed_training_learns_the_same"),
+                    ("packed case, gpu", "--sequence-packing"),
+                ),
+                "dynamic": (
+                    ("packed training", "pytest.param(2, DYNAMIC"),
+                    ("sizes, graphs, gpu", "def test_activations_move_inside_the_graphs"),
+                ),
             },
             ("offloading", "layer graphs"),
         ),
@@ -412,6 +445,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
             {
                 "packing": (
                     ("packed training", "def test_packed_training_learns_the_same_with_c"),
+                    ("chunks, gpu", "def test_pipelines_of_two_gpus"),
                 ),
                 "dynamic": (
                     ("sizes, graphs", "def test_sizes_in_every_order_train_as_without_graphs"),
@@ -443,6 +477,8 @@ RELEASES = (
     ("offloading inside Transformer Engine's CUDA graphs of layers", "yes", "yes", "yes"),
     ("offloading beside megatron-core's own (`local`) CUDA graphs", "no", "no", "yes"),
     ("`fused_group_mlp` in `--offload-modules`", "no", "no", "yes"),
+    ("packed sequences (`--sequence-packing`)", "yes", "yes", "yes"),
+    ("CUDA graphs of model chunks (`--cuda-graph-granularity chunk`)", "no", "no", "yes"),
     (
         "`./run train` with `--mtp-num-layers`, `--spec`, heterogeneous layers or experimental "
         "attention",
@@ -515,7 +551,7 @@ def compatibility_page() -> str:
         "",
         "What goes together. **yes** means that a test shows it: losses and gradients are bitwise "
         "those without, or those of the documents one by one. *CPU* is a test that every change "
-        "has to pass, *GPU* one that needs a GPU; "
+        "has to pass, *GPU* one that needs a GPU, or several; "
         "[what was measured on one](../../benchmarks/README.md#results) says where and when it "
         "last ran. **no** means refused at start, with the message of that number "
         "[below](#why-not). *not tested* means just that: nothing refuses it, and nothing shows "
