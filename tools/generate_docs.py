@@ -78,6 +78,12 @@ MEGATRON_OPTIONS = (
         "How many bytes more each later pipeline rank keeps on the device. Later ranks hold fewer "
         "micro-batches at a time and have memory to spare. From megatron-core 0.19 on.",
     ),
+    MegatronOption(
+        "delay_offload_until_cuda_graph",
+        False,
+        "With [CUDA graphs of layers](cuda-graphs.md): what moves outside of graphs is copied once "
+        "the next graph has been launched. From megatron-core 0.19 on.",
+    ),
 )
 
 
@@ -187,17 +193,30 @@ def rules_of_rooms() -> list[str]:
     return lines
 
 
+WITH_A_NORM = {
+    "attn_norm": "with MLA; in others Transformer Engine has the norm in `qkv_linear`",
+    "mlp_norm": "with experts; in dense layers Transformer Engine has the norm in the MLP",
+}
+"""Norms that a linear layer follows are no modules of their own there."""
+
+
+def models_with(module: str) -> str:
+    if module in config.MOE_MODULE_NAMES:
+        return "with experts"
+    return WITH_A_NORM.get(module, "all")
+
+
 def options_page() -> str:
     """Give the whole text of docs/user-guide/options.md."""
-    experts = config.MOE_MODULE_NAMES
     lines = [
         "# Options",
         "",
         generated_from("config.py, the options.py of each room and integration/arguments.py"),
         "",
         "A flag of the command line and the configuration field of the same name (with `_` for "
-        "`-`) mean the same. `./run train --help` shows these too, `./run train --help-all` all "
-        "of Megatron's flags beside them.",
+        "`-`) mean the same. `./run train --help` shows Slipstream's, `./run train --help-all` all "
+        "of Megatron's flags beside them. A file that `SLIPSTREAM_CONFIG` names sets Slipstream's "
+        "too, in [training frameworks](frameworks/README.md) and elsewhere.",
         "",
         "## Megatron-Core's own options",
         "",
@@ -216,10 +235,7 @@ def options_page() -> str:
         "",
         *table(
             ("name", "what moves", "models"),
-            (
-                (f"`{name}`", text, "with experts" if name in experts else "all")
-                for name, text in config.MODULE_NAMES.items()
-            ),
+            ((f"`{name}`", text, models_with(name)) for name, text in config.MODULE_NAMES.items()),
         ),
         "",
         *(line for group in option_groups() for line in own_options(group)),

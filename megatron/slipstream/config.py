@@ -162,6 +162,10 @@ def _offloading_with_graphs(facts: Any) -> bool:
     return _offloading(facts) and _graph_impl(facts) != "none"
 
 
+def _offloading_with_our_engine(facts: Any) -> bool:
+    return _offloading(facts) and getattr(facts, "offload_engine", "slipstream") == "slipstream"
+
+
 def _graph_impl(facts: Any) -> str:
     """megatron-core's implementation of CUDA graphs; 'none' also where it has no such option."""
     return str(getattr(facts, "cuda_graph_impl", None) or "none")
@@ -315,6 +319,24 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda f: f.delta_offload_bytes_across_pp_ranks >= 0,
         "delta_offload_bytes_across_pp_ranks={delta_offload_bytes_across_pp_ranks} is negative; "
         "set how many bytes more each later pipeline rank keeps on the device",
+    ),
+    Rule(
+        "fine_grained_offloading_max_inflight_offloads",
+        _offloading_with_our_engine,
+        lambda f: getattr(f, "fine_grained_offloading_max_inflight_offloads", None) is None,
+        "fine_grained_offloading_max_inflight_offloads="
+        "{fine_grained_offloading_max_inflight_offloads} is not supported with "
+        "offload_engine=slipstream because its plan says when compute waits for each copy; leave "
+        "it out, and set offload_target_memory_gib if a device peak has to be kept",
+    ),
+    Rule(
+        "delay_offload_until_cuda_graph",
+        _offloading_with_our_engine,
+        lambda f: (
+            not getattr(f, "delay_offload_until_cuda_graph", False) or _graph_impl(f) != "none"
+        ),
+        "delay_offload_until_cuda_graph=True is not supported without CUDA graphs because there is "
+        "no graph to wait for; set cuda_graph_impl='transformer_engine', or leave it out",
     ),
     Rule(
         "cpu_offloading",

@@ -37,8 +37,8 @@ def check_pages(root: Path) -> subprocess.CompletedProcess[str]:
 def copy_of_sources(folder: Path) -> Path:
     """Copy what the generated pages come from, and the pages."""
     for name in ("megatron/slipstream", "tools", "docs/user-guide", "tests"):
-        files = [*(ROOT / name).rglob("*.py"), *(ROOT / name).rglob("*.md")]
-        for path in files:
+        patterns = ("*.py", "*.md", "model_config.yaml")
+        for path in (path for pattern in patterns for path in (ROOT / name).rglob(pattern)):
             copy = folder / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)

@@ -229,6 +229,7 @@ def check(args: Any, facts: preflight.Facts) -> None:
         if getattr(args, "cuda_graph_impl", "none") == "transformer_engine":
             preflight.require(preflight.check_graphs(facts))
         _tell_what_stays(args)
+        _tell_what_is_recomputed(args)
     preflight.require(preflight.check_process(facts, args.fine_grained_activation_offloading))
     _check_device(args)
     _check_packed_attention(args)
@@ -256,6 +257,15 @@ def _tell_what_stays(args: Any) -> None:
             "out; leave %s out, or capture other parts",
             ", ".join(names),
             "them" if len(names) > 1 else "it",
+        )
+
+
+def _tell_what_is_recomputed(args: Any) -> None:
+    if args.recompute_granularity == "full" and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "recompute_granularity=full: a layer that is recomputed as a whole saves its input "
+            "only, so nothing of it moves; set recompute_granularity=selective, for other modules "
+            "than those that move"
         )
 
 

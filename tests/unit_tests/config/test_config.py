@@ -48,6 +48,8 @@ BREAKS_MODEL_RULE: list[dict[str, Any]] = [
     {"activation_offload_fraction": 1.5},
     {"min_offloaded_tensor_size": -1},
     {"delta_offload_bytes_across_pp_ranks": -1},
+    {"fine_grained_offloading_max_inflight_offloads": 0},
+    {"delay_offload_until_cuda_graph": True},
     {"cpu_offloading": True},
     {"cuda_graph_impl": "full_iteration"},
     {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
@@ -165,6 +167,13 @@ def test_values_at_the_edge_of_a_rule_are_accepted(changed: dict[str, Any]) -> N
             "offload_modules": ["expert_fc1", "moe_act"],
         },
         {"cuda_graph_warmup_steps": 0},
+        {"cuda_graph_impl": "transformer_engine", "delay_offload_until_cuda_graph": True},
+        {"fine_grained_offloading_max_inflight_offloads": None},
+        {
+            "offload_engine": "megatron",
+            "fine_grained_offloading_max_inflight_offloads": 2,
+            "delay_offload_until_cuda_graph": True,
+        },
     ],
     ids=str,
 )

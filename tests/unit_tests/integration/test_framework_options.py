@@ -61,7 +61,7 @@ def test_on_needs_modules_even_if_the_configuration_has_some(modules: Any) -> No
             to_transformer_overrides({SWITCH: True, "offload_modules": modules}, facts)
 
 
-def test_all_seven_pass_on_by_their_own_names() -> None:
+def test_all_pass_on_by_their_own_names() -> None:
     options: OffloadOptions = {
         "fine_grained_activation_offloading": True,
         "offload_modules": ["expert_fc1", "moe_act"],
@@ -69,11 +69,17 @@ def test_all_seven_pass_on_by_their_own_names() -> None:
         "delta_offload_bytes_across_pp_ranks": 1024,
         "min_offloaded_tensor_size": 0,
         "delay_offload_until_cuda_graph": True,
-        "fine_grained_offloading_max_inflight_offloads": 2,
     }
-    overrides = to_transformer_overrides(options, MOE)
+    facts = dataclasses.replace(MOE, cuda_graph_impl="transformer_engine")
+    overrides = to_transformer_overrides(options, facts)
     assert overrides == options
     assert overrides["offload_modules"] is not options["offload_modules"]
+
+
+def test_what_only_the_other_engine_does_is_refused() -> None:
+    options = ON | {"fine_grained_offloading_max_inflight_offloads": 2}
+    with pytest.raises(ValueError, match="max_inflight_offloads=2 is not supported.*leave it out"):
+        to_transformer_overrides(options)
 
 
 def test_a_list_of_another_kind_becomes_a_plain_one() -> None:
@@ -263,13 +269,13 @@ def _parse(rank: int, world_size: int, port: int, words: list[str]) -> dict[str,
 
     with _process_arguments(words):
         parsed = vars(parse_args())
-    return {name: parsed[name] for name in DEFAULTS if name in parsed}
+    return {name: parsed[name] for name in DEFAULTS if parsed.get(name) is not None}
 
 
 @pytest.mark.releases
 def test_megatrons_parser_reads_the_flags_back() -> None:
     facts = ModelFacts.of(transformer_config())
-    facts = dataclasses.replace(facts, num_moe_experts=8)
+    facts = dataclasses.replace(facts, num_moe_experts=8, cuda_graph_impl="transformer_engine")
     options: dict[str, Any] = {
         SWITCH: True,
         "offload_modules": ["core_attn", "moe_act"],
@@ -277,7 +283,6 @@ def test_megatrons_parser_reads_the_flags_back() -> None:
         "activation_offload_fraction": 0.25,
         "delta_offload_bytes_across_pp_ranks": 6,
         "delay_offload_until_cuda_graph": True,
-        "fine_grained_offloading_max_inflight_offloads": 7,
     }
     options = {name: value for name, value in options.items() if name in facts.known_options}
     (parsed,) = run_ranks(1, _parse, to_cli(options, facts))

@@ -425,6 +425,15 @@ def test_flags_of_an_engine_that_is_off_are_told(folder: Path) -> None:
     assert outcome.output.count(told) == 1
 
 
+def test_layers_that_are_recomputed_as_a_whole_are_told(folder: Path) -> None:
+    recompute = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+    flags = [*MODEL, *MOCK, *OFFLOAD, "core_attn", *recompute, "--recompute-num-layers", "1"]
+    outcome = _train(folder, flags)
+    assert outcome.code == 0, outcome.output
+    told = "recompute_granularity=full: a layer that is recomputed as a whole saves its input only"
+    assert outcome.output.count(told) == 1
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_training(folder: Path) -> None:
     flags = [*MODEL, *MOCK, "--run-record-path", "/dev/null/record.json"]
     _assert_refused(_train(folder, flags), folder, "run_record_path=/dev/null/", "name a file")

@@ -52,7 +52,8 @@ class OffloadOptions(TypedDict, total=False):
     """Copy what eager groups move when the next CUDA graph has been launched. From megatron-core
     0.19 on."""
     fine_grained_offloading_max_inflight_offloads: Optional[int]
-    """Of megatron-core's own engine, from 0.18 on. Slipstream plans how far copies may lag."""
+    """Of megatron-core's own engine, from 0.18 on. Slipstream plans how far copies may lag, and
+    refuses it."""
 
 
 DEFAULTS: Mapping[str, Any] = {
