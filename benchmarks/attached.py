@@ -276,6 +276,8 @@ def _positive(text: str) -> int:
 
 def _compare(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and options.size != "tiny":
+        raise ValueError(f"--size {options.size} needs a GPU, torch sees none; give --size tiny")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     writer = RowWriter(options.output, now)
     writer.write("machine", **_machine(options, device))

@@ -330,7 +330,7 @@ def _show_reports(runs: Iterable[Run], console: Console) -> None:
         text = Report.from_json(path.read_text(encoding="utf-8")).render()
         console.print(f"\n[bold]{run.name}[/bold]")
         console.print(text.split("\n\n")[0], highlight=False, markup=False, soft_wrap=True)
-        console.print(f"with the plan: slipstream report {path}", highlight=False)
+        console.print(f"with the plan: ./run report {path}", highlight=False)
 
 
 def _show_summary(results: Mapping[str, Any], on_gpu: bool, console: Console) -> None:

@@ -26,7 +26,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
         # By the command's own parser, whose usage helps; argparse would show the one above it.
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = getattr(options, "hint_for_unknown", "")
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         status = options.run(options) or 0
         sys.stdout.flush()

@@ -367,6 +367,7 @@ def test_an_unknown_option_shows_how_its_command_is_used(
     error = capsys.readouterr().err
     assert error.startswith(f"usage: slipstream {command}")
     assert "unrecognized arguments: --sheep" in error
+    assert ("put the flags of a training behind '--'" in error) == (command == "doctor")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

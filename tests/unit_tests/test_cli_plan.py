@@ -135,6 +135,16 @@ def test_a_plan_that_does_not_fit_says_so(small: Path, capsys: pytest.CaptureFix
     assert "rank 0 needs more than the GPU's 140 GiB" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("modules", [("core_attn",), ("core_attn", "mlp_norm")], ids=len)
+def test_a_module_that_no_layer_has_is_told(
+    modules: tuple[str, ...], small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--seq-length", 2048, "--offload-modules", *modules)
+    assert show("--hf-config", small, *arguments) == 0
+    told = "Note: no layer has mlp_norm to move"
+    assert (told in capsys.readouterr().out) == ("mlp_norm" in modules)
+
+
 def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -143,7 +153,7 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
     options = ("--ep", 64, "--offload-modules", "expert_fc1", "--rank", 0)
     assert show("--hf-config", EXAMPLES / "deepseek_v3.json", *arguments, *options) == 0
     shown = capsys.readouterr().out
-    assert "Pipeline rank 0 has no layer with one of the modules." in shown
+    assert "Pipeline rank 0 has no layer with one of the modules; the table above" in shown
     assert row_of(shown, "0")[:3] == ["0", "0-2", "2"]
 
 
@@ -167,6 +177,11 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
             "--tensor-model-parallel-size is not supported with flags after --",
         ),
         (["--hf-config", LLAMA], "--seq-length is not set"),
+        (
+            ["--hf-config", LLAMA, "--seq-length", "8", "--target-memory", "20",
+             "--max-overhead", "1"],
+            "--target-memory=20.0 is not supported with --max-overhead=1.0",
+        ),
         (["--hf-config", LLAMA, "--seq-length", "8", "--gpu", "x"], "--gpu=x is not in the table"),
         (
             ["--hf-config", LLAMA, "--seq-length", "8", "--offload-modules", "core_atn"],

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -439,6 +441,28 @@ def test_the_current_environment_is_used_as_it_is_or_refused_by_name(
     result = run("train", env=env, script=clone)
     assert result.returncode == 1
     assert "has no module 'megatron.core'" in result.stderr
+
+
+@pytest.mark.parametrize("module", ["pydantic", "yaml", "scipy"])
+def test_what_the_current_environment_lacks_is_named_with_the_cure(
+    module: str, machine: dict[str, str], clone: Path, tmp_path: Path
+) -> None:
+    env = machine | {"SLIPSTREAM_USE_CURRENT_ENV": "1"}
+    lacking = FAKE_PYTHON + f'case "$*" in *" {module}") exit 1 ;; esac\n'
+    make_script(tmp_path / "shims" / "python3", lacking)
+    result = run("slipstream", "plan", env=env, script=clone)
+    assert result.returncode == 1
+    assert f"has no module '{module}'; install there what pyproject.toml lists" in result.stderr
+
+
+def test_the_script_looks_for_every_dependency_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [re.split(r"[<>=~\[ ]", line)[0] for line in project["dependencies"]]
+    modules = {
+        {"pyyaml": "yaml", "megatron-core": "megatron.core"}.get(name, name) for name in names
+    }
+    (line,) = re.findall(r"for module in (torch .*?) \"\$@\"; do", (ROOT / "run").read_text())
+    assert set(line.split()) == modules
 
 
 @pytest.mark.parametrize("script", ["run", ".ci/run"])

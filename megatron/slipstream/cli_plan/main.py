@@ -165,6 +165,12 @@ def _policy_options(options: argparse.Namespace) -> PolicyOptions:
     from megatron.slipstream.plan.policy import PolicyOptions
 
     given: dict[str, Any] = {}
+    if options.target_memory is not None and options.max_overhead is not None:
+        raise ValueError(
+            f"--target-memory={options.target_memory} is not supported with "
+            f"--max-overhead={options.max_overhead} because each alone decides how much moves; "
+            "give one of them"
+        )
     if options.fraction is not None:
         if not 0 <= options.fraction <= 1:
             raise ValueError(f"--fraction={options.fraction} is no share; give one from 0 to 1")
@@ -226,7 +232,10 @@ def _show_configured(configured: Configured, options: argparse.Namespace) -> Non
     write(rank_table(ranks, speed.memory_gib), sys.stdout)
     shown = ranks[0]
     if shown.plan is None:
-        sys.stdout.write(f"\nPipeline rank {shown.pp_rank} has no layer with one of the modules.\n")
+        sys.stdout.write(
+            f"\nPipeline rank {shown.pp_rank} has no layer with one of the modules; the table "
+            "above shows which there are, for --offload-modules.\n"
+        )
         return
     sys.stdout.write(f"\nPlan of pipeline rank {shown.pp_rank}\n")
     _show(shown.plan, shown.simulation, GRID_ROWS)

@@ -64,7 +64,8 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="processes of the training on this host, which share its memory (default: what the "
         "launcher says, or one for each GPU)",
     )
-    parser.set_defaults(run=run)
+    hint = "; put the flags of a training behind '--'"
+    parser.set_defaults(run=run, hint_for_unknown=hint)
 
 
 def run(options: argparse.Namespace) -> int:

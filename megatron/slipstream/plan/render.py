@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron.slipstream.plan.build import GroupPlan, Plan
@@ -49,13 +50,23 @@ def render_plan(
         if group.key == marked:
             lines[row] += HERE
     if hidden:
-        num_moving = sum(group.moves for group in hidden)
-        lines.append(f"... and {len(hidden)} more groups, {num_moving} of which move")
+        lines.append(_rest(hidden))
     lines.append(LEGEND)
     lines.append(_summary(plan))
     if plan.bound is not None:
         lines.append(_bound(plan.bound))
     return "\n".join([*lines, *plan.notes])
+
+
+def _rest(groups: Sequence[GroupPlan]) -> str:
+    """Groups that have no row: how many move, and why the others do not."""
+    num_moving = sum(group.moves for group in groups)
+    reasons = Counter(group.reason for group in groups if not group.moves)
+    stay = (
+        f"; {number} {'stays' if number == 1 else 'stay'}: {reason}"
+        for reason, number in reasons.most_common()
+    )
+    return f"... and {len(groups)} more groups, {num_moving} of which move{''.join(stay)}"
 
 
 def _bound(bound: Bound) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.configured import Configured
+from megatron.slipstream.plan.configured import Configured, usable_modules
 from megatron.slipstream.plan.gpus import Speed
 from megatron.slipstream.plan.layer_costs import layer_costs
 from megatron.slipstream.plan.model_shapes import ModelShape, Parallelism
@@ -163,6 +163,12 @@ def describe(configured: Configured, speed: Speed) -> Iterator[Line]:
         f"{link.h2d_both_gb_per_s:.1f} at once{origin})"
     )
     yield from (f"Note: {note}" for note in configured.notes)
+    absent = sorted(set(configured.modules) - set(usable_modules(shape)))
+    if absent:
+        yield (
+            f"Note: no layer has {', '.join(absent)} to move: what such a part saves is counted "
+            "with the one that has it in it, or it is recomputed"
+        )
 
 
 def layer_tables(configured: Configured, speed: Speed) -> Iterator[Line]:

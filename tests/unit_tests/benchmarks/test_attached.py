@@ -44,6 +44,7 @@ def test_tiny_run(checkpointing: str, tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     "arguments, error",
     [
+        ("--size 1b", "--size 1b needs a GPU, torch sees none; give --size tiny"),
         ("--patterns foo", "matches no sub-module of Decoder"),
         ("--config lag=2", "--config lag=2 is not NAME=VALUE with a name of OffloadConfig"),
         ("--config offload_release_lag=-1", "offload_release_lag=-1 is negative"),

@@ -10,7 +10,7 @@ import pytest
 from make_trace import Model, one_f_one_b, one_pass, trace_of
 
 from megatron.slipstream.plan.build import GroupPlan, Plan, build_plan
-from megatron.slipstream.plan.policy import NO_TIME, PolicyOptions
+from megatron.slipstream.plan.policy import BACKWARD_FOLLOWS, NO_TIME, PolicyOptions
 from megatron.slipstream.plan.render import LEGEND, format_bytes, render_plan
 from megatron.slipstream.plan.trace import MemoryReading, StepKind, Trace
 
@@ -94,7 +94,8 @@ def test_rows_beyond_the_limit_are_summed_up() -> None:
     lines = render_plan(plan, max_rows=2).split("\n")
     # Of groups 2 to 6, the last layer stays.
     assert [line.split()[0] for line in lines[1:3]] == ["0.0.core_attn", "0.1.core_attn"]
-    assert lines[3:5] == ["... and 5 more groups, 4 of which move", LEGEND]
+    rest = f"... and 5 more groups, 4 of which move; 1 stays: {BACKWARD_FOLLOWS}"
+    assert lines[3:5] == [rest, LEGEND]
     # The sum is of all groups, shown or not.
     assert lines[5].startswith("6 of 7 groups move, 5.9 KiB each way")
 
