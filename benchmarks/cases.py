@@ -293,8 +293,17 @@ CASES: tuple[Case, ...] = (
         num_micro_batches=8,
     ),
     Case(
+        "moe_ep4_pp2_vpp2_short",
+        "the same with sequence 512 and micro-batch 1, tensors of as many fewer elements move: for "
+        "the memory of its eight ranks where they share a GPU",
+        replace(_EXPERT_PIPELINE, dp=4, ep=4, seq_length=512, micro_batch_size=1),
+        (*_EXPERT_PIPELINE_VARIANTS[:-1], Variant(_EXPERT_PIPELINE_VARIANTS[-1].modules)),
+        num_micro_batches=8,
+        offload={"min_offloaded_tensor_size": 2**20 // 24},
+    ),
+    Case(
         "moe_ep2_pp2_vpp2",
-        "the same on four GPUs: DP 2, EP 2, PP 2 (ranks 0 and 1 are the first stage)",
+        "moe_ep4_pp2_vpp2 on four GPUs: DP 2, EP 2, PP 2 (ranks 0 and 1 are the first stage)",
         replace(_EXPERT_PIPELINE, dp=2, ep=2),
         _EXPERT_PIPELINE_VARIANTS,
         num_micro_batches=8,

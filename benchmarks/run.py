@@ -26,7 +26,7 @@ from benchmarks.cases import (
     select_variants,
 )
 from benchmarks.rows import RowWriter, finished, read_rows
-from benchmarks.shared_gpus import num_places
+from benchmarks.shared_gpus import VARIABLE, num_places, share_a_gpu
 from benchmarks.worker import EXIT_ENGINE_FAILED, Job, work
 from megatron.slipstream.integration.ports import free_port
 
@@ -280,7 +280,7 @@ def _run(options: argparse.Namespace, cases: Sequence[Case], command: str) -> in
         raise ValueError("nothing to measure; name a --case (--list shows them)")
     run = time.strftime("%Y-%m-%dT%H:%M:%S")
     jobs = [_job(options, case, run, command) for case in cases]
-    _check_devices(cases)
+    _check_devices(cases, jobs[0].limits.figures)
     rows = jobs[0].rows
     if rows.exists() and not options.append:
         raise ValueError(f"{rows} exists; give another --name, or --append to add to it")
@@ -294,9 +294,15 @@ def _run(options: argparse.Namespace, cases: Sequence[Case], command: str) -> in
     return 0
 
 
-def _check_devices(cases: Sequence[Case]) -> None:
+def _check_devices(cases: Sequence[Case], figures: Sequence[str]) -> None:
     num_gpus = num_places()
     for case in cases:
+        if share_a_gpu(case.num_ranks) and set(figures) - {"memory"}:
+            raise ValueError(
+                f"--figures {','.join(figures)} is not supported with --case {case.name} because "
+                f"some of its {case.num_ranks} ranks share a GPU ({VARIABLE}), so that times say "
+                "nothing; set --figures memory"
+            )
         num_needed = case.num_ranks if case.needs_gpu or num_gpus else 0
         if num_needed > num_gpus:
             raise ValueError(

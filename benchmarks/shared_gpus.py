@@ -41,6 +41,13 @@ def num_places() -> int:
     return torch.cuda.device_count() * ranks_per_gpu()
 
 
+def share_a_gpu(num_ranks: int) -> bool:
+    """Whether some of so many ranks on this machine have a GPU in common."""
+    import torch
+
+    return 0 < torch.cuda.device_count() < num_ranks
+
+
 def take_place(rank: int, num_ranks: int) -> int:
     """The GPU of a rank; called before the process makes its first communicator.
 
@@ -59,7 +66,7 @@ def take_place(rank: int, num_ranks: int) -> int:
             f"{num_ranks} ranks are not possible on {num_gpus} GPU(s); set {VARIABLE}="
             f"{-(-num_ranks // max(num_gpus, 1))} to let them share, where speed does not matter"
         )
-    if num_ranks > num_gpus:
+    if share_a_gpu(num_ranks):
         os.environ.update(
             NCCL_HOSTID=f"rank{rank}",
             # Between hosts it would look for a network.

@@ -247,7 +247,9 @@ def _machine_lines(machines: Sequence[Row]) -> list[str]:
 
 
 def _case_tables(rows: Sequence[Row]) -> list[str]:
-    measured = [row for row in rows if row.get("step_ms") is not None]
+    # Without times where ranks shared a GPU.
+    figures = ("step_ms", "act_bytes")
+    measured = [row for row in rows if any(row.get(name) is not None for name in figures)]
     parts = []
     if measured:
         several = any(row["num_ranks"] > 1 for row in measured)

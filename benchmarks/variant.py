@@ -36,6 +36,7 @@ from benchmarks.measure import (
 )
 from benchmarks.rank_memory import drop_fields
 from benchmarks.rows import RowWriter
+from benchmarks.shared_gpus import share_a_gpu
 from benchmarks.ways import in_turn
 from megatron.slipstream.plan.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Plan
@@ -47,6 +48,16 @@ RELATIVE_ERROR = 0.002
 LOSS_TOLERANCE = 0.01
 """Engines are timed with kernels that add in any order, so losses are only close. That they are
 equal bit by bit, where kernels allow it, is for tests to show."""
+
+
+TIMES = frozenset(
+    {
+        *("step_ms", "step_ms_interquartile", "step_ms_standard_error"),
+        *("overhead_percent", "overhead_percent_standard_error"),
+        *("stall_ms", "planned_ms", "followed_ms", "tried"),
+    }
+)
+"""Of a summary: what says nothing where ranks share a GPU."""
 
 
 class EngineFailed(Exception):
@@ -99,6 +110,7 @@ class VariantRun:
         self._writer = writer
         self._bandwidth = bandwidth
         self._rank = torch.distributed.get_rank()
+        self._share_a_gpu = share_a_gpu(base.case.num_ranks)
         self._engines: dict[str, Engine] = {}
         self._steps: dict[str, list[Step]] = {}
         self._figures: dict[str, _Figures] = {}
@@ -191,7 +203,7 @@ class VariantRun:
             if step is None:
                 continue
             self._steps[label].append(step)
-            if self._rank == 0:
+            if self._rank == 0 and not self._share_a_gpu:
                 self._writer.write(
                     "iteration",
                     **self._identity(label),
@@ -267,6 +279,8 @@ class VariantRun:
             row["claimed_bytes"] = engine.manager.offload_summary_total_bytes
         row["copied_per_saved"] = self._copied_per_saved(row)
         row["notes"] = figures.notes
+        if self._share_a_gpu:
+            row = {name: value for name, value in row.items() if name not in TIMES}
         self._writer.write("summary", **self._identity(label), **row)
 
     def _step_fields(self, label: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 from benchmarks.cases import Case, Limits, Variant, engine_labels, short_name
 from benchmarks.rows import RowWriter, finished, read_rows
+from benchmarks.shared_gpus import VARIABLE, share_a_gpu
 
 EXIT_ENGINE_FAILED = 3
 """An engine failed and took the process with it; its row is written, so the rest can go on."""
@@ -28,6 +29,7 @@ ENVIRONMENT = (
     "CUDA_DEVICE_MAX_COPY_CONNECTIONS",
     "NVTE_CPU_OFFLOAD_V1",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    VARIABLE,
 )
 
 
@@ -53,6 +55,8 @@ def work(job: Job) -> int:
     warnings.simplefilter("ignore")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     # Imported here, after the environment is as it must be.
+    import torch
+
     from benchmarks.copies import measure_bandwidth
     from benchmarks.engines import BaseModel, release_host_memory
     from benchmarks.measure import wait_for_all
@@ -67,8 +71,8 @@ def work(job: Job) -> int:
         from megatron.slipstream.integration import numa
 
         # As installing the engine does; before the first measurement, so that all have it alike.
-        numa.bind_to_gpu(rank)
-    bandwidth = measure_bandwidth()
+        numa.bind_to_gpu(torch.cuda.current_device())
+    bandwidth = None if share_a_gpu(num_ranks) else measure_bandwidth()
     release_host_memory()
     if rank == 0:
         writer.write(

@@ -8,14 +8,18 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Optional
 
 import pytest
+import torch
 from benchmark_runs import benchmark
 
 from benchmarks import run
-from benchmarks.cases import CASES, Limits, engine_labels, find_case, select_variants
+from benchmarks.cases import CASES, Limits, Variant, engine_labels, find_case, select_variants
+from benchmarks.measure import MemoryFigures, Step
 from benchmarks.rows import Row, RowWriter, read_rows
-from benchmarks.variant import VariantRun
+from benchmarks.shared_gpus import VARIABLE
+from benchmarks.variant import VariantRun, _Figures
 from benchmarks.worker import EXIT_ENGINE_FAILED
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.files import load_trace
@@ -232,3 +236,42 @@ def test_planning_ends_when_settled_or_at_its_limits(
     engine = SimpleNamespace(is_ours=True, manager=manager, run=None)
     run_of_variant._plan("slipstream", engine, limits)  # type: ignore[arg-type]
     assert len(steps) == expected
+
+
+# Ranks that share a GPU.
+
+
+@pytest.mark.parametrize("figures", ["memory,copies", None])
+def test_ranks_that_share_a_gpu_are_measured_for_memory_only(
+    figures: Optional[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv(VARIABLE, "8")
+    arguments = ["--case", "moe_ep4_pp2_vpp2_short", "--output", str(tmp_path / "out")]
+    arguments += ["--figures", figures] if figures else []
+    assert run.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert f"some of its 8 ranks share a GPU ({VARIABLE})" in error
+    assert "set --figures memory" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("share_a_gpu", [False, True])
+def test_no_time_is_told_of_ranks_that_share_a_gpu(share_a_gpu: bool, tmp_path: Path) -> None:
+    measured = VariantRun.__new__(VariantRun)
+    measured._share_a_gpu = share_a_gpu
+    measured._base = SimpleNamespace(case=find_case("smoke_pp2"))  # type: ignore[assignment]
+    measured._variant = Variant(("core_attn",))
+    measured._options, measured._rank = {"off": {}}, 0
+    measured._writer = RowWriter(tmp_path / "rows.jsonl", "run")
+    measured._steps = {"off": [Step(1.0, 0, ()), Step(3.0, 0, ())]}
+    memory = MemoryFigures(resident_bytes=10, peak_bytes=30)
+    measured._figures = {"off": _Figures(memory=memory)}
+    measured._engines = {"off": SimpleNamespace(is_ours=False, manager=None)}  # type: ignore[dict-item]
+    measured._write_summary("off", None)
+    (row,) = read_rows(tmp_path / "rows.jsonl")
+    assert row["act_bytes"] == 20
+    assert ("step_ms" in row, "overhead_percent" in row) == (not share_a_gpu,) * 2

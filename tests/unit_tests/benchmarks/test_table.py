@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import table
 from benchmarks.rows import RowWriter, finished, read_rows, with_newer
+from benchmarks.variant import TIMES
 
 
 def write_summary(writer: RowWriter, engine: str, **fields: Any) -> None:
@@ -89,6 +90,20 @@ def test_table_and_plots_come_from_rows(tmp_path: Path, capsys: pytest.CaptureFi
     assert "- core_attn attn_proj, megatron, rank 0: AssertionError: Chunk mismatch" in text
     assert "- core_attn attn_proj, slipstream, rank 0: no compute time" in text
     assert "| core_attn attn_proj | slipstream | 3.2 |" in text
+
+
+def test_ranks_that_shared_a_gpu_have_a_table_without_times(tmp_path: Path) -> None:
+    rows = tmp_path / "shared.jsonl"
+    write_example(rows)
+    kept = [row for row in read_rows(rows) if row["kind"] == "machine"]
+    for row in read_rows(rows):
+        if row["kind"] == "summary" and "act_bytes" in row:
+            kept.append({name: value for name, value in row.items() if name not in TIMES})
+    rows.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    assert table.write_results(rows) == [rows, rows.with_suffix(".md")]
+    text = rows.with_suffix(".md").read_text()
+    assert "| core_attn attn_proj | off | - | - | - | 900 | - | - |" in text
+    assert "|  | slipstream | - | - | +0.50% | 500 | 400 |" in text
 
 
 def test_a_later_summary_replaces_an_earlier_one(tmp_path: Path) -> None:
