@@ -49,9 +49,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=120)
     try:
+        number = _ranks_per_gpu(options.ranks_per_gpu)
         jobs = [
             job.with_more(options.bench, "bench:").with_more(options.tests, "tests")
-            for job in (job.on_fewer_gpus(options.ranks_per_gpu) for job in select(options.jobs))
+            for job in (job.on_fewer_gpus(number) for job in select(options.jobs))
         ]
         if options.list:
             _show_jobs(jobs, console)
@@ -83,10 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--ranks-per-gpu",
         type=int,
-        default=ranks_per_gpu(),
         metavar="N",
         help="let so many ranks share a GPU in tests and functional cases that need several, where "
-        "there are fewer (%(default)s); slower, and nothing that is measured",
+        "there are fewer (1, or SLIPSTREAM_RANKS_PER_GPU); slower, and nothing that is measured",
     )
     add(
         "--seconds",
@@ -124,6 +124,14 @@ def _parser() -> argparse.ArgumentParser:
         help="for logs and rows (default: build/gpu_suite)",
     )
     return parser
+
+
+def _ranks_per_gpu(number: Optional[int]) -> int:
+    if number is None:
+        return ranks_per_gpu()
+    if number < 1:
+        raise ValueError(f"--ranks-per-gpu {number} leaves no rank a GPU; set 1 or more")
+    return number
 
 
 def _gpus(number: Optional[int]) -> range:

@@ -181,6 +181,17 @@ def test_without_gpus_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "error: torch sees no GPU\n"
 
 
+def test_a_number_of_ranks_that_is_none_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["--list", "--ranks-per-gpu", "0"]) == 2
+    monkeypatch.setenv("SLIPSTREAM_RANKS_PER_GPU", "some")
+    assert main(["--list"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "error: --ranks-per-gpu 0 leaves no rank a GPU; set 1 or more"
+    assert second.startswith("error: SLIPSTREAM_RANKS_PER_GPU=some is not a number of ranks")
+
+
 def test_an_unknown_job_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "graph-bank"]) == 2
     assert "no job is called graph-bank; near: graph-bank:" in capsys.readouterr().err
