@@ -2,7 +2,7 @@
 
 """Routers that leave padding out where megatron-core's (0.17 to 0.19) do not.
 
-They take a padding mask and leave padding out of auxiliary losses and the z-loss. Two places are
+They take a padding mask and leave padding out of auxiliary losses and the z-loss. Three places are
 missing:
 
 - The counts for the expert bias: mask and routing map have shapes that do not go together, and the
@@ -10,6 +10,8 @@ missing:
 - The capacity of experts: padding competes for it, so what is in the padding decides which tokens
   are dropped. With ``moe_pad_expert_input_to_capacity``, the one mode of static shapes that needs
   no special dispatcher, that changes the model's output.
+- A buffer of nothing but padding, as a batch that its documents do not fill may have: auxiliary
+  losses divide by its number of tokens, and all gradients become NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _padding: list[torch.Tensor] = []
 
 
 def exclude_padding_from_routing() -> None:
-    """Replace the two places in megatron-core's ``TopKRouter``. Idempotent.
+    """Replace the three places in megatron-core's ``TopKRouter``. Idempotent.
 
     Without a padding mask the router does what it did. Nothing waits for the GPU, and nothing has a
     shape that depends on how much padding there is.
@@ -36,13 +38,21 @@ def exclude_padding_from_routing() -> None:
     router.TopKRouter.routing = _routing(router.TopKRouter.routing)
     router.TopKRouter._apply_expert_bias = _apply_expert_bias
     router.apply_router_token_dropping = _token_dropping(router.apply_router_token_dropping)
+    router.get_tokens_per_expert_and_token_count = _counting(
+        router.get_tokens_per_expert_and_token_count
+    )
 
 
 def include_padding_in_routing() -> None:
     """Undo :func:`exclude_padding_from_routing`, except for what would raise."""
     from megatron.core.transformer.moe import router
 
-    for owner, name in ((router.TopKRouter, "routing"), (router, "apply_router_token_dropping")):
+    replaced = (
+        (router.TopKRouter, "routing"),
+        (router, "apply_router_token_dropping"),
+        (router, "get_tokens_per_expert_and_token_count"),
+    )
+    for owner, name in replaced:
         current = getattr(owner, name)
         setattr(owner, name, getattr(current, "__wrapped__", current))
 
@@ -72,6 +82,16 @@ def _token_dropping(original: Any) -> Any:
         return original(probs, routing_map, *rest, **options)
 
     return dropping
+
+
+def _counting(original: Any) -> Any:
+    @functools.wraps(original)
+    def counting(*arguments: Any, **options: Any) -> Any:
+        *counts, total = original(*arguments, **options)
+        # What is divided by it is 0 if it is: no token is routed.
+        return *counts, total.clamp(min=1) if isinstance(total, torch.Tensor) else total
+
+    return counting
 
 
 def _apply_expert_bias(

@@ -215,6 +215,38 @@ def test_auxiliary_losses_are_those_of_the_documents_without_padding() -> None:
 # --- padding --------------------------------------------------------------------------------------
 
 
+def _difference_by_an_empty_pack(
+    rank: int, num_ranks: int, port: int, case: ModelCase, exclude: bool
+) -> list[bool]:
+    """Of each gradient, whether it is the same with one more pack, without a document."""
+    from megatron.slipstream.integration.padded_routing import include_padding_in_routing
+
+    model = model_of(case, rank, num_ranks, port)
+    if not exclude:
+        include_padding_in_routing()
+    texts = documents(LENGTHS, case.vocab_size)
+    limits = PACKS["a sequence of padding"]
+    routes = case.kind == "moe"
+    expected, actual = (
+        run(model, [packed(each, limits, routes=routes) for each in packs]).gradients
+        for packs in ([texts], [texts, []])
+    )
+    return [torch.equal(a, b) for a, b in zip(expected, actual, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "case", [DENSE, MLA, MOE, MOE_STATIC], ids=["dense", "MLA", "MoE", "static"]
+)
+def test_a_pack_without_a_document_changes_no_gradient(case: ModelCase) -> None:
+    (same,) = run_ranks(1, _difference_by_an_empty_pack, case, True)
+    assert all(same)
+
+
+def test_routers_that_count_padding_spoil_gradients_with_a_pack_without_a_document() -> None:
+    (same,) = run_ranks(1, _difference_by_an_empty_pack, MOE, False)
+    assert not all(same)
+
+
 def _change_by_padding(
     rank: int, num_ranks: int, port: int, case: ModelCase, exclude: bool
 ) -> tuple[Optional[str], list[int]]:
