@@ -94,6 +94,15 @@ def test_one_rank(case: ModelCase, backend: str) -> None:
 
 
 @pytest.mark.releases
+@pytest.mark.parametrize("lag", [2, 3])
+def test_norms_are_discarded_while_copies_read_them(lag: int) -> None:
+    case = ModelCase("dense", overrides=ONE_RANK["norms recomputed"].overrides, num_layers=6)
+    modules = ("qkv_linear", "core_attn")
+    (result,) = _check(case, modules, "cpu-lazy", (3, 4, 2, 3), {"offload_release_lag": lag})
+    assert result.moved_bytes > 0
+
+
+@pytest.mark.releases
 @pytest.mark.parametrize(
     "name, counts", [("moe", (2, 2, 2)), ("moe", (2, 2, 1, 2)), ("hybrid", (2, 2, 1, 2))], ids=str
 )

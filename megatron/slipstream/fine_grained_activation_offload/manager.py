@@ -284,6 +284,10 @@ class PipelineOffloadManager:
 
     mark_not_offloadable = mark_not_offload
 
+    def before_discard(self, tensor: torch.Tensor) -> None:
+        """The storage of ``tensor`` is emptied now, and filled again before backward reads it."""
+        self.store.before_discard(tensor)
+
     def push_offload_groups(
         self,
         group_hook: Callable[..., None],

@@ -72,7 +72,7 @@ class SavedStorage:
         *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "nbytes"),
         *("residence", "aliases", "returned", "lease", "holders_to_release", "streams"),
         *("out_signal", "in_signal", "returned_on", "overwritten", "copied_version", "pool"),
-        *("_views", "_original", "_copies", "__weakref__"),
+        *("copied_address", "_views", "_original", "_copies", "__weakref__"),
     )
 
     _serials = itertools.count()
@@ -113,6 +113,8 @@ class SavedStorage:
         self.overwritten = False
         """A saved tensor was changed in place, which autograd refuses to read in backward."""
         self.copied_version = -1
+        self.copied_address = 0
+        """Where the memory was that the copy out reads."""
         self._views: list[_View] = []
         """What the aliases were, once they are gone, and what was saved since."""
         self._original: Optional[StorageWeakRef] = None
@@ -194,6 +196,17 @@ class SavedStorage:
         source = self.source_bytes()
         is_there = source.storage.nbytes() == self.storage_nbytes
         return source if is_there and not self.overwritten else None
+
+    @property
+    def is_emptied(self) -> bool:
+        """Whether the memory that the copy out reads has been given up meanwhile.
+
+        So megatron-core empties what it is going to recompute. Others may have written there before
+        the copy has read it; but who empties a saved tensor fills it again for backward.
+        """
+        original = self.aliases[0][0].untyped_storage()
+        is_whole = original.nbytes() == self.storage_nbytes
+        return not is_whole or original.data_ptr() != self.copied_address
 
     def let_go(self, label: str = "") -> None:
         """LEAVING to HOST: keep the device memory alive no longer.

@@ -108,13 +108,7 @@ class ActivationStore:
             return saved
         storage, index = saved.storage, saved.index
         if storage.residence is Residence.LEAVING:
-            # Needed before it was let go: it has never been away. The copy out may still be
-            # reading, so what comes after this waits for it, before autograd lets go of the memory.
-            self.copy_streams.follow_copy_out(
-                storage.out_signal, storage.streams, storage.owner.name
-            )
-            storage.move_to(Residence.DEVICE)
-            storage.pool.give_back(storage.take_lease())
+            self._call_back(storage)  # needed before it was let go
         if storage.residence is Residence.DEVICE:
             storage.note_overwrites()
         if storage.overwritten:
@@ -199,6 +193,7 @@ class ActivationStore:
                 producers.update(storage.streams)
             storage.lease = lease
             storage.copied_version = storage.aliases[0][1]
+            storage.copied_address = storage.aliases[0][0].untyped_storage().data_ptr()
         moves = list(zip(sources, leases, strict=True))
         verify = None if self.verifier is None else partial(self._verify_leaving, storages)
         signal = self.copy_streams.copy_out(moves, producers, before=verify)
@@ -215,10 +210,38 @@ class ActivationStore:
         for storage in group.storages():
             storage.holders_to_release.discard(group.key)
             if storage.residence is Residence.LEAVING and not storage.holders_to_release:
+                if storage.is_emptied:
+                    self._stay(storage)
+                    continue
                 storage.note_overwrites()
                 storage.let_go(group.name)
                 if self._recorder.reads_memory:
                     self._recorder.set_absent(storage)
+
+    def before_discard(self, tensor: torch.Tensor) -> None:
+        """Somebody empties the storage of ``tensor`` now, and fills it again before backward reads.
+
+        A copy out that has begun is of no use: it may read what others write there from now on.
+        """
+        known = self._by_memory.get(tensor.untyped_storage()._cdata)
+        storage = None if known is None else known()
+        if storage is not None and storage.residence is Residence.LEAVING:
+            self._stay(storage)
+
+    def _stay(self, storage: SavedStorage) -> None:
+        """LEAVING to DEVICE for good: whoever empties the storage fills it again."""
+        self._call_back(storage)
+        self._recorder.set_returned(storage, was_held_outside=True)
+
+    def _call_back(self, storage: SavedStorage) -> None:
+        """LEAVING to DEVICE: it has never been away.
+
+        The copy out may still be reading, so what comes after this waits for it, before somebody
+        lets go of the memory.
+        """
+        self.copy_streams.follow_copy_out(storage.out_signal, storage.streams, storage.owner.name)
+        storage.move_to(Residence.DEVICE)
+        storage.pool.give_back(storage.take_lease())
 
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:
         """Start copying back those of ``storages`` that are on the host.

@@ -30,6 +30,7 @@ from megatron.slipstream.fine_grained_activation_offload.manager import Pipeline
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration import (
     compat,
+    discarded_outputs,
     models,
     numa,
     pipeline_waits,
@@ -148,7 +149,8 @@ def uninstall() -> None:
 
 
 def make_way() -> None:
-    """Have megatron-core wait for its own work alone, not for the copies of the engine."""
+    """Have megatron-core wait for its own work alone, and tell the engine what it discards."""
+    discarded_outputs.install()
     small_copies.install()
     pipeline_waits.install()
 
@@ -157,6 +159,7 @@ def stop_making_way() -> None:
     """Undo :func:`make_way`."""
     small_copies.uninstall()
     pipeline_waits.uninstall()
+    discarded_outputs.uninstall()
 
 
 def installed() -> Optional[models.RoutedManager]:
