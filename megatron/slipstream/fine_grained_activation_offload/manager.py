@@ -106,6 +106,7 @@ class PipelineOffloadManager:
         self._improviser = Improviser(self.store, self._recorder)
         self.graphs = GraphCaptures(self.store)
         """What is captured in CUDA graphs."""
+        self._has_told_of_others = False
         self._cuda_graph_stream: Optional[Stream] = None
         self._cuda_graph_event: Optional[Event] = None
         self._in_replay = False
@@ -251,7 +252,7 @@ class PipelineOffloadManager:
     def __enter__(self) -> PipelineOffloadManager:
         """Enter the region of the group that was started last: what it saves belongs to it."""
         group, self._now.started = self._now.started, None
-        if group is None or self._stays(group):
+        if group is None or self._stays(group) or self._others_save():
             self._regions.append(None)
             return self
         region = self.region_context()
@@ -268,6 +269,23 @@ class PipelineOffloadManager:
             region, hooks = entered
             hooks.__exit__()
             region.__exit__(None, None, None)
+
+    def _others_save(self) -> bool:
+        """Whether somebody else decides about saved tensors here, and has to find the same again.
+
+        A checkpoint without reentry counts what is saved, in forward and in recomputation: hidden
+        from it in one of them, it would hand the wrong tensors to backward.
+        """
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None or getattr(hooks[0], "func", None) == self.store.save:
+            return False
+        if not self._has_told_of_others:
+            self._has_told_of_others = True
+            logger.warning(
+                "a group runs under other saved-tensor hooks (of a checkpoint, of save_on_cpu), so "
+                "nothing of it moves"
+            )
+        return True
 
     def _stays(self, group: OffloadTensorGroup) -> bool:
         """Whether the plan keeps the group, so that nobody needs to know what it saves."""

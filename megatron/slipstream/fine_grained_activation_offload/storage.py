@@ -267,6 +267,11 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * itemsize
 
 
+def is_there(tensor: torch.Tensor) -> bool:
+    """Whether it has its memory: what is recomputed in backward may have none until then."""
+    return _extent(tensor)[1] <= tensor.untyped_storage().nbytes()
+
+
 class SavedTensor:
     """What autograd keeps in place of a saved tensor: one view of a :class:`SavedStorage`."""
 

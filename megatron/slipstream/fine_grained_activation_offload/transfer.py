@@ -34,6 +34,7 @@ from megatron.slipstream.fine_grained_activation_offload.storage import (
     Residence,
     SavedStorage,
     SavedTensor,
+    is_there,
 )
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.trace import Bandwidth, GroupKey
@@ -87,7 +88,8 @@ class ActivationStore:
         if storage is None or not storage.serves(tensor):
             base = tensor._base  # A parameter's transpose, say, is a plain tensor.
             is_of_parameter = base is not None and isinstance(base, torch.nn.Parameter)
-            if is_of_parameter or tensor.numel() < group.min_numel:
+            is_small = tensor.numel() < group.min_numel
+            if is_of_parameter or is_small or not is_there(tensor):
                 return _keep(tensor)
             storage = SavedStorage(tensor, group, self.host_pool, self.copy_streams)
             self._by_memory[memory] = weakref.ref(storage)
@@ -175,6 +177,7 @@ class ActivationStore:
         for position, storage in enumerate(group.storages_or_none()):
             if storage is None or storage.out_signal is not None:
                 continue
+            storage.settle_extent()  # Another group may have saved more of it since the commit.
             source = storage.intact_bytes()
             if source is not None and (may_move is None or may_move(position, storage)):
                 storages.append(storage)

@@ -260,6 +260,44 @@ def test_recomputed_layers_beside_offloaded_ones(backend: str, use_reentrant: bo
         assert all_equal(expected, run(manager))
 
 
+class _SavingOnBothSides(torch.nn.Module):
+    """A group between operations that save tensors of the same shape."""
+
+    def forward(self, x: torch.Tensor, manager: PipelineOffloadManager | None) -> torch.Tensor:
+        squared = torch.sin(x).square()
+        if manager is None:
+            y = torch.cos(squared)
+        else:
+            with offload_group(manager, "core_attn") as group:
+                y = group.commit(torch.cos(squared))
+        return torch.exp(0.1 * y) * torch.tanh(y)
+
+
+def test_groups_inside_a_checkpoint_that_counts_what_is_saved(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = _SavingOnBothSides()
+
+    def run(manager: PipelineOffloadManager | None) -> list[torch.Tensor]:
+        x = micro_batch(0)
+        y = x
+        if manager is not None:
+            manager.init_model_chunk_offload_handler(0, None, 0, 1)
+        for _ in range(3):
+            y = checkpoint(layer, y, manager, use_reentrant=False)
+        y.square().sum().backward()
+        if manager is not None:
+            manager.reset()
+        return [x.grad]  # type: ignore[list-item]
+
+    expected = run(None)
+    manager = make_manager(backend)
+    for _ in range(3):
+        assert all_equal(expected, run(manager))
+    assert manager.report.total.d2h_copies == 0
+    assert caplog.text.count("runs under other saved-tensor hooks") == 1
+
+
 def test_a_graph_kept_for_a_second_backward(backend: str) -> None:
     chunk = make_chunks(1)[0]
 

@@ -132,6 +132,44 @@ def test_memory_refilled_by_recomputation_is_read_as_refilled(
     assert torch.equal(bench.store.read(saved), expected)
 
 
+def test_memory_that_is_empty_when_it_is_saved_stays(bench: HandDriven) -> None:
+    tensor = torch.randn(128)
+    expected = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    group = bench.group()
+    saved = bench.save(group, tensor)
+    bench.send(group)
+    assert bench.copies == 0
+    tensor.untyped_storage().resize_(512)
+    tensor.untyped_storage().copy_(expected.untyped_storage())
+    del tensor
+    bench.store.copy_in(group.storages())
+    assert torch.equal(bench.store.read(saved), expected)
+
+
+def test_a_part_saved_by_a_group_that_is_still_open_leaves_with_the_rest(
+    bench: HandDriven,
+) -> None:
+    base = torch.arange(4096, dtype=torch.uint8).repeat(4)
+    first, second = bench.group(), bench.group()
+    whole = base[1024:1088].view(torch.float32)
+    saved_whole = bench.save(first, whole)
+    bench.store.commit(first)
+    odd = base[1021:1061]
+    saved_odd = bench.save(second, odd)
+    bench.store.copy_out(first, lambda *_: True)
+    expected = whole.clone(), odd.clone()
+    del base, whole, odd
+    bench.store.release(first)
+    bench.store.commit(second)
+    bench.store.release(second)
+    bench.store.copy_in(first.storages())
+    returned = bench.store.read(saved_whole)
+    assert torch.equal(returned.view(torch.int32), expected[0].view(torch.int32))
+    assert returned.data_ptr() % 64 == 0
+    assert torch.equal(bench.store.read(saved_odd), expected[1])
+
+
 def test_memory_emptied_for_good_comes_back_from_the_host(bench: HandDriven) -> None:
     tensor = torch.randn(128)
     expected = tensor.clone()
