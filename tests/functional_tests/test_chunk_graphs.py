@@ -109,6 +109,17 @@ def test_offloading_inside_the_graphs(name: str) -> None:
         assert result.host_bytes[1] == 0
 
 
+def test_all_slots_together_keep_to_the_limit_of_host_memory() -> None:
+    case = ModelCase("dense", pp=2, vpp=2, num_layers=12)
+    arguments = (case, (4, 4, 4), None, DENSE_MODULES, "cpu")
+    free = run_ranks(2, compare, *arguments)
+    limit_bytes = max(rank.host_bytes[0] + rank.eager_host_bytes for rank in free) * 2 // 3
+    for rank in run_ranks(2, compare, *arguments, limit_bytes):
+        assert rank.difference is None
+        assert sum(rank.moved_bytes) > 0
+        assert rank.host_bytes[0] + rank.eager_host_bytes <= limit_bytes
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
 def test_two_data_parallel_ranks(overlap: bool) -> None:
     check(2, ModelCase("dense", overrides=DROPOUT), (2, 3, 1), {"overlap_grad_reduce": overlap})

@@ -37,6 +37,8 @@ class Replayed:
     """By one forward replay, of each model chunk that offloads."""
     host_bytes: tuple[int, int]
     """Of all slots, before and after their graphs were deleted."""
+    eager_host_bytes: int = 0
+    """That of passes without graphs, at the end."""
 
 
 def compare(
@@ -48,6 +50,7 @@ def compare(
     wrapper: Optional[dict[str, Any]] = None,
     offload_modules: Sequence[str] = (),
     backend: str = "auto",
+    host_limit_bytes: Optional[int] = None,
 ) -> Replayed:
     """Train ``case`` without and with chunk graphs; to be run on every rank.
 
@@ -60,6 +63,7 @@ def compare(
         wrapper: Options of ``DistributedDataParallelConfig``.
         offload_modules: What moves with graphs; nothing moves without.
         backend: The engine's.
+        host_limit_bytes: What this rank may pin.
     """
     case = dataclasses.replace(case, te_rng_tracker=True)
     initialize(case, rank, world_size, port)
@@ -68,10 +72,14 @@ def compare(
     expected, _ = _train(case, counts, False, wrapper or {})
     poison = Poison()
     if offload_modules:
-        mcore.install(OffloadConfig(offload_backend=backend))
+        mcore.install(
+            OffloadConfig(offload_backend=backend, offload_host_memory_limit_bytes=host_limit_bytes)
+        )
     actual, graphs = _train(case, counts, True, wrapper or {}, poison, offload_modules)
     slots = [slot for graph in graphs for slot in slots_of(graph)]
     host_bytes = [slot.around.host_bytes for slot in slots if offload_modules]
+    engine = mcore.installed()
+    eager_bytes = 0 if engine is None else engine.store.host_pool.allocated_bytes
     for graph in graphs:
         graph.delete()
     left = [slot.around.host_bytes for slot in slots if offload_modules]
@@ -85,6 +93,7 @@ def compare(
             graph.chunk.offloading.moved_bytes for graph in graphs if graph.chunk.offloading
         ),
         host_bytes=(sum(host_bytes), sum(left)),
+        eager_host_bytes=eager_bytes,
     )
 
 

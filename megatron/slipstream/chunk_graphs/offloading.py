@@ -175,6 +175,21 @@ class SlotOffloading:
         return self._engine.store.host_pool.allocated_bytes
 
 
+def share_of_host_memory(
+    limit_bytes: Optional[int], held_bytes: int, num_slots: int
+) -> Optional[int]:
+    """What the plan of a pass may need, so that all slots together keep to a limit.
+
+    Args:
+        limit_bytes: Of the process; None for none.
+        held_bytes: What it has taken of that already.
+        num_slots: Passes whose activations are away at the same time.
+    """
+    if limit_bytes is None:
+        return None
+    return max(0, int((limit_bytes - held_bytes) / num_slots / (1 + SLACK)))
+
+
 def _hold(pool: HostPool, plan: Plan) -> int:
     """Have enough host memory for a pass: all that moves is away at once when its forward ends.
 

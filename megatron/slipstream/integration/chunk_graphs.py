@@ -15,6 +15,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Optional, Union
@@ -34,7 +35,7 @@ from megatron.slipstream.chunk_graphs.backend import CudaGraphs, GraphBackend, I
 from megatron.slipstream.chunk_graphs.bank import GraphBank
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
-from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
+from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading, share_of_host_memory
 from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
@@ -131,8 +132,10 @@ def replay_chunks(
     if backend is None:
         backend = _cuda_graphs() if torch.cuda.is_available() else ImitatedGraphs()
     replayed: list[Replayed] = []
-    for index, (wrapper, num_slots) in enumerate(zip(chunks, chunk_slots(config), strict=True)):
-        make = partial(_chunk, wrapper, get_attr_wrapped_model(wrapper, "decoder").forward)
+    slots = chunk_slots(config)
+    for index, (wrapper, num_slots) in enumerate(zip(chunks, slots, strict=True)):
+        forward = get_attr_wrapped_model(wrapper, "decoder").forward
+        make = partial(_chunk, wrapper, forward, partial(_offloading, config, sum(slots)))
         name = f"model chunk {index}"
         if limits is None:
             graphs: Replayed = ChunkGraphs(make(name), num_slots, num_warmup_iterations, backend)
@@ -180,7 +183,12 @@ def _check(chunk: torch.nn.Module) -> None:
         )
 
 
-def _chunk(wrapper: Any, forward: Callable[..., torch.Tensor], name: str) -> Chunk:
+def _chunk(
+    wrapper: Any,
+    forward: Callable[..., torch.Tensor],
+    make_offloading: Callable[[], Optional[ChunkOffloading]],
+    name: str,
+) -> Chunk:
     block = get_attr_wrapped_model(wrapper, "decoder")
     parallel = _DataParallel(wrapper, block)
     return Chunk(
@@ -190,7 +198,7 @@ def _chunk(wrapper: Any, forward: Callable[..., torch.Tensor], name: str) -> Chu
         before_replay=parallel.wait_for_parameters,
         after_replay=parallel.start_reducing,
         save_state=partial(_save_state, block),
-        offloading=_offloading(block.config),
+        offloading=make_offloading(),
         make_constants=partial(RotaryTables, block),
     )
 
@@ -233,8 +241,12 @@ def _run(
         block.set_input_tensor(arrived)
 
 
-def _offloading(config: Any) -> Optional[ChunkOffloading]:
+def _offloading(config: Any, num_slots: int) -> Optional[ChunkOffloading]:
     """Offloading inside the graphs of a chunk, if its model asks for any.
+
+    Args:
+        config: The model's.
+        num_slots: Of all chunks of this rank: each slot has host memory of its own.
 
     Raises:
         ValueError: Megatron-core's engine is to do it.
@@ -250,7 +262,13 @@ def _offloading(config: Any) -> Optional[ChunkOffloading]:
         )
 
     def make_engine() -> PipelineOffloadManager:
-        engine = PipelineOffloadManager(installed.store.backend, installed.options)
+        limit_bytes = share_of_host_memory(
+            installed.store.host_pool.limit_bytes,
+            installed.store.host_pool.allocated_bytes,
+            num_slots,
+        )
+        options = replace(installed.options, host_memory_limit_bytes=limit_bytes)
+        engine = PipelineOffloadManager(installed.store.backend, options)
         engine.region_context = installed.region_context
         return engine
 
