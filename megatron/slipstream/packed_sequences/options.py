@@ -222,6 +222,15 @@ PACKING_RULES: tuple[Rule, ...] = (
         "without the padding between them; leave one of them out",
     ),
     Rule(
+        "pipeline_model_parallel_layout",
+        lambda f: _packs(f) and bool(f.mtp_num_layers),
+        lambda f: f.pipeline_model_parallel_layout is None,
+        "pipeline_model_parallel_layout={pipeline_model_parallel_layout} is not supported with "
+        "sequence_packing={sequence_packing} and mtp_num_layers={mtp_num_layers} because stages in "
+        "the middle of the pipeline get no tokens of packed documents to predict from; leave one "
+        "of them out",
+    ),
+    Rule(
         "mtp_num_layers",
         lambda f: _packs(f) and f.sequence_parallel,
         lambda f: not _predicts_more_with_experts(f),
