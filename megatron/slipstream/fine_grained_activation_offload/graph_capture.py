@@ -95,6 +95,8 @@ class GraphCaptures:
         """What one replay of all graphs moves, by module name."""
         self.pool: Optional[HostPool] = None
         """The host memory of the graphs; None without any."""
+        self._taken_bytes = 0
+        """By how much less the store's own pool may hold for that."""
         self.is_open = False
         """Whether a set of graphs is being warmed up or captured."""
         self._plan: Optional[Plan] = None
@@ -144,7 +146,7 @@ class GraphCaptures:
         self.is_open = True
         self._plan = plan
         self.modules = defaultdict(ModuleCounters)
-        self.pool = None  # Whatever graphs there were have been deleted.
+        self._forget_pool()
         self._names.clear()
         self._passes.clear()
         self._num_passes.clear()
@@ -200,9 +202,19 @@ class GraphCaptures:
         if outside.limit_bytes is not None:
             more = min(more, outside.limit_bytes - outside.allocated_bytes)
         if more > 0:
+            had_bytes = self.pool.allocated_bytes
             self.pool.reserve(more)
             if outside.limit_bytes is not None:
-                outside.limit_bytes -= more
+                taken_bytes = self.pool.allocated_bytes - had_bytes
+                outside.limit_bytes -= taken_bytes
+                self._taken_bytes += taken_bytes
+
+    def _forget_pool(self) -> None:
+        """Whatever graphs there were have been deleted, and their memory goes with the pool."""
+        outside = self._store.host_pool
+        if outside.limit_bytes is not None:
+            outside.limit_bytes += self._taken_bytes
+        self.pool, self._taken_bytes = None, 0
 
     # One graph.
 

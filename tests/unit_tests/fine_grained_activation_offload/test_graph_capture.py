@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any, Optional
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -219,6 +220,34 @@ def test_without_enough_host_memory_groups_stay() -> None:
     assert all_equal(expected, step(chunks, manager, "F0 B0"))
     assert not manager.graphs.moves_anything
     assert sum(c.num_kept_for_host_memory for c in manager.graphs.modules.values()) > 0
+
+
+def test_graphs_that_are_captured_again_get_the_host_memory_of_those_before() -> None:
+    chunks = make_chunks(1, NUM_LAYERS)
+    manager = trained(chunks, "cpu-lazy", "one micro-batch")
+    outside = manager.store.host_pool
+    limit_bytes = outside.limit_bytes = 2 * outside.allocated_bytes
+    moved_bytes = []
+    for _ in range(4):
+        warm_up(chunks, manager)
+        step(chunks, manager, "F0 B0")
+        manager.graphs.close()
+        assert outside.limit_bytes + manager.graphs.pool.allocated_bytes == limit_bytes
+        moved_bytes.append(sum(c.d2h_bytes for c in manager.graphs.modules.values()))
+    assert moved_bytes == [moved_bytes[0]] * 4
+    assert moved_bytes[0] > 0
+
+
+def test_host_memory_that_graphs_were_refused_is_not_taken_from_others() -> None:
+    chunks = make_chunks(1, NUM_LAYERS)
+    manager = trained(chunks, "cpu-lazy", "one micro-batch")
+    outside = manager.store.host_pool
+    limit_bytes = outside.limit_bytes = 2 * outside.allocated_bytes
+    backend = manager.store.backend
+    backend.allocate_host = Mock(side_effect=MemoryError)  # type: ignore[method-assign]
+    warm_up(chunks, manager)
+    assert manager.graphs.pool.allocated_bytes == 0
+    assert outside.limit_bytes == limit_bytes
 
 
 def test_inputs_of_a_graph_stay() -> None:
