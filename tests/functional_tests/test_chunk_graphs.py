@@ -107,6 +107,8 @@ def test_offloading_inside_the_graphs(name: str) -> None:
         assert min(result.moved_bytes) > 0
         assert result.host_bytes[0] > sum(result.moved_bytes)
         assert result.host_bytes[1] == 0
+        # What iterations before the capture have had is not held beside it.
+        assert result.eager_host_bytes == 0
 
 
 def test_all_slots_together_keep_to_the_limit_of_host_memory() -> None:

@@ -262,11 +262,11 @@ def _offloading(config: Any, num_slots: int) -> Optional[ChunkOffloading]:
         )
 
     def make_engine() -> PipelineOffloadManager:
-        limit_bytes = share_of_host_memory(
-            installed.store.host_pool.limit_bytes,
-            installed.store.host_pool.allocated_bytes,
-            num_slots,
-        )
+        pool = installed.store.host_pool
+        if pool.lent_bytes == 0:
+            # It served iterations without graphs, and graphs have memory of their own.
+            installed.store.close()
+        limit_bytes = share_of_host_memory(pool.limit_bytes, pool.allocated_bytes, num_slots)
         options = replace(installed.options, host_memory_limit_bytes=limit_bytes)
         engine = PipelineOffloadManager(installed.store.backend, options)
         engine.region_context = installed.region_context
