@@ -294,12 +294,12 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "moe_ep4_pp2_vpp2_short",
-        "the same with sequence 512 and micro-batch 1, tensors of as many fewer elements move: for "
-        "the memory of its eight ranks where they share a GPU",
-        replace(_EXPERT_PIPELINE, dp=4, ep=4, seq_length=512, micro_batch_size=1),
+        "the same with sequence 256, micro-batch 1 and a small vocabulary, tensors of as many "
+        "fewer elements moving: for the memory of its eight ranks where they share a GPU",
+        replace(_EXPERT_PIPELINE, dp=4, ep=4, seq_length=256, micro_batch_size=1, vocab_size=4096),
         (*_EXPERT_PIPELINE_VARIANTS[:-1], Variant(_EXPERT_PIPELINE_VARIANTS[-1].modules)),
         num_micro_batches=8,
-        offload={"min_offloaded_tensor_size": 2**20 // 24},
+        offload={"min_offloaded_tensor_size": 2**20 // 48},
     ),
     Case(
         "moe_ep2_pp2_vpp2",
