@@ -118,6 +118,12 @@ FEATURES: Mapping[str, Feature] = {
 }
 
 _EXPERTS = {"num_moe_experts": 8, "num_experts": 8}
+_EXPERTS_OF_A_CAPACITY = {
+    **_EXPERTS,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_expert_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True,
+}
 _ALL_GRAPHS = ("layer graphs", "chunk graphs")
 
 SETTINGS: Mapping[str, tuple[Setting, ...]] = {
@@ -150,12 +156,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "with experts of a fixed capacity (drop and pad)",
-            {
-                **_EXPERTS,
-                "moe_token_dispatcher_type": "alltoall",
-                "moe_expert_capacity_factor": 1.0,
-                "moe_pad_expert_input_to_capacity": True,
-            },
+            _EXPERTS_OF_A_CAPACITY,
             {
                 "chunk graphs": (
                     ("chunks", '"experts, drop and pad": ModelCase('),
@@ -243,13 +244,26 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
         Setting(
             "sequence parallel",
             {"sequence_parallel": True},
-            {"offloading": (("gpu", '"TP2, sequence parallel, MoE"'),)},
+            {
+                "offloading": (("gpu", '"TP2, sequence parallel, MoE"'),),
+                "chunk graphs": (("chunks, gpu", '"TP2, sequence parallel, experts"'),),
+            },
         ),
         Setting(
             "expert parallel",
             _EXPERTS,
             {"offloading": (("equality", '"expert parallel"'), ("gpu", '"EP2"'))},
             ("chunk graphs",),
+        ),
+        Setting(
+            "expert parallel, experts of a fixed capacity",
+            _EXPERTS_OF_A_CAPACITY,
+            {
+                "chunk graphs": (
+                    ("chunks", "def test_expert_parallel_ranks"),
+                    ("chunks, gpu", '"EP2": dataclasses.replace('),
+                ),
+            },
         ),
         Setting(
             "pipeline, 1F1B",
@@ -293,7 +307,10 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
         Setting(
             "context parallel",
             {"context_parallel_size": 2},
-            {"offloading": (("gpu", '"CP2"'),)},
+            {
+                "offloading": (("gpu", '"CP2"'),),
+                "chunk graphs": (("chunks, gpu", '"CP2": on_gpu('),),
+            },
         ),
         Setting(
             "context parallel, loss per token",

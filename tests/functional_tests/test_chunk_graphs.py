@@ -131,6 +131,19 @@ def test_tensor_parallel_ranks() -> None:
     check(2, ModelCase("dense", tp=2, overrides=DROPOUT), (2, 3))
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])
+def test_expert_parallel_ranks(overlap: bool) -> None:
+    overrides = {**DROP_AND_PAD, **EXPERT_BIAS, "hidden_dropout": 0.1}
+    case = ModelCase("moe", ep=2, overrides=overrides)
+    check(2, case, (2, 3, 1), {"overlap_grad_reduce": overlap})
+
+
+def test_offloading_inside_the_graphs_of_expert_parallel_ranks() -> None:
+    case = ModelCase("moe", ep=2, num_layers=8, overrides=DROP_AND_PAD)
+    for result in check(2, case, (2, 3, 1), None, MOE_MODULES, "cpu-lazy"):
+        assert min(result.moved_bytes) > 0
+
+
 # With a GPU: CUDA graphs of Transformer Engine's modules.
 
 GPU_SIZES: dict[str, Any] = {
@@ -235,6 +248,36 @@ def test_offloading_inside_the_graphs_on_one_gpu(name: str) -> None:
 def test_pipelines_of_two_gpus(name: str, num_iterations: int, vpp: Optional[int]) -> None:
     case = ModelCase(**{**vars(ON_GPU[name]), "pp": 2, "vpp": vpp})
     check(2, case, random_counts(num_iterations, 2))
+
+
+LAYOUTS = {
+    "EP2": dataclasses.replace(PACKED["experts"], ep=2),
+    "EP2, FP8": dataclasses.replace(ON_GPU["FP8, experts"], ep=2),
+    "TP2, sequence parallel": on_gpu(ModelCase(tp=2), sequence_parallel=True, **DROPOUT),
+    "TP2, sequence parallel, experts": on_gpu(
+        ModelCase("moe", tp=2), sequence_parallel=True, **EXPERTS
+    ),
+    "CP2": on_gpu(ModelCase(cp=2), hidden_dropout=0.1),
+    "CP2, MLA": on_gpu(ModelCase("mla", cp=2), **MLA_SIZES),
+}
+
+
+@pytest.mark.gpus2
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_other_layouts_of_two_gpus(name: str) -> None:
+    skip_without_recipe(LAYOUTS[name].overrides)
+    check(2, LAYOUTS[name], random_counts(10))
+
+
+@pytest.mark.gpus2
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("name", ["EP2", "TP2, sequence parallel", "CP2"])
+def test_offloading_inside_the_graphs_of_other_layouts(name: str) -> None:
+    case = dataclasses.replace(LAYOUTS[name], num_layers=8)  # the last layer stays
+    modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
+    for result in check(2, case, random_counts(6), None, modules):
+        assert min(result.moved_bytes) > 0
 
 
 @pytest.mark.gpus2
