@@ -45,8 +45,8 @@ config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2)
 
 OTHER_PROGRAMS = {
     *("bash", "cat", "cd", "conda", "docker", "echo", "exit", "export", "git", "kubectl", "ls"),
-    *("megatron", "mkdir", "numactl", "nvidia-smi", "pip", "py-spy", "pyenv", "ray", "sbatch"),
-    *("source", "srun", "sudo", "ulimit", "unset", "uv"),
+    *("megatron", "mkdir", "numactl", "nvidia-cuda-mps-control", "nvidia-smi", "pip", "py-spy"),
+    *("pyenv", "ray", "sbatch", "source", "srun", "sudo", "ulimit", "unset", "uv"),
 }
 OTHER_FLAGS = {
     *("--config", "--config-name", "--cpunodebind", "--cpuset-mems", "--custom-megatron-init-path"),
