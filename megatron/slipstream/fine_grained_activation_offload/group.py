@@ -41,7 +41,7 @@ class OffloadTensorGroup:
 
     __slots__ = (
         *("key", "name", "layer", "micro_batch", "vp_stage", "state", "min_numel"),
-        *("held", "nbytes", "__weakref__"),
+        *("is_read_first", "held", "nbytes", "__weakref__"),
     )
 
     def __init__(
@@ -63,6 +63,8 @@ class OffloadTensorGroup:
         self.state = GroupState.OPEN
         self.min_numel = min_numel
         """Tensors of fewer elements stay on the device."""
+        self.is_read_first = False
+        """See ``GroupTrace``."""
         self.held: dict[int, HeldStorage] = {}
         """By serial number, in order of their first save by this group."""
         self.nbytes: dict[int, int] = {}

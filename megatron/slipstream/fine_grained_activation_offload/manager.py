@@ -38,6 +38,7 @@ from megatron.slipstream.fine_grained_activation_offload.markers import (
 from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.storage import SavedTensor
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
@@ -256,7 +257,7 @@ class PipelineOffloadManager:
             self._regions.append(None)
             return self
         region = self.region_context()
-        hooks = saved_tensors_hooks(partial(self.store.save, group), self.store.read)
+        hooks = saved_tensors_hooks(partial(self.store.save, group), self.read)
         region.__enter__()
         hooks.__enter__()
         self._regions.append((region, hooks))
@@ -291,6 +292,8 @@ class PipelineOffloadManager:
         """Whether the plan keeps the group, so that nobody needs to know what it saves."""
         plan = self._now.plan
         if plan is None or plan.group_by_key[group.key].moves:
+            return False
+        if plan.trace.group_by_key[group.key].is_read_first:
             return False
         self._now.unwatched[group.key] = plan.trace
         return True
@@ -377,6 +380,19 @@ class PipelineOffloadManager:
         """Return the host memory. Nothing that was saved can be read afterwards."""
         self._clear_iteration()
         self.store.close()
+
+    def read(self, saved: Any) -> torch.Tensor:
+        """Backward reads what a group saved, as autograd's unpack hook.
+
+        Raises:
+            RuntimeError: The tensor was changed in place after it was saved.
+        """
+        if type(saved) is SavedTensor and saved.group.state is GroupState.COMMITTED:
+            # [Note: Recomputation reads first]. Not where someone only looks at a graph.
+            if torch._C._current_graph_task_id() != -1:
+                saved.group.is_read_first = True
+                self.use_group(saved.group)
+        return self.store.read(saved)
 
     # The life of a group, called by its mark.
 

@@ -197,7 +197,13 @@ class Recorder:
         return Trace(
             tuple(self.steps),
             tuple(
-                GroupTrace(key, group.name, group.vp_stage, tuple(index[n] for n in saved[key]))
+                GroupTrace(
+                    key,
+                    group.name,
+                    group.vp_stage,
+                    tuple(index[n] for n in saved[key]),
+                    group.is_read_first,
+                )
                 for key, group in groups.items()
             ),
             tuple(self._storage_trace(name, record) for name, record in records.items()),

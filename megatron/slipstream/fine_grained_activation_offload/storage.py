@@ -19,6 +19,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Here, Stream
+from megatron.slipstream.fine_grained_activation_offload.hidden_leaves import (
+    LeafReference,
+    empty_if_hidden,
+    hidden_leaf_candidate,
+    refill,
+)
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease, HostPool
 from megatron.slipstream.plan.trace import GroupKey
 
@@ -72,7 +78,7 @@ class SavedStorage:
         *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "nbytes"),
         *("residence", "aliases", "returned", "lease", "holders_to_release", "streams"),
         *("out_signal", "in_signal", "returned_on", "overwritten", "copied_version", "pool"),
-        *("copied_address", "_views", "_original", "_copies", "__weakref__"),
+        *("copied_address", "_views", "_leaves", "_original", "_copies", "__weakref__"),
     )
 
     _serials = itertools.count()
@@ -117,6 +123,8 @@ class SavedStorage:
         """Where the memory was that the copy out reads."""
         self._views: list[_View] = []
         """What the aliases were, once they are gone, and what was saved since."""
+        self._leaves: dict[int, LeafReference] = {}
+        """Saved leaves by their index; once the memory is released, those that gave it up."""
         self._original: Optional[StorageWeakRef] = None
         """Tells whether somebody else still holds the memory after we let go of it."""
         self.pool = pool
@@ -159,18 +167,22 @@ class SavedStorage:
         start, stop = _extent(tensor)
         return self.start <= start and stop <= self.stop and tensor._version == self.copied_version
 
-    def save(self, tensor: torch.Tensor, holder: GroupKey) -> SavedTensor:
-        """Keep another saved view, on account of the group of that key."""
+    def save(self, tensor: torch.Tensor, holder: OffloadTensorGroup) -> SavedTensor:
+        """Keep another saved view, on account of that group."""
         if self.residence is Residence.DEVICE or self.residence is Residence.LEAVING:
-            self.holders_to_release.add(holder)
+            self.holders_to_release.add(holder.key)
             start, stop = _extent(tensor)
             self.start, self.stop = min(self.start, start), max(self.stop, stop)
             self.nbytes = self.stop - self.start
             # detach() shares the version counter, so that later in-place changes show.
             self.aliases.append((tensor.detach(), tensor._version))
-            return SavedTensor(self, len(self.aliases) - 1)
+            index = len(self.aliases) - 1
+            leaf = hidden_leaf_candidate(tensor)
+            if leaf is not None:
+                self._leaves[index] = leaf
+            return SavedTensor(self, index, holder)
         self._views.append(_view_of(tensor))
-        return SavedTensor(self, len(self._views) - 1)
+        return SavedTensor(self, len(self._views) - 1, holder)
 
     def settle_extent(self) -> None:
         """Fix which bytes move: the whole storage if at least half of it was saved."""
@@ -218,6 +230,9 @@ class SavedStorage:
         self._original = StorageWeakRef(original)
         self._views = [_view_of(alias) for alias, _ in self.aliases]
         self.aliases.clear()
+        # [Note: Hidden leaves]
+        hidden = [index for index, leaf in self._leaves.items() if empty_if_hidden(leaf)]
+        self._leaves = {index: self._leaves[index] for index in hidden}
         self.move_to(Residence.HOST)
         self._copies.let_go(original, self.out_signal, self.streams, label)
 
@@ -253,7 +268,10 @@ class SavedStorage:
         if self.returned.nbytes() != self.storage_nbytes:
             offset -= self.start // dtype.itemsize
         empty = torch.empty(0, dtype=dtype, device=self.device)
-        return empty.set_(self.returned, offset, shape, stride)
+        view = empty.set_(self.returned, offset, shape, stride)
+        if index in self._leaves:
+            refill(self._leaves[index], view)
+        return view
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -275,8 +293,10 @@ def is_there(tensor: torch.Tensor) -> bool:
 class SavedTensor:
     """What autograd keeps in place of a saved tensor: one view of a :class:`SavedStorage`."""
 
-    __slots__ = ("storage", "index", "__weakref__")
+    __slots__ = ("storage", "index", "group", "__weakref__")
 
-    def __init__(self, storage: SavedStorage, index: int) -> None:
+    def __init__(self, storage: SavedStorage, index: int, group: OffloadTensorGroup) -> None:
         self.storage = storage
         self.index = index
+        self.group = group
+        """The group that saved it."""

@@ -98,7 +98,7 @@ class ActivationStore:
         stream_id = self.backend.current_stream_id()
         if stream_id not in storage.streams:
             storage.streams[stream_id] = self.backend.current_stream()
-        return storage.save(tensor, group.key)
+        return storage.save(tensor, group)
 
     def read(self, saved: Any) -> torch.Tensor:
         """Autograd reads a saved tensor, on the stream of the operation that reads it.

@@ -19,6 +19,13 @@ from typing import NamedTuple, Optional
 class StepKind(enum.Enum):
     """What happens: to a group, in order; and to the pass that it is in.
 
+    [Note: Recomputation reads first]
+    A recomputation runs as soon as backward has the gradient of what used its result. That can be
+    before backward comes to the end of the group that saved the recomputation's input: the
+    up-projections of MLA are recomputed behind the attention, and the group that saved their input
+    ends before it. So a group is used where the first of its saved tensors is read, if that comes
+    before its end. A plan reloads for that step, and the proof covers it.
+
     [Note: Marks of no group]
     An action is due at a mark, and the peak mostly lies between the last commit of a model and the
     first use in backward: where logits and loss are computed, forth and back, for as long as half
@@ -33,7 +40,8 @@ class StepKind(enum.Enum):
     FORWARD_COMMIT = "FC"
     """The group has saved what it needs: its tensors may be copied out from here on."""
     BACKWARD_USE = "BU"
-    """Backward reaches the group: its tensors are needed on the device from here on."""
+    """Backward reaches the group's end, or reads what it saved before that ([Note: Recomputation
+    reads first]): its tensors are needed on the device from here on."""
     OUTPUT_START = "OS"
     """The pass comes to its output layer: its groups have all committed."""
     OUTPUT_END = "OE"
@@ -129,6 +137,9 @@ class GroupTrace:
     """Virtual pipeline stage (index of the model chunk) that the pass belongs to."""
     storages: tuple[int, ...]
     """Indices into :attr:`Trace.storages`, in order of their first save by this group."""
+    is_read_first: bool = False
+    """Whether backward uses it before it comes to its end: [Note: Recomputation reads first]. Its
+    saved tensors are watched also where it stays, so that its use is noticed."""
 
 
 @dataclass(frozen=True)

@@ -261,7 +261,7 @@ class AttachedEngine(PipelineOffloadManager):
         Raises:
             RuntimeError: The tensor was changed in place after it was saved.
         """
-        return saved.read() if type(saved) is Kept else self.store.read(saved)
+        return saved.read() if type(saved) is Kept else super().read(saved)
 
     # Backward.
 

@@ -1,0 +1,99 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Saved leaves that nothing but autograd's own bookkeeping keeps alive.
+
+[Note: Hidden leaves]
+A leaf that requires gradients has a node that accumulates its gradient, and that node holds the
+leaf. Autograd holds the node for as long as the leaf is saved, also where a hook has taken the saved
+tensor: so the leaf keeps its memory, and copying it to the host frees nothing. For the inputs and
+parameters of a user that changes nothing, since the user holds them. But a checkpoint that detaches
+its inputs before it saves them (megatron-core's ``CheckpointWithoutOutput``) makes a leaf that
+is out of everyone's reach. Such a leaf gives its memory up when the storage is released, and has it
+back before backward reads the saved tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+LeafReference = weakref.ref[torch.Tensor]
+
+
+class _References(NamedTuple):
+    """How often a tensor is referenced, as :func:`_count` sees it."""
+
+    from_cpp: int
+    from_python: int
+
+
+def hidden_leaf_candidate(tensor: torch.Tensor) -> Optional[LeafReference]:
+    """A reference to a tensor that autograd saves, if it is a leaf that it may come to hide."""
+    return weakref.ref(tensor) if tensor.is_leaf and tensor.requires_grad else None
+
+
+def empty_if_hidden(reference: LeafReference) -> bool:
+    """Have a leaf give up its memory if nothing else refers to the leaf.
+
+    Returns:
+        Whether it has. :func:`refill` gives memory back to it.
+    """
+    if _count(reference) != _references_of_a_hidden_leaf():
+        return False
+    leaf = reference()
+    assert leaf is not None
+    leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+    return True
+
+
+def refill(reference: LeafReference, tensor: torch.Tensor) -> None:
+    """Give the leaf, if it is still there, the memory, shape and strides of ``tensor``."""
+    leaf = reference()
+    if leaf is not None:
+        leaf.data = tensor
+
+
+def _count(reference: LeafReference) -> Optional[_References]:
+    leaf = reference()
+    if leaf is None:
+        return None
+    # torch counts all of Python's references as one.
+    return _References(leaf._use_count(), sys.getrefcount(leaf))
+
+
+@functools.cache
+def _references_of_a_hidden_leaf() -> Optional[_References]:
+    """The counts of a leaf that is known to be hidden: they depend on versions of Python and torch.
+
+    None if this torch does not hide leaves so: then no leaf is ever taken for one.
+    """
+    found: list[LeafReference] = []
+
+    def pack(tensor: torch.Tensor) -> None:
+        found.append(weakref.ref(tensor))
+
+    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
+        output = _SavesALeaf.apply(torch.zeros(1, requires_grad=True))
+    counts = _count(found[0])
+    del output
+    return counts
+
+
+def _unpack(_: None) -> torch.Tensor:
+    raise AssertionError("nothing reads this tensor")
+
+
+class _SavesALeaf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor.detach().requires_grad_())
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
