@@ -4,12 +4,12 @@
 
 [Note: Hidden leaves]
 A leaf that requires gradients has a node that accumulates its gradient, and that node holds the
-leaf. Autograd holds the node for as long as the leaf is saved, also where a hook has taken the saved
-tensor: so the leaf keeps its memory, and copying it to the host frees nothing. For the inputs and
-parameters of a user that changes nothing, since the user holds them. But a checkpoint that detaches
-its inputs before it saves them (megatron-core's ``CheckpointWithoutOutput``) makes a leaf that
-is out of everyone's reach. Such a leaf gives its memory up when the storage is released, and has it
-back before backward reads the saved tensor.
+leaf. Autograd holds the node for as long as the leaf is saved, also where a hook has taken the
+saved tensor: so the leaf keeps its memory, and copying it to the host frees nothing. For the inputs
+and parameters of a user that changes nothing, since the user holds them. But a checkpoint that
+detaches its inputs before it saves them (megatron-core's ``CheckpointWithoutOutput``) makes a leaf
+that is out of everyone's reach. Such a leaf gives its memory up when the storage is released, and
+has it back before backward reads the saved tensor.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def _count(reference: LeafReference) -> Optional[_References]:
     leaf = reference()
     if leaf is None:
         return None
-    # torch counts all of Python's references as one.
-    return _References(leaf._use_count(), sys.getrefcount(leaf))
+    # torch counts all of Python's references as one. Its method is in no type stub.
+    from_cpp: int = leaf._use_count()  # type: ignore[attr-defined]
+    return _References(from_cpp, sys.getrefcount(leaf))
 
 
 @functools.cache

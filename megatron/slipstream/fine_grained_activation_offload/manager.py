@@ -387,11 +387,15 @@ class PipelineOffloadManager:
         Raises:
             RuntimeError: The tensor was changed in place after it was saved.
         """
-        if type(saved) is SavedTensor and saved.group.state is GroupState.COMMITTED:
-            # [Note: Recomputation reads first]. Not where someone only looks at a graph.
-            if torch._C._current_graph_task_id() != -1:
-                saved.group.is_read_first = True
-                self.use_group(saved.group)
+        if (
+            type(saved) is SavedTensor
+            and saved.group.state is GroupState.COMMITTED
+            # Not where someone only looks at a graph.
+            and torch._C._current_graph_task_id() != -1
+        ):
+            # [Note: Recomputation reads first]
+            saved.group.is_read_first = True
+            self.use_group(saved.group)
         return self.store.read(saved)
 
     # The life of a group, called by its mark.
