@@ -85,6 +85,13 @@ class OffloadConfig:
     """'auto' runs the process on the CPUs of its GPU's NUMA node and pins host memory there, unless
     somebody has bound the process already; 'off' leaves both to the system. Only with a GPU."""
 
+    offload_checkpoint_inputs: bool = False
+    """Move what checkpoints keep to recompute from: the inputs of layers under
+    `--recompute-granularity full`, and those of the modules that megatron-core checkpoints whole
+    (`core_attn`, `mlp`, `moe` and `shared_experts` in `--recompute-modules`). They make groups
+    called checkpoint_inputs, which are planned like all others. Where `--offload-modules` is not
+    given, it is core_attn, which moves nothing of a layer that is recomputed as a whole."""
+
     offload_verify: int = 0
     """Check in the first so many iterations that every tensor comes back as it left, and fill
     device memory that was given up with NaN meanwhile. Slow (the host waits in backward); a
@@ -328,6 +335,13 @@ MODEL_RULES: tuple[Rule, ...] = (
         "{fine_grained_offloading_max_inflight_offloads} is not supported with "
         "offload_engine=slipstream because its plan says when compute waits for each copy; leave "
         "it out, and set offload_target_memory_gib if a device peak has to be kept",
+    ),
+    Rule(
+        "offload_checkpoint_inputs",
+        lambda f: _offloading(f) and getattr(f, "offload_checkpoint_inputs", False),
+        lambda f: f.recompute_granularity is not None,
+        "offload_checkpoint_inputs=True is not supported without recomputation because no "
+        "checkpoint keeps inputs then; set recompute_granularity='full', or leave it out",
     ),
     Rule(
         "delay_offload_until_cuda_graph",

@@ -36,9 +36,9 @@ NO_EFFECT = Problem(
 NOTHING_TO_MOVE = Problem(
     "nothing-to-move",
     "note",
-    "recompute_granularity=full: a layer that is recomputed as a whole saves its input only, so "
-    "nothing of it moves",
-    "set recompute_granularity=selective, for other modules than those that move",
+    "recompute_granularity=full: a layer that is recomputed as a whole saves its input only, which "
+    "stays",
+    "set offload_checkpoint_inputs=True to move it",
 )
 
 

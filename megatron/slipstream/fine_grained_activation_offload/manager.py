@@ -52,6 +52,9 @@ from megatron.slipstream.plan.trace import (
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINT_INPUTS = "checkpoint_inputs"
+"""The name of the groups of what checkpoints keep."""
+
 MAX_ITERATIONS_SHOWN = 500
 """Of the last iterations, how many have their time in the report."""
 
@@ -76,6 +79,8 @@ class PipelineOffloadManager:
     ) -> None:
         self.do_offload = True
         """False while offloading is suspended: marks then do nothing."""
+        self.moves_checkpoint_inputs = False
+        """Whether what checkpoints keep is a group: see :meth:`run_checkpoint`."""
         self.region_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Entered around the operations of every group, beside the saved-tensor hooks."""
         self.report = RankReport(rank=rank)
@@ -256,12 +261,14 @@ class PipelineOffloadManager:
         if group is None or self._stays(group) or self._others_save():
             self._regions.append(None)
             return self
-        region = self.region_context()
+        self._enter_region(group, self.region_context())
+        return self
+
+    def _enter_region(self, group: OffloadTensorGroup, region: AbstractContextManager[Any]) -> None:
         hooks = saved_tensors_hooks(partial(self.store.save, group), self.read)
         region.__enter__()
         hooks.__enter__()
         self._regions.append((region, hooks))
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Leave the region."""
@@ -270,6 +277,38 @@ class PipelineOffloadManager:
             region, hooks = entered
             hooks.__exit__()
             region.__exit__(None, None, None)
+
+    def run_checkpoint(self, run: Callable[[], Any]) -> Any:
+        """Run a checkpoint, of which what it saves is a group.
+
+        Args:
+            run: Calls an autograd function that runs a part of the model without gradients, and
+                saves its inputs.
+
+        Returns:
+            What ``run`` returns.
+        """
+        if self._now.chunk is None or not self.moves_checkpoint_inputs:
+            return run()
+        if not self._is_training_forward() or self.graphs.is_capturing:
+            return run()
+        self.pop_forward_chunk(CHECKPOINT_INPUTS)
+        group, self._now.started = self._now.started, None
+        assert group is not None
+        if self._stays(group) or self._others_save():
+            self._regions.append(None)
+        else:
+            # Without ``region_context``: the modules inside save nothing, and have to run as they
+            # do in the recomputation.
+            self._enter_region(group, nullcontext())
+        try:
+            output = run()
+        finally:
+            self.__exit__()
+        # Backward begins to read right where it comes to the checkpoint, so that needs no mark of
+        # its own: [Note: Recomputation reads first].
+        self.commit_group(CHECKPOINT_INPUTS)
+        return output
 
     def _others_save(self) -> bool:
         """Whether somebody else decides about saved tensors here, and has to find the same again.

@@ -203,6 +203,7 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
     if not on_cpu and args.fine_grained_activation_offloading:
         cpu_only.tolerate_missing_affinity_tools()
     _apply_tokenizer(args)
+    _apply_checkpoint_inputs(args)
     check(args, facts)
     _tell_what_has_no_effect(args, argv)
     _prepare_chunk_graphs(args)
@@ -242,6 +243,12 @@ def check(args: Any, facts: preflight.Facts) -> None:
         preflight.require(preflight.check_dataset(prefix, vocab_size))
 
 
+def _apply_checkpoint_inputs(args: Any) -> None:
+    """Megatron asks for a module to move, also where only the inputs of checkpoints are to."""
+    if args.fine_grained_activation_offloading and args.offload_checkpoint_inputs:
+        args.offload_modules = args.offload_modules or ["core_attn"]
+
+
 def _prepare_chunk_graphs(args: Any) -> None:
     from megatron.slipstream.integration.chunk_graphs import prepare_arguments
 
@@ -261,11 +268,12 @@ def _tell_what_stays(args: Any) -> None:
 
 
 def _tell_what_is_recomputed(args: Any) -> None:
-    if args.recompute_granularity == "full" and os.environ.get("RANK", "0") == "0":
+    if args.recompute_granularity != "full" or args.offload_checkpoint_inputs:
+        return
+    if os.environ.get("RANK", "0") == "0":
         logger.warning(
             "recompute_granularity=full: a layer that is recomputed as a whole saves its input "
-            "only, so nothing of it moves; set recompute_granularity=selective, for other modules "
-            "than those that move"
+            "only, which stays; set offload_checkpoint_inputs=True to move it"
         )
 
 

@@ -29,6 +29,7 @@ from megatron.slipstream.fine_grained_activation_offload.cuda_backend import Cud
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration import (
+    checkpoint_inputs,
     compat,
     discarded_outputs,
     models,
@@ -99,6 +100,8 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     rotary_kernels.choose_safely()
     if isinstance(backend, CudaBackend):
         make_way()
+    if config.offload_checkpoint_inputs:
+        checkpoint_inputs.install()
     logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)
     if not is_given:
         tell(config)
@@ -110,6 +113,7 @@ def _make_manager(
 ) -> models.RoutedManager:
     manager = models.manager_class()(router, backend, options, _rank(), config.offload_verify)
     manager.config = config
+    manager.moves_checkpoint_inputs = config.offload_checkpoint_inputs
     manager.report.settings = settings(config)
     manager.region_context = _region_context()
     return manager
@@ -141,6 +145,7 @@ def uninstall() -> None:
     seam = mcore_offload.PipelineOffloadManager
     current = seam.OFFLOAD_MGR
     stop_making_way()
+    checkpoint_inputs.uninstall()
     compat.restore_commits()
     models.stop_seeing_calls()
     if isinstance(current, models.RoutedManager):

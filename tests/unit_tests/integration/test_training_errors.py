@@ -427,11 +427,22 @@ def test_flags_of_an_engine_that_is_off_are_told(folder: Path) -> None:
 
 def test_layers_that_are_recomputed_as_a_whole_are_told(folder: Path) -> None:
     recompute = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-    flags = [*MODEL, *MOCK, *OFFLOAD, "core_attn", *recompute, "--recompute-num-layers", "1"]
-    outcome = _train(folder, flags)
+    recompute += ["--recompute-num-layers", "1"]
+    outcome = _train(folder, [*MODEL, *MOCK, *OFFLOAD, "core_attn", *recompute])
     assert outcome.code == 0, outcome.output
     told = "recompute_granularity=full: a layer that is recomputed as a whole saves its input only"
     assert outcome.output.count(told) == 1
+    # The cure, which needs no module to be named.
+    offload = [*OFFLOAD[:-1], "--offload-checkpoint-inputs"]
+    outcome = _train(folder, [*MODEL, *MOCK, *offload, *recompute])
+    assert outcome.code == 0, outcome.output
+    assert told not in outcome.output
+
+
+def test_inputs_of_checkpoints_that_there_are_not_are_refused(folder: Path) -> None:
+    flags = [*MODEL, *MOCK, *OFFLOAD, "core_attn", "--offload-checkpoint-inputs"]
+    message = "offload_checkpoint_inputs=True is not supported without recomputation"
+    _assert_refused(_train(folder, flags), folder, message, "set recompute_granularity='full'")
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_training(folder: Path) -> None:
