@@ -205,6 +205,19 @@ _EXPERT_PIPELINE_VARIANTS = (
 )
 _PIPELINE = replace(_DENSE, num_layers=16, seq_length=4096, pp=2)
 _PIPELINE_VARIANTS = _variants(DENSE_MODULES, "core_attn", "core_attn attn_proj")
+_FULL = replace(
+    _DENSE,
+    overrides={
+        **_DENSE.overrides,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+)
+# The module moves nothing of layers that are recomputed as a whole; megatron-core asks for one.
+_INPUTS = (
+    Variant(("core_attn",), {"inputs": {"offload_checkpoint_inputs": True}}, has_defaults=False),
+)
 # Tensors of 4 MiB, which take longer to launch than to compute.
 _SMALL = replace(
     _DENSE,
@@ -261,6 +274,18 @@ CASES: tuple[Case, ...] = (
         "the dense case with sequence 32768",
         replace(_DENSE, seq_length=32768),
         _variants(DENSE_MODULES, "core_attn", "core_attn attn_proj"),
+    ),
+    Case(
+        "full",
+        "the dense case, each layer recomputed as a whole: the inputs of the checkpoints move",
+        _FULL,
+        _INPUTS,
+    ),
+    Case(
+        "full_long",
+        "the same with sequence 32768",
+        replace(_FULL, seq_length=32768),
+        _INPUTS,
     ),
     Case(
         "mla_moe",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
+from gpu_models import DENSE, MIN_NUMEL, MLA, MOE, PLAN_TOLERANCE
 from host_bound import waits_everywhere
 from ranks import run_ranks
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare, skip_without_model
@@ -18,42 +19,7 @@ from megatron.slipstream.fine_grained_activation_offload.cuda_backend import Cud
 
 pytestmark = pytest.mark.releases
 
-DENSE = ModelCase(
-    "dense",
-    num_layers=6,
-    hidden_size=2048,
-    num_attention_heads=16,
-    seq_length=4096,
-    micro_batch_size=1,
-    vocab_size=8192,
-    bf16=True,
-)
-MOE = ModelCase(
-    "moe",
-    num_layers=6,
-    hidden_size=1024,
-    num_attention_heads=16,
-    seq_length=2048,
-    micro_batch_size=2,
-    vocab_size=8192,
-    bf16=True,
-    overrides={"moe_permute_fusion": True},
-)
-MLA = ModelCase(
-    "mla",
-    num_layers=4,
-    hidden_size=1024,
-    num_attention_heads=8,
-    seq_length=2048,
-    micro_batch_size=1,
-    vocab_size=8192,
-    bf16=True,
-    overrides={"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
-)
-MIN_NUMEL = {"min_offloaded_tensor_size": 1024 * 1024}
 TIMED_COUNTS = (2,) * 22
-PLAN_TOLERANCE = 0.002
-"""Relative to the planned bytes; the allocator rounds each tensor to 512 bytes."""
 
 
 def _check(case: ModelCase, modules: tuple[str, ...], counts: tuple[int, ...]) -> Any:

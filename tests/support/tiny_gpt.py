@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 from unittest.mock import patch
 
@@ -122,6 +122,8 @@ class Comparison:
     baseline_peak_bytes: int = 0
     is_timed: bool = False
     """Whether the plan that was followed last is one made from times."""
+    why_not: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each module of which nothing moved, what the report says of that."""
 
 
 def compare(
@@ -180,7 +182,20 @@ def compare(
         planned_drop_bytes=manager.report.baseline_peak_bytes - manager.report.planned_peak_bytes,
         baseline_peak_bytes=baseline_peak,
         is_timed=manager.plan is not None and len(manager.plan.trace.step_ms) > 0,
+        why_not=_reasons(manager, offload_modules),
     )
+
+
+def _reasons(manager: Any, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    groups = manager.plan.groups if manager.plan is not None else ()
+    reasons: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        found = [group for group in groups if group.name == name]
+        if name in manager.report.absent_modules:
+            reasons[name] = ("no group",)
+        elif not any(group.moves for group in found):
+            reasons[name] = tuple(sorted({group.reason for group in found}))
+    return reasons
 
 
 @contextmanager

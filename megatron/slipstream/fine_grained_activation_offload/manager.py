@@ -81,6 +81,8 @@ class PipelineOffloadManager:
         """False while offloading is suspended: marks then do nothing."""
         self.moves_checkpoint_inputs = False
         """Whether what checkpoints keep is a group: see :meth:`run_checkpoint`."""
+        self.wanted_modules: tuple[str, ...] = ()
+        """``offload_modules`` of the model, for the report."""
         self.region_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Entered around the operations of every group, beside the saved-tensor hooks."""
         self.report = RankReport(rank=rank)
@@ -413,6 +415,9 @@ class PipelineOffloadManager:
             counters.stall_ms = times.stall_ms_by_module.get(name, 0.0) if times else 0.0
         if self._last_plan is not None:
             self._book.report_plan(self._last_plan)
+        planned = self._last_plan.trace.names if self._last_plan is not None else ()
+        met = {*planned, *self.graphs.modules}
+        self.report.absent_modules = [name for name in self.wanted_modules if name not in met]
         self.report.warnings = keep_warnings()
 
     def close(self) -> None:

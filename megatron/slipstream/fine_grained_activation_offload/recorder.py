@@ -69,6 +69,7 @@ class _StorageRecord:
     owner: GroupKey
     nbytes: int = 0
     held_outside: bool = False
+    is_recomputed: bool = False
     lingers_until: int = 0
     holders: list[GroupKey] = field(default_factory=list)
 
@@ -115,6 +116,8 @@ class Recorder:
         self._backend = backend
         self.held_outside: set[StorageId] = set()
         """Storages that were found alive on the device when they were to be copied back."""
+        self._recomputed: set[StorageId] = set()
+        """Of those, what is emptied in forward to be recomputed."""
         self.reads_memory = True
         """Whether to read the allocator at every mark: tens of microseconds each, and see [Note:
         The recorder resets the peak counter]."""
@@ -158,12 +161,24 @@ class Recorder:
         if was_held_outside:
             self.held_outside.add(StorageId.of(storage))
 
+    def set_recomputed(self, storage: SavedStorage) -> None:
+        """Note that the memory stays, since whoever computed it empties and fills it."""
+        self._set_recomputed(storage)
+        self.set_returned(storage, was_held_outside=True)
+
+    def _set_recomputed(self, storage: SavedStorage) -> None:
+        identity = StorageId.of(storage)
+        self._recomputed.add(identity)
+        self.held_outside.add(identity)
+
     def _note_what_is_gone(self) -> None:
         for serial, reference in list(self._lingering.items()):
             storage = reference()
             if storage is None or storage.is_memory_gone:
                 self._away[serial].gone_step = len(self.steps) - 1
                 del self._lingering[serial]
+            elif storage.is_original_emptied:
+                self._set_recomputed(storage)
 
     def is_held_outside(self, storage: SavedStorage) -> bool:
         """Whether this storage, or its like in an earlier pass, was held by others."""
@@ -229,7 +244,10 @@ class Recorder:
         held_outside = record.held_outside or record.identity in self.held_outside
         away = self._away.get(name) if isinstance(name, int) else None
         lingers_until = record.lingers_until if away is None else away.lingers_until
-        return StorageTrace(record.nbytes, tuple(owner_first), held_outside, lingers_until)
+        is_recomputed = record.is_recomputed or record.identity in self._recomputed
+        return StorageTrace(
+            record.nbytes, tuple(owner_first), held_outside, lingers_until, is_recomputed
+        )
 
     def _readings(self) -> tuple[MemoryReading, ...]:
         if not self.reads_memory:
@@ -265,6 +283,7 @@ def _add_as_in(
         record = records[name]
         record.nbytes = max(record.nbytes, storage.nbytes)
         record.held_outside |= storage.held_outside
+        record.is_recomputed |= storage.is_recomputed
         record.lingers_until = max(record.lingers_until, storage.lingers_until)
         names.append(name)
     return names

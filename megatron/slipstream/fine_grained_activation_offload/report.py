@@ -62,6 +62,8 @@ class RankReport:
 
     rank: int = 0
     modules: dict[str, ModuleCounters] = field(default_factory=dict)
+    absent_modules: list[str] = field(default_factory=list)
+    """Of ``offload_modules``, those of which no group has run on this rank."""
     plan: str = ""
     """The plan as a text grid; empty before the first plan."""
     planned_peak_bytes: int = 0
@@ -182,6 +184,7 @@ class Report:
         lines = ["Activation offload, per iteration", *_columns(rows)]
         if any(rank.graphs for rank in self.ranks):
             lines.append("in graphs: per replay of all of a rank's CUDA graphs, beside the total")
+        lines += [_absent(rank) for rank in self.ranks if rank.absent_modules]
         lines += [_host_memory(rank) for rank in self.ranks]
         lines += [_times(rank) for rank in self.ranks if rank.measured_ms]
         lines += [line for rank in self.ranks for line in _tried(rank)]
@@ -248,6 +251,14 @@ def _adapter() -> TypeAdapter[Report]:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no figure")
+
+
+def _absent(rank: RankReport) -> str:
+    return (
+        f"no group of {', '.join(rank.absent_modules)} on rank {rank.rank}: its layers have no "
+        "such module, or checkpoint it as a whole (offload_checkpoint_inputs=True moves what that "
+        "keeps)"
+    )
 
 
 def _host_memory(rank: RankReport) -> str:

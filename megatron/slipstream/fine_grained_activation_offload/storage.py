@@ -241,6 +241,12 @@ class SavedStorage:
         """Whether nobody holds the device memory any more that was let go."""
         return self._original is not None and self._original.expired()
 
+    @property
+    def is_original_emptied(self) -> bool:
+        """Whether somebody has kept the original storage, but not its memory."""
+        original = self.live_original()
+        return original is not None and original.nbytes() != self.storage_nbytes
+
     def live_original(self) -> Optional[torch.UntypedStorage]:
         """The original storage if somebody else has kept it alive."""
         if self._original is None or self._original.expired():

@@ -234,7 +234,7 @@ class ActivationStore:
     def _stay(self, storage: SavedStorage) -> None:
         """LEAVING to DEVICE for good: whoever empties the storage fills it again."""
         self._call_back(storage)
-        self._recorder.set_returned(storage, was_held_outside=True)
+        self._recorder.set_recomputed(storage)
 
     def _call_back(self, storage: SavedStorage) -> None:
         """LEAVING to DEVICE: it has never been away.

@@ -270,6 +270,7 @@ def _offloading(config: Any, num_slots: int) -> Optional[ChunkOffloading]:
         options = replace(installed.options, host_memory_limit_bytes=limit_bytes)
         engine = PipelineOffloadManager(installed.store.backend, options)
         engine.region_context = installed.region_context
+        engine.moves_checkpoint_inputs = installed.moves_checkpoint_inputs
         return engine
 
     def begin_pass(engine: PipelineOffloadManager) -> None:

@@ -224,6 +224,7 @@ class Router:
         self.note_call()
         if manager is not None:
             seam.OFFLOAD_MGR = manager
+            manager.wanted_modules = tuple(chunk.config.offload_modules or ())
             self._begin_pass(chunk)
         self._calls.append(manager)
         believed, self.begins_pass = self.begins_pass, False

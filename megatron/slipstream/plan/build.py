@@ -19,6 +19,7 @@ from megatron.slipstream.plan.policy import (
     HOST_MEMORY,
     LINGERS,
     NO_TIME,
+    RECOMPUTED,
     HostLoan,
     PolicyOptions,
     keep_within_host_memory,
@@ -275,7 +276,7 @@ def _kept_storages(trace: Trace, moving: frozenset[GroupKey]) -> dict[int, str]:
     kept = {}
     for index, storage in enumerate(trace.storages):
         if storage.held_outside:
-            kept[index] = HELD_OUTSIDE
+            kept[index] = RECOMPUTED if storage.is_recomputed else HELD_OUTSIDE
         elif not all(key in moving for key in storage.holders):
             kept[index] = HELD_BY_KEPT
     return kept

@@ -1,0 +1,167 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Recomputation beside offloading: the same bits, and modules move or the report says why not.
+
+By default each module that is recomputed meets all modules that move, and each module that moves
+meets all that are recomputed. ``SLIPSTREAM_WHOLE_MATRIX=1`` runs all pairs, in pipelines too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Optional
+
+import pytest
+from gpu_models import DENSE, MIN_NUMEL, MLA, MOE, PLAN_TOLERANCE
+from ranks import run_ranks
+from tiny_gpt import DENSE_MODULES, MOE_MODULES, Comparison, ModelCase, compare
+
+IS_WHOLE = os.environ.get("SLIPSTREAM_WHOLE_MATRIX") == "1"
+SHARED_EXPERTS = {"moe_shared_expert_intermediate_size": 64}
+
+RECOMPUTED = {
+    "dense": ("core_attn", "layernorm", "mlp"),
+    "moe": ("core_attn", "layernorm", "moe", "moe_act", "shared_experts"),
+    "mla": ("core_attn", "layernorm", "mla_up_proj", "mlp"),
+}
+"""All that megatron-core 0.19.2 recomputes of such a model. What is left, gdn_norm_out, is of an
+attention whose kernels need a GPU and a package of their own."""
+INSIDE_EXPERTS = ("expert_fc1", "moe_act")
+
+EXPLAINED = {
+    # Checkpointed outside of its group by megatron-core.
+    ("core_attn", "core_attn"): "no group",
+    # The group saves the norm's output.
+    ("qkv_linear", "layernorm"): "it is discarded in forward and recomputed in backward",
+}
+"""Why a module does not move beside one that is recomputed."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Modules that are recomputed, and modules that move."""
+
+    recomputed: tuple[str, ...]
+    moved: tuple[str, ...]
+
+    def case(self, base: ModelCase) -> ModelCase:
+        more = {"recompute_granularity": "selective", "recompute_modules": list(self.recomputed)}
+        return replace(base, overrides=base.overrides | more)
+
+
+def pairs(kind: str, is_whole: bool) -> Iterator[Pair]:
+    recomputed = RECOMPUTED[kind]
+    # megatron-core refuses to move a part of what is recomputed as a whole.
+    together = tuple(name for name in recomputed if name != "moe")
+    names = MOE_MODULES if kind == "moe" else DENSE_MODULES
+    alone = [("core_attn", "attn_proj") if name == "attn_proj" else (name,) for name in names]
+    if is_whole:
+        chosen = itertools.product([*((name,) for name in recomputed), together], [*alone, names])
+    else:
+        each = (((name,), names) for name in recomputed)
+        chosen = itertools.chain(each, ((together, moved) for moved in alone))
+    for left, right in chosen:
+        moved = tuple(n for n in right if not ("moe" in left and n in INSIDE_EXPERTS))
+        if moved:
+            yield Pair(left, moved)
+
+
+def compare_all(
+    rank: int,
+    world_size: int,
+    port: int,
+    base: ModelCase,
+    chosen: Sequence[Pair],
+    backend: str,
+    counts: Sequence[int],
+    offload: Optional[dict[str, Any]],
+    reads_memory: bool,
+) -> list[Comparison]:
+    """:func:`compare` for each of several pairs, in one process."""
+    return [
+        compare(
+            rank, world_size, port, pair.case(base), pair.moved, backend, counts, offload,
+            reads_memory,
+        )
+        for pair in chosen
+    ]  # fmt: skip
+
+
+def check(pair: Pair, result: Comparison, kind: str) -> None:
+    row = {"kind": kind, "recomputed": pair.recomputed, "moved": pair.moved}
+    print(json.dumps(row | asdict(result)))
+    assert result.difference is None, pair
+    assert result.num_late == 0, pair
+    assert result.freed_bytes == result.moved_bytes, pair
+    for name, reasons in result.why_not.items():
+        explained = {
+            EXPLAINED[name, other] for other in pair.recomputed if (name, other) in EXPLAINED
+        }
+        assert explained, f"{pair}: {name} stays: {reasons}"
+        assert explained & set(reasons), pair
+    assert {*result.moved_modules, *result.why_not} == {*pair.moved}, pair
+
+
+CPU_CASES = {
+    "dense": ModelCase("dense"),
+    "moe": ModelCase("moe", overrides=SHARED_EXPERTS),
+    "mla": ModelCase("mla"),
+}
+
+
+@pytest.mark.parametrize("kind", CPU_CASES)
+def test_one_rank(kind: str) -> None:
+    chosen = list(pairs(kind, IS_WHOLE))
+    arguments = (CPU_CASES[kind], chosen, "cpu", (2, 2, 2), None, True)
+    (results,) = run_ranks(1, compare_all, *arguments)
+    for pair, result in zip(chosen, results, strict=True):
+        check(pair, result, kind)
+        assert result.peak_drop_bytes == result.planned_drop_bytes, pair
+
+
+@pytest.mark.parametrize("kind", CPU_CASES)
+@pytest.mark.parametrize("shape", [(2, None), (2, 2)], ids=str)
+def test_pipelines(kind: str, shape: tuple[int, Optional[int]]) -> None:
+    pp, vpp = shape
+    case = replace(CPU_CASES[kind], num_layers=8, pp=pp, vpp=vpp)
+    chosen = list(pairs(kind, IS_WHOLE))
+    if not IS_WHOLE:
+        together = max(chosen, key=lambda pair: len(pair.recomputed)).recomputed
+        chosen = [Pair(together, MOE_MODULES if kind == "moe" else DENSE_MODULES)]
+    results = run_ranks(pp, compare_all, case, chosen, "cpu-lazy", (4, 4, 4), None, False)
+    for of_rank in results:
+        for pair, result in zip(chosen, of_rank, strict=True):
+            check(pair, result, kind)
+
+
+GPU_CASES = {
+    "dense": replace(DENSE, num_layers=4),
+    "moe": replace(
+        MOE,
+        num_layers=4,
+        overrides={**MOE.overrides, "moe_shared_expert_intermediate_size": 1024},
+    ),
+    "mla": MLA,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", GPU_CASES)
+def test_one_gpu(kind: str) -> None:
+    for pair in pairs(kind, IS_WHOLE):
+        # Transformer Engine fuses a norm with the linear after it, which leaves nothing of its own.
+        fused = {"dense": {"attn_norm", "mlp_norm"}, "moe": {"attn_norm"}, "mla": {"mlp_norm"}}
+        moved = tuple(name for name in pair.moved if name not in fused[kind])
+        if not moved:
+            continue
+        chosen = Pair(pair.recomputed, moved)
+        case = chosen.case(GPU_CASES[kind])
+        result = compare(0, 1, 0, case, moved, "cuda", (2, 2, 2), dict(MIN_NUMEL))
+        check(chosen, result, kind)
+        assert result.peak_drop_bytes == pytest.approx(
+            result.planned_drop_bytes, rel=PLAN_TOLERANCE, abs=4096
+        )
