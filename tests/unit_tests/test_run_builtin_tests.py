@@ -1,0 +1,111 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""tools/run_builtin_tests.py, on a file that asks of the seam what Megatron-LM's tests ask."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.releases
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "run_builtin_tests.py"
+TESTS = Path("tests/unit_tests/pipeline_parallel/test_fine_grained_activation_offloading.py")
+
+MINIATURE = """
+import os
+
+import pytest
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as builtin
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as off_interface,
+)
+from tests.unit_tests.test_utilities import NAME
+
+seen = []
+
+
+def reset():
+    off_interface.reset_instance()
+    return builtin.PipelineOffloadManager.OFFLOAD_MGR
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_which_engine(number):
+    assert builtin.PipelineOffloadManager.OFFLOAD_MGR is None
+    assert "MADE_BY_A_TEST" not in os.environ
+    os.environ["MADE_BY_A_TEST"] = NAME
+    manager, other = reset(), reset()
+    assert manager is not other
+    assert not any(manager is one for one in seen)
+    seen.append(manager)
+    off_interface.reset()
+    assert type(other).__module__.startswith("EXPECTED")
+    print(f"Rank 0: Saved {number}.50MiB, expected 2.25MiB")
+
+
+def test_fails():
+    saved_mib, expected = -3.0, 4.0
+    assert saved_mib > 0, f"mismatch: saved={saved_mib:.2f}MiB expected~={expected:.2f}MiB"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Stands for a checkout of Megatron-LM."""
+    path = tmp_path / TESTS
+    path.parent.mkdir(parents=True)
+    for package in (path.parent, path.parents[1], path.parents[2]):
+        (package / "__init__.py").touch()
+    path.parents[1].joinpath("test_utilities.py").write_text("NAME = 'theirs'\n")
+    path.write_text(MINIATURE.replace("EXPECTED", "megatron.slipstream"))
+    return tmp_path
+
+
+def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOL), str(folder), "--backend", "cpu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+
+
+def test_each_reset_of_the_instance_installs_our_engine(folder: Path) -> None:
+    result = _run(folder, "--", "-k", "which")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 passed" in result.stdout
+    assert "device peak with the slipstream engine" in result.stdout
+    rows = [line.split() for line in result.stdout.splitlines() if "passed test_which" in line]
+    assert rows == [
+        ["1.5", "2.2", "0.0", "passed", "test_which_engine[1]"],
+        ["2.5", "2.2", "0.0", "passed", "test_which_engine[2]"],
+    ]
+
+
+def test_figures_of_a_test_that_fails_are_shown(folder: Path) -> None:
+    result = _run(folder, "--", "-k", "fails")
+    assert result.returncode == 1
+    (row,) = [line.split() for line in result.stdout.splitlines() if "failed test_fails" in line]
+    assert row[:3] == ["-3.0", "4.0", "-"]
+
+
+def test_the_builtin_engine_is_left_in_its_place(folder: Path) -> None:
+    tests = folder / TESTS
+    text = MINIATURE.replace("EXPECTED", "test_fine_grained").replace(
+        "seen = []",
+        "class Stub:\n    def reset(self): pass\n\n\n"
+        "builtin.PipelineOffloadManager.reset_instance = classmethod(\n"
+        "    lambda cls: setattr(cls, 'OFFLOAD_MGR', Stub())\n)\nseen = []",
+    )
+    tests.write_text(text.replace('"test_fine_grained"', "__name__"))
+    result = _run(folder, "--engine", "builtin", "--", "-k", "which")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "device peak with the builtin engine" in result.stdout
+    assert "1.5       2.2         -  passed test_which_engine[1]" in result.stdout
+
+
+def test_a_folder_without_the_tests_is_refused(tmp_path: Path) -> None:
+    result = _run(tmp_path)
+    assert result.returncode == 1
+    assert "is not there; give a folder that holds tests/unit_tests" in result.stderr
