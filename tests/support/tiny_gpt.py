@@ -119,6 +119,10 @@ class Comparison:
     peak_drop_bytes: int = 0
     """By how much the device peak of the last step is lower; 0 where memory was not read."""
     planned_drop_bytes: int = 0
+    claimed_drop_bytes: int = 0
+    """What the engine said of it before the step was run that was measured: its summary."""
+    reported_drop_bytes: int = 0
+    """The sum over modules in its report."""
     baseline_peak_bytes: int = 0
     is_timed: bool = False
     """Whether the plan that was followed last is one made from times."""
@@ -136,6 +140,7 @@ def compare(
     counts: Sequence[int],
     offload: Optional[dict[str, Any]] = None,
     reads_memory: bool = False,
+    keeps_gradients: bool = False,
 ) -> Comparison:
     """Train ``case`` with the engine off and on; to be run on every rank.
 
@@ -149,6 +154,7 @@ def compare(
         counts: Micro-batches of each step.
         offload: More options of megatron-core's, or of ``OffloadConfig`` (``offload_...``).
         reads_memory: Also of a CPU, as if that were the device. A GPU's is read in any case.
+        keeps_gradients: The step that is measured finds gradients of 0 rather than none.
     """
     from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import mcore
@@ -160,7 +166,8 @@ def compare(
     with _counted(make_backend(backend), reads_memory) as memory, _compiled_anew(case):
         chunks = build_chunks(case, config)
         expected = train(case, config, chunks, counts)
-        baseline_peak = _peak_of_one_more_step(case, config, chunks, counts[-1], memory)
+        arguments = (case, config, chunks, counts[-1])
+        baseline_peak = _peak_of_one_more_step(*arguments, memory, keeps_gradients)
         del chunks
 
     mcore.uninstall()
@@ -169,7 +176,9 @@ def compare(
     with _counted(manager.store.backend, reads_memory) as memory, _compiled_anew(case):
         chunks = build_chunks(case, config)
         actual = train(case, config, chunks, counts)
-        peak = _peak_of_one_more_step(case, config, chunks, counts[-1], memory)
+        claimed = manager.offload_summary_total_bytes
+        arguments = (case, config, chunks, counts[-1])
+        peak = _peak_of_one_more_step(*arguments, memory, keeps_gradients)
     manager.finish_report()
     modules = manager.report.modules
     return Comparison(
@@ -180,6 +189,8 @@ def compare(
         num_late=manager.report.total.num_late,
         peak_drop_bytes=baseline_peak - peak,
         planned_drop_bytes=manager.report.baseline_peak_bytes - manager.report.planned_peak_bytes,
+        claimed_drop_bytes=claimed,
+        reported_drop_bytes=manager.report.peak_drop_bytes,
         baseline_peak_bytes=baseline_peak,
         is_timed=manager.plan is not None and len(manager.plan.trace.step_ms) > 0,
         why_not=_reasons(manager, offload_modules),
@@ -247,14 +258,15 @@ def _reductions_over_one_rank_skipped() -> Iterator[None]:
 
 
 def _peak_of_one_more_step(
-    case: ModelCase, config: Any, chunks: Any, count: int, backend: Backend
+    case: ModelCase, config: Any, chunks: Any, count: int, backend: Backend, keeps_gradients: bool
 ) -> int:
     """Device peak of a step like those of :func:`train`, which plans are made from: its gradients
-    are allocated in backward. In bytes above what stays; 0 where nothing counts them."""
+    are allocated in backward, unless they are kept. In bytes above what stays; 0 where nothing
+    counts them."""
     if backend.memory() is None:
         return 0
     for chunk in chunks:
-        chunk.zero_grad(set_to_none=True)
+        chunk.zero_grad(set_to_none=not keeps_gradients)
     if use_gpu():
         torch.cuda.synchronize()
     # What the garbage collector frees in the middle of the step would be missing from its peak.

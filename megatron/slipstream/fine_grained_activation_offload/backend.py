@@ -87,6 +87,19 @@ class MemoryMeter(Protocol):
         """Storages created inside are host memory and not counted."""
 
 
+class GradientWatch(Protocol):
+    """Knows the parameters of the models that train."""
+
+    def count(self) -> int:
+        """Bytes of the gradients that the parameters have now."""
+
+    def begin(self, come: Callable[[int], None]) -> None:
+        """Have ``come`` called with its bytes, once for each gradient that appears from now on."""
+
+    def end(self) -> None:
+        """Undo :meth:`begin`."""
+
+
 class Backend(ABC):
     """What the engine needs of a device. Streams and events are opaque to the engine."""
 
@@ -99,6 +112,8 @@ class Backend(ABC):
     """Whether :meth:`profiler_range` is worth calling."""
     _past_peak_bytes = 0
     """The highest peak that :meth:`reset_peak_memory` has ended since :meth:`begin_peak`."""
+    gradients: Optional[GradientWatch] = None
+    """None where nobody knows the parameters."""
     poisons_dropped = False
     """Whether device memory that the engine drops, and nobody else holds, is filled with NaN."""
     cure_of_slow_copies: Optional[str] = None

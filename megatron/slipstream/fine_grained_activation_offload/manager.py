@@ -177,6 +177,20 @@ class PipelineOffloadManager:
             self._cuda_graph_event = torch.cuda.Event(external=True)
         return self._cuda_graph_event
 
+    @property
+    def offload_summary_bytes(self) -> dict[str, int]:
+        """By how many bytes the newest plan lowers the device peak, by module name.
+
+        Empty before the first iteration has ended. See [Note: Freed is not saved] in ``plan.peak``.
+        """
+        plan = self._last_plan
+        return self._book.peak_drop(plan).by_module if plan is not None else {}
+
+    @property
+    def offload_summary_total_bytes(self) -> int:
+        """By how many bytes the newest plan lowers the device peak."""
+        return sum(self.offload_summary_bytes.values())
+
     def init_model_chunk_offload_handler(
         self,
         pp_rank: int,
@@ -411,7 +425,9 @@ class PipelineOffloadManager:
         """Add what was timed, as far as the device has come."""
         self._book.read_clocks()
         times = self._book.times_of(self._last_plan)
+        drops = self.offload_summary_bytes
         for name, counters in self.report.modules.items():
+            counters.peak_drop_bytes = drops.get(name, 0)
             counters.stall_ms = times.stall_ms_by_module.get(name, 0.0) if times else 0.0
         if self._last_plan is not None:
             self._book.report_plan(self._last_plan)
@@ -564,9 +580,13 @@ class PipelineOffloadManager:
         self._host_shrinker.end_iteration(self._last_plan)
 
     def _begin_iteration(self) -> None:
+        gradients = self.store.backend.gradients
+        if self.report.num_iterations == 1 and gradients is not None:
+            self._book.resident_gradient_bytes = gradients.count()
         plan = self._now.plan = self._next_plan
         if plan is None:
             self._recorder.reads_memory = True
+            self._recorder.watch_gradients()
             return
         self._now.host_waits = self._book.host_waits_of(plan)
         watch = self._now.watch = self._book.watch(plan)

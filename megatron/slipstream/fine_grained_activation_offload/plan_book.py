@@ -47,6 +47,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
 from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.check import PlanFacts, check_plan
+from megatron.slipstream.plan.peak import PeakDrop, peak_drop
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes, render_plan
 from megatron.slipstream.plan.simulate import simulate
@@ -104,6 +105,9 @@ class PlanBook:
         """What the user has been told of plans."""
         self._last_steps: Optional[Steps] = None
         """Of the last iteration that had marks."""
+        self.resident_gradient_bytes: Optional[int] = None
+        """Gradients at the beginning of the second iteration; None before it: then those that there
+        are now are taken to stay."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -359,7 +363,10 @@ class PlanBook:
             return
         report = self._report
         report.plan, report.options, report.notes = render_plan(plan), plan.options, [*plan.notes]
-        report.baseline_peak_bytes, report.planned_peak_bytes = plan.peak_bytes() or (0, 0)
+        drop = self.peak_drop(plan)
+        is_read = bool(plan.trace.memory)
+        report.baseline_peak_bytes = drop.without_bytes if is_read else 0
+        report.planned_peak_bytes = drop.planned_bytes if is_read else 0
         report.planned_ms = entry.planned_ms
         times = self.times_of(plan)
         report.measured_ms = times.total_ms if times else 0.0
@@ -369,6 +376,14 @@ class PlanBook:
         report.step_peak_bytes = [reading.peak_bytes for reading in entry.memory]
         pairs = zip(report.step_peak_bytes, device_memory(plan).with_plan, strict=False)
         report.later_bytes = max(0, min((now - then for now, then in pairs), default=0))
+
+    def peak_drop(self, plan: Plan) -> PeakDrop:
+        """What a plan lowers the device peak by."""
+        resident_bytes = self.resident_gradient_bytes
+        gradients = self._store.backend.gradients
+        if resident_bytes is None and gradients is not None:
+            resident_bytes = gradients.count()
+        return peak_drop(plan, resident_bytes or 0)
 
     def read_clocks(self) -> None:
         """Take the times of iterations that the device has ended; plan anew from enough of them."""

@@ -83,20 +83,51 @@ class MemoryReader:
         """After each mark, once what is due there has been done."""
         self._peaks: list[int] = []
         """Between each mark and the next."""
+        self._beside_gradients: list[int] = []
+        """The same of what there was beside gradients."""
+        self._gradient_bytes: Optional[int] = None
+        """Gradients by now; None before the first mark, or where nobody knows."""
+        self._begin_interval()
 
     def begin_step(self) -> None:
         """The host has come to a mark; also called once at the end."""
         if len(self._peaks) < len(self._allocated):
             reading = self._backend.memory()
             if reading is not None:
-                self._peaks.append(reading[1])
+                self._note_peak(reading[1])
+                self._peaks.append(self._peak)
+                self._beside_gradients.append(self._peak_beside_gradients)
+                self._begin_interval()
 
     def end_step(self) -> None:
         """What is due at the mark has been done."""
         reading = self._backend.memory()
         if reading is not None:
+            if not self._allocated and self._backend.gradients is not None:
+                self._gradient_bytes = self._backend.gradients.count()
             self._allocated.append(reading[0])
             self._backend.reset_peak_memory()
+
+    def come_to_gradient(self, nbytes: int) -> None:
+        """A parameter has a gradient that it did not have before.
+
+        Until then that was one of the computation's own tensors, as in later iterations the
+        gradient that is added to the first one. From then on it counts as a gradient.
+        """
+        reading = self._backend.memory()
+        if reading is not None and self._gradient_bytes is not None:
+            self._note_peak(reading[1])
+            self._gradient_bytes += nbytes
+            self._backend.reset_peak_memory()
+
+    def _begin_interval(self) -> None:
+        self._peak = self._peak_beside_gradients = 0
+
+    def _note_peak(self, peak_bytes: int) -> None:
+        self._peak = max(self._peak, peak_bytes)
+        if self._gradient_bytes is not None:
+            beside = peak_bytes - self._gradient_bytes
+            self._peak_beside_gradients = max(self._peak_beside_gradients, beside)
 
     def readings(self, absent_bytes: Sequence[int]) -> tuple[MemoryReading, ...]:
         """One reading for each step, or none if not all of them could be made.
@@ -106,7 +137,8 @@ class MemoryReader:
         """
         if not len(self._allocated) == len(self._peaks) == len(absent_bytes):
             return ()
-        return tuple(map(MemoryReading, self._allocated, self._peaks, absent_bytes))
+        figures = (self._allocated, self._peaks, absent_bytes, self._beside_gradients)
+        return tuple(map(MemoryReading, *figures))
 
 
 class Recorder:
@@ -123,12 +155,19 @@ class Recorder:
         The recorder resets the peak counter]."""
         self.clear()
 
+    def watch_gradients(self) -> None:
+        """Note the gradients that appear in the iteration that begins, if memory is read."""
+        if self.reads_memory and self._backend.gradients is not None:
+            self._backend.gradients.begin(self._memory.come_to_gradient)
+
     def clear(self) -> None:
         """Forget the iteration (not what was learnt about storages)."""
         self.steps: list[Step] = []
         self._away: dict[int, _Away] = {}
         """By serial number; only while memory is read."""
         self._memory = MemoryReader(self._backend)
+        if self._backend.gradients is not None:
+            self._backend.gradients.end()
         self._lingering: dict[int, weakref.ref[SavedStorage]] = {}
         """Storages whose memory was let go and is still there, by serial number."""
 

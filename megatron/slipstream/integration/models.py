@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat
+from megatron.slipstream.integration.gradients import Gradients
 from megatron.slipstream.plan.trace import StepKind
 
 
@@ -152,6 +153,7 @@ class Router:
         """Whether a model that says that a pass begins is to be believed."""
         self.default = make_manager(self)
         """The engine of the first model."""
+        self.default.store.backend.gradients = Gradients(lambda: self.chunks)
         self._limit_bytes = self.default.store.host_pool.limit_bytes
 
     @property
@@ -166,6 +168,11 @@ class Router:
         """All engines, the default one first."""
         managers = [model.manager for model in self._models if model.manager is not None]
         return [self.default, *(one for one in managers if one is not self.default)]
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """Those of all models."""
+        return [chunk for model in self._models for chunk in model.chunks]
 
     def bind(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Make ``chunks`` one model."""
@@ -268,6 +275,9 @@ class Router:
         """Return all host memory."""
         for manager in self.managers:
             manager.close()
+        gradients = self.default.store.backend.gradients
+        if gradients is not None:
+            gradients.end()
         for model in self._models:
             model.forget_chunks()
 

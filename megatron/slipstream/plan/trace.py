@@ -155,6 +155,9 @@ class MemoryReading:
     """The most that was allocated at once before the next step."""
     absent_bytes: int
     """Bytes of managed storages that were on the host meanwhile."""
+    peak_beside_gradients_bytes: int = 0
+    """The most that was allocated at once beside the gradients that parameters had by then; 0 where
+    nobody knows them. See [Note: Gradients that stay] in ``peak``."""
 
 
 class Bandwidth(NamedTuple):

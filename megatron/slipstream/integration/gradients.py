@@ -1,0 +1,55 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The gradients that the parameters of a process's models hold as ``grad``.
+
+megatron-core's own data parallelism keeps them in buffers, which are there from the beginning, and
+``grad`` is None but for a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+
+class Gradients:
+    """Counts gradients, and sees those that appear.
+
+    Args:
+        modules: Returns the modules whose parameters are meant.
+    """
+
+    def __init__(self, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
+        self._modules = modules
+        self._hooks: list[RemovableHandle] = []
+
+    def count(self) -> int:
+        """Bytes of the gradients that the parameters have now."""
+        gradients = (parameter.grad for parameter in self._parameters())
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    def begin(self, come: Callable[[int], None]) -> None:
+        """Have ``come`` called with its bytes, once for each gradient that appears from now on."""
+        self.end()
+        waiting = {id(p) for p in self._parameters() if p.requires_grad and p.grad is None}
+
+        def note(parameter: torch.Tensor) -> None:
+            if id(parameter) in waiting and parameter.grad is not None:
+                waiting.discard(id(parameter))
+                come(parameter.grad.nbytes)
+
+        for parameter in self._parameters():
+            if id(parameter) in waiting:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+
+    def end(self) -> None:
+        """Undo :meth:`begin`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        for module in self._modules():
+            yield from module.parameters()

@@ -1,0 +1,103 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What a plan lowers the device peak by, and on which module's account.
+
+[Note: Freed is not saved]
+A plan frees the device memory of everything that it moves, at one time or another. The peak falls
+by less: the groups that backward needs first are back, or have not left, when the peak comes. So
+the two figures have two names. *Freed* are all bytes that left; the *peak drop* is the difference
+between the peaks without and with the plan. Of two models that move the same, only it says which
+one has more room.
+
+[Note: Gradients that stay]
+The first backward pass allocates gradients. Where they stay (set to zero rather than deleted), they
+are there from the first step of every later iteration, whose peak then lies elsewhere: what counts
+is how much is saved at the same time, no longer what the gradients add to it. So readings leave
+out the gradients there were, and those that stay are added at every step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.workload import Floats, Workload
+
+
+@dataclass(frozen=True)
+class PeakDrop:
+    """The device peak without and with a plan, in bytes.
+
+    Of the saved storages alone where the trace has no memory readings.
+    """
+
+    without_bytes: int
+    planned_bytes: int
+    by_module: dict[str, int]
+    """By how many bytes it falls, by the name of the modules that move. Their sum is the drop."""
+
+    @property
+    def nbytes(self) -> int:
+        """By how many bytes the peak falls."""
+        return self.without_bytes - self.planned_bytes
+
+
+def present_bytes(plan: Plan, resident_gradient_bytes: int = 0) -> Floats:
+    """For each step, the most device memory before the next one with nothing moved.
+
+    Args:
+        plan: For its trace.
+        resident_gradient_bytes: Gradients that are there all the time: [Note: Gradients that stay].
+    """
+    memory = plan.trace.memory
+    if not resident_gradient_bytes or not any(item.peak_beside_gradients_bytes for item in memory):
+        return Workload(plan.trace).present_bytes
+    beside = [item.peak_beside_gradients_bytes + item.absent_bytes for item in memory]
+    return np.array(beside, float) + resident_gradient_bytes
+
+
+def peak_drop(plan: Plan, resident_gradient_bytes: int = 0) -> PeakDrop:
+    """What the plan lowers the device peak by.
+
+    The drop is what is away at the step where the peak with the plan lies, and what that step is
+    below the peak without the plan. For the first, each module answers with its own bytes; the
+    second is shared out by how much more each has away at the peak without the plan.
+
+    Args:
+        plan: Any plan.
+        resident_gradient_bytes: See :func:`present_bytes`.
+    """
+    present = present_bytes(plan, resident_gradient_bytes)
+    away = _away_by_module(plan)
+    if not len(present):
+        return PeakDrop(0, 0, dict.fromkeys(away, 0))
+    planned = present - np.sum([*away.values(), np.zeros(len(present))], axis=0)
+    highest, highest_planned = int(present.argmax()), int(planned.argmax())
+    drop = round(present[highest] - planned[highest_planned])
+    at_peak = {name: int(nbytes[highest_planned]) for name, nbytes in away.items()}
+    more = {name: max(0, int(away[name][highest]) - nbytes) for name, nbytes in at_peak.items()}
+    rest = _share_out(drop - sum(at_peak.values()), more)
+    by_module = {name: nbytes + rest[name] for name, nbytes in at_peak.items()}
+    return PeakDrop(round(present[highest]), round(planned[highest_planned]), by_module)
+
+
+def _away_by_module(plan: Plan) -> dict[str, Floats]:
+    """For each step, what is on the host until the next one, by the module that saved it first."""
+    trace = plan.trace
+    away: dict[str, Floats] = defaultdict(lambda: np.zeros(len(trace.steps)))
+    for storage in plan.storages:
+        owner = trace.group_by_key[trace.storages[storage.index].holders[0]]
+        away[owner.name][storage.gone_step(trace) : storage.h2d_step] += storage.nbytes
+    return dict(away)
+
+
+def _share_out(total: int, weights: dict[str, int]) -> dict[str, int]:
+    """``total`` in whole parts, in proportion to ``weights``."""
+    shares, left, left_weight = {}, total, sum(weights.values())
+    for name, weight in weights.items():
+        shares[name] = left * weight // left_weight if left_weight else 0
+        left, left_weight = left - shares[name], left_weight - weight
+    return shares
