@@ -6,6 +6,19 @@ Autograd saves tensors; what occupies memory, and what moves, is the storage beh
 of one storage, in whichever groups they were saved, share one :class:`SavedStorage` and so move
 once. What autograd keeps in place of each tensor is a :class:`SavedTensor`; the storage lives
 exactly as long as one of those does, as it would without offloading.
+
+[Note: Changes in place]
+Autograd refuses to read a saved tensor that was changed in place since it was saved; whether others
+in the same memory were does not matter. It knows by the version counter that a tensor shares with
+its views, so a storage keeps the counter of each saved tensor, also without the memory.
+
+- Before the copy out: the copy takes the bytes as they are. What was saved before the change is
+  refused, what was saved after it is right.
+- Between the copy out and the release: the copy is out of date, and the storage stays where it is.
+- After the release: backward reads the memory itself if someone still holds it. If not, the copy is
+  right for every saved tensor that is not refused. The exception is memory that was changed through
+  a tensor with a version counter of its own (``.data``): where a saved tensor shows the change, all
+  are refused; where none does, the change is not seen.
 """
 
 from __future__ import annotations
@@ -77,7 +90,7 @@ class SavedStorage:
     __slots__ = (
         *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "nbytes"),
         *("residence", "aliases", "returned", "lease", "holders_to_release", "streams"),
-        *("out_signal", "in_signal", "returned_on", "overwritten", "copied_version", "pool"),
+        *("out_signal", "in_signal", "returned_on", "copied_versions", "pool"),
         *("copied_address", "_views", "_leaves", "_original", "_copies", "__weakref__"),
     )
 
@@ -102,7 +115,8 @@ class SavedStorage:
         """Bytes that a copy moves, from start to stop: kept, since it is asked for all the time."""
         self.residence = Residence.DEVICE
         self.aliases: list[tuple[torch.Tensor, int]] = []
-        """The saved tensors, detached, with their version; emptied when the memory is let go."""
+        """The saved tensors, detached, with their version at the save. They lose their memory when
+        it is released, and keep the version counter that they share with what was saved."""
         self.returned: Optional[torch.UntypedStorage] = None
         """The device memory backward reads: a copy, or the original where it stayed alive."""
         self.lease: Optional[HostLease] = None
@@ -116,9 +130,8 @@ class SavedStorage:
         """After the copy in."""
         self.returned_on: Optional[Here] = None
         """The stream that the returned memory was allocated for; None if the engine did not."""
-        self.overwritten = False
-        """A saved tensor was changed in place, which autograd refuses to read in backward."""
-        self.copied_version = -1
+        self.copied_versions: list[int] = []
+        """The version of each alias when the copy out began: [Note: Changes in place]."""
         self.copied_address = 0
         """Where the memory was that the copy out reads."""
         self._views: list[_View] = []
@@ -165,24 +178,29 @@ class SavedStorage:
         if self.residence is Residence.DEVICE and self.out_signal is None:
             return True
         start, stop = _extent(tensor)
-        return self.start <= start and stop <= self.stop and tensor._version == self.copied_version
+        if start < self.start or self.stop < stop or not self.is_copy_current:
+            return False
+        return tensor._version == self.copied_versions[0]
 
     def save(self, tensor: torch.Tensor, holder: OffloadTensorGroup) -> SavedTensor:
         """Keep another saved view, on account of that group."""
+        index, version = len(self.aliases), tensor._version
+        # detach() shares the version counter, so that later in-place changes show.
+        self.aliases.append((tensor.detach(), version))
+        if self.copied_versions:
+            self.copied_versions.append(version)
         if self.residence is Residence.DEVICE or self.residence is Residence.LEAVING:
             self.holders_to_release.add(holder.key)
             start, stop = _extent(tensor)
             self.start, self.stop = min(self.start, start), max(self.stop, stop)
             self.nbytes = self.stop - self.start
-            # detach() shares the version counter, so that later in-place changes show.
-            self.aliases.append((tensor.detach(), tensor._version))
-            index = len(self.aliases) - 1
             leaf = hidden_leaf_candidate(tensor)
             if leaf is not None:
                 self._leaves[index] = leaf
-            return SavedTensor(self, index, holder)
-        self._views.append(_view_of(tensor))
-        return SavedTensor(self, len(self._views) - 1, holder)
+        else:
+            self._views.append(_view_of(tensor))
+            _drop_memory(self.aliases[index][0])
+        return SavedTensor(self, index, holder)
 
     def settle_extent(self) -> None:
         """Fix which bytes move: the whole storage if at least half of it was saved."""
@@ -196,18 +214,26 @@ class SavedStorage:
         """The bytes to copy out."""
         return Bytes(self.aliases[0][0].untyped_storage(), self.start, self.nbytes)
 
-    def note_overwrites(self) -> None:
-        """Remember whether a saved tensor was changed in place since it was saved."""
-        for alias, version in self.aliases:
-            if alias._version != version:
-                self.overwritten = True
-
-    def intact_bytes(self) -> Optional[Bytes]:
-        """What to copy out; None if it has been changed or emptied since it was saved."""
-        self.note_overwrites()
+    def bytes_to_copy(self) -> Optional[Bytes]:
+        """What to copy out; None if it has been emptied since it was saved."""
         source = self.source_bytes()
-        is_there = source.storage.nbytes() == self.storage_nbytes
-        return source if is_there and not self.overwritten else None
+        return source if source.storage.nbytes() == self.storage_nbytes else None
+
+    def note_copy_out(self) -> None:
+        """A copy out of the bytes as they are now begins."""
+        self.copied_versions = [alias._version for alias, _ in self.aliases]
+        self.copied_address = self.aliases[0][0].untyped_storage().data_ptr()
+
+    def is_overwritten(self, index: int) -> bool:
+        """Whether a saved tensor was changed in place since: autograd would refuse to read it."""
+        alias, version = self.aliases[index]
+        return alias._version != version
+
+    @property
+    def is_copy_current(self) -> bool:
+        """Whether no saved tensor was changed in place since the copy out began."""
+        pairs = zip(self.aliases, self.copied_versions, strict=True)
+        return all(alias._version == copied for (alias, _), copied in pairs)
 
     @property
     def is_emptied(self) -> bool:
@@ -229,7 +255,8 @@ class SavedStorage:
         original = self.aliases[0][0].untyped_storage()
         self._original = StorageWeakRef(original)
         self._views = [_view_of(alias) for alias, _ in self.aliases]
-        self.aliases.clear()
+        for alias, _ in self.aliases:
+            _drop_memory(alias)
         # [Note: Hidden leaves]
         hidden = [index for index, leaf in self._leaves.items() if empty_if_hidden(leaf)]
         self._leaves = {index: self._leaves[index] for index in hidden}
@@ -278,6 +305,18 @@ class SavedStorage:
         if index in self._leaves:
             refill(self._leaves[index], view)
         return view
+
+
+_empty: dict[torch.device, torch.Tensor] = {}
+
+
+def _drop_memory(alias: torch.Tensor) -> None:
+    """Leave of a detached tensor its version counter only."""
+    empty = _empty.get(alias.device)
+    if empty is None:
+        with torch.inference_mode(False):
+            empty = _empty[alias.device] = torch.empty(0, device=alias.device)
+    alias.data = empty  # keeps the counter, and does not count as a change
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

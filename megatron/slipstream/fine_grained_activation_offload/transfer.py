@@ -12,9 +12,10 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 import torch
+from torch.autograd import forward_ad
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
@@ -109,22 +110,18 @@ class ActivationStore:
         if type(saved) is not SavedTensor:
             return saved
         storage, index = saved.storage, saved.index
+        if storage.is_overwritten(index):
+            _refuse(saved)
         if storage.residence is Residence.LEAVING:
             self._call_back(storage)  # needed before it was let go
-        if storage.residence is Residence.DEVICE:
-            storage.note_overwrites()
-        if storage.overwritten:
-            raise RuntimeError(
-                f"a tensor of shape {list(storage.shape_of(index))} that "
-                f"{storage.owner.describe()} saved for backward was changed by an in-place "
-                "operation; change a copy of it instead"
-            )
         if storage.residence is Residence.DEVICE:
             return storage.aliases[index][0]
         if storage.residence is Residence.HOST:
             self.copy_in([storage], late=True)
         if storage.lease is not None:
             self._settle_original(storage)
+        if storage.returned_on is not None and not storage.is_copy_current:
+            _refuse(saved)  # changed through another counter, in memory that is gone
         stream_id = self.backend.current_stream_id()
         if storage.in_signal is not None:
             self.copy_streams.before_use(storage.in_signal, stream_id, storage.owner.name)
@@ -144,7 +141,8 @@ class ActivationStore:
             self.backend.manages(tensor)
             and tensor.layout is torch.strided
             and tensor.numel() > 0
-            and not (tensor.is_conj() or tensor.is_neg())
+            and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+            and not _has_tangent(tensor)
             # Set by megatron-core on parameters and by Transformer Engine on weights.
             and not attributes.get("_do_not_offload", False)
             and not attributes.get("_TE_do_not_offload", False)
@@ -178,7 +176,7 @@ class ActivationStore:
             if storage is None or storage.out_signal is not None:
                 continue
             storage.settle_extent()  # Another group may have saved more of it since the commit.
-            source = storage.intact_bytes()
+            source = storage.bytes_to_copy()
             if source is not None and (may_move is None or may_move(position, storage)):
                 storages.append(storage)
                 sources.append(source)
@@ -195,8 +193,7 @@ class ActivationStore:
             if len(storage.streams) > 1:
                 producers.update(storage.streams)
             storage.lease = lease
-            storage.copied_version = storage.aliases[0][1]
-            storage.copied_address = storage.aliases[0][0].untyped_storage().data_ptr()
+            storage.note_copy_out()
         moves = list(zip(sources, leases, strict=True))
         verify = None if self.verifier is None else partial(self._verify_leaving, storages)
         signal = self.copy_streams.copy_out(moves, producers, before=verify)
@@ -213,10 +210,9 @@ class ActivationStore:
         for storage in group.storages():
             storage.holders_to_release.discard(group.key)
             if storage.residence is Residence.LEAVING and not storage.holders_to_release:
-                if storage.is_emptied:
+                if storage.is_emptied or not storage.is_copy_current:
                     self._stay(storage)
                     continue
-                storage.note_overwrites()
                 storage.let_go(group.name)
                 if self._recorder.reads_memory:
                     self._recorder.set_absent(storage)
@@ -232,7 +228,7 @@ class ActivationStore:
             self._stay(storage)
 
     def _stay(self, storage: SavedStorage) -> None:
-        """LEAVING to DEVICE for good: whoever empties the storage fills it again."""
+        """LEAVING to DEVICE for good: the copy is not, or will not be, what backward reads."""
         self._call_back(storage)
         self._recorder.set_recomputed(storage)
 
@@ -393,6 +389,11 @@ class ActivationStore:
             self.verifier.returns(storages, self.copy_streams.h2d)
 
 
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether it is a dual tensor of forward-mode differentiation."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def _keep(tensor: torch.Tensor) -> torch.Tensor:
     """What autograd keeps of a tensor that stays.
 
@@ -401,3 +402,12 @@ def _keep(tensor: torch.Tensor) -> torch.Tensor:
     """
     is_plain_result = type(tensor) is torch.Tensor and tensor.grad_fn is not None
     return tensor.detach() if is_plain_result else tensor
+
+
+def _refuse(saved: SavedTensor) -> NoReturn:
+    """Raise what autograd would of a saved tensor that was changed in place."""
+    raise RuntimeError(
+        f"a tensor of shape {list(saved.storage.shape_of(saved.index))} that "
+        f"{saved.group.describe()} saved for backward was changed by an in-place operation; "
+        "change a copy of it instead"
+    )

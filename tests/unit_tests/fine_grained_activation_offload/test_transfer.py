@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from typing import Optional
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from hand_driven import HandDriven
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.storage import Residence, SavedTensor
 
 
 @pytest.fixture(params=["cpu", "cpu-lazy"])
@@ -206,6 +209,129 @@ def test_in_place_change_of_a_saved_tensor_is_refused(bench: HandDriven, when: s
         bench.store.read(saved)
 
 
+WHEN = ["before its copy", "while leaving", "after its release"]
+
+
+def _send_and_change(
+    bench: HandDriven, group: OffloadTensorGroup, when: str, change: Callable[[], None]
+) -> None:
+    """Copy a group out and release it; call ``change`` at some time."""
+    bench.store.commit(group)
+    for step, move in zip(WHEN, (bench.store.copy_out, bench.store.release, None), strict=True):
+        if when == step:
+            change()
+        if move is not None:
+            move(group)
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["held", "not held"])
+@pytest.mark.parametrize("when", WHEN)
+def test_only_what_was_saved_before_a_change_in_place_is_refused(
+    bench: HandDriven, when: str, is_held: bool
+) -> None:
+    tensor = torch.randn(128)
+    expected = tensor + 1
+    first, second = bench.group("first"), bench.group("second")
+    before = bench.save(first, tensor)
+    after = None
+
+    def change() -> None:
+        nonlocal after
+        tensor.add_(1)
+        after = bench.save(second, tensor[:])
+
+    _send_and_change(bench, first, when, change)
+    bench.send(second)
+    if not is_held:
+        del tensor, change  # the function refers to the tensor
+    for group in (first, second):
+        bench.store.copy_in(group.storages())
+    assert torch.equal(bench.store.read(after), expected)
+    with pytest.raises(RuntimeError, match="that first of layer 0 .* in-place"):
+        bench.store.read(before)
+    assert torch.equal(bench.store.read(after), expected), "after the error, too"
+
+
+@pytest.mark.parametrize("is_read_early", [True, False], ids=["copied in before", "read first"])
+def test_a_change_in_place_after_the_release_is_refused(
+    bench: HandDriven, is_read_early: bool
+) -> None:
+    """The bytes of the copy are right, but who reads them cannot have meant it: as autograd."""
+    tensor = torch.randn(128)
+    group = bench.group()
+    saved = bench.save(group, tensor, tensor[64:])
+    bench.send(group)
+    if is_read_early:
+        bench.store.copy_in(group.storages())
+        bench.store.read(saved[0])
+    tensor.add_(1)
+    del tensor
+    for item in saved:
+        with pytest.raises(RuntimeError, match="in-place"):
+            bench.store.read(item)
+
+
+@pytest.mark.parametrize(
+    "when, is_held", [*((when, True) for when in WHEN), (WHEN[0], False), (WHEN[1], False)]
+)
+def test_a_tensor_with_a_counter_of_its_own_is_read_as_it_is_by_now(
+    bench: HandDriven, when: str, is_held: bool
+) -> None:
+    """``.data`` has the same memory and another version counter, so autograd reads it."""
+    tensor = torch.randn(128)
+    expected = tensor + 1
+    held, group = [tensor], bench.group()
+    saved, other = bench.save(group, tensor, tensor.data)
+    del tensor
+    _send_and_change(bench, group, when, lambda: held[0].add_(1))
+    if not is_held:
+        held.clear()
+    assert torch.equal(bench.store.read(other), expected)
+    with pytest.raises(RuntimeError, match="in-place"):
+        bench.store.read(saved)
+
+
+def test_bytes_that_are_lost_are_refused_rather_than_out_of_date(bench: HandDriven) -> None:
+    tensor = torch.randn(128)
+    group = bench.group()
+    _, other = bench.save(group, tensor, tensor.data)
+    bench.send(group)
+    tensor.add_(1)
+    del tensor
+    with pytest.raises(RuntimeError, match="in-place"):
+        bench.store.read(other)
+
+
+def test_what_is_saved_after_a_change_does_not_share_the_copy_before_it(bench: HandDriven) -> None:
+    """Its own counter says as little of the change as the counter's number."""
+    tensor = torch.randn(128)
+    expected = tensor + 1
+    first, second = bench.group("first"), bench.group("second")
+    saved = bench.save(first, tensor)
+    bench.send(first)
+    tensor.add_(1)
+    other = bench.save(second, tensor.data)
+    del tensor
+    bench.send(second)
+    assert torch.equal(bench.store.read(other), expected)
+    with pytest.raises(RuntimeError, match="in-place"):
+        bench.store.read(saved)
+
+
+def test_a_tensor_that_was_changed_before_it_was_saved_leaves(bench: HandDriven) -> None:
+    """So that a state which is updated in place does not stay on the device."""
+    tensor = torch.randn(128)
+    group = bench.group()
+    saved = [bench.save(group, tensor)]
+    tensor.add_(1)
+    saved.append(bench.save(group, tensor))
+    gone = weakref.ref(tensor.untyped_storage())
+    del tensor
+    bench.send(group)
+    assert bench.copies == 1
+    assert gone() is None
+
+
 def test_needed_before_it_was_let_go_it_has_never_been_away(bench: HandDriven) -> None:
     tensor = torch.randn(128)
     address = tensor.data_ptr()
@@ -337,3 +463,61 @@ def test_any_order_of_moves_returns_what_was_saved(data: st.DataObject) -> None:
     for item, expected in saved:
         assert torch.equal(bench.store.read(item), expected)
     bench.store.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_order_of_moves_and_changes_is_read_as_autograd_reads_it(data: st.DataObject) -> None:
+    """Changes in place at any time: of memory that somebody holds to the end through either of two
+    version counters, of memory that is dropped through one. ``plain`` is what autograd would keep.
+    """
+    bench = HandDriven("cpu-lazy")
+    is_held = data.draw(st.booleans(), label="held to the end")
+    tensor = torch.randn(4, 32)
+    plain = [tensor.clone()] * 2
+    views: Optional[list[torch.Tensor]] = [tensor] * 2
+    if is_held:
+        views, plain = [tensor, tensor.data], [plain[0], plain[0].data]
+    del tensor
+    groups = [bench.group() for _ in range(3)]
+    open_groups = list(groups)
+    saved: list[tuple[SavedTensor, torch.Tensor, int]] = []
+    moves = ["save", "change", "commit", "out", "release", "in", "read", "drop"]
+    for step in data.draw(st.lists(st.sampled_from(moves), max_size=30), label="steps"):
+        counter = data.draw(st.integers(0, 1), label="counter")
+        group = data.draw(st.sampled_from(groups), label="group")
+        is_open = group in open_groups
+        match step:
+            case "save" if views is not None and is_open:
+                row = data.draw(st.integers(0, 3), label="row")
+                item = bench.save(group, views[counter][row:])
+                saved.append((item, plain[counter][row:], plain[counter]._version))
+            case "change" if views is not None:
+                views[counter].add_(1)
+                plain[counter].add_(1)
+            case "commit" if is_open:
+                bench.store.commit(group)
+                open_groups.remove(group)
+            case "out" if not is_open:
+                bench.store.copy_out(group, lambda *_: True)
+            case "release" if not is_open:
+                bench.store.release(group)
+            case "in":
+                bench.store.copy_in(group.storages())
+            case "drop" if not is_held:
+                views = None
+            case "read" if saved:
+                _read_as_autograd(bench, *data.draw(st.sampled_from(saved), label="which"))
+    for item, expected, version in saved:
+        _read_as_autograd(bench, item, expected, version)
+    bench.store.close()
+
+
+def _read_as_autograd(
+    bench: HandDriven, item: SavedTensor, expected: torch.Tensor, version: int
+) -> None:
+    if expected._version == version:
+        assert torch.equal(bench.store.read(item), expected)
+        return
+    with pytest.raises(RuntimeError, match="in-place"):
+        bench.store.read(item)

@@ -42,6 +42,11 @@ forwards (an evaluation that forgot ``no_grad``), not a part of training."""
 NO_GRAPH_TASK = -1
 
 
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` (``jvp``, ``vmap``, ``grad``, ...) runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 class Kept:
     """A tensor that stays with autograd.
 
@@ -149,8 +154,12 @@ class AttachedEngine(PipelineOffloadManager):
 
     @property
     def is_training_forward(self) -> bool:
-        """Whether a group could begin here: with gradients, not suspended, not in backward."""
-        return self._is_training_forward()
+        """Whether a group could begin here: with gradients, not suspended, not in backward.
+
+        Nor inside a transform of ``torch.func``, whose tensors, and whatever is allocated there,
+        are wrappers without memory of their own.
+        """
+        return self._is_training_forward() and not is_transformed()
 
     # Passes, for the hooks on the model.
 

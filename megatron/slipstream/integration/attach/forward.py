@@ -27,7 +27,7 @@ from typing import Any, Optional
 import torch
 from torch.autograd.graph import Node
 
-from megatron.slipstream.integration.attach.engine import AttachedEngine
+from megatron.slipstream.integration.attach.engine import AttachedEngine, is_transformed
 from megatron.slipstream.integration.attach.inputs import CheckpointInputs
 from megatron.slipstream.integration.attach.names import Match
 
@@ -179,6 +179,8 @@ class ForwardHooks:
                 role = _Role.PASS
             else:
                 self._tell("the model runs under other saved-tensor hooks, so nothing of it moves")
+        elif is_transformed():
+            self._tell("the model runs in a transform of torch.func, so nothing of it moves")
         call = _Call(hooked, role)
         if role is _Role.PASS:
             _check_current_gpu(module)
