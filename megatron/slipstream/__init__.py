@@ -31,6 +31,10 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)

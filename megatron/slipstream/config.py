@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -460,3 +461,32 @@ def check_model_options(facts: Any) -> None:
     if _offloading(facts):
         check_module_names(facts.offload_modules or ())
     check_rules(MODEL_RULES, facts)
+
+
+LOCAL_RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
+"""Set by torchrun."""
+
+
+def num_local_ranks() -> int:
+    """The number of processes that the launcher started on this node; 1 without a launcher.
+
+    Raises:
+        ValueError: The launcher's variable is not a positive number.
+    """
+    text = os.environ.get(LOCAL_RANKS_VARIABLE, "1")
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"{LOCAL_RANKS_VARIABLE}={text!r} is not supported because it is no number of "
+            "processes; set it to how many this node runs, or leave it unset"
+        )
+    return int(text)
+
+
+def check_is_config(config: object) -> None:
+    """Refuse what is given for a configuration and is none.
+
+    Raises:
+        ValueError: It is not an :class:`OffloadConfig`.
+    """
+    if not isinstance(config, OffloadConfig):
+        raise ValueError(f"config={config!r} is no OffloadConfig; give OffloadConfig(...), or none")

@@ -24,6 +24,8 @@ from typing import Literal, NamedTuple, Optional
 
 from packaging.version import Version
 
+from megatron.slipstream.config import num_local_ranks
+
 logger = logging.getLogger(__name__)
 
 TE_SWITCH = "NVTE_CPU_OFFLOAD_V1"
@@ -351,11 +353,14 @@ def default_host_memory_limit_bytes(root: Path = Path("/")) -> Optional[int]:
 
     Args:
         root: Where /proc and /sys are found.
+
+    Raises:
+        ValueError: The launcher's number of processes on this node is none.
     """
     available = available_memory_bytes(root)
     if available is None:
         return None
-    return host_memory_share_bytes(available, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return host_memory_share_bytes(available, num_local_ranks())
 
 
 def host_memory_share_bytes(available_bytes: int, num_processes: int) -> int:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron import slipstream
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron.slipstream"
 
@@ -261,6 +263,10 @@ def test_every_public_name_is_defined_where_the_package_says() -> None:
             if isinstance(node, ast.FunctionDef | ast.ClassDef)
         }
         assert name in defined, f"{name} is not defined in {home}"
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert set(slipstream.__all__) <= set(dir(slipstream))
 
 
 # --- the namespace --------------------------------------------------------------------------------

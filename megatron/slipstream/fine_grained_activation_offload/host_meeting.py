@@ -23,6 +23,8 @@ from typing import Any, Optional
 
 import torch
 
+from megatron.slipstream.config import num_local_ranks
+
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
@@ -41,7 +43,7 @@ class HostMeeting:
 
     def __init__(self) -> None:
         self._store = _store()
-        self._num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._num_ranks = num_local_ranks()
         host = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
         self._name = f"slipstream/measure/{next(_numbers)}/{host}"
         self._num_met = 0

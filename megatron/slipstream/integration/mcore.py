@@ -22,7 +22,7 @@ import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
 from megatron.slipstream import preflight
-from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.config import OffloadConfig, check_is_config
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
@@ -60,11 +60,12 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         other one gets an engine of its own.
 
     Raises:
-        ValueError: ``config.offload_engine`` is 'megatron', its backend is not available, or the
-            file cannot be used.
+        ValueError: ``config`` is of another type, its ``offload_engine`` is 'megatron', its backend
+            is not available, or the file cannot be used.
     """
     is_given = config is not None
-    config = config or config_from_environment()
+    config = config_from_environment() if config is None else config
+    check_is_config(config)
     if config.offload_engine != "slipstream":
         raise ValueError(
             f"offload_engine={config.offload_engine!r} is not supported with install() because "
@@ -130,7 +131,12 @@ def install_at_first_call(
     Args:
         config: As for :func:`install`.
         before: Called right before; what it raises ends that call.
+
+    Raises:
+        ValueError: ``config`` is of another type.
     """
+    if config is not None:
+        check_is_config(config)
 
     def install_now() -> None:
         before()

@@ -52,7 +52,9 @@ BACKWARD_FOLLOWS = "its backward follows before another layer hides the copies"
 NEVER_USED = "backward never asks for it"
 FRACTION = "activation_offload_fraction keeps it"
 DELTA = "delta_offload_bytes_across_pp_ranks keeps it"
-NOTHING_TO_MOVE = "it saves nothing that may move"
+NOTHING_TO_MOVE = (
+    "it saves no tensor that may move and has min_offloaded_tensor_size elements or more"
+)
 HELD_OUTSIDE = "an operation outside the chosen modules holds it too"
 RECOMPUTED = "it is discarded in forward and recomputed in backward"
 LINGERS = "an operation outside the chosen modules holds it too, past the peak of device memory"

@@ -23,6 +23,7 @@ from megatron.slipstream.config import (
     check_module_names,
     check_rules,
     modules_at_the_edge_of_graphs,
+    num_local_ranks,
     parse_percent,
 )
 
@@ -253,3 +254,19 @@ def test_a_message_shows_the_value_that_was_given() -> None:
     rule = Rule("x", lambda _: True, lambda facts: facts.x < 3, "x={x} is too large; set 2")
     with pytest.raises(ValueError, match="x=7 is too large; set 2"):
         check_rules([rule], SimpleNamespace(x=7))
+
+
+@pytest.mark.parametrize("text", ["many", "0", "-1", "1.5", ""], ids=repr)
+def test_a_launchers_number_of_processes_that_is_none_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(ValueError, match=f"^LOCAL_WORLD_SIZE='{text}' is not supported .*; set it"):
+        num_local_ranks()
+
+
+def test_the_number_of_processes_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert num_local_ranks() == 8
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert num_local_ranks() == 1

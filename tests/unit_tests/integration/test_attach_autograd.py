@@ -217,6 +217,19 @@ def test_a_model_inside_of_a_transform_is_left_alone(
     assert counters(attached)["parts.*"].num_groups_moved > 0
 
 
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def test_a_group_of_small_tensors_stays_for_an_option_with_a_name(backend: str) -> None:
+    model, attached = make(
+        lambda: Chain(Block), "parts.*", backend, min_offloaded_tensor_size=4 * WIDTH + 1
+    )
+    assert attached is not None
+    for _ in range(2):
+        backward(model)
+    assert "min_offloaded_tensor_size" in attached.report().render()
+
+
 def test_lazy_copies_would_show() -> None:
     """So the comparisons above could fail: a read that does not wait is wrong here."""
     model, attached = make(lambda: Chain(Block), "parts.*", LAZY)

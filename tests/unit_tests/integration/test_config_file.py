@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +89,14 @@ def test_a_file_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(config_file.VARIABLE, "/nowhere/slipstream.yaml")
     with pytest.raises(ValueError, match=r"SLIPSTREAM_CONFIG=/nowhere.* cannot be read \(No such"):
         config_file.config_from_environment()
+
+
+@pytest.mark.parametrize("config", [{}, {"offload_verify": 1}, "slipstream", 0])
+@pytest.mark.parametrize("install", [mcore.install, mcore.install_at_first_call])
+def test_what_is_no_configuration_is_refused(install: Callable[[Any], Any], config: Any) -> None:
+    with pytest.raises(ValueError, match=f"^config={re.escape(repr(config))} is no OffloadConfig"):
+        install(config)
+    assert mcore.installed() is None
 
 
 def test_installing_takes_the_file_and_says_once_what_is_in_effect(

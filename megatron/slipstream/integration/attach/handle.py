@@ -19,7 +19,13 @@ from typing import Any, Optional, Union
 import torch
 
 from megatron.slipstream import preflight
-from megatron.slipstream.config import MODEL_RULES, OffloadConfig, Rule, check_rules
+from megatron.slipstream.config import (
+    MODEL_RULES,
+    OffloadConfig,
+    Rule,
+    check_is_config,
+    check_rules,
+)
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.report import Report
@@ -108,8 +114,7 @@ def attach(
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model={model!r} is no module; give the torch.nn.Module to attach to")
     config = OffloadConfig() if config is None else config
-    if not isinstance(config, OffloadConfig):
-        raise ValueError(f"config={config!r} is no OffloadConfig; give OffloadConfig(...), or none")
+    check_is_config(config)
     check_rules(ATTACH_RULES, config)
     own = SimpleNamespace(
         fine_grained_activation_offloading=True,
