@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from megatron.slipstream.notices import silence_if_asked
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -29,6 +31,8 @@ _HOMES = {
 }
 
 __all__ = ["__version__", *_HOMES]
+
+silence_if_asked()
 
 
 def __dir__() -> list[str]:
