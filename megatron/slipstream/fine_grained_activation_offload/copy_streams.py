@@ -349,7 +349,6 @@ class CopyStreams:
         """What follows is captured in a graph of its own, from the current stream."""
         self._graph = next(_graph_numbers)
         self._backend.begin_graph()
-        self.forget_waits()
 
     def end_graph(self) -> None:
         """Join the copies to the graph's end: the current stream waits for them."""
@@ -359,7 +358,7 @@ class CopyStreams:
         self._to_join.clear()
         self._backend.end_graph()
         self._graph = 0
-        self.forget_waits()
+        self.forget_waits()  # The graph's own took place in its capture only.
 
     def finish(self) -> None:
         """Block the host until both streams are idle."""
