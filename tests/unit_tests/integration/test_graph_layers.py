@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -27,6 +28,7 @@ from megatron.slipstream.integration import compat
 pytestmark = pytest.mark.releases
 
 NUM_WARMUPS = 3
+TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine.pytorch")
 
 
 def _case(kind: str, scope: Sequence[str]) -> ModelCase:
@@ -128,6 +130,49 @@ def _compare(rank: int, world_size: int, port: int, scope: Sequence[str], backen
     return equal, moved, kinds, events
 
 
+def _replay(rank: int, world_size: int, port: int) -> Any:
+    """What layers hand to their graphs, without and with copies in them."""
+    from megatron.slipstream.config import OffloadConfig
+    from megatron.slipstream.integration import mcore
+
+    case = _case("dense", ())
+    initialize(case, rank, world_size, port)
+    handed_on: list[dict[str, Any]] = []
+    flushed: list[int] = []
+
+    def graph(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor]:
+        handed_on.append({k: v for k, v in options.items() if k.startswith("cuda_graph_")})
+        manager.push_offload_groups(lambda *_: flushed.append(len(handed_on)), "moe_act", [])
+        return (x,)
+
+    with _as_on_a_gpu([]):
+        manager = mcore.install(OffloadConfig(offload_backend="cpu"))
+        config = make_config(case, ["qkv_linear", "core_attn"])
+        chunks = build_chunks(case, config)
+        layers, shape = chunks[0].decoder.layers, (case.seq_length, 1, case.hidden_size)
+        for moves in (False, True):
+            if moves:
+                train(case, config, chunks, (1, 1))
+                _captured(layers, torch.randn(shape), torch.randn(shape), [])
+                manager.graphs.close()
+            x, engine = torch.randn(shape), dict.fromkeys(TRANSFORMER_ENGINE, MagicMock())
+            for layer in layers:
+                layer.cuda_graphs = [graph]
+                with patch.dict(sys.modules, engine):  # It is asked for its version only.
+                    layer(x, attention_mask=_mask(x))
+                layer.cuda_graphs = []
+        without, with_copies = handed_on[: len(layers)], handed_on[len(layers) :]
+        events = [layer._graph_event for layer in layers]
+        streams = {id(options["cuda_graph_stream"]) for options in with_copies}
+        are_theirs = [
+            options["cuda_graph_event"] is event
+            for options, event in zip(with_copies, events, strict=True)
+        ]
+        num_events = len(set(map(id, events)) - {id(None)})
+        mcore.uninstall()
+    return without, streams == {id(manager.cuda_graph_stream)}, are_theirs, num_events, flushed
+
+
 def _layer_spec() -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -184,6 +229,17 @@ def test_captured_layers_compute_what_eager_ones_do(scope: tuple[str, ...], back
     assert moved["qkv_linear"] == 2
     # Others may go on before the graph's own copies are joined to its end.
     assert events == ["go on", "forward ends"] * 3 + ["go on", "backward ends"] * 3
+
+
+def test_graphs_with_copies_are_replayed_on_one_stream_and_each_tells_when_to_go_on() -> None:
+    ((without, on_one_stream, are_theirs, num_events, flushed),) = run_ranks(1, _replay)
+    assert without == [{}, {}, {}], "as Transformer Engine does it by itself"
+    assert on_one_stream
+    assert are_theirs == [True] * 3
+    assert num_events == 3
+    # What the last layer puts off has no next graph to wait for. Where no layer is known to be the
+    # last one, the end of the iteration is.
+    assert flushed == [3] * 3 + [6] * 3
 
 
 def _warm_up_with_an_old_torch(rank: int, world_size: int, port: int) -> str:

@@ -124,12 +124,12 @@ def test_our_manager_and_mark_have_what_the_wheel_uses() -> None:
         mcore.uninstall()
 
 
-def _end_group(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def _end_group(tensor: torch.Tensor, name: str, **options: bool) -> torch.Tensor:
     """The facade's function under its name of today, or of 0.17 and 0.18."""
     facade = mcore.mcore_offload
     prefix = "fine_grained_offloading_group_"
     end = getattr(facade, prefix + "offload", None) or getattr(facade, prefix + "commit")
-    return end(tensor, name)
+    return end(tensor, name, **options)
 
 
 VALUES = {
@@ -186,6 +186,34 @@ def test_a_group_ends_by_its_name_not_by_its_place(manager: PipelineOffloadManag
     tensor.sum().backward()
     used = [step.name for step in manager._recorder.steps if step.kind is StepKind.BACKWARD_USE]
     assert used == ["attn_proj", "attn_norm"]
+
+
+def test_commits_are_delayed_while_a_graph_is_launched_and_keep_their_order(
+    manager: PipelineOffloadManager,
+) -> None:
+    """delay_offload_until_cuda_graph: the host launches the next graph first."""
+    if "_in_replay" not in compat.manager_contract():
+        pytest.skip(f"{compat.release()} does not say whether a graph is being launched")
+    facade = mcore.mcore_offload.FineGrainedActivationOffloadingInterface
+    _begin_pass()
+    tensor, names = torch.ones(4, requires_grad=True), ["expert_fc1", "moe_act"]
+    for name in names:
+        mcore.mcore_offload.fine_grained_offloading_group_start(tensor, name)
+    facade.enter_replay()
+    for name in names:
+        tensor = _end_group(tensor, name, delay_offload=True)
+    facade.exit_replay()
+
+    def named(kind: StepKind) -> list[str]:
+        return [step.name for step in manager._recorder.steps if step.kind is kind]
+
+    assert named(StepKind.FORWARD_COMMIT) == []
+    facade.flush_delayed_groups()
+    assert named(StepKind.FORWARD_COMMIT) == names
+    facade.flush_delayed_groups()
+    assert named(StepKind.FORWARD_COMMIT) == names, "once"
+    tensor.sum().backward()
+    assert named(StepKind.BACKWARD_USE) == names[::-1]
 
 
 def test_what_models_say_when_a_pass_begins_arrives(manager: PipelineOffloadManager) -> None:
