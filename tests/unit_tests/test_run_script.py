@@ -443,7 +443,7 @@ def test_the_current_environment_is_used_as_it_is_or_refused_by_name(
     assert "has no module 'megatron.core'" in result.stderr
 
 
-@pytest.mark.parametrize("module", ["pydantic", "yaml", "scipy"])
+@pytest.mark.parametrize("module", ["pydantic", "yaml", "rich"])
 def test_what_the_current_environment_lacks_is_named_with_the_cure(
     module: str, machine: dict[str, str], clone: Path, tmp_path: Path
 ) -> None:

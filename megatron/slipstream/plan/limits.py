@@ -42,12 +42,9 @@ class Bound:
     quantity: Literal["peak_bytes", "stall_ms"]
     """What was minimised: the device peak, or the time that compute waits for copies."""
     lower: float
-    """No plan that keeps to the same limit does better, if its copies run in the order of commits
-    and of uses, as all do that are made here."""
+    """No plan that keeps to the same limit does better."""
     reached: float
     """This plan's."""
-    is_exact: bool = False
-    """Whether the bound is that of an exact model of the iteration, not of single steps."""
 
     @property
     def gap(self) -> float:

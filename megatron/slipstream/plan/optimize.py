@@ -17,7 +17,6 @@ import statistics
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
-from megatron.slipstream.plan.exact import find_exactly
 from megatron.slipstream.plan.limits import Bound, Limits
 from megatron.slipstream.plan.timing import Steps, Timing, arrange, replay
 from megatron.slipstream.plan.trace import GroupKey
@@ -180,14 +179,8 @@ def choose_for_memory(
     peak = max(target_bytes, search.limits.lowest_peak_bytes())
     lower = search.limits.least_stall_ms(peak)
     best = search.fastest(peak, lower)
-    is_exact = False
-    if best.timing.stall_ms > lower * (1 + NEAR) + MIN_STALL_MS:
-        exact = find_exactly(workload, movable, peak, limit_bytes=peak)
-        if exact is not None:
-            is_exact, lower = exact.is_proved, max(lower, exact.bound)
-            best = min(best, search.timed(exact.moving, peak), key=_by_stall(peak))
-    lower = min(lower, best.timing.stall_ms)
-    return best, Bound("stall_ms", lower, best.timing.stall_ms, is_exact)
+    reached = best.timing.stall_ms
+    return best, Bound("stall_ms", min(lower, reached), reached)
 
 
 def choose_for_time(
@@ -202,14 +195,8 @@ def choose_for_time(
     search = _Search(workload, movable)
     lower = search.limits.lowest_peak_bytes(budget_ms)
     best = search.lowest(lower, budget_ms)
-    is_exact = False
-    if best.timing.peak_bytes > lower * (1 + NEAR):
-        exact = find_exactly(workload, movable, lower, budget_ms=budget_ms)
-        if exact is not None:
-            is_exact, lower = exact.is_proved, max(lower, exact.bound)
-            best = search.lowest_of(exact.moving, lower, budget_ms, best)
     reached = best.timing.peak_bytes
-    return best, Bound("peak_bytes", min(lower, reached), reached, is_exact)
+    return best, Bound("peak_bytes", min(lower, reached), reached)
 
 
 def _by_stall(peak_bytes: float) -> Callable[[Choice], tuple[float, float, int]]:
@@ -274,7 +261,7 @@ class _Search:
                 return self._leanest(accurate, budget_ms)
         return self.nothing
 
-    def lowest_of(
+    def _lowest_of(
         self, moving: frozenset[GroupKey], lower_bytes: float, budget_ms: float, best: Choice
     ) -> Choice:
         """The lowest peak of one set for a time, if it is lower than the best."""
@@ -291,10 +278,6 @@ class _Search:
             else:
                 low = middle
         return best
-
-    def timed(self, moving: frozenset[GroupKey], peak_bytes: float) -> Choice:
-        """A set from elsewhere."""
-        return self._choice(moving, peak_bytes, accurate=True)
 
     def _within(self, peak_bytes: float, budget_ms: float) -> Choice | None:
         most = NUM_RESERVES if self._is_rough else len(RESERVES)
@@ -357,21 +340,34 @@ class _Search:
             other = self._choice(self._changed(best, change), peak_bytes * (1 - NEAR))
             is_lower = other.timing.peak_bytes < peak_bytes
             if is_lower and other.cost_ms(self._workload) <= budget_ms:
-                best = self.lowest_of(other.moving, lower_bytes, budget_ms, other)
+                best = self._lowest_of(other.moving, lower_bytes, budget_ms, other)
         return best
 
     def _changes(self) -> Iterator[frozenset[GroupKey]]:
-        """All sets, if they are few; else one group after the other, to be taken in or out."""
+        """All sets, if they are few; else what is to be taken in or out, one after another.
+
+        That is each group, and each set of groups that hold one storage, which only moves if all of
+        them do.
+        """
         keys = [job.key for job in self._jobs]
         most = MAX_STEPS_OF_CHANGES // len(self._workload.trace.steps)
         if self._tries_all:
             sizes = range(len(keys) + 1)
             subsets = (itertools.combinations(keys, size) for size in sizes)
             return map(frozenset, itertools.chain.from_iterable(subsets))
-        return itertools.islice(map(frozenset, ((key,) for key in keys * NUM_ROUNDS)), most)
+        trace = self._workload.trace
+        holders = (
+            frozenset(trace.storages[item].holders) & self._movable
+            for key in keys
+            for item in trace.group_by_key[key].storages
+        )
+        changes = dict.fromkeys([*(frozenset((key,)) for key in keys), *holders])
+        return itertools.islice(itertools.chain(*itertools.repeat(changes, NUM_ROUNDS)), most)
 
     def _changed(self, best: Choice, change: frozenset[GroupKey]) -> frozenset[GroupKey]:
-        return change if self._tries_all else best.moving ^ change
+        if self._tries_all:
+            return change
+        return best.moving - change if change <= best.moving else best.moving | change
 
     @property
     def _tries_all(self) -> bool:

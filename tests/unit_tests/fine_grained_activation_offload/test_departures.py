@@ -41,8 +41,8 @@ def plan_steps(manager: PipelineOffloadManager) -> Optional[tuple[object, ...]]:
 
 
 def test_what_the_new_plan_has_begun_by_then_begins_at_once(backend: str) -> None:
-    # What backward of the second micro-batch needs first is copied back as backward of the first one
-    # ends in the short iteration, much later in the long one.
+    # What backward of the second micro-batch needs first is copied back as backward of the first
+    # one ends in the short iteration, much later in the long one.
     manager = make_manager(backend)
     for schedule in (SHORT, SHORT, LONG, LONG, LONG):
         figures(manager, schedule)

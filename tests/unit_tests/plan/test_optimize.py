@@ -481,10 +481,9 @@ def test_targets_are_kept_or_stated_as_missed_and_bounds_hold(
     assert simulate(low).stall_ms == pytest.approx(low.bound.reached, rel=1e-9, abs=1e-6)
     assert simulate(fast).overhead_percent <= percent + 1e-6
     assert peak(fast) == fast.bound.reached
-    # The same trace gives the same plan. How near it is proved to be to the best there is depends
-    # on how far the solver came in the time it has.
-    assert replace(for_memory(trace, target), bound=None) == replace(low, bound=None)
-    assert replace(for_time(trace, percent), bound=None) == replace(fast, bound=None)
+    # The same trace gives the same plan.
+    assert for_memory(trace, target) == low
+    assert for_time(trace, percent) == fast
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -621,3 +620,29 @@ def test_a_simulated_iteration_takes_longer_by_what_its_groups_cost() -> None:
     more = simulate(costlier).total_ms - simulate(plan).total_ms
     assert more == pytest.approx(plan.moved_nbytes / 1e2)
     assert more > 2.0 * len(moving(plan))
+
+
+# What the search tries beside its first guess.
+
+
+def sharing_layers(seed: int) -> Trace:
+    """Random layers of two groups that share most of what they save with their neighbours."""
+    rng = random.Random(seed)
+    labels = [f"s{index}" for index in range(8)]
+    saves = {group: rng.sample(labels[max(0, group - 1) : group + 2], 2) for group in range(6)}
+    model = Model(
+        num_layers=rng.randint(2, 3),
+        modules=("qkv_linear", "core_attn"),
+        saves=saves,
+        nbytes={label: rng.randint(1, 64) * MB for label in labels},
+    )
+    trace = trace_of(one_f_one_b(1, 0, rng.randint(2, 4)), model)
+    step_ms = [rng.choice([0.0, 0.3, 1.0, 5.0]) for _ in trace.steps]
+    return with_saved_bytes_as_memory(timed(trace, step_ms, rng.choice([2.0, 10.0, 50.0])), 10 * MB)
+
+
+def test_groups_that_hold_a_storage_together_are_taken_in_and_out_together() -> None:
+    # One group after the other, the search ends at 1.38 ms: a storage moves if all its holders do.
+    plan = for_memory(sharing_layers(74), 136 * MB)
+    assert peak(plan) <= 136 * MB
+    assert simulate(plan).stall_ms == pytest.approx(0.84)
