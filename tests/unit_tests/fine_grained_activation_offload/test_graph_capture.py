@@ -8,6 +8,7 @@ needs of another has to have been joined to that one's end.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any, Optional
 from unittest.mock import Mock
@@ -16,7 +17,10 @@ import pytest
 import torch
 from toy_model import SCHEDULES, WIDTH, Chunk, all_equal, make_chunks, make_manager, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphedLayer
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import (
+    GraphedLayer,
+    _takes_turns,
+)
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 
@@ -347,3 +351,31 @@ def test_every_storage_is_freed() -> None:
     manager.graphs.close()
     assert all(known() is None for known in manager.store._by_memory.values())
     assert manager.graphs.pool.lent_bytes == 0
+
+
+def test_one_set_for_all_micro_batches_moves_what_moves_in_any_of_them() -> None:
+    chunks = make_chunks(1, NUM_LAYERS)
+    moved = []
+    for first_stays in (False, True):
+        manager = trained(chunks, "cpu", "accumulation")
+        plan = manager.plan
+        if first_stays:
+            groups = [
+                dataclasses.replace(group, moves=False, reason="stays")
+                if group.key.chunk_pass == 0
+                else group
+                for group in plan.groups
+            ]
+            manager._last_plan = dataclasses.replace(plan, groups=tuple(groups))
+        warm_up(chunks, manager)
+        step(chunks, manager, "F0 B0")
+        manager.graphs.close()
+        moved.append(manager.graphs.modules["first"].num_groups_moved)
+    assert moved[0] == moved[1] > 0
+
+
+def test_micro_batches_that_take_turns_are_told_from_those_in_flight_at_once() -> None:
+    """One that is taken for the other would share its host memory, and follow its decisions."""
+    plans = {name: trained(make_chunks(2, 1), "cpu", name).plan for name in SCHEDULES}
+    take_turns = {name for name, plan in plans.items() if _takes_turns(plan)}
+    assert take_turns == {"one micro-batch", "accumulation"}
