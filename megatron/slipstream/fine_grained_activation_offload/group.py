@@ -18,6 +18,7 @@ class GroupState(enum.Enum):
     OPEN = "its operations run and save tensors"
     COMMITTED = "it has saved everything: copies out may start, and memory be let go"
     IN_USE = "backward has reached it: nothing of it leaves any more"
+    DONE = "backward has left it"
 
     __hash__ = object.__hash__
 
@@ -25,6 +26,7 @@ class GroupState(enum.Enum):
 _ALLOWED = {
     (GroupState.OPEN, GroupState.COMMITTED),
     (GroupState.COMMITTED, GroupState.IN_USE),
+    (GroupState.IN_USE, GroupState.DONE),
 }
 
 

@@ -476,6 +476,24 @@ class PipelineOffloadManager:
             group.move_to(GroupState.IN_USE)
             self._advance(StepKind.BACKWARD_USE, group)
 
+    def mark_backward_end(self, tensor: torch.Tensor) -> None:
+        """Mark where backward leaves the group that was started last.
+
+        Args:
+            tensor: The group's input. Backward has its gradient when it has left the group.
+        """
+        group = self._now.started
+        if group is None or tensor.grad_fn is None or self.graphs.is_capturing:
+            return
+        # Not a node of our own: [Note: One mark per group].
+        tensor.grad_fn.register_prehook(partial(_end_group, self, group))
+
+    def end_group(self, group: OffloadTensorGroup) -> None:
+        """Backward has left the group."""
+        if group.state is GroupState.IN_USE and self._is_current(group):
+            group.move_to(GroupState.DONE)
+            self._advance(StepKind.BACKWARD_END, group)
+
     def mark_output(self, kind: StepKind) -> None:
         """Forward comes to the output layer, or has computed it.
 
@@ -733,6 +751,10 @@ class PipelineOffloadManager:
         ):
             logger.warning("an iteration ended before its backward pass did; starting afresh")
             self._clear_iteration()
+
+
+def _end_group(owner: PipelineOffloadManager, group: OffloadTensorGroup, *_: object) -> None:
+    owner.end_group(group)
 
 
 def _is_step(plan: Plan, index: int, kind: StepKind, at: OffloadTensorGroup | Step) -> bool:

@@ -32,6 +32,7 @@ from megatron.slipstream.integration import (
     checkpoint_inputs,
     compat,
     discarded_outputs,
+    group_starts,
     models,
     numa,
     pipeline_waits,
@@ -98,6 +99,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     seam.OFFLOAD_MGR = manager
     models.see_calls()
     compat.name_commits()
+    group_starts.install()
     rotary_kernels.choose_safely()
     if isinstance(backend, CudaBackend):
         make_way()
@@ -153,6 +155,7 @@ def uninstall() -> None:
     stop_making_way()
     checkpoint_inputs.uninstall()
     compat.restore_commits()
+    group_starts.uninstall()
     models.stop_seeing_calls()
     if isinstance(current, models.RoutedManager):
         seam.OFFLOAD_MGR = None

@@ -207,7 +207,12 @@ def _trace_problems(trace: Trace) -> Iterator[str]:
             yield f"bandwidth.{name} is {gb_per_s}, not above 0 and finite"
 
 
-_ORDER = (StepKind.FORWARD_START, StepKind.FORWARD_COMMIT, StepKind.BACKWARD_USE)
+_ORDER = (
+    StepKind.FORWARD_START,
+    StepKind.FORWARD_COMMIT,
+    StepKind.BACKWARD_USE,
+    StepKind.BACKWARD_END,
+)
 
 
 def _step_problems(trace: Trace) -> Iterator[str]:

@@ -69,7 +69,8 @@ def select(
     if why_not:
         options = replace(options, target_memory_bytes=None, max_overhead_percent=None)
     if not is_timed(trace):
-        return replace(by_count, notes=why_not)
+        steps = _put_off_at_the_peak(trace, by_count)
+        return replace(by_count, steps=steps, notes=why_not)
     workload = Workload(trace)
     optional = may_hide(trace, options, kept)
     if options.target_memory_bytes is not None:
@@ -113,6 +114,33 @@ def _count_steps(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[i
         group.key: (free_step.get(group.key, -1), h2d_step.get(group.key, -1))
         for group in trace.groups
     }
+
+
+def _put_off_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tuple[int, int]]:
+    """The steps, with copies back that would raise the peak put off to the end of a group.
+
+    A copy back starts where backward comes to the group before, whose backward may be where the
+    peak lies: then it starts at the first end of a group behind the peak. Without times nothing
+    tells whether it still arrives in time, so that this is for the plan before there are any; one
+    that is made from times starts every copy back as late as it may.
+    """
+    steps = dict(selection.steps)
+    ends = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.BACKWARD_END]
+    workload = Workload(trace)
+    jobs = workload.jobs(selection.moving)
+    present = workload.present_bytes.copy()
+    for job in jobs:
+        present[steps[job.key][0] : steps[job.key][1]] -= job.in_bytes
+    for _ in jobs:
+        peak = int(present.argmax()) if ends else len(trace.steps)
+        end = next((step for step in ends if step > peak), len(trace.steps))
+        early = [job for job in jobs if steps[job.key][1] <= peak and end < job.use]
+        if not early:
+            break
+        for job in early:
+            present[steps[job.key][1] : end] -= job.in_bytes
+            steps[job.key] = steps[job.key][0], end
+    return steps
 
 
 def _why_not_followed(trace: Trace, options: PolicyOptions) -> tuple[str, ...]:

@@ -42,6 +42,9 @@ class StepKind(enum.Enum):
     BACKWARD_USE = "BU"
     """Backward reaches the group's end, or reads what it saved before that ([Note: Recomputation
     reads first]): its tensors are needed on the device from here on."""
+    BACKWARD_END = "BE"
+    """Backward of the group is done: what it read may go, and the next groups may come back. Only
+    where the engine is told the group's input."""
     OUTPUT_START = "OS"
     """The pass comes to its output layer: its groups have all committed."""
     OUTPUT_END = "OE"
@@ -58,6 +61,7 @@ class StepKind(enum.Enum):
 
 KINDS_OF_BACKWARD = (
     StepKind.BACKWARD_USE,
+    StepKind.BACKWARD_END,
     StepKind.BACKWARD_START,
     StepKind.OUTPUT_BACKWARD_START,
     StepKind.OUTPUT_BACKWARD_END,
@@ -67,6 +71,7 @@ KINDS_BETWEEN_GROUPS = (
     StepKind.FORWARD_COMMIT,
     StepKind.OUTPUT_END,
     StepKind.BACKWARD_START,
+    StepKind.BACKWARD_END,
     StepKind.OUTPUT_BACKWARD_END,
 )
 """What runs from these on is of no group, nor of the output layer: a group that has committed has

@@ -106,7 +106,8 @@ class _Pass:
     @property
     def is_used(self) -> bool:
         """Whether a backward has reached any of it."""
-        return any(group.state is GroupState.IN_USE for group, _ in self._groups)
+        used = (GroupState.IN_USE, GroupState.DONE)
+        return any(group.state in used for group, _ in self._groups)
 
     @property
     def waits(self) -> bool:

@@ -1,0 +1,49 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The engine is told where backward leaves a group, and graphs have no node more for that."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
+from toy_model import make_manager
+
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.integration import compat, group_starts, mcore
+
+pytestmark = pytest.mark.releases
+
+
+def test_backward_leaves_a_group_when_it_has_the_gradient_of_its_input() -> None:
+    manager = make_manager("cpu")
+    compat.name_commits()
+    group_starts.install()
+    try:
+        with patch.object(mcore_offload.PipelineOffloadManager, "OFFLOAD_MGR", manager):
+            manager.init_model_chunk_offload_handler(0, None, 0, 1)
+            x = torch.randn(4, 8, requires_grad=True) * 2
+            group = mcore_offload.FineGrainedActivationOffloadingInterface(True, x, "first")
+            with group as inside:
+                assert inside is x
+                y = inside.exp()
+            y = group.group_offload(y, forced_released_tensors=[])
+            y.sum().backward()
+            manager.reset()
+    finally:
+        group_starts.uninstall()
+        compat.restore_commits()
+    assert manager.plan is not None
+    steps = [str(step) for step in manager.plan.trace.steps]
+    assert steps == [f"0.0.first:{kind}" for kind in ("FS", "FC", "BU", "BE")]
+
+
+def test_the_patch_is_undone() -> None:
+    original = getattr(mcore_offload, group_starts.NAME)
+    mcore.install(OffloadConfig(offload_backend="cpu"))
+    mcore.install(OffloadConfig(offload_backend="cpu"))
+    assert getattr(mcore_offload, group_starts.NAME) is not original
+    mcore.uninstall()
+    assert getattr(mcore_offload, group_starts.NAME) is original
