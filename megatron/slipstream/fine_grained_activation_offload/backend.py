@@ -201,6 +201,12 @@ class Backend(ABC):
         if self.poisons_dropped and num_uses(storage) == 1:
             poison(storage)
 
+    def empty_device(self, storage: torch.UntypedStorage) -> None:
+        """Return the memory of ``storage``, which others keep and read no longer."""
+        if self.poisons_dropped:
+            poison(storage)
+        storage.resize_(0)
+
     def drop_host_contents(self, copies: Sequence[Copy], stream: Stream) -> None:
         """Nobody needs what host buffers hold that ``copies``, now in ``stream``, have read."""
 

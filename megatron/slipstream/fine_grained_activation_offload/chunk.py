@@ -25,6 +25,8 @@ class ChunkOffloadHandler:
         self.vp_stage = vp_stage
         self.micro_batch = micro_batch
         """How many passes through the same model chunk came before it in the iteration."""
+        self.runs_in_nodes = False
+        """[Note: Layers that run in nodes]."""
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         """Tensors of fewer elements stay on the device."""
         self.groups: list[OffloadTensorGroup] = []

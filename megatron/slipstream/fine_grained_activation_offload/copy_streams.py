@@ -24,6 +24,7 @@ E7    d2h and h2d, at the end    the host, before pinned      host buffers: retu
                                  memory is unpinned           when no copy uses them
 E8    the consumer's stream,     the allocator, before it     the returned tensors: their memory is
       when returned memory goes  gives the memory away        reused when read
+      (d2h, in a pass of nodes)                               (or the group's own tensors)
 E9    d2h and h2d, after the     compute, at the end of the   whatever the next graph writes or
       copies of a graph          graph                        reads: a graph's own copies are over
 ====  =========================  ===========================  =====================================
@@ -42,6 +43,14 @@ whatever used it there comes first. Returned memory is allocated where its copy 
 backward reads it on another stream, nobody orders that stream's reads before the next use; so the
 allocator is told (E8), and asks that stream when the memory has gone. What computed and used the
 memory before it left needs no such edge: that is the model's own business, as without offloading.
+
+[Note: Layers that run in nodes]
+Where megatron-core overlaps the communication of experts with computation
+(``overlap_moe_expert_parallel_comm``), a layer is cut into nodes, and those of two micro-batches run
+in turn, on a stream for computation and one for communication. A node's input was allocated for the
+stream of the node before it, which is not told of what its own stream waits for. So the allocator is
+told that d2h reads it (E8). And a node keeps its inputs and outputs until its backward, only for the
+gradients that arrive there: so memory that a group of a norm releases is taken from under them.
 
 [Note: A copy in follows its own copy out]
 A copy in reads what its storage's copy out wrote, yet no edge joins the two streams. The device
@@ -245,6 +254,16 @@ class CopyStreams:
             for stream_id, stream in streams.items():
                 self._wait(Edge.E3, stream, stream_id, copied_out, label)  # edge E3
         self._backend.drop_device(memory)
+
+    def empty(self, memory: torch.UntypedStorage) -> None:
+        """Take memory that has been let go from under those who keep it and read it no longer."""
+        self._backend.empty_device(memory)
+
+    def note_copy_out(self, source: Bytes) -> None:
+        """The d2h stream is about to read memory that may have been allocated for a stream of which
+        nobody knows, and that therefore never waits by E3.
+        """
+        self._backend.hold(source.view(), self.d2h)  # edge E8
 
     def follow_copy_out(
         self,

@@ -236,6 +236,13 @@ class LazyCpuBackend(CpuBackend):
         if num_uses(storage) == 1:
             poison(storage)
 
+    def empty_device(self, storage: torch.UntypedStorage) -> None:
+        if any(to.storage._cdata == storage._cdata for to, _ in self._pending_copies(storage)):
+            raise RuntimeError("device memory emptied while a copy has yet to write it")
+        # A copy out that has not run yet finds no bytes, and writes NaN.
+        poison(storage)
+        super().empty_device(storage)
+
     def drop_host_contents(self, copies: Sequence[Copy], stream: _LazyStream) -> None:
         for _, buffer in copies:
             stream.pending.append(lambda buffer=buffer: buffer.view().fill_(POISON_BYTE))

@@ -327,7 +327,9 @@ class GraphCaptures:
         self._store.modules[name].num_groups += 1
         return group if self._plans_of(group) else None
 
-    def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
+    def commit_group(
+        self, name: str, given_up: Sequence[torch.Tensor] = ()
+    ) -> Optional[OffloadTensorGroup]:
         """The group of that name has saved everything; None if none of that name is open."""
         group = self._chunk.commit_group(name)
         if group is not None and group.held:

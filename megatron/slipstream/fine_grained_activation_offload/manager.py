@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_INPUTS = "checkpoint_inputs"
 """The name of the groups of what checkpoints keep."""
+HELD_BY_NODES = ("attn_norm", "mlp_norm")
+"""Modules whose inputs a schedule keeps: [Note: Layers that run in nodes]."""
 
 MAX_ITERATIONS_SHOWN = 500
 """Of the last iterations, how many have their time in the report."""
@@ -353,6 +355,12 @@ class PipelineOffloadManager:
         self._now.unwatched[group.key] = plan.trace
         return True
 
+    def run_in_nodes(self) -> None:
+        """The pass that has begun runs node by node: [Note: Layers that run in nodes]."""
+        if self._now.chunk is not None:
+            self._now.chunk.runs_in_nodes = True
+            self.store.crosses_streams = True
+
     def mark_not_offload(self, tensor: Optional[torch.Tensor]) -> None:
         """Keep ``tensor`` on the device whatever saves it."""
         if tensor is not None:
@@ -460,13 +468,22 @@ class PipelineOffloadManager:
 
     # The life of a group, called by its mark.
 
-    def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
-        """The group of that name has saved everything; None if none of that name is open."""
+    def commit_group(
+        self, name: str, given_up: Sequence[torch.Tensor] = ()
+    ) -> Optional[OffloadTensorGroup]:
+        """The group of that name has saved everything; None if none of that name is open.
+
+        Args:
+            name: Of the group.
+            given_up: Tensors that forward reads no longer, whoever keeps them.
+        """
         now = self._now
         group = now.chunk.commit_group(name) if now.chunk is not None else None
         if group is not None:
             if group.key not in now.unwatched:
                 self.store.commit(group)
+                if now.chunk is not None and now.chunk.runs_in_nodes and name in HELD_BY_NODES:
+                    self.store.give_up(group, given_up)
             self._advance(StepKind.FORWARD_COMMIT, group)
         return group
 

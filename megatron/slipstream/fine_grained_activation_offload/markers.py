@@ -23,7 +23,9 @@ from megatron.slipstream.fine_grained_activation_offload.group import OffloadTen
 class GroupOwner(Protocol):
     """What the mark of a group asks of who made it."""
 
-    def commit_group(self, name: str) -> Optional[OffloadTensorGroup]: ...
+    def commit_group(
+        self, name: str, given_up: Sequence[torch.Tensor] = ()
+    ) -> Optional[OffloadTensorGroup]: ...
     def use_group(self, group: OffloadTensorGroup) -> None: ...
 
 
@@ -49,10 +51,11 @@ class CommitMark:
         """The group has saved everything.
 
         ``forced_released_tensors`` names tensors whose memory may be taken from under other
-        references. We never do that: memory goes when its last reference does, so that no
-        operation can be left with a tensor that has no bytes.
+        references. Memory goes when its last reference does, so that no operation can be left with
+        a tensor that has no bytes; but where a schedule keeps what it no longer reads, it is
+        taken: [Note: Layers that run in nodes].
         """
-        self._group = self._owner.commit_group(name)
+        self._group = self._owner.commit_group(name, forced_released_tensors)
 
     def on_group_commit_backward(self, name: str) -> None:
         """The group's backward operations follow."""

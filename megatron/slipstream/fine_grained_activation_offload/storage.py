@@ -91,6 +91,7 @@ class SavedStorage:
         *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "nbytes"),
         *("residence", "aliases", "returned", "lease", "holders_to_release", "streams"),
         *("out_signal", "in_signal", "returned_on", "copied_versions", "pool"),
+        "is_given_up",
         *("copied_address", "_views", "_leaves", "_original", "_copies", "__weakref__"),
     )
 
@@ -130,6 +131,8 @@ class SavedStorage:
         """After the copy in."""
         self.returned_on: Optional[Here] = None
         """The stream that the returned memory was allocated for; None if the engine did not."""
+        self.is_given_up = False
+        """Whether the memory is taken from under whoever keeps it, when it is let go."""
         self.copied_versions: list[int] = []
         """The version of each alias when the copy out began: [Note: Changes in place]."""
         self.copied_address = 0
@@ -210,6 +213,11 @@ class SavedStorage:
             self.start -= self.start % DEVICE_ALIGNMENT_BYTES
         self.nbytes = self.stop - self.start
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether its bytes are in their own memory."""
+        return self.residence is Residence.DEVICE or self.residence is Residence.LEAVING
+
     def source_bytes(self) -> Bytes:
         """The bytes to copy out."""
         return Bytes(self.aliases[0][0].untyped_storage(), self.start, self.nbytes)
@@ -262,10 +270,15 @@ class SavedStorage:
         self._leaves = {index: self._leaves[index] for index in hidden}
         self.move_to(Residence.HOST)
         self._copies.let_go(original, self.out_signal, self.streams, label)
+        if self.is_given_up:
+            self._original = None
+            self._copies.empty(original)
 
     @property
     def is_memory_gone(self) -> bool:
         """Whether nobody holds the device memory any more that was let go."""
+        if self.is_given_up:
+            return not self.is_on_device
         return self._original is not None and self._original.expired()
 
     @property

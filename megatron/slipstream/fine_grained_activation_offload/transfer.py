@@ -59,6 +59,9 @@ class ActivationStore:
         """This iteration's late copies in by the group that saved the storage first."""
         self._has_met = False
         """Whether it has measured its link once."""
+        self.crosses_streams = False
+        """Whether models read memory on other streams than it was allocated for, as those do that
+        run in nodes."""
         self._recorder = recorder
         self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}
         """The storages by the address of torch's storage object, which a live storage keeps from
@@ -157,6 +160,18 @@ class ActivationStore:
                 storage.settle_extent()
             group.nbytes[storage.serial] = storage.nbytes
 
+    def give_up(self, group: OffloadTensorGroup, tensors: Iterable[torch.Tensor]) -> None:
+        """Take the memory of these tensors from under whoever keeps them, once it is released.
+
+        Args:
+            group: Those that it has saved; others are passed over.
+            tensors: Forward reads them no longer, nor does backward but for what was saved.
+        """
+        addresses = {tensor.untyped_storage()._cdata for tensor in tensors}
+        for storage in group.storages():
+            if storage.is_on_device and storage.source_bytes().storage._cdata in addresses:
+                storage.is_given_up = True
+
     def copy_out(
         self,
         group: OffloadTensorGroup,
@@ -195,6 +210,9 @@ class ActivationStore:
             storage.lease = lease
             storage.note_copy_out()
         moves = list(zip(sources, leases, strict=True))
+        if self.crosses_streams:
+            for source in sources:
+                self.copy_streams.note_copy_out(source)
         verify = None if self.verifier is None else partial(self._verify_leaving, storages)
         signal = self.copy_streams.copy_out(moves, producers, before=verify)
         counters = self.modules[group.name]

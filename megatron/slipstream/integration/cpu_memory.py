@@ -22,7 +22,8 @@ class DeviceMemoryMeter(TorchDispatchMode):
     :meth:`excluded`, or taken out later with :meth:`exclude`.
 
     Limits: one thread, the one that entered it (autograd on the CPU runs there as well). A storage
-    that is resized in place keeps the size it had when it was created. What gloo reduces or gathers
+    that is resized in place keeps the size it had when it was created, unless :meth:`note_size` is
+    called. What gloo reduces or gathers
     lives for a tenth of a millisecond longer, held by a thread of gloo's: a peak may be higher by
     that. Costs some ten microseconds per operation.
     """
@@ -61,6 +62,14 @@ class DeviceMemoryMeter(TorchDispatchMode):
     def exclude(self, tensor: torch.Tensor) -> None:
         """Stop counting the storage of ``tensor``: it stands for host memory."""
         self._freed(tensor.untyped_storage()._cdata)
+
+    def note_size(self, storage: torch.UntypedStorage) -> None:
+        """A storage has been resized in place."""
+        entry = self._live.get(storage._cdata)
+        if entry is not None:
+            self._live[storage._cdata] = (entry[0], storage.nbytes())
+            self._allocated_bytes += storage.nbytes() - entry[1]
+            self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

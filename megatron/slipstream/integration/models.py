@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial, wraps
 from typing import Any, Optional
 
 import torch
@@ -222,6 +222,20 @@ class Router:
             "fine_grained_activation_offloading=True; train it first"
         )
 
+    def plan_nodes(self, chunk: Any, build: Callable[[], Any]) -> Any:
+        """A pass of ``chunk`` begins that runs in nodes: [Note: Layers that run in nodes].
+
+        Args:
+            chunk: The model chunk.
+            build: Makes its nodes, and returns them.
+        """
+        with self.calling(chunk):
+            nodes = build()
+            manager = self._calls[-1]
+            if manager is not None:
+                manager.run_in_nodes()
+            return nodes
+
     @contextlib.contextmanager
     def calling(self, chunk: Any) -> Iterator[None]:
         """Around a call of ``chunk``."""
@@ -387,6 +401,33 @@ def see_calls(before_first: Optional[Callable[[], None]] = None) -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     LanguageModule.__call__ = _call
+    for model in _models_of_nodes():
+        if "__wrapped__" not in vars(model.build_schedule_plan):
+            model.build_schedule_plan = _seen(model.build_schedule_plan)
+
+
+def _models_of_nodes() -> list[Any]:
+    """Those that can run in nodes."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    return [model for model in (GPTModel,) if hasattr(model, "build_schedule_plan")]
+
+
+def _seen(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes the place of ``build_schedule_plan``."""
+
+    @wraps(build)
+    def build_schedule_plan(chunk: Any, *arguments: Any, **options: Any) -> Any:
+        plain = partial(build, chunk, *arguments, **options)
+        if not getattr(chunk.config, "fine_grained_activation_offloading", False):
+            return plain()
+        if _before_call is not None:
+            _before_call()
+        current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+        is_routed = isinstance(current, RoutedManager)
+        return current.router.plan_nodes(chunk, plain) if is_routed else plain()
+
+    return build_schedule_plan
 
 
 def stop_seeing_calls() -> None:
@@ -397,6 +438,9 @@ def stop_seeing_calls() -> None:
 
     if "__call__" in vars(LanguageModule):
         del LanguageModule.__call__
+    for model in _models_of_nodes():
+        build = model.build_schedule_plan
+        model.build_schedule_plan = getattr(build, "__wrapped__", build)
 
 
 def _call(chunk: Any, *arguments: Any, **options: Any) -> Any:

@@ -33,6 +33,7 @@ def make_rank(rank: int, modules: Sequence[str] = ("core_attn", "attn_proj")) ->
             h2d_bytes=2 * MIB,
             h2d_copies=11,
             freed_bytes=1 * MIB,
+            peak_drop_bytes=(place + 1) * 1000,
             num_late=5,
             num_kept_for_host_memory=1 + place,
             stall_ms=0.25,
@@ -80,6 +81,7 @@ def test_the_total_is_the_sum_of_every_figure() -> None:
         assert getattr(rank.total, field.name) == sum(parts) != 0, field.name
     assert rank.d2h_bytes == 7 * MIB
     assert rank.freed_bytes == 2 * MIB
+    assert rank.peak_drop_bytes == 3000
 
 
 def test_a_rank_without_modules_totals_to_nothing() -> None:

@@ -1,0 +1,67 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Offloading beside ``overlap_moe_expert_parallel_comm``: layers of two micro-batches in turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nodes_gpt import InNodes, compare_in_nodes
+from ranks import run_ranks
+from tiny_gpt import MOE_MODULES
+
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
+from megatron.slipstream.fine_grained_activation_offload.manager import (
+    PipelineOffloadManager,
+)
+
+NUM_RANKS = 2
+
+
+def _compare(modules: tuple[str, ...], backend: str, recomputes: bool) -> list[InNodes]:
+    results: list[InNodes] = run_ranks(NUM_RANKS, compare_in_nodes, modules, backend, recomputes, 3)
+    for result in results:
+        assert result.difference == 0 < result.num_tensors
+        assert result.num_late == 0
+        assert result.num_plans == 1
+    return results
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_loss_and_gradients_are_those_without_the_engine(recomputes: bool) -> None:
+    for result in _compare(MOE_MODULES, "cpu-lazy", recomputes):
+        # What is recomputed of a norm is no input of the linear layer that could move.
+        assert set(result.moved_modules) >= set(MOE_MODULES) - {"qkv_linear"}
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("module", ["attn_norm", "mlp_norm"])
+def test_memory_that_nodes_keep_is_taken(module: str, recomputes: bool) -> None:
+    """A node keeps its input, and the one before it its output: without this nothing is saved."""
+    for result in _compare((module,), "cpu", recomputes):
+        assert result.moved_modules == (module,)
+        assert result.peak_drop_bytes > 0
+        assert result.claimed_drop_bytes > 0
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_memory_is_taken_only_where_it_was_given_up(is_given_up: bool) -> None:
+    manager = PipelineOffloadManager(LazyCpuBackend())
+    manager.init_model_chunk_offload_handler(0, 1, 0, 1)
+    manager.run_in_nodes()
+    weight = torch.randn(64, requires_grad=True)
+    kept = torch.randn(64)
+    expected = kept.clone()
+    for name in ("mlp_norm", "core_attn", "core_attn"):
+        manager.pop_forward_chunk(name)
+        with manager:
+            output = weight * kept if name == "mlp_norm" else weight * 2
+        mark = manager.cur_forward_chunk()
+        assert mark is not None
+        mark.on_group_commit_forward(name, [kept] if is_given_up else [])
+        if name == "mlp_norm":
+            first, first_mark = output, mark
+    assert (kept.untyped_storage().nbytes() == 0) is is_given_up
+    first_mark.on_group_commit_backward("mlp_norm")
+    first.sum().backward()
+    assert torch.equal(weight.grad, expected)
