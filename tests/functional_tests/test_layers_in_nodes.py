@@ -65,3 +65,23 @@ def test_memory_is_taken_only_where_it_was_given_up(is_given_up: bool) -> None:
     first_mark.on_group_commit_backward("mlp_norm")
     first.sum().backward()
     assert torch.equal(weight.grad, expected)
+
+
+@pytest.mark.parametrize("runs_in_nodes", [False, True])
+def test_the_allocator_knows_that_d2h_reads_what_is_of_another_stream(runs_in_nodes: bool) -> None:
+    backend = LazyCpuBackend()
+    told: list[tuple[int, object]] = []
+    backend.hold = lambda tensor, stream: told.append((tensor.data_ptr(), stream))  # type: ignore
+    manager = PipelineOffloadManager(backend)
+    manager.init_model_chunk_offload_handler(0, 1, 0, 1)
+    if runs_in_nodes:
+        manager.run_in_nodes()
+    weight, saved = torch.randn(64, requires_grad=True), torch.randn(64)
+    manager.pop_forward_chunk("expert_fc1")
+    with manager:
+        output = weight * saved
+    mark = manager.cur_forward_chunk()
+    assert mark is not None
+    mark.on_group_commit_forward("expert_fc1")
+    assert told == ([(saved.data_ptr(), manager.d2h_stream)] if runs_in_nodes else [])
+    del output

@@ -2,8 +2,8 @@
 
 """A model whose layers run in nodes, those of two micro-batches in turn, with the engine on or off.
 
-So megatron-core overlaps the communication of experts with computation. On a CPU there are no streams
-to overlap on; the order of the calls is the same.
+So megatron-core overlaps the communication of experts with computation. On a CPU there are no
+streams to overlap on; the order of the calls is the same.
 """
 
 from __future__ import annotations

@@ -46,11 +46,12 @@ memory before it left needs no such edge: that is the model's own business, as w
 
 [Note: Layers that run in nodes]
 Where megatron-core overlaps the communication of experts with computation
-(``overlap_moe_expert_parallel_comm``), a layer is cut into nodes, and those of two micro-batches run
-in turn, on a stream for computation and one for communication. A node's input was allocated for the
-stream of the node before it, which is not told of what its own stream waits for. So the allocator is
-told that d2h reads it (E8). And a node keeps its inputs and outputs until its backward, only for the
-gradients that arrive there: so memory that a group of a norm releases is taken from under them.
+(``overlap_moe_expert_parallel_comm``), a layer is cut into nodes, and the nodes of two
+micro-batches run in turn, on a stream for computation and one for communication. A node's input was
+allocated for the stream of the node before it, which does not wait for what the node's own stream
+waits for. So the allocator is told that d2h reads the input (E8). And a node keeps its inputs and
+outputs until its backward, only for the gradients that arrive there: so the memory that the group
+of a norm releases is taken from under them.
 
 [Note: A copy in follows its own copy out]
 A copy in reads what its storage's copy out wrote, yet no edge joins the two streams. The device
@@ -260,10 +261,11 @@ class CopyStreams:
         self._backend.empty_device(memory)
 
     def note_copy_out(self, source: Bytes) -> None:
-        """The d2h stream is about to read memory that may have been allocated for a stream of which
-        nobody knows, and that therefore never waits by E3.
+        """The d2h stream is about to read memory that may be of a stream that does not wait by E3.
+
+        See [Note: Layers that run in nodes].
         """
-        self._backend.hold(source.view(), self.d2h)  # edge E8
+        self._hold(Edge.E8, source.view(), self.d2h)  # edge E8
 
     def follow_copy_out(
         self,
@@ -330,7 +332,8 @@ class CopyStreams:
 
         Only where its memory was allocated for another stream.
         """
-        self._hold(Edge.E8, returned)  # edge E8: [Note: Memory belongs to a stream]
+        here = self._backend.current_stream()
+        self._hold(Edge.E8, returned, here)  # edge E8: [Note: Memory belongs to a stream]
 
     def abandon(
         self,
@@ -497,5 +500,5 @@ class CopyStreams:
     def _wait_on_host(self, edge: Edge, stream: Stream) -> None:
         self._backend.wait_on_host(stream)
 
-    def _hold(self, edge: Edge, tensor: torch.Tensor) -> None:
-        self._backend.hold(tensor, self._backend.current_stream())
+    def _hold(self, edge: Edge, tensor: torch.Tensor, stream: Stream) -> None:
+        self._backend.hold(tensor, stream)
