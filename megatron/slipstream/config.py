@@ -330,12 +330,11 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fine_grained_offloading_max_inflight_offloads",
-        _offloading_with_our_engine,
-        lambda f: getattr(f, "fine_grained_offloading_max_inflight_offloads", None) is None,
+        _offloading,
+        lambda f: (getattr(f, "fine_grained_offloading_max_inflight_offloads", None) or 0) >= 0,
         "fine_grained_offloading_max_inflight_offloads="
-        "{fine_grained_offloading_max_inflight_offloads} is not supported with "
-        "offload_engine=slipstream because its plan says when compute waits for each copy; leave "
-        "it out, and set offload_target_memory_gib if a device peak has to be kept",
+        "{fine_grained_offloading_max_inflight_offloads} is negative; set how many copies out of "
+        "each module (0 or more) compute need not have waited for, or leave it out for no limit",
     ),
     Rule(
         "offload_checkpoint_inputs",

@@ -115,12 +115,11 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
     Rule(
         "num_experts",
         lambda f: _is_chunk(f) and f.num_experts is not None,
-        lambda f: _drops_and_pads(f) or _has_rank_capacity(f),
+        lambda f: _drops_and_pads(f) or _has_rank_capacity(f),  # the latter has its own rule
         "moe_token_dispatcher_type={moe_token_dispatcher_type} is not supported with "
         "cuda_graph_granularity=chunk because it waits for the GPU to tell how many tokens each "
         "expert gets; set moe_token_dispatcher_type=alltoall with moe_expert_capacity_factor and "
-        "moe_pad_expert_input_to_capacity, or flex with moe_flex_dispatcher_backend=hybridep and "
-        "moe_expert_rank_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
     ),
     Rule(
         "recompute_granularity",

@@ -65,6 +65,11 @@ class Improviser:
             self._waiting.append(group)
             while len(self._waiting) > options.release_lag:
                 self._release(self._waiting.popleft())
+            if options.max_inflight_offloads is not None:
+                of_name = [waiting for waiting in self._waiting if waiting.name == group.name]
+                for early in of_name[: len(of_name) - options.max_inflight_offloads]:
+                    self._waiting.remove(early)
+                    self._release(early)
         elif kind is StepKind.BACKWARD_USE:
             self._store.copy_in(group.storages(), late=True)
             self._fetch_before(group, chunk, options)

@@ -214,7 +214,7 @@ class PipelineOffloadManager:
             min_offloaded_tensor_size: In elements.
             delta_offload_bytes_across_pp_ranks: Bytes more that each later rank keeps.
             activation_offload_fraction: Fraction of a pass's groups that move.
-            max_inflight_offloads: Not used: how far copies may lag is in the plan.
+            max_inflight_offloads: See ``PolicyOptions``.
         """
         self._now.chunk = None
         if not self._is_training_forward():
@@ -227,6 +227,7 @@ class PipelineOffloadManager:
             self._book.options,
             activation_offload_fraction=activation_offload_fraction,
             delta_offload_bytes_across_pp_ranks=delta_offload_bytes_across_pp_ranks,
+            max_inflight_offloads=max_inflight_offloads,
         )
         if self._book.change_options(options):
             self._leave_plan(self._now.num_steps)

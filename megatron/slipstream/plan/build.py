@@ -26,7 +26,7 @@ from megatron.slipstream.plan.policy import (
     most_lent_bytes,
     select_groups,
 )
-from megatron.slipstream.plan.selection import may_hide, select
+from megatron.slipstream.plan.selection import keep_to_inflight_limit, may_hide, select
 from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, Trace
 from megatron.slipstream.plan.workload import Workload, is_timed
 
@@ -203,6 +203,9 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
             loans = _longest_loans(trace, candidates)
         reasons |= keep_within_host_memory(trace, sorted(candidates), loans, limit)
         selection = select(trace, options, moving - reasons.keys(), reasons)
+        storages = _storage_plans(trace, selection.moving, selection.steps)
+    if options.max_inflight_offloads is not None:
+        selection = keep_to_inflight_limit(trace, options, selection)
         storages = _storage_plans(trace, selection.moving, selection.steps)
     lingering = _lingering_for_nothing(trace, storages)
     storages = tuple(storage for storage in storages if storage.index not in lingering)

@@ -69,6 +69,7 @@ def check_plan(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> PlanFacts:
     schedule = derive_schedule(plan)
     _check_statements(plan, schedule)
     _check_host_memory(plan, schedule)
+    _check_inflight(plan)
     for operations in (schedule.operations, schedule.unread()):  # [Note: Two futures]
         waits = schedule.waits(operations, edges)
         _Proof(plan, schedule, operations, waits).run()
@@ -116,6 +117,27 @@ def _check_host_memory(plan: Plan, schedule: Schedule) -> None:
         if limit is not None and operation.kind is OpKind.COPY_OUT and lent > limit:
             detail = f"{lent} bytes are lent from step {operation.step} on, {limit} are allowed"
             raise PlanError(Rule.WITHIN_HOST_MEMORY, operation.cause, plan, detail)
+
+
+def _check_inflight(plan: Plan) -> None:
+    limit = plan.options.max_inflight_offloads
+    if limit is None:
+        return
+    in_flight: dict[str, set[GroupKey]] = {}
+    for index, actions in enumerate(plan.actions):
+        for action in actions:
+            of_name = in_flight.setdefault(action.name, set())
+            if action.kind is ActionKind.D2H:
+                of_name.add(action.key)
+            elif action.kind is ActionKind.FREE:
+                of_name.discard(action.key)
+        for action in actions:
+            if action.kind is ActionKind.D2H and len(in_flight[action.name]) > limit:
+                detail = (
+                    f"{len(in_flight[action.name])} copies out of {action.name} are in flight from "
+                    f"step {index} on, {limit} are allowed"
+                )
+                raise PlanError(Rule.WITHIN_INFLIGHT, action, plan, detail)
 
 
 def _first_d2h(plan: Plan, storage: int) -> Action:

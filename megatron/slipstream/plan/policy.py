@@ -29,6 +29,10 @@ class PolicyOptions:
     """How many later group commits a group's device memory outlives its own commit."""
     prefetch_depth: int = 1
     """How many group uses ahead of its own a group's copy back starts."""
+    max_inflight_offloads: Optional[int] = None
+    """Of each module, how many groups' copies out compute has not waited for when the next of its
+    groups has committed, at most: a group's memory goes no later than that many commits of the same
+    module after its own. None for no limit."""
     host_memory_limit_bytes: Optional[int] = None
     """The most host memory that may be lent at once; None for no limit."""
     target_memory_bytes: Optional[int] = None

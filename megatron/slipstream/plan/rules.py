@@ -27,6 +27,7 @@ class Rule(enum.Enum):
     BACK_BEFORE_USE = "a group is used after its copy back was started"
     ONCE = "a storage moves at most once each way"
     WITHIN_HOST_MEMORY = "no more host memory is lent at once than the options allow"
+    WITHIN_INFLIGHT = "no more copies out of a module are ahead of compute than the options allow"
     AS_STATED = "storages and bytes move as the plan states"
     NO_CYCLE = "a queue waits only for what was issued before, so that no queues wait in a circle"
 

@@ -52,6 +52,29 @@ def may_hide(trace: Trace, options: PolicyOptions, kept: Kept) -> frozenset[Grou
     return frozenset(key for key, reason in kept.items() if reason == BACKWARD_FOLLOWS)
 
 
+def keep_to_inflight_limit(trace: Trace, options: PolicyOptions, selection: Selection) -> Selection:
+    """The selection with memory let go early enough for ``max_inflight_offloads``.
+
+    Letting go earlier is always possible: compute then waits for the copy out.
+    """
+    limit = options.max_inflight_offloads
+    if limit is None:
+        return selection
+    commits: dict[str, list[int]] = {}
+    of_group: dict[GroupKey, tuple[list[int], int]] = {}
+    for index, step in enumerate(trace.steps):
+        if step.kind is StepKind.FORWARD_COMMIT and step.key in selection.moving:
+            of_name = commits.setdefault(step.name, [])
+            of_group[step.key] = (of_name, len(of_name))
+            of_name.append(index)
+    steps = dict(selection.steps)
+    for key, (of_name, rank) in of_group.items():
+        free_step, h2d_step = steps[key]
+        if rank + limit < len(of_name):
+            steps[key] = (min(free_step, of_name[rank + limit]), h2d_step)
+    return replace(selection, steps=steps)
+
+
 def select(
     trace: Trace, options: PolicyOptions, moving: frozenset[GroupKey], kept: Kept
 ) -> Selection:

@@ -49,7 +49,7 @@ BREAKS_MODEL_RULE: list[dict[str, Any]] = [
     {"activation_offload_fraction": 1.5},
     {"min_offloaded_tensor_size": -1},
     {"delta_offload_bytes_across_pp_ranks": -1},
-    {"fine_grained_offloading_max_inflight_offloads": 0},
+    {"fine_grained_offloading_max_inflight_offloads": -1},
     {"offload_checkpoint_inputs": True},
     {"delay_offload_until_cuda_graph": True},
     {"cpu_offloading": True},
@@ -172,6 +172,7 @@ def test_values_at_the_edge_of_a_rule_are_accepted(changed: dict[str, Any]) -> N
         {"cuda_graph_warmup_steps": 0},
         {"cuda_graph_impl": "transformer_engine", "delay_offload_until_cuda_graph": True},
         {"fine_grained_offloading_max_inflight_offloads": None},
+        {"fine_grained_offloading_max_inflight_offloads": 0},
         {
             "offload_engine": "megatron",
             "fine_grained_offloading_max_inflight_offloads": 2,

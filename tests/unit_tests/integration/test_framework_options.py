@@ -76,9 +76,11 @@ def test_all_pass_on_by_their_own_names() -> None:
     assert overrides["offload_modules"] is not options["offload_modules"]
 
 
-def test_what_only_the_other_engine_does_is_refused() -> None:
+def test_a_limit_of_copies_in_flight_passes_on() -> None:
     options = ON | {"fine_grained_offloading_max_inflight_offloads": 2}
-    with pytest.raises(ValueError, match="max_inflight_offloads=2 is not supported.*leave it out"):
+    assert to_transformer_overrides(options) == options
+    options = ON | {"fine_grained_offloading_max_inflight_offloads": -2}
+    with pytest.raises(ValueError, match="max_inflight_offloads=-2 is negative; set"):
         to_transformer_overrides(options)
 
 

@@ -1,0 +1,429 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What the message of a rule says to set is accepted, by that rule and by all others."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron.slipstream.chunk_graphs.options import CHUNK_GRAPH_RULES, check_chunk_graphs
+from megatron.slipstream.config import (
+    MODEL_RULES,
+    RULES,
+    OffloadConfig,
+    Rule,
+    check_model_options,
+    check_rules,
+)
+from megatron.slipstream.context_parallel.options import (
+    DYNAMIC_RULES,
+    DynamicContextParallelOptions,
+    check_dynamic_context_parallel,
+)
+from megatron.slipstream.integration.attach.handle import ATTACH_RULES
+from megatron.slipstream.packed_sequences.options import (
+    PACKING_RULES,
+    PackingOptions,
+    check_packing,
+)
+
+Options = Mapping[str, Any]
+
+MODEL: dict[str, Any] = {
+    **dataclasses.asdict(OffloadConfig()),
+    **dataclasses.asdict(PackingOptions()),
+    **dataclasses.asdict(DynamicContextParallelOptions()),
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["core_attn", "attn_proj"],
+    "num_moe_experts": None,
+    "activation_offload_fraction": 1.0,
+    "min_offloaded_tensor_size": 1024 * 1024,
+    "delta_offload_bytes_across_pp_ranks": 0,
+    "fine_grained_offloading_max_inflight_offloads": None,
+    "delay_offload_until_cuda_graph": False,
+    "recompute_granularity": None,
+    "cpu_offloading": False,
+    "cuda_graph_impl": "none",
+    "cuda_graph_granularity": "layer",
+    "cuda_graph_modules": [],
+    "cuda_graph_warmup_steps": 3,
+    "seq_length": 128,
+    "micro_batch_size": 1,
+    "context_parallel_size": 1,
+    "data_parallel_size": 8,
+}
+CHUNK = {
+    **MODEL,
+    "fine_grained_activation_offloading": False,
+    "cuda_graph_impl": "local",
+    "cuda_graph_granularity": "chunk",
+}
+PACKED = {**MODEL, "sequence_packing": "greedy"}
+BALANCED = {**PACKED, "sequence_packing": "balanced", "calculate_per_token_loss": True}
+DYNAMIC = {**BALANCED, "dynamic_context_parallel": True}
+EXPERTS = {
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_expert_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True,
+}
+RANK_CAPACITY = {
+    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_expert_rank_capacity_factor": 1.5,
+}
+
+
+class Case(NamedTuple):
+    """What breaks a rule, and everything that its message offers instead."""
+
+    broken: Options
+    cures: Sequence[Options]
+
+
+def off(option: str, value: Any = True, **beside: Any) -> Case:
+    """An option that is to be left out."""
+    return Case({option: value, **beside}, [{option: None}])
+
+
+def either(option: str, value: Any, **cures: Any) -> Case:
+    """An option whose value is to be one of these, by any name."""
+    return Case({option: value}, [{option: cure} for cure in cures.values()])
+
+
+OWN = [
+    either("offload_engine", "x", a="slipstream", b="megatron"),
+    either("offload_backend", "x", a="auto", b="cuda", c="cpu", d="cpu-lazy"),
+    either("offload_release_lag", -1, a=0, b=2),
+    either("offload_prefetch_depth", -1, a=0, b=2),
+    either("offload_target_memory_gib", 0.0, a=0.5, b=None),
+    either("offload_max_overhead_percent", -1, a=0, b="auto", c=None),
+    Case(
+        {"offload_max_overhead_percent": 1.0, "offload_target_memory_gib": 1.0},
+        [{"offload_max_overhead_percent": None}, {"offload_target_memory_gib": None}],
+    ),
+    either("offload_host_memory_limit_bytes", 0, a=1, b=None),
+    either("offload_numa", "x", a="auto", b="off"),
+    either("offload_verify", -1, a=0, b=1),
+]
+TE_GRAPHS = {"cuda_graph_impl": "transformer_engine"}
+OF_MODEL = [
+    Case(
+        {"offload_modules": [], "num_moe_experts": 8},
+        [
+            {"offload_modules": [name]}
+            for name in "attn_norm qkv_linear core_attn mlp_norm expert_fc1 moe_act "
+            "fused_group_mlp".split()
+        ]
+        + [{"offload_modules": ["core_attn", "attn_proj"]}],
+    ),
+    either("offload_modules", ["attn_proj"], a=["core_attn", "attn_proj"]),
+    either("offload_modules", ["core_attn", "expert_fc1", "moe_act"], a=["core_attn"]),
+    either("activation_offload_fraction", 1.5, a=0.0, b=1.0),
+    either("min_offloaded_tensor_size", -1, a=0),
+    either("delta_offload_bytes_across_pp_ranks", -1, a=1),
+    either("fine_grained_offloading_max_inflight_offloads", -1, a=0, b=None),
+    Case(
+        {"offload_checkpoint_inputs": True},
+        [{"recompute_granularity": "full"}, {"offload_checkpoint_inputs": False}],
+    ),
+    Case(
+        {"delay_offload_until_cuda_graph": True},
+        [TE_GRAPHS, {"delay_offload_until_cuda_graph": False}],
+    ),
+    either("cpu_offloading", True, a=False),
+    either("cuda_graph_impl", "full_iteration", a="transformer_engine"),
+    Case(
+        {"cuda_graph_impl": "local", "num_moe_experts": 8},
+        [
+            TE_GRAPHS,
+            {
+                "cuda_graph_modules": ["attn"],
+                "offload_modules": ["expert_fc1", "fused_group_mlp", "moe_act"],
+            },
+        ],
+    ),
+    Case(
+        {**TE_GRAPHS, "cuda_graph_modules": ["moe", "attn"]},
+        [{"cuda_graph_modules": ["attn"]}, {"cuda_graph_modules": ["moe_router", "attn"]}],
+    ),
+    Case({**TE_GRAPHS, "cuda_graph_warmup_steps": 0}, [{"cuda_graph_warmup_steps": 1}]),
+]
+FP8 = {"fp8": "hybrid", "fp8_recipe": "blockwise"}
+OF_CHUNK_GRAPHS = [
+    either("cuda_graph_impl", "none", a="local"),
+    off("cuda_graph_modules", ["attn"]),
+    either("cuda_graph_warmup_steps", 0, a=1),
+    Case({"num_experts": 8}, [EXPERTS]),
+    Case(
+        {"recompute_granularity": "full", "hidden_dropout": 0.1, "attention_dropout": 0.1},
+        [
+            {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+            {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        ],
+    ),
+    off("moe_input_jitter_eps", 0.1),
+    Case(
+        {"num_experts": 8, **RANK_CAPACITY},
+        [{"moe_expert_rank_capacity_factor": None, **EXPERTS}],
+    ),
+    off("overlap_moe_expert_parallel_comm"),
+    off("delay_wgrad_compute"),
+    Case(
+        {"fine_grained_activation_offloading": True, "offload_engine": "megatron"},
+        [{"offload_engine": "slipstream"}],
+    ),
+    off("cpu_offloading_num_layers", 2),
+    Case(
+        {"fp8": "hybrid", "fp8_recipe": "delayed"},
+        [{"fp8_recipe": recipe} for recipe in ("tensorwise", "blockwise", "mxfp8")],
+    ),
+    off("fp8_dot_product_attention", **FP8),
+    off("fp8_multi_head_attention", **FP8),
+    off("fp8_param_gather", **FP8),
+    Case({"quant_recipe": object()}, [{"quant_recipe": None, **FP8}]),
+    Case({"fp4": "e2m1"}, [{"fp4": None}, {"fp4": None, **FP8}]),
+    off("use_transformer_engine_op_fuser"),
+    Case({"use_megatron_fsdp": True}, [{"use_megatron_fsdp": False}]),
+    Case({"use_torch_fsdp2": True}, [{"use_torch_fsdp2": False}]),
+    off("tp_comm_overlap"),
+    off("hybrid_layer_pattern", "M-M-"),
+    off("hybrid_context_parallel"),
+    Case(
+        {"variable_seq_lengths": True},
+        [
+            {"variable_seq_lengths": None},
+            {"variable_seq_lengths": None, "sequence_packing": "greedy"},
+        ],
+    ),
+    Case(
+        {"sequence_packing": "greedy", "apply_rope_fusion": False}, [{"apply_rope_fusion": True}]
+    ),
+]
+
+
+def _accept_own(facts: SimpleNamespace) -> None:
+    names = [field.name for field in dataclasses.fields(OffloadConfig)]
+    OffloadConfig(**{name: getattr(facts, name) for name in names})
+
+
+def _accept(facts: SimpleNamespace) -> None:
+    """What training checks, in any order."""
+    _accept_own(facts)
+    check_packing(facts)
+    check_dynamic_context_parallel(facts)
+    check_chunk_graphs(facts, has_gpu=True)
+    # Chunk graphs take the place of megatron-core's, which a chunk's own option names.
+    is_chunk = facts.cuda_graph_granularity == "chunk"
+    check_model_options(
+        SimpleNamespace(**{**vars(facts), **({"cuda_graph_impl": "none"} if is_chunk else {})})
+    )
+
+
+def _accept_attached(facts: SimpleNamespace) -> None:
+    check_rules(ATTACH_RULES, facts)
+    _accept_own(facts)
+
+
+class Backend(enum.Enum):
+    """As megatron-core has them."""
+
+    fused = 2
+    unfused = 3
+
+
+PACKED_IN_PARTS = {"context_parallel_size": 2, "calculate_per_token_loss": True}
+SHUFFLED = {"dataloader_type": "cyclic"}
+OF_PACKING = [
+    Case(
+        {"sequence_packing": None, "thd_max_packed_sequences": 4},
+        [
+            {"sequence_packing": "greedy"},
+            {"sequence_packing": "balanced"},
+            {"thd_max_packed_sequences": None},
+        ],
+    ),
+    Case(
+        {"sequence_packing": None, "thd_max_tokens": 128},
+        [
+            {"sequence_packing": "greedy"},
+            {"sequence_packing": "balanced"},
+            {"thd_max_tokens": None},
+        ],
+    ),
+    either("micro_batch_size", 2, a=1),
+    Case({"thd_max_tokens": 64}, [{"seq_length": 64}, {"thd_max_tokens": None}]),
+    Case({"context_parallel_size": 2}, [{"calculate_per_token_loss": True}]),
+    off("reset_position_ids"),
+    off("reset_attention_mask"),
+    Case(
+        {"dataloader_inter_document_masking": True},
+        [{"dataloader_inter_document_masking": None}, {"sequence_packing": None}],
+    ),
+    Case({"sft": True}, [{"sft": None}, {"sequence_packing": None}]),
+    Case(
+        {"hybrid_context_parallel": True},
+        [{"hybrid_context_parallel": None}, {"sequence_packing": None}],
+    ),
+    off("dataloader_fast_cache_load"),
+    off("dataloader_defer_npy_index_mmap"),
+    either("dataloader_type", "external", a="single"),
+    Case(
+        {**SHUFFLED, "sequence_packing": "balanced"},
+        [{"dataloader_type": "single"}, {"sequence_packing": "greedy"}],
+    ),
+    *(
+        Case({option: value, "sequence_packing": "balanced"}, [{"sequence_packing": "greedy"}])
+        for option, value in {
+            "rampup_batch_size": [1, 1, 8],
+            "step_batch_size_schedule": "1:2",
+            "decrease_batch_size_if_needed": True,
+        }.items()
+    ),
+    either(
+        "moe_router_load_balancing_type",
+        "sinkhorn",
+        a="aux_loss",
+        b="seq_aux_loss",
+        c="global_aux_loss",
+        d="none",
+    ),
+    either("hybrid_layer_pattern", "M-M-", a="*-E*"),
+    off("experimental_attention_variant", "gated_delta_net"),
+    Case(
+        {"attention_backend": Backend.unfused, "transformer_impl": "transformer_engine"},
+        [{"attention_backend": Backend.fused}],
+    ),
+    Case(
+        TE_GRAPHS,
+        [
+            {"cuda_graph_impl": "none"},
+            {"cuda_graph_impl": "local", "cuda_graph_granularity": "chunk"},
+        ],
+    ),
+    either("position_embedding_type", "mrope", a="rope"),
+    Case(
+        {"mtp_num_layers": 1, **PACKED_IN_PARTS},
+        [{"mtp_num_layers": None}, {"context_parallel_size": 1}, {"sequence_packing": None}],
+    ),
+    Case(
+        {"pipeline_model_parallel_layout": "Et|tmL", "mtp_num_layers": 1},
+        [
+            {"pipeline_model_parallel_layout": None},
+            {"mtp_num_layers": None},
+            {"sequence_packing": None},
+        ],
+    ),
+    Case(
+        {"mtp_num_layers": 1, "num_experts": 8, "sequence_parallel": True},
+        [{"sequence_parallel": None}, {"mtp_num_layers": None}],
+    ),
+    Case(
+        {"hybrid_layer_pattern": "*E/*E", "num_experts": 8, "mtp_num_layers": None},
+        [{"hybrid_layer_pattern": "*E"}],
+    ),
+]
+OF_DYNAMIC_SIZES = [
+    *(
+        Case(
+            {"dynamic_context_parallel": False, option: value},
+            [{"dynamic_context_parallel": True}, {option: default}],
+        )
+        for option, value, default in (
+            ("min_dynamic_context_parallel_size", 2, 1),
+            ("max_dynamic_context_parallel_size", 2, None),
+            ("dynamic_context_parallel_verify", True, False),
+        )
+    ),
+    either("sequence_packing", "greedy", a="balanced"),
+    either("calculate_per_token_loss", False, a=True),
+    either("cp_comm_type", "a2a", a="p2p"),
+    off("hierarchical_context_parallel_sizes", [2, 4]),
+    off("mtp_num_layers", 1),
+    either("hybrid_layer_pattern", "*-/*-", a="*-"),
+    Case(
+        TE_GRAPHS,
+        [
+            {"cuda_graph_impl": "local", "cuda_graph_granularity": "chunk"},
+            {"cuda_graph_impl": "none"},
+        ],
+    ),
+    off("use_megatron_fsdp"),
+    off("fp8_dot_product_attention"),
+    off("fp8_multi_head_attention"),
+]
+OF_ATTACH = [
+    either("offload_engine", "megatron", a="slipstream"),
+    off("offload_report_path", "report.json"),
+    off("offload_trace_path", "trace.json"),
+]
+
+
+class Table(NamedTuple):
+    """A table of rules with its cases, in its order."""
+
+    rules: Sequence[Rule]
+    cases: Sequence[Case]
+    valid: Options
+    """A configuration that they look at and accept."""
+    accept: Any
+
+
+TABLES = {
+    "offload": Table(RULES, OWN, MODEL, _accept_own),
+    "model": Table(MODEL_RULES, OF_MODEL, MODEL, _accept),
+    "chunk graphs": Table(CHUNK_GRAPH_RULES, OF_CHUNK_GRAPHS, CHUNK, _accept),
+    "packing": Table(PACKING_RULES, OF_PACKING, PACKED, _accept),
+    "dynamic": Table(DYNAMIC_RULES, OF_DYNAMIC_SIZES, DYNAMIC, _accept),
+    "attach": Table(ATTACH_RULES, OF_ATTACH, MODEL, _accept_attached),
+}
+
+
+def _all_cases() -> Iterator[Any]:
+    for name, table in TABLES.items():
+        for index, case in enumerate(table.cases):
+            rule = table.rules[index] if index < len(table.rules) else None
+            option = rule.option if rule else "?"
+            yield pytest.param(table, rule, case, id=f"{name}-{index}-{option}")
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_every_rule_has_its_cures_here(table: Table) -> None:
+    assert len(table.cases) == len(table.rules)
+    table.accept(SimpleNamespace(**table.valid))
+
+
+@pytest.mark.parametrize("table, rule, case", _all_cases())
+def test_every_cure_is_accepted(table: Table, rule: Rule, case: Case) -> None:
+    broken = {**table.valid, **case.broken}
+    with pytest.raises(ValueError) as refused:
+        table.accept(SimpleNamespace(**broken))
+    assert _beginning(rule, broken) in str(refused.value)
+    for cure in case.cures:
+        table.accept(SimpleNamespace(**{**broken, **cure}))
+
+
+@pytest.mark.parametrize("table, rule, case", _all_cases())
+def test_every_option_that_a_cure_names_is_set_here(table: Table, rule: Rule, case: Case) -> None:
+    """A message that offers more than is tried above is found."""
+    tried = {option for cure in case.cures for option in cure}
+    known = {other.option for name in TABLES for other in TABLES[name].rules} | EXPERTS.keys()
+    known |= RANK_CAPACITY.keys() | {"cuda_graph_granularity", "dynamic_context_parallel"}
+    words = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", _cure_in(rule.message)))
+    # Sizes that other options follow from, and names of what is chosen.
+    assert words & known <= tried | case.broken.keys() | {"offload_modules"}
+
+
+def _cure_in(message: str) -> str:
+    return message.partition("because")[2].partition("; ")[2] or message.partition("; ")[2]
+
+
+def _beginning(rule: Rule, facts: Options) -> str:
+    """The message up to its first value."""
+    return rule.message.partition("{")[0]
