@@ -202,9 +202,7 @@ OF_CHUNK_GRAPHS = [
             {"variable_seq_lengths": None, "sequence_packing": "greedy"},
         ],
     ),
-    Case(
-        {"sequence_packing": "greedy", "apply_rope_fusion": False}, [{"apply_rope_fusion": True}]
-    ),
+    Case({"sequence_packing": "greedy", "apply_rope_fusion": False}, [{"apply_rope_fusion": True}]),
 ]
 
 
