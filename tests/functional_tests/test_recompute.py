@@ -164,9 +164,8 @@ def test_one_gpu(kind: str) -> None:
         case = chosen.case(GPU_CASES[kind])
         result = compare(0, 1, 0, case, moved, "cuda", (2, 2, 2), dict(MIN_NUMEL))
         check(chosen, result, kind)
-        if kind == "mla":  # whose peak without offloading is up to 1.3 MiB higher than recorded
-            assert result.peak_drop_bytes >= result.planned_drop_bytes * (1 - PLAN_TOLERANCE)
-            continue
+        # Peaks of MLA are up to 1.3 MiB off the recorded ones, with offloading and without.
+        tolerance_bytes = 2**21 if kind == "mla" else 4096
         assert result.peak_drop_bytes == pytest.approx(
-            result.planned_drop_bytes, rel=PLAN_TOLERANCE, abs=4096
+            result.planned_drop_bytes, rel=PLAN_TOLERANCE, abs=tolerance_bytes
         )

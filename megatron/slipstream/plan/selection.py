@@ -92,7 +92,7 @@ def select(
     if why_not:
         options = replace(options, target_memory_bytes=None, max_overhead_percent=None)
     if not is_timed(trace):
-        steps = _put_off_at_the_peak(trace, by_count)
+        steps = _away_at_the_peak(trace, by_count)
         return replace(by_count, steps=steps, notes=why_not)
     workload = Workload(trace)
     optional = may_hide(trace, options, kept)
@@ -139,30 +139,39 @@ def _count_steps(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[i
     }
 
 
-def _put_off_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tuple[int, int]]:
-    """The steps, with copies back that would raise the peak put off to the end of a group.
+def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tuple[int, int]]:
+    """The steps, changed for groups that would be on the device at the peak though they need not.
 
-    A copy back starts where backward comes to the group before, whose backward may be where the
-    peak lies: then it starts at the first end of a group behind the peak. Without times nothing
-    tells whether it still arrives in time, so that this is for the plan before there are any; one
-    that is made from times starts every copy back as late as it may.
+    Where the peak lies between a group's commit and its FREE, memory goes at the peak already.
+    Where a copy back starts before the peak, it is put off to the end of a group behind it. Without
+    times nothing tells whether the copies still hide, so that this is for the plan before there are
+    any; one that is made from times frees as early and reloads as late as that costs nothing.
     """
     steps = dict(selection.steps)
     ends = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.BACKWARD_END]
     workload = Workload(trace)
     jobs = workload.jobs(selection.moving)
     present = workload.present_bytes.copy()
+    if not len(present):
+        return steps
     for job in jobs:
         present[steps[job.key][0] : steps[job.key][1]] -= job.in_bytes
     for _ in jobs:
-        peak = int(present.argmax()) if ends else len(trace.steps)
+        peak = int(present.argmax())
         end = next((step for step in ends if step > peak), len(trace.steps))
-        early = [job for job in jobs if steps[job.key][1] <= peak and end < job.use]
-        if not early:
+        is_changed = False
+        for job in jobs:
+            free, h2d = steps[job.key]
+            if job.commit < peak < free:
+                present[peak:free] -= job.in_bytes
+                steps[job.key] = peak, h2d
+                is_changed = True
+            elif free <= peak and h2d <= peak and end < job.use:
+                present[h2d:end] -= job.in_bytes
+                steps[job.key] = free, end
+                is_changed = True
+        if not is_changed:
             break
-        for job in early:
-            present[steps[job.key][1] : end] -= job.in_bytes
-            steps[job.key] = steps[job.key][0], end
     return steps
 
 

@@ -179,7 +179,8 @@ def change(data: dict[str, Any], place: str, value: object) -> None:
         (
             "steps.0.0",
             "XX",
-            "trace.steps[0][0]: input should be 'FS', 'FC', 'BU', 'BE', 'OS', 'OE', 'BS', 'OB' or 'OD'",
+            "trace.steps[0][0]: input should be 'FS', 'FC', 'BU', 'BE', 'OS', 'OE', 'BS', 'OB' or "
+            "'OD'",
         ),
         ("steps.0.1.0", "0", "trace.steps[0][1][0]: input should be a valid integer"),
         ("steps.0.1", [0], "trace.steps[0][1][1]: field required"),
