@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +28,7 @@ from make_trace import (
     with_saved_bytes_as_memory,
 )
 
+from megatron.slipstream.plan import optimize
 from megatron.slipstream.plan.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.check import check_plan
@@ -646,3 +648,39 @@ def test_groups_that_hold_a_storage_together_are_taken_in_and_out_together() -> 
     plan = for_memory(sharing_layers(74), 136 * MB)
     assert peak(plan) <= 136 * MB
     assert simulate(plan).stall_ms == pytest.approx(0.84)
+
+
+def passes_of_layers(seed: int) -> Trace:
+    """Random layers of one group each, in two or three micro-batches."""
+    rng = random.Random(seed)
+    num_layers = rng.choice([8, 12, 16])
+    nbytes = {f"own {group}": rng.randint(1, 64) * MB for group in range(num_layers)}
+    schedule = one_f_one_b(1, 0, rng.randint(2, 3))
+    trace = trace_of(schedule, Model(num_layers=num_layers, nbytes=nbytes))
+    step_ms = [rng.choice([0.0, 0.3, 1.0, 5.0]) for _ in trace.steps]
+    return with_saved_bytes_as_memory(timed(trace, step_ms, rng.choice([2.0, 10.0, 30.0])), 10 * MB)
+
+
+@pytest.mark.parametrize(
+    "layers, seed, percent, reserve, peak_mb, peak_mb_without",
+    [
+        (passes_of_layers, 1, 0.0, 0, 318, 327),
+        (sharing_layers, 56, 5.0, 1 / 64, 74, 124),
+        (passes_of_layers, 2, 5.0, 1 / 16, 163, 185),
+        (passes_of_layers, 23, 5.0, 1 / 8, 160, 178),
+    ],
+)
+def test_how_much_moves_beside_what_the_peak_asks_for_is_tried(
+    layers: Callable[[int], Trace],
+    seed: int,
+    percent: float,
+    reserve: float,
+    peak_mb: int,
+    peak_mb_without: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace = layers(seed)
+    assert peak(for_time(trace, percent)) == peak_mb * MB
+    others = tuple(item for item in optimize.RESERVES if item != reserve)
+    monkeypatch.setattr(optimize, "RESERVES", others)
+    assert peak(for_time(trace, percent)) == peak_mb_without * MB
