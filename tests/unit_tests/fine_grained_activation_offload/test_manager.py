@@ -436,6 +436,23 @@ def test_fraction_zero_moves_nothing_after_recording(backend: str) -> None:
     assert "activation_offload_fraction keeps it" in manager.report.plan
 
 
+def test_what_a_layer_has_marked_stays(backend: str) -> None:
+    copied = []
+    for is_marked in (False, True):
+        manager = make_manager(backend)
+        manager.init_model_chunk_offload_handler(0, None, 0, 1)
+        hidden = micro_batch(0) + 1.0
+        if is_marked:
+            manager.mark_not_offload(hidden)
+        with offload_group(manager, "first") as group:
+            hidden = hidden.square()
+        group.commit(hidden).sum().backward()
+        manager.reset()
+        copied.append(manager.report.total.d2h_copies)
+        manager.mark_not_offload(None)
+    assert copied == [1, 0]
+
+
 def test_closing_returns_all_host_memory(backend: str) -> None:
     manager = make_manager(backend)
     run_schedule(make_chunks(1), SCHEDULES["accumulation"], manager)
