@@ -25,10 +25,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
-from megatron.slipstream.fine_grained_activation_offload.group import (
-    GroupState,
-    OffloadTensorGroup,
-)
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
@@ -339,9 +336,7 @@ class GraphCaptures:
         return group
 
     def use_group(self, group: OffloadTensorGroup) -> None:
-        """Backward needs the group from here on."""
-        if group.state is GroupState.COMMITTED:
-            group.move_to(GroupState.IN_USE)
+        """Nothing: all groups of a layer are back before its backward graph begins."""
 
     def _plans_of(self, group: OffloadTensorGroup) -> list[GroupPlan]:
         """The plans of the traced groups that it stands for, which move."""

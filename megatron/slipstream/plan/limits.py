@@ -46,11 +46,6 @@ class Bound:
     reached: float
     """This plan's."""
 
-    @property
-    def gap(self) -> float:
-        """By how much the plan may miss the best, in bytes or milliseconds."""
-        return max(0.0, self.reached - self.lower)
-
 
 class Limits:
     """The bounds for all plans that move nothing but some of ``movable``.
