@@ -13,7 +13,6 @@ from megatron.slipstream.fine_grained_activation_offload.manager import Pipeline
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 
 LONG = "F0.0 F0.1 F0.2 B0.0 F0.3 B0.3 B0.2 B0.1"
-SHORT = "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2"
 UNKNOWN = "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3"
 
 
@@ -43,13 +42,14 @@ def plan_steps(manager: PipelineOffloadManager) -> Optional[tuple[object, ...]]:
 def test_what_the_new_plan_has_begun_by_then_begins_at_once(backend: str) -> None:
     # What backward of the second micro-batch needs first is copied back as backward of the first
     # one ends in the short iteration, much later in the long one.
-    manager = make_manager(backend)
-    for schedule in (SHORT, SHORT, LONG, LONG, LONG):
+    short, long = "F0.0 F0.1 B0.0 B0.1", "F0.0 F0.1 B0.0 F0.2 B0.2 B0.1"
+    manager = make_manager(backend, release_lag=0, prefetch_depth=2)
+    for schedule in (short, short, long, long, long):
         figures(manager, schedule)
     assert manager.plan is not None
     assert plan_steps(manager) == manager.plan.trace.steps, "the next one is taken for a long one"
     num_plans = manager.report.num_plans
-    total = figures(manager, SHORT)
+    total = figures(manager, short)
     assert manager.report.num_plans == num_plans, "it departs to a plan that is known"
     assert total.num_late == 0
 
