@@ -242,10 +242,12 @@ class WatchedManager(PipelineOffloadManager):
         self.watched.step += 1
         super().pop_forward_chunk(name)
 
-    def commit_group(self, name: str) -> OffloadTensorGroup | None:
+    def commit_group(
+        self, name: str, given_up: Sequence[torch.Tensor] = ()
+    ) -> OffloadTensorGroup | None:
         self.watched.step += 1
         self.watched.note_commit()
-        group = super().commit_group(name)
+        group = super().commit_group(name, given_up)
         assert group is not None
         self.committed.append(group)
         return group

@@ -152,7 +152,7 @@ def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tupl
     workload = Workload(trace)
     jobs = workload.jobs(selection.moving)
     present = workload.present_bytes.copy()
-    if not len(present):
+    if not trace.memory:
         return steps
     for job in jobs:
         present[steps[job.key][0] : steps[job.key][1]] -= job.in_bytes
