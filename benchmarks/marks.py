@@ -139,6 +139,7 @@ class MarkClock:
     def __init__(self) -> None:
         self.marks: list[MarkName] = []
         self._instants: list[Any] = []
+        self._started = ""
 
     def note(self, kind: StepKind, name: str) -> None:
         """Compute has come to the mark of this kind of a group of this name."""
@@ -162,6 +163,12 @@ class MarkClock:
 
     def pop_forward_chunk(self, name: str) -> None:
         self.note(StepKind.FORWARD_START, name)
+        self._started = name
+
+    def mark_backward_end(self, tensor: torch.Tensor) -> None:
+        name = self._started
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(lambda _: self.note(StepKind.BACKWARD_END, name))
 
     def cur_forward_chunk(self) -> _ClockMark:
         return _ClockMark(self)

@@ -92,7 +92,7 @@ def test_a_group_beyond_its_limit_has_none_left(tmp_path: Path) -> None:
     assert available_memory_bytes(write(tmp_path, MACHINE | files)) == 0
 
 
-@pytest.mark.parametrize("value, share", [(None, 80), ("1", 80), ("8", 10), ("0", 80)])
+@pytest.mark.parametrize("value, share", [(None, 80), ("1", 80), ("8", 10)])
 def test_the_default_limit_is_four_fifths_shared_by_the_nodes_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, share: int
 ) -> None:
@@ -100,6 +100,12 @@ def test_the_default_limit_is_four_fifths_shared_by_the_nodes_processes(
     if value is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
     assert default_host_memory_limit_bytes(write(tmp_path, MACHINE)) == share * GIB
+
+
+def test_no_process_at_all_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE='0' is not supported"):
+        default_host_memory_limit_bytes(write(tmp_path, MACHINE))
 
 
 def test_this_machine_has_some() -> None:

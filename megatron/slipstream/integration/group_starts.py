@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-
 NAME = "fine_grained_offloading_group_start"
 
 
@@ -36,7 +34,7 @@ def uninstall() -> None:
 
 def _start(original: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
     engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    if not isinstance(engine, PipelineOffloadManager):
+    if not hasattr(engine, "mark_backward_end"):  # megatron-core's own
         return original(tensor, name)
     engine.pop_forward_chunk(name=name)
     engine.mark_backward_end(tensor)

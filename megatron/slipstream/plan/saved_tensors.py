@@ -15,8 +15,9 @@ values that are strided views of the projection's output, so that output is not 
 
 [Note: What recomputation leaves]
 megatron-core recomputes a norm or an activation function by emptying its output and running it
-again. The output takes no memory then; the input is read by that second run and so is held beside
-the module that saved it, so that moving it would free nothing.
+again. The output takes no memory then; the input is saved for that second run by the module's own
+group, and moves with it. Core attention is recomputed outside of its group, so that what its
+checkpoint keeps does not move.
 """
 
 from __future__ import annotations
@@ -149,14 +150,13 @@ class _Layer:
     def _latent_projections(self, latent: LatentAttention) -> tuple[SavedTensor, ...]:
         shape, tokens = self._shape, self._shape.region_tokens
         recomputes = shape.recomputes("mla_up_proj")
-        kept = KEPT_BY_RECOMPUTATION if recomputes else ""
         tensors: list[SavedTensor] = []
         if latent.q_lora_rank is not None:
-            compressed = self._tensor("query_latent", tokens * latent.q_lora_rank, kept_by=kept)
+            compressed = self._tensor("query_latent", tokens * latent.q_lora_rank)
             tensors += self._latent_norm(compressed, tokens, latent.q_lora_rank)
         # A view of the projection's output, which holds the keys' positional part as well.
         width = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
-        compressed = self._tensor("key_value_latent", tokens * width, kept_by=kept)
+        compressed = self._tensor("key_value_latent", tokens * width)
         tensors += self._latent_norm(compressed, tokens, latent.kv_lora_rank)
         if not (shape.apply_rope_fusion or recomputes):
             tensors += self._rotary_tables(latent.qk_pos_emb_head_dim)
@@ -164,14 +164,12 @@ class _Layer:
 
     def _latent_norm(self, latent: SavedTensor, tokens: int, width: int) -> list[SavedTensor]:
         """What the norm of a latent vector and the projection after it save."""
-        if not self._shape.qk_layernorm:
+        # What is recomputed has the norm in it.
+        if not self._shape.qk_layernorm or self._shape.recomputes("mla_up_proj"):
             return [latent]
-        normed = self._tensor(f"normed_{latent.name}", tokens * width, kept_by=latent.kept_by)
+        normed = self._tensor(f"normed_{latent.name}", tokens * width)
         norm = self._norm(latent.name, tokens, width)
         if self._shape.uses_transformer_engine:
-            # The projection has the norm in it, which recomputation runs again with it.
-            if latent.kept_by:
-                return [latent]
             return [latent, *norm[1:], normed]
         return [*norm, normed]
 
@@ -281,8 +279,7 @@ class _Layer:
         probabilities = self._tensor("routing_probabilities", rows)
         tensors = self._activation("expert", rows, width)
         if shape.recomputes("moe_act"):
-            kept = (tensors[0], probabilities)
-            return tuple(tensor._replace(kept_by=KEPT_BY_RECOMPUTATION) for tensor in kept)
+            return tensors[0], probabilities
         if not shape.bias_activation_fusion:
             tensors = (*tensors, self._tensor("expert_unweighted", rows * width))
         return (*tensors, probabilities)
@@ -307,7 +304,7 @@ class _Layer:
         """What the norm of ``[rows, width]`` saves, its input first."""
         shape = self._shape
         if is_recomputed:
-            return (self._tensor(name, rows * width, kept_by=KEPT_BY_RECOMPUTATION),)
+            return (self._tensor(name, rows * width),)
         taken = self._tensor(name, rows * width)
         if shape.uses_transformer_engine:
             statistics = [self._float32(f"{name}_deviation", rows)]

@@ -19,7 +19,6 @@ from megatron.slipstream.plan.model_shapes import (
     Parallelism,
 )
 from megatron.slipstream.plan.saved_tensors import (
-    KEPT_BY_RECOMPUTATION,
     MODULES,
     marked_modules,
     saved_tensors,
@@ -216,11 +215,11 @@ def test_all_to_all_context_parallelism_saves_the_output_twice() -> None:
     assert names("a2a") == names("a2a+p2p") == set()
 
 
-def test_recomputed_inputs_stay_and_recomputed_outputs_take_nothing() -> None:
+def test_recomputed_inputs_move_and_recomputed_outputs_take_nothing() -> None:
     shape = replace(DENSE, experts=EXPERTS, recompute_modules=frozenset({"layernorm", "moe_act"}))
     saved = saved_tensors(shape, 0)
     kept = {part: {item.kept_by for item in saved[part]} for part in ("mlp_norm", "moe_act")}
-    assert kept == {"mlp_norm": {KEPT_BY_RECOMPUTATION}, "moe_act": {KEPT_BY_RECOMPUTATION}}
+    assert kept == {"mlp_norm": {""}, "moe_act": {""}}
     assert "expert_fc2" not in saved
     assert "normed_attended" not in tensors(shape)
 
