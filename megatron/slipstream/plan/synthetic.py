@@ -10,6 +10,7 @@ one operation, and what the allocator wastes, is not in it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,6 +160,26 @@ class ChunkWork:
     groups: list[str] = field(default_factory=list)
     """The module names of the pass's groups."""
     storages: list[Managed] = field(default_factory=list)
+
+    @property
+    def events_of_backward(self) -> list[Union[Mark, Work]]:
+        """In the order in which backward comes to them.
+
+        The up-projections of MLA are recomputed behind core attention, and read then what the group
+        before it has saved: [Note: Recomputation reads first] in ``trace``.
+        """
+        events = self.events[::-1]
+        if not self.plan.shape.recomputes("mla_up_proj"):
+            return events
+        commits = [
+            place
+            for place, event in enumerate(events)
+            if isinstance(event, Mark) and event.kind is StepKind.FORWARD_COMMIT
+        ]
+        for later, earlier in itertools.pairwise(commits):
+            if (events[later][2], events[earlier][2]) == ("core_attn", "qkv_linear"):
+                events.insert(later, events.pop(earlier))
+        return events
 
     def __post_init__(self) -> None:
         for place, layer in enumerate(self.chunk.layers):
@@ -322,7 +343,7 @@ class _Recorder:
         """The pass's backward."""
         if chunk.groups:
             self._mark(chunk_pass, Mark(StepKind.BACKWARD_START, -1, BACKWARD))
-        for event in reversed(chunk.events):
+        for event in chunk.events_of_backward:
             if isinstance(event, Work):
                 self._note_peak(event.gradient_bytes)
                 self.spend(event.backward_ms)
