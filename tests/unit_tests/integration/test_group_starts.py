@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as m
 from toy_model import make_manager
 
 from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.integration import compat, group_starts, mcore
 
 pytestmark = pytest.mark.releases
@@ -29,7 +30,7 @@ def test_backward_leaves_a_group_when_it_has_the_gradient_of_its_input() -> None
             with group as inside:
                 assert inside is x
                 y = inside.exp()
-            y = group.group_offload(y, forced_released_tensors=[])
+            y = offload_group(manager, "first").commit(y)
             y.sum().backward()
             manager.reset()
     finally:
