@@ -113,7 +113,7 @@ class Backend(ABC):
     _past_peak_bytes = 0
     """The highest peak that :meth:`reset_peak_memory` has ended since :meth:`begin_peak`."""
     gradients: Optional[GradientWatch] = None
-    """None where nobody knows the parameters."""
+    """None where the parameters are unknown."""
     poisons_dropped = False
     """Whether device memory that the engine drops, and nobody else holds, is filled with NaN."""
     cure_of_slow_copies: Optional[str] = None

@@ -283,7 +283,7 @@ class SavedStorage:
 
     @property
     def is_original_emptied(self) -> bool:
-        """Whether somebody has kept the original storage, but not its memory."""
+        """Whether the original storage object is alive, but its memory has been freed."""
         original = self.live_original()
         return original is not None and original.nbytes() != self.storage_nbytes
 

@@ -162,7 +162,7 @@ class MemoryReading:
     """Bytes of managed storages that were on the host meanwhile."""
     peak_beside_gradients_bytes: int = 0
     """The most that was allocated at once beside the gradients that parameters had by then; 0 where
-    nobody knows them. See [Note: Gradients that stay] in ``peak``."""
+    these are unknown. See [Note: Gradients that stay] in ``peak``."""
 
 
 class Bandwidth(NamedTuple):

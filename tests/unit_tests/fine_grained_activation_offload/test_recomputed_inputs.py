@@ -26,7 +26,7 @@ class SavesALeaf(torch.autograd.Function):
 
     made: list[torch.Tensor]
     keeps = False
-    """Whether somebody keeps the leaf beside autograd."""
+    """Whether Python code holds a reference to the leaf, too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -468,8 +468,8 @@ def test_any_order_of_moves_returns_what_was_saved(data: st.DataObject) -> None:
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_any_order_of_moves_and_changes_is_read_as_autograd_reads_it(data: st.DataObject) -> None:
-    """Changes in place at any time: of memory that somebody holds to the end through either of two
-    version counters, of memory that is dropped through one. ``plain`` is what autograd would keep.
+    """Changes in place at any time: of memory with another reference until the end through either
+    of two version counters, of memory without one through one. ``plain`` is what autograd keeps.
     """
     bench = HandDriven("cpu-lazy")
     is_held = data.draw(st.booleans(), label="held to the end")
