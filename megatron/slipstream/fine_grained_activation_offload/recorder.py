@@ -86,7 +86,7 @@ class MemoryReader:
         self._beside_gradients: list[int] = []
         """The same of what there was beside gradients."""
         self._gradient_bytes: Optional[int] = None
-        """Gradients by now; None before the first mark, or where nobody knows."""
+        """Gradients by now; None before the first mark, or where the parameters are unknown."""
         self._begin_interval()
 
     def begin_step(self) -> None:
@@ -201,11 +201,7 @@ class Recorder:
             self.held_outside.add(StorageId.of(storage))
 
     def set_recomputed(self, storage: SavedStorage) -> None:
-        """Note that the memory stays, since whoever computed it empties and fills it."""
-        self._set_recomputed(storage)
-        self.set_returned(storage, was_held_outside=True)
-
-    def _set_recomputed(self, storage: SavedStorage) -> None:
+        """Note that whoever computed the storage empties it in forward and fills it in backward."""
         identity = StorageId.of(storage)
         self._recomputed.add(identity)
         self.held_outside.add(identity)
@@ -217,7 +213,7 @@ class Recorder:
                 self._away[serial].gone_step = len(self.steps) - 1
                 del self._lingering[serial]
             elif storage.is_original_emptied:
-                self._set_recomputed(storage)
+                self.set_recomputed(storage)
 
     def is_held_outside(self, storage: SavedStorage) -> bool:
         """Whether this storage, or its like in an earlier pass, was held by others."""

@@ -228,7 +228,10 @@ class ActivationStore:
         for storage in group.storages():
             storage.holders_to_release.discard(group.key)
             if storage.residence is Residence.LEAVING and not storage.holders_to_release:
-                if storage.is_emptied or not storage.is_copy_current:
+                if storage.is_emptied:
+                    self._stay_for_recomputation(storage)
+                    continue
+                if not storage.is_copy_current:
                     self._stay(storage)
                     continue
                 storage.let_go(group.name)
@@ -243,12 +246,17 @@ class ActivationStore:
         known = self._by_memory.get(tensor.untyped_storage()._cdata)
         storage = None if known is None else known()
         if storage is not None and storage.residence is Residence.LEAVING:
-            self._stay(storage)
+            self._stay_for_recomputation(storage)
+
+    def _stay_for_recomputation(self, storage: SavedStorage) -> None:
+        """LEAVING to DEVICE for good: whoever empties the storage fills it again."""
+        self._recorder.set_recomputed(storage)
+        self._stay(storage)
 
     def _stay(self, storage: SavedStorage) -> None:
         """LEAVING to DEVICE for good: the copy is not, or will not be, what backward reads."""
         self._call_back(storage)
-        self._recorder.set_recomputed(storage)
+        self._recorder.set_returned(storage, was_held_outside=True)
 
     def _call_back(self, storage: SavedStorage) -> None:
         """LEAVING to DEVICE: it has never been away.

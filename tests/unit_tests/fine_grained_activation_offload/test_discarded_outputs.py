@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
+from hand_driven import HandDriven
 from toy_model import make_manager
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
@@ -166,3 +167,22 @@ def test_a_copy_out_of_what_is_discarded_is_called_back() -> None:
     output.sum().backward()
     assert value.grad is not None
     assert torch.equal(value.grad, expected)
+
+
+@pytest.mark.parametrize("is_emptied", [True, False])
+def test_only_what_is_emptied_counts_as_recomputed(is_emptied: bool) -> None:
+    """What is changed in place while it is copied stays too, for another reason."""
+    bench = HandDriven("cpu")
+    tensor = torch.randn(64)
+    group = bench.group()
+    kept = bench.save(group, tensor)
+    bench.copy_out(group)
+    if is_emptied:
+        tensor.untyped_storage().resize_(0)
+    else:
+        tensor.add_(1)
+    bench.store.release(group)
+    assert kept.storage.is_on_device
+    (traced,) = bench.recorder.finish(0, bench.groups, {}).storages
+    assert traced.held_outside
+    assert traced.is_recomputed is is_emptied
