@@ -276,14 +276,20 @@ class PipelineOffloadManager:
 
     def __enter__(self) -> PipelineOffloadManager:
         """Enter the region of the group that was started last: what it saves belongs to it."""
+        self._enter_region(self.region_context)
+        return self
+
+    def _enter_region(self, make_context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Enter the region of the group that was started last.
+
+        Args:
+            make_context: Entered beside the saved-tensor hooks, if what the group saves is watched.
+        """
         group, self._now.started = self._now.started, None
         if group is None or self._stays(group) or self._others_save():
             self._regions.append(None)
-            return self
-        self._enter_region(group, self.region_context())
-        return self
-
-    def _enter_region(self, group: OffloadTensorGroup, region: AbstractContextManager[Any]) -> None:
+            return
+        region = make_context()
         hooks = saved_tensors_hooks(partial(self.store.save, group), self.read)
         region.__enter__()
         hooks.__enter__()
@@ -307,19 +313,18 @@ class PipelineOffloadManager:
         Returns:
             What ``run`` returns.
         """
-        if self._now.chunk is None or not self.moves_checkpoint_inputs:
-            return run()
-        if not self._is_training_forward() or self.graphs.is_capturing:
+        is_group = (
+            self.moves_checkpoint_inputs
+            and self._now.chunk is not None
+            and self._is_training_forward()
+            and not self.graphs.is_capturing
+        )
+        if not is_group:
             return run()
         self.pop_forward_chunk(CHECKPOINT_INPUTS)
-        group, self._now.started = self._now.started, None
-        assert group is not None
-        if self._stays(group) or self._others_save():
-            self._regions.append(None)
-        else:
-            # Without ``region_context``: the modules inside save nothing, and have to run as they
-            # do in the recomputation.
-            self._enter_region(group, nullcontext())
+        # Without ``region_context``: the modules inside save nothing, and have to run as they do in
+        # the recomputation.
+        self._enter_region(nullcontext)
         try:
             output = run()
         finally:
@@ -351,7 +356,7 @@ class PipelineOffloadManager:
         plan = self._now.plan
         if plan is None or plan.group_by_key[group.key].moves:
             return False
-        if plan.trace.group_by_key[group.key].is_read_first:
+        if plan.trace.group_by_key[group.key].is_read_first:  # or its use would go unnoticed
             return False
         self._now.unwatched[group.key] = plan.trace
         return True
@@ -504,10 +509,10 @@ class PipelineOffloadManager:
         if group is None or tensor.grad_fn is None or self.graphs.is_capturing:
             return
         # Not a node of our own: [Note: One mark per group].
-        tensor.grad_fn.register_prehook(partial(_end_group, self, group))
+        tensor.grad_fn.register_prehook(partial(self.end_group, group))
 
-    def end_group(self, group: OffloadTensorGroup) -> None:
-        """Backward has left the group."""
+    def end_group(self, group: OffloadTensorGroup, *_: object) -> None:
+        """Backward has left the group. A hook of autograd's, whose gradients it passes over."""
         if group.state is GroupState.IN_USE and self._is_current(group):
             group.move_to(GroupState.DONE)
             self._advance(StepKind.BACKWARD_END, group)
@@ -769,10 +774,6 @@ class PipelineOffloadManager:
         ):
             logger.warning("an iteration ended before its backward pass did; starting afresh")
             self._clear_iteration()
-
-
-def _end_group(owner: PipelineOffloadManager, group: OffloadTensorGroup, *_: object) -> None:
-    owner.end_group(group)
 
 
 def _is_step(plan: Plan, index: int, kind: StepKind, at: OffloadTensorGroup | Step) -> bool:

@@ -419,13 +419,8 @@ def _seen(build: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(build)
     def build_schedule_plan(chunk: Any, *arguments: Any, **options: Any) -> Any:
         plain = partial(build, chunk, *arguments, **options)
-        if not getattr(chunk.config, "fine_grained_activation_offloading", False):
-            return plain()
-        if _before_call is not None:
-            _before_call()
-        current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-        is_routed = isinstance(current, RoutedManager)
-        return current.router.plan_nodes(chunk, plain) if is_routed else plain()
+        router = _router_at_call() if _offloads(chunk) else None
+        return plain() if router is None else router.plan_nodes(chunk, plain)
 
     return build_schedule_plan
 
@@ -443,16 +438,25 @@ def stop_seeing_calls() -> None:
         model.build_schedule_plan = getattr(build, "__wrapped__", build)
 
 
-def _call(chunk: Any, *arguments: Any, **options: Any) -> Any:
-    """Takes the place of the ``__call__`` of models, which they have from ``Module``."""
-    plain = torch.nn.Module.__call__
-    if not getattr(chunk.config, "fine_grained_activation_offloading", False):
-        return plain(chunk, *arguments, **options)
+def _offloads(chunk: Any) -> bool:
+    return bool(getattr(chunk.config, "fine_grained_activation_offloading", False))
+
+
+def _router_at_call() -> Optional[Router]:
+    """A model that offloads is called: its router; None for megatron-core's own engine."""
     if _before_call is not None:
         _before_call()
     current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    is_routed = isinstance(current, RoutedManager)
-    with current.router.calling(chunk) if is_routed else contextlib.nullcontext():
+    return current.router if isinstance(current, RoutedManager) else None
+
+
+def _call(chunk: Any, *arguments: Any, **options: Any) -> Any:
+    """Takes the place of the ``__call__`` of models, which they have from ``Module``."""
+    plain = torch.nn.Module.__call__
+    if not _offloads(chunk):
+        return plain(chunk, *arguments, **options)
+    router = _router_at_call()
+    with router.calling(chunk) if router is not None else contextlib.nullcontext():
         output = plain(chunk, *arguments, **options)
         manager = _marking_manager()
         if manager is not None:

@@ -204,8 +204,9 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
         reasons |= keep_within_host_memory(trace, sorted(candidates), loans, limit)
         selection = select(trace, options, moving - reasons.keys(), reasons)
         storages = _storage_plans(trace, selection.moving, selection.steps)
-    if options.max_inflight_offloads is not None:
-        selection = keep_to_inflight_limit(trace, options, selection)
+    inflight_limit = options.max_inflight_offloads
+    if inflight_limit is not None:
+        selection = keep_to_inflight_limit(trace, inflight_limit, selection)
         storages = _storage_plans(trace, selection.moving, selection.steps)
     lingering = _lingering_for_nothing(trace, storages)
     storages = tuple(storage for storage in storages if storage.index not in lingering)

@@ -52,14 +52,11 @@ def may_hide(trace: Trace, options: PolicyOptions, kept: Kept) -> frozenset[Grou
     return frozenset(key for key, reason in kept.items() if reason == BACKWARD_FOLLOWS)
 
 
-def keep_to_inflight_limit(trace: Trace, options: PolicyOptions, selection: Selection) -> Selection:
-    """The selection with memory let go early enough for ``max_inflight_offloads``.
+def keep_to_inflight_limit(trace: Trace, limit: int, selection: Selection) -> Selection:
+    """The selection with memory released early enough for ``max_inflight_offloads``.
 
-    Letting go earlier is always possible: compute then waits for the copy out.
+    An earlier release is always possible: compute then waits for the copy out.
     """
-    limit = options.max_inflight_offloads
-    if limit is None:
-        return selection
     commits: dict[str, list[int]] = {}
     of_group: dict[GroupKey, tuple[list[int], int]] = {}
     for index, step in enumerate(trace.steps):
@@ -148,12 +145,12 @@ def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tupl
     any; one that is made from times frees as early and reloads as late as that costs nothing.
     """
     steps = dict(selection.steps)
+    if not trace.memory:
+        return steps
     ends = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.BACKWARD_END]
     workload = Workload(trace)
     jobs = workload.jobs(selection.moving)
     present = workload.present_bytes.copy()
-    if not trace.memory:
-        return steps
     for job in jobs:
         present[steps[job.key][0] : steps[job.key][1]] -= job.in_bytes
     for _ in jobs:
