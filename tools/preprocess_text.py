@@ -256,6 +256,8 @@ def _write_dataset(tokenizer: Any, documents: Sequence[str], tokens: Path, index
     import numpy
     import torch
 
+    import megatron.slipstream  # noqa: F401  # silences what ./run asks for
+
     with warnings.catch_warnings():
         # Megatron warns about every optional package that is absent; none matters here.
         warnings.simplefilter("ignore")
