@@ -44,6 +44,8 @@ class ModelCase:
     """Draw random numbers as CUDA graphs must: from Transformer Engine's tracker (on a GPU)."""
     keeps_layers: bool = False
     """Leave megatron-core's own layers where CUDA graphs are made of them: for its own engine."""
+    has_own_norms: bool = False
+    """Norms of dense layers are modules, rather than a part of the linear layer that follows."""
     overrides: dict[str, Any] = field(default_factory=dict)
 
 

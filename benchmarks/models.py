@@ -238,11 +238,31 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
         pattern = ("*-*E" * case.num_layers)[: case.num_layers]
         return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **common)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_gpu(), vp_stage=vp_stage)
+    if case.has_own_norms and use_gpu():
+        _separate_norms(spec)
     if config.cuda_graph_impl == "transformer_engine" and not case.keeps_layers:
         from megatron.slipstream.integration.graph_layers import with_graph_offloading
 
         spec = with_graph_offloading(spec)
+    if config.mtp_num_layers:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+        common["mtp_block_spec"] = get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=use_gpu(), vp_stage=vp_stage
+        )
     return GPTModel(transformer_layer_spec=spec, **common)
+
+
+def _separate_norms(block_spec: Any) -> None:
+    """Give the dense layers of a spec for Transformer Engine norms of their own."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    for layer in block_spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
+        parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        mlp = getattr(parts.mlp, "keywords", None) or vars(parts.mlp)  # a partial function in 0.19
+        mlp["submodules"].linear_fc1 = TEColumnParallelLinear
 
 
 def wrap(config: Any, chunks: Sequence[torch.nn.Module], **options: Any) -> list[torch.nn.Module]:

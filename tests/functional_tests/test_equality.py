@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,8 @@ ONE_RANK = {
         "dense", overrides={"normalization": "LayerNorm", "add_bias_linear": True}
     ),
     "qk norm": ModelCase("dense", overrides={"qk_layernorm": True}),
+    "multi-token prediction": ModelCase("dense", overrides={"mtp_num_layers": 2}),
+    "moe, multi-token prediction": ModelCase("moe", overrides={"mtp_num_layers": 1}),
     "full recompute": ModelCase(
         "dense",
         overrides={
@@ -129,6 +132,16 @@ def test_what_is_claimed_after_one_iteration_is_what_the_peak_falls_by(
     assert result.claimed_drop_bytes == result.peak_drop_bytes > 0
 
 
+def test_layers_that_predict_further_tokens_move_as_any_other() -> None:
+    predicting = ModelCase("dense", overrides={"mtp_num_layers": 2})
+    found = [
+        _check(case, DENSE_MODULES, "cpu", (2, 2, 2), reads_memory=True)[0]
+        for case in (predicting, replace(predicting, num_layers=6, overrides={}))
+    ]
+    assert found[0].moved_bytes == found[1].moved_bytes > 0
+    assert found[0].peak_drop_bytes == found[0].planned_drop_bytes == found[1].peak_drop_bytes
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_layer_has_nothing_to_hide_a_copy_behind(backend: str) -> None:
     (result,) = _check(ModelCase("dense", num_layers=1), DENSE_MODULES, backend, (1, 3, 3))
@@ -175,6 +188,10 @@ TWO_RANKS = {
     "PP2, one layer per chunk": (ModelCase("dense", pp=2, num_layers=2), (4, 4, 3, 4)),
     "PP2, MoE": (ModelCase("moe", pp=2, bf16=True), (4, 4, 3, 4)),
     "PP2, hybrid": (ModelCase("hybrid", pp=2, num_layers=8), (4, 4, 3, 4)),
+    "PP2, multi-token prediction": (
+        ModelCase("dense", pp=2, overrides={"mtp_num_layers": 1}),
+        (4, 4, 3, 4),
+    ),
     "PP2 VPP2": (ModelCase("dense", pp=2, vpp=2, num_layers=8), (4, 4, 2, 6, 4)),
     "PP2 VPP2, one layer per chunk": (ModelCase("dense", pp=2, vpp=2), (4, 4, 8, 4)),
     "PP2 VPP2, MoE": (ModelCase("moe", pp=2, vpp=2), (4, 4, 2, 4)),
@@ -198,3 +215,21 @@ TWO_RANKS = {
 def test_two_ranks(case: ModelCase, counts: tuple[int, ...], backend: str) -> None:
     results = _check(case, _modules(case), backend, counts, num_ranks=2)
     assert results[0].moved_bytes > 0
+
+
+KEPT_BYTES = 50_000
+
+
+@pytest.mark.releases
+def test_later_stages_keep_more() -> None:
+    """The second of two stages keeps whole groups, until they have what the option names."""
+    if not compat.models_pass_their_rank():
+        pytest.skip(f"{compat.release()} has no delta_offload_bytes_across_pp_ranks")
+    case, counts = TWO_RANKS["PP2"][0], (4, 4, 4)
+    modules = ("core_attn",)
+    without = _check(case, modules, "cpu", counts, num_ranks=2)
+    offload = {"delta_offload_bytes_across_pp_ranks": KEPT_BYTES}
+    found = _check(case, modules, "cpu", counts, offload, num_ranks=2)
+    kept = [a.moved_bytes - b.moved_bytes for a, b in zip(without, found, strict=True)]
+    assert kept[0] == 0
+    assert KEPT_BYTES <= kept[1] < without[1].moved_bytes

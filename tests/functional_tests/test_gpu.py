@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare, skip_withou
 from megatron.slipstream.fine_grained_activation_offload import plan_book
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
+from megatron.slipstream.integration import compat
 
 pytestmark = pytest.mark.releases
 
 TIMED_COUNTS = (2,) * 22
+GIB = 1 << 30
 
 
 def _check(case: ModelCase, modules: tuple[str, ...], counts: tuple[int, ...]) -> Any:
@@ -93,6 +96,42 @@ def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
         if case.kind != "mla":
             planned = pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
             assert result.peak_drop_bytes == planned
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [DENSE, MOE], ids=lambda case: case.kind)
+def test_the_peak_keeps_to_the_memory_that_is_allowed(case: ModelCase) -> None:
+    """Half of what could be saved is asked for, so that a plan which ignores that is noticed."""
+    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
+    given = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, dict(MIN_NUMEL))
+    target_bytes = given.baseline_peak_bytes - given.peak_drop_bytes // 2
+    goal = {"offload_target_memory_gib": target_bytes / GIB}
+    result = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, {**MIN_NUMEL, **goal})
+    print(f"{case.kind} {target_bytes}: {result}; as given: {given}")
+    assert result.difference is None
+    assert result.is_timed
+    peak_bytes = result.baseline_peak_bytes - result.peak_drop_bytes
+    assert peak_bytes <= target_bytes * (1 + PLAN_TOLERANCE)
+    assert 0 < result.moved_bytes < given.moved_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [DENSE, MOE], ids=lambda case: case.kind)
+def test_layers_that_predict_further_tokens(case: ModelCase) -> None:
+    case = replace(case, overrides={**case.overrides, "mtp_num_layers": 1})
+    _check(case, MOE_MODULES if case.kind == "moe" else DENSE_MODULES, (2, 2, 2))
+
+
+@pytest.mark.gpu
+def test_fused_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Transformer Engine's operations, which save what they need on their own."""
+    if not compat.models_pass_their_rank():
+        pytest.skip(f"{compat.release()} has no fused_group_mlp")
+    monkeypatch.setenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")
+    case = replace(MOE, overrides={**MOE.overrides, "use_transformer_engine_op_fuser": True})
+    result = _check(case, ("fused_group_mlp",), (2, 2, 2))
+    assert result.moved_modules == ("fused_group_mlp",)
+    assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
 
 
 @pytest.mark.gpu
@@ -196,3 +235,20 @@ def test_two_ranks(case: ModelCase, counts: tuple[int, ...]) -> None:
     print(*results, sep="\n")
     assert [result.difference for result in results] == [None, None]
     assert results[0].moved_bytes > 0
+
+
+@pytest.mark.gpus2
+def test_later_stages_keep_more() -> None:
+    if not compat.models_pass_their_rank():
+        pytest.skip(f"{compat.release()} has no delta_offload_bytes_across_pp_ranks")
+    case, kept_bytes = ModelCase(**{**vars(DENSE), "pp": 2}), 100 << 20
+    offload = {**MIN_NUMEL, "delta_offload_bytes_across_pp_ranks": kept_bytes}
+    without, found = (
+        run_ranks(2, compare, case, ("core_attn",), "cuda", (4, 4, 4), options)
+        for options in (dict(MIN_NUMEL), offload)
+    )
+    print(*without, *found, sep="\n")
+    assert [result.difference for result in found] == [None, None]
+    kept = [a.moved_bytes - b.moved_bytes for a, b in zip(without, found, strict=True)]
+    assert kept[0] == 0
+    assert kept_bytes <= kept[1] < without[1].moved_bytes

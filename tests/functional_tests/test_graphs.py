@@ -9,11 +9,14 @@ the engine bit by bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any, Optional
 
+import gpu_models
 import pytest
 import torch
+from fp8_recipes import RECIPES, skip_without_recipe
 from graphed_models import NUM_EAGER_STEPS, Training, compare, graph_memory, with_graphs
 from ranks import run_ranks
 
@@ -123,6 +126,84 @@ def test_graphs_and_offloading(
     )
 
 
+MLA = replace(gpu_models.MLA, num_layers=5)
+RECOMPUTED = {"recompute_granularity": "selective"}
+MORE = {
+    # name: (the model, its options, which parts are captured, what moves, what moves in graphs)
+    "norms of dense layers": (
+        replace(DENSE, has_own_norms=True),
+        {},
+        (),
+        ("attn_norm", "mlp_norm"),
+        {"mlp_norm"},
+    ),
+    "dropout": (
+        DENSE,
+        {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+        (),
+        DENSE_MODULES,
+        {"qkv_linear", "core_attn"},
+    ),
+    "MLA": (MLA, {}, (), DENSE_MODULES, {"qkv_linear", "core_attn"}),
+    "MLA, attention": (MLA, {}, ("attn",), DENSE_MODULES, {"qkv_linear", "core_attn"}),
+    "MLA, recomputed": (
+        MLA,
+        {**RECOMPUTED, "recompute_modules": ["mla_up_proj", "layernorm"]},
+        ("attn",),
+        ("core_attn", "attn_proj"),
+        {"core_attn"},
+    ),
+    "norms recomputed": (
+        replace(DENSE, has_own_norms=True),
+        {**RECOMPUTED, "recompute_modules": ["layernorm"]},
+        (),
+        DENSE_MODULES,
+        {"core_attn", "mlp_norm"},
+    ),
+    "experts recomputed": (
+        MOE,
+        {**RECOMPUTED, "recompute_modules": ["moe_act", "layernorm"]},
+        ("attn", "moe_router"),
+        MOE_MODULES,
+        {"core_attn"},
+    ),
+    "dispatch": (MOE, {}, ("attn", "moe_router", "moe_preprocess"), MOE_MODULES, {"core_attn"}),
+    **{
+        f"FP8, {name}": (DENSE, recipe, (), DENSE_MODULES, {"qkv_linear", "core_attn"})
+        for name, recipe in RECIPES.items()
+    },
+    "FP8, experts": (
+        MOE,
+        RECIPES["tensorwise"],
+        ("attn", "moe_router"),
+        MOE_MODULES,
+        {"core_attn"},
+    ),
+}
+
+
+@has_later_options
+@pytest.mark.parametrize("name", MORE)
+def test_more_models_and_options(name: str, record_row: Row) -> None:
+    case, options, scope, modules, expected = MORE[name]
+    skip_without_recipe(options)
+    case = with_graphs(replace(case, overrides={**case.overrides, **options}), scope)
+    result, training = _train(case, modules, **OFFLOAD)
+    _assert_equal(result, _train(case)[0])
+    moved = training.graphed_modules
+    record_row(
+        "graph_equality",
+        case=name,
+        scope=scope,
+        modules=modules,
+        graphed_bytes=training.graphed_bytes,
+        graphed_modules=moved,
+        equal=True,
+        release=compat.release(),
+    )
+    assert expected <= moved.keys()
+
+
 @has_later_options
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("kind, scope", [("dense", ("attn", "mlp")), ("moe", ("attn",))], ids=str)
@@ -188,6 +269,32 @@ def test_pipeline_stages(kind: str, scope: tuple[str, ...], stages: str, record_
     assert [result.difference for result in results] == [None, None]
     # The last stage's backward follows at once; with two chunks, not that of its first one.
     assert graphed_bytes[0] > 0
+
+
+@has_later_options
+@pytest.mark.gpus2
+@pytest.mark.parametrize(
+    "kind, scope, sequence_parallel",
+    [("dense", (), False), ("dense", (), True), ("moe", ("attn", "moe_router"), True)],
+    ids=str,
+)
+def test_tensor_parallel_ranks(
+    kind: str, scope: tuple[str, ...], sequence_parallel: bool, record_row: Row
+) -> None:
+    """Experts are trained with sequence parallelism only: megatron-core asks for it."""
+    options = {**CASES[kind].overrides, "sequence_parallel": sequence_parallel}
+    case = replace(CASES[kind], tp=2, overrides=options)
+    results = run_ranks(2, compare, case, scope, ("qkv_linear", "core_attn"), 2)
+    graphed_bytes = [result.graphed_bytes for result in results]
+    record_row(
+        "graph_layouts",
+        case=kind,
+        scope=scope,
+        layout="TP2" + ", sequence parallel" * sequence_parallel,
+        graphed_bytes=graphed_bytes,
+    )
+    assert [result.difference for result in results] == [None, None]
+    assert min(graphed_bytes) > 0
 
 
 LARGE = ModelCase(**{**vars(DENSE), "num_layers": 8, "hidden_size": 2048, "seq_length": 8192})

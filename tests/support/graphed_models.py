@@ -132,8 +132,13 @@ class Training:
     @property
     def graphed_bytes(self) -> int:
         """What one replay of all graphs copies out."""
-        counters = self.engine.graphs.modules.values() if self.engine else ()
-        return sum(item.d2h_bytes for item in counters)
+        return sum(self.graphed_modules.values())
+
+    @property
+    def graphed_modules(self) -> dict[str, int]:
+        """The same for each module of which something is copied."""
+        modules = self.engine.graphs.modules if self.engine else {}
+        return {name: item.d2h_bytes for name, item in modules.items() if item.d2h_bytes}
 
     def _run(self, forward_only: bool) -> None:
         batches = list(micro_batches(self.case, self._num_steps, self._num_micro_batches))

@@ -105,7 +105,7 @@ def keep_empty(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
 
 
 def keep_for_pp_rank(trace: Trace, moving: Sequence[GroupKey], delta_bytes: int) -> Kept:
-    """Keep whole groups until ``pp_rank * delta_bytes`` stay.
+    """Keep whole groups until ``pp_rank * delta_bytes`` stay that would move otherwise.
 
     Passes come in the order of their backward, the groups of a pass in the order of their forward,
     as megatron-core counts them.
@@ -120,10 +120,16 @@ def keep_for_pp_rank(trace: Trace, moving: Sequence[GroupKey], delta_bytes: int)
             seen.add(step.key.chunk_pass)
             pass_order.append(step.key.chunk_pass)
     rank_of = {chunk_pass: rank for rank, chunk_pass in enumerate(pass_order)}
+    # A storage that several groups hold stays as soon as one of them does.
+    movable = {
+        index: storage.nbytes
+        for index, storage in enumerate(trace.storages)
+        if not storage.held_outside and wanted.issuperset(storage.holders)
+    }
     for key in sorted(wanted, key=lambda k: (rank_of.get(k.chunk_pass, len(rank_of)), k.group)):
         if budget <= 0:
             break
-        budget -= trace.group_nbytes(key)
+        budget -= sum(movable.pop(index, 0) for index in trace.group_by_key[key].storages)
         kept[key] = DELTA
     return kept
 

@@ -267,6 +267,12 @@ def test_delta_does_not_count_what_stays_anyway() -> None:
     assert kept == {GroupKey(0, 2): BACKWARD_FOLLOWS, GroupKey(0, 0): DELTA}
 
 
+def test_delta_does_not_count_a_storage_that_a_staying_group_holds_too() -> None:
+    trace = one_pass(Model(num_layers=4, saves={0: "a", 3: "a"}), pp_rank=1)
+    kept = keep_for_pp_rank(trace, sorted(keys(0, {0, 1, 2})), DEFAULT_NBYTES)
+    assert set(kept) == keys(0, {0, 1})
+
+
 def test_every_group_either_moves_or_stays_for_one_reason() -> None:
     model = Model(num_layers=6, saves={1: ()}, without_use=(0,))
     trace = trace_of(one_f_one_b(2, 1, 3), model, pp_rank=1)
