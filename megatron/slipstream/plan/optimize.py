@@ -16,23 +16,22 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron.slipstream.plan.limits import Bound, Limits
 from megatron.slipstream.plan.timing import Steps, Timing, arrange, replay
 from megatron.slipstream.plan.trace import GroupKey
 from megatron.slipstream.plan.workload import Job, Workload
 
-MAX_ACCURATE_GROUPS = 400
-"""Of larger iterations, only the sets that the search ends with are timed in every detail."""
+MAX_CHANGED_GROUPS = 400
+"""In larger iterations what was found is not changed group by group."""
 NUM_PEAKS = 8
 """Halvings of the range in which the lowest peak is sought."""
 RESERVES = (0.0, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
 """Which part of what could stay moves nevertheless, in sets that are tried; beside the first, one
 more group is."""
-NUM_RESERVES = 4
-"""How many of them are tried for each peak in a large iteration."""
-NUM_FINALISTS = 3
-"""How many of the sets that seem fastest in a large iteration are timed in every detail."""
+MAX_STEPS_OF_RESERVES = 40_000
+"""Steps of all the iterations that are timed for one peak within an overhead."""
 MAX_STEPS_OF_CHANGES = 60_000
 """Steps of all the iterations that are timed to find a better set than the search has."""
 NEAR = 1e-3
@@ -216,13 +215,14 @@ class _Search:
         self.limits = Limits(workload, movable)
         self._workload = workload
         self._movable = movable
-        self._is_rough = len(movable) > MAX_ACCURATE_GROUPS
+        self._is_large = len(movable) > MAX_CHANGED_GROUPS
         self._most_absent = workload.most_absent_bytes(movable)
         self._jobs = _by_time_away(workload, movable)
+        self._bundles, self._bundles_of = _bundles(workload, self._jobs)
         self._good_reserve = 0
         """Which of the reserves reached the last goal."""
         self._unit_bytes = max((job.out_bytes for job in self._jobs), default=0)
-        self._timings: dict[tuple[frozenset[GroupKey], float, bool], Timing] = {}
+        self._timings: dict[tuple[frozenset[GroupKey], float], Timing] = {}
         nothing = frozenset[GroupKey]()
         self.nothing = Choice(nothing, arrange(workload, nothing))
 
@@ -230,16 +230,12 @@ class _Search:
         """The least time for a peak that can be reached, which cannot be less than ``lower_ms``."""
         key = _by_stall(peak_bytes)
         goal_ms = lower_ms * (1 + NEAR) + MIN_STALL_MS
-        found = sorted(self._candidates(peak_bytes, goal_ms), key=key)
-        if self._is_rough:
-            sets = [choice.moving for choice in found[:NUM_FINALISTS]]
-            return min((self._choice(item, peak_bytes, accurate=True) for item in sets), key=key)
-        best = found[0]
-        return min(best, self._improved(best, peak_bytes, goal_ms), key=key)
+        best = min(self._candidates(peak_bytes, goal_ms), key=key)
+        return best if self._is_large else self._improved(best, peak_bytes, goal_ms)
 
     def lowest(self, lower_bytes: float, budget_ms: float) -> Choice:
         """The lowest peak for a time."""
-        found = [self.nothing]
+        best = self.nothing
         low, high = lower_bytes, self.nothing.timing.peak_bytes
         # Most links are fast enough for nearly the lowest peak.
         middle = min(low + 2 * self._unit_bytes, (low + high) / 2)
@@ -248,18 +244,14 @@ class _Search:
             if choice is None:
                 low = middle
             else:
-                found.append(choice)
+                best = choice
                 high = min(middle, choice.timing.peak_bytes)
             if high - low <= NEAR * high:
                 break
             middle = (low + high) / 2
-        for choice in reversed(found):
-            accurate = self._choice(choice.moving, choice.timing.peak_bytes, accurate=True)
-            if accurate.cost_ms(self._workload) <= budget_ms:
-                if not self._is_rough:
-                    accurate = self._lowered(accurate, lower_bytes, budget_ms)
-                return self._leanest(accurate, budget_ms)
-        return self.nothing
+        if not self._is_large:
+            best = self._lowered(best, lower_bytes, budget_ms)
+        return self._leanest(best, budget_ms)
 
     def _lowest_of(
         self, moving: frozenset[GroupKey], lower_bytes: float, budget_ms: float, best: Choice
@@ -280,7 +272,7 @@ class _Search:
         return best
 
     def _within(self, peak_bytes: float, budget_ms: float) -> Choice | None:
-        most = NUM_RESERVES if self._is_rough else len(RESERVES)
+        most = max(1, MAX_STEPS_OF_RESERVES // len(self._workload.trace.steps))
         for choice in itertools.islice(self._candidates(peak_bytes, budget_ms), most):
             is_low = choice.timing.peak_bytes <= peak_bytes * (1 + 1e-12)
             if is_low and choice.cost_ms(self._workload) <= budget_ms:
@@ -297,9 +289,11 @@ class _Search:
                 continue
             seen.add(moving)
             choice = self._choice(moving, peak_bytes)
-            yield choice
-            if choice.timing.stall_ms <= goal_ms and choice.timing.peak_bytes <= peak_bytes:
+            is_good = choice.timing.stall_ms <= goal_ms and choice.timing.peak_bytes <= peak_bytes
+            if is_good:
                 self._good_reserve = place
+            yield choice
+            if is_good:
                 return
 
     def _needed_for(self, peak_bytes: float, reserve: float) -> frozenset[GroupKey]:
@@ -314,12 +308,26 @@ class _Search:
         if reserve:
             spare -= self._unit_bytes
         spare[needed <= 0] = math.inf
-        staying = set()
+        staying = set[GroupKey]()
+        stored = set[int]()
         for job in self._jobs:
-            window = spare[job.commit : job.use]
-            if window.min() >= job.out_bytes:
+            added: list[int] = []
+            for number in self._bundles_of[job.key]:
+                if number in stored:  # Another holder stays, so that it stays anyway.
+                    continue
+                first, stop, nbytes = self._bundles[number]
+                window = spare[first:stop]
+                if window.min() < nbytes:
+                    break
+                window -= nbytes
+                added.append(number)
+            else:
                 staying.add(job.key)
-                window -= job.out_bytes
+                stored.update(added)
+                continue
+            for number in added:
+                first, stop, nbytes = self._bundles[number]
+                spare[first:stop] += nbytes
         return self._movable - staying
 
     def _improved(self, best: Choice, peak_bytes: float, goal_ms: float) -> Choice:
@@ -379,19 +387,16 @@ class _Search:
         for reserve in RESERVES[:2]:
             moving = self._needed_for(peak_bytes, reserve)
             if len(moving) < len(choice.moving):
-                lean = self._choice(moving, peak_bytes, accurate=True)
+                lean = self._choice(moving, peak_bytes)
                 cost_ms = lean.cost_ms(self._workload)
                 if lean.timing.peak_bytes <= peak_bytes and cost_ms <= budget_ms:
                     return lean
         return choice
 
-    def _choice(
-        self, moving: frozenset[GroupKey], limit_bytes: float, accurate: bool = False
-    ) -> Choice:
-        roughly = self._is_rough and not accurate
-        found = moving, limit_bytes, roughly
+    def _choice(self, moving: frozenset[GroupKey], limit_bytes: float) -> Choice:
+        found = moving, limit_bytes
         if found not in self._timings:
-            self._timings[found] = arrange(self._workload, moving, limit_bytes, roughly)
+            self._timings[found] = arrange(self._workload, moving, limit_bytes)
         return Choice(moving, self._timings[found])
 
 
@@ -424,6 +429,32 @@ def _affordable(
                 of_pass |= more
                 break
     return fitting_groups(workload, frozenset().union(*taken.values()))
+
+
+class _Bundle(NamedTuple):
+    """Storages that the same groups hold and that can be away at the same steps."""
+
+    first: int
+    stop: int
+    nbytes: int
+
+
+def _bundles(
+    workload: Workload, jobs: Collection[Job]
+) -> tuple[list[_Bundle], dict[GroupKey, list[int]]]:
+    """All bundles of what some jobs move, and the numbers of those that each group holds."""
+    found: dict[tuple[tuple[GroupKey, ...], int, int], list[int]] = {}
+    for item in sorted({item for job in jobs for item in job.storages}):
+        window = workload.windows[item]
+        if window is not None:
+            alike = workload.trace.storages[item].holders, window.first, window.stop
+            found.setdefault(alike, []).append(window.nbytes)
+    bundles, bundles_of = [], dict[GroupKey, list[int]]()
+    for number, ((holders, first, stop), sizes) in enumerate(found.items()):
+        bundles.append(_Bundle(first, stop, sum(sizes)))
+        for key in holders:
+            bundles_of.setdefault(key, []).append(number)
+    return bundles, bundles_of
 
 
 def _by_time_away(workload: Workload, movable: Collection[GroupKey]) -> list[Job]:

@@ -96,7 +96,6 @@ def arrange(
     workload: Workload,
     moving: Collection[GroupKey],
     limit_bytes: float = math.inf,
-    roughly: bool = False,
 ) -> Timing:
     """Decide when these groups move: without stalls, except for what the limit costs.
 
@@ -105,10 +104,8 @@ def arrange(
         moving: The groups that move.
         limit_bytes: The device peak is no higher than this if moving them can reach that at all,
             and else as low as it can.
-        roughly: Leave out that a copy out may have to wait for host memory (edge E2), which seldom
-            matters and is most of the work: for those who compare many sets.
     """
-    return _Arrangement(workload, moving, limit_bytes, roughly).run()
+    return _Arrangement(workload, moving, limit_bytes).run()
 
 
 def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
@@ -121,7 +118,7 @@ def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 class _Walk:
     """The state of an iteration up to the present step: what each action does to it."""
 
-    def __init__(self, workload: Workload, jobs: list[Job], lends_host_memory: bool = True) -> None:
+    def __init__(self, workload: Workload, jobs: list[Job]) -> None:
         self.jobs = jobs
         self.queues = CopyQueues(workload.bandwidth)
         self.absent_bytes = 0.0
@@ -145,7 +142,7 @@ class _Walk:
         """Storages that were let go while something else keeps their memory."""
         self._returned_by: dict[int, int] = {}
         """The job that brought a storage back."""
-        self._ledger = HostLedger() if lends_host_memory else None
+        self._ledger = HostLedger()
         self._buffers: dict[int, HostBuffer] = {}
         self._stalled: dict[GroupKey, float] = {}
         self._stall_ms = 0.0
@@ -176,8 +173,6 @@ class _Walk:
 
     def _borrow(self, number: int) -> Sequence[int]:
         """The copies back that have to end before a copy out gets its host memory (edge E2)."""
-        if self._ledger is None:
-            return ()
         after: dict[int, None] = {}
         for item in self.jobs[number].out_storages:
             buffer = self._ledger.borrow(self._trace.storages[item].nbytes)
@@ -220,8 +215,7 @@ class _Walk:
         returning = [item for item in job.storages if item not in self._returned_by]
         for item in returning:
             self._returned_by[item] = number
-            if self._ledger is not None:
-                self._ledger.give_back(self._buffers[item], item)
+            self._ledger.give_back(self._buffers[item], item)
         if returning:
             storages = self._trace.storages
             self.queues.add_in(number, sum(storages[item].nbytes for item in returning))
@@ -267,10 +261,9 @@ class _Arrangement:
         workload: Workload,
         moving: Collection[GroupKey],
         limit_bytes: float,
-        roughly: bool,
     ) -> None:
         jobs = workload.jobs(moving)
-        self._walk = _Walk(workload, jobs, lends_host_memory=not roughly)
+        self._walk = _Walk(workload, jobs)
         self._jobs = jobs
         self._number_of = {job.key: number for number, job in enumerate(jobs)}
         self._by_use = sorted(range(len(jobs)), key=lambda number: jobs[number].use)
