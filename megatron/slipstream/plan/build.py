@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Optional
 
@@ -26,7 +26,7 @@ from megatron.slipstream.plan.policy import (
     most_lent_bytes,
     select_groups,
 )
-from megatron.slipstream.plan.selection import keep_to_inflight_limit, may_hide, select
+from megatron.slipstream.plan.selection import Selection, keep_to_inflight_limit, may_hide, select
 from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, Trace
 from megatron.slipstream.plan.workload import Workload, is_timed
 
@@ -190,6 +190,28 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
     With ``step_ms`` and ``bandwidth`` in the trace, groups leave and return at the times that cost
     least, and a target may decide which do; without, at numbers of marks that the options give.
     """
+    staying: frozenset[int] = frozenset()
+    while True:
+        selection, storages, needed = _select(_without(trace, staying), options)
+        useless = _lingering_for_nothing(trace, storages)
+        if not useless:
+            break
+        # When the rest moves was decided for a link and host memory that these use too.
+        staying |= useless
+    planned = frozenset(storage.index for storage in storages)
+    kept_storages = _kept_storages(trace, selection.moving) | dict.fromkeys(staying, LINGERS)
+    groups = []
+    for group in trace.groups:
+        if group.key in selection.moving:
+            timing = selection.steps[group.key]
+            groups.append(_group_plan(trace, group, planned, kept_storages, timing))
+        else:
+            groups.append(GroupPlan(group.key, group.name, False, selection.kept[group.key]))
+    return Plan(trace, options, tuple(groups), storages, needed, selection.notes, selection.bound)
+
+
+def _select(trace: Trace, options: PolicyOptions) -> tuple[Selection, tuple[StoragePlan, ...], int]:
+    """Which groups and storages move, and the host memory that they need without a limit of it."""
     moving, reasons = select_groups(trace, options)
     selection = select(trace, options, moving, reasons)
     storages = _storage_plans(trace, selection.moving, selection.steps)
@@ -208,18 +230,16 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
     if inflight_limit is not None:
         selection = keep_to_inflight_limit(trace, inflight_limit, selection)
         storages = _storage_plans(trace, selection.moving, selection.steps)
-    lingering = _lingering_for_nothing(trace, storages)
-    storages = tuple(storage for storage in storages if storage.index not in lingering)
-    planned = frozenset(storage.index for storage in storages)
-    kept_storages = _kept_storages(trace, selection.moving) | dict.fromkeys(lingering, LINGERS)
-    groups = []
-    for group in trace.groups:
-        if group.key in selection.moving:
-            timing = selection.steps[group.key]
-            groups.append(_group_plan(trace, group, planned, kept_storages, timing))
-        else:
-            groups.append(GroupPlan(group.key, group.name, False, selection.kept[group.key]))
-    return Plan(trace, options, tuple(groups), storages, needed, selection.notes, selection.bound)
+    return selection, storages, needed
+
+
+def _without(trace: Trace, staying: Collection[int]) -> Trace:
+    """The trace with some storages that cannot move."""
+    storages = tuple(
+        replace(storage, held_outside=True) if index in staying else storage
+        for index, storage in enumerate(trace.storages)
+    )
+    return replace(trace, storages=storages) if staying else trace
 
 
 def _longest_loans(trace: Trace, moving: frozenset[GroupKey]) -> list[HostLoan]:
