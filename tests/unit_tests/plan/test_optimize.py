@@ -43,6 +43,7 @@ from megatron.slipstream.plan.optimize import (
 from megatron.slipstream.plan.policy import (
     BACKWARD_FOLLOWS,
     CANNOT_HIDE,
+    LINGERS,
     NO_TIME,
     NOT_NEEDED_FOR_PEAK,
     NOT_NEEDED_FOR_TARGET,
@@ -52,7 +53,7 @@ from megatron.slipstream.plan.policy import (
 from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.timing import arrange
-from megatron.slipstream.plan.trace import GroupKey, MemoryReading, StepKind, Trace
+from megatron.slipstream.plan.trace import GroupKey, MemoryReading, StepKind, StorageTrace, Trace
 from megatron.slipstream.plan.workload import Workload
 
 MB = 10**6
@@ -678,6 +679,20 @@ def passes_of_layers(seed: int) -> Trace:
     trace = trace_of(schedule, Model(num_layers=num_layers, nbytes=nbytes))
     step_ms = [rng.choice([0.0, 0.3, 1.0, 5.0]) for _ in trace.steps]
     return with_saved_bytes_as_memory(timed(trace, step_ms, rng.choice([2.0, 10.0, 30.0])), 10 * MB)
+
+
+def test_what_lingers_for_nothing_does_not_decide_when_the_rest_moves() -> None:
+    """Otherwise the rest would be timed for a copy that is not made, and cost more than allowed."""
+    trace = passes_of_layers(384)
+    first, *others = trace.storages
+
+    def plan_with(first: StorageTrace) -> Plan:
+        return build_plan(replace(trace, storages=(first, *others)), PolicyOptions())
+
+    lingers = plan_with(replace(first, lingers_until=43))
+    assert lingers.group_by_key[first.holders[0]].reason == LINGERS
+    stays = plan_with(replace(first, held_outside=True))
+    assert lingers.actions == stays.actions
 
 
 @pytest.mark.parametrize(
