@@ -171,6 +171,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
             {},
             {
                 "offloading": (("equality", '"mla"'), ("gpu", "def test_mla")),
+                "layer graphs": (("graphs, gpu", '"MLA"'),),
                 "chunk graphs": (
                     ("chunks", '"MLA": ModelCase('),
                     ("chunks, gpu", '"MLA": on_gpu('),
@@ -191,12 +192,22 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
             },
         ),
         Setting("`HybridModel` with Mamba layers", {"hybrid_layer_pattern": "M*-"}),
-        Setting("multi-token prediction", {"mtp_num_layers": 1}),
+        Setting(
+            "multi-token prediction",
+            {"mtp_num_layers": 1},
+            {
+                "offloading": (
+                    ("equality", '"multi-token prediction"'),
+                    ("gpu", "def test_layers_that_predict_further_tokens"),
+                ),
+            },
+        ),
         Setting(
             "dropout",
             {},
             {
                 "offloading": (("equality", '"dropout"'), ("gpu", '"dropout"')),
+                "layer graphs": (("graphs, gpu", '"dropout"'),),
                 "chunk graphs": (
                     ("chunks", 'ModelCase("dense", overrides=DROPOUT)'),
                     ("chunks, gpu", "on_gpu(ModelCase(), **DROPOUT)"),
@@ -236,6 +247,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
                     ("training", '"TP2"'),
                     ("gpu", '"TP2, sequence parallel"'),
                 ),
+                "layer graphs": (("graphs, gpu", "def test_tensor_parallel_ranks"),),
                 "chunk graphs": (("chunks", "def test_tensor_parallel_ranks"),),
                 "packing": (("packed batches", "def test_tensor_parallel_ranks"),),
                 "dynamic": (("sizes, graphs, gpu", '{"tp": 2}'),),
@@ -246,6 +258,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
             {"sequence_parallel": True},
             {
                 "offloading": (("gpu", '"TP2, sequence parallel, MoE"'),),
+                "layer graphs": (("graphs, gpu", "def test_tensor_parallel_ranks"),),
                 "chunk graphs": (("chunks, gpu", '"TP2, sequence parallel, experts"'),),
             },
         ),
@@ -343,6 +356,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
                 {"fp8": "hybrid", "fp8_recipe": recipe},
                 {
                     "offloading": (("gpu", "def test_fp8(recipe"),),
+                    "layer graphs": (("graphs, gpu", 'f"FP8, {name}"'),),
                     **({"chunk graphs": chunk_tests} if chunk_tests else {}),
                 },
             )
@@ -385,6 +399,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
             {},
             {
                 "offloading": (("equality", '"norms recomputed"'), ("gpu", '"recompute"')),
+                "layer graphs": (("graphs, gpu", '"norms recomputed"'),),
                 "chunk graphs": (
                     ("chunks", '"norms recomputed": ModelCase('),
                     ("chunks, gpu", '"norms recomputed": on_gpu('),
@@ -398,7 +413,8 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
                 "offloading": (
                     ("equality", '"activation function of experts recomputed"'),
                     ("gpu", '"recompute"'),
-                )
+                ),
+                "layer graphs": (("graphs, gpu", '"experts recomputed"'),),
             },
             ("chunk graphs",),
         ),

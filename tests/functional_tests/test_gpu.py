@@ -23,6 +23,8 @@ pytestmark = pytest.mark.releases
 
 TIMED_COUNTS = (2,) * 22
 GIB = 1 << 30
+ALLOCATOR_TOLERANCE = 0.01
+"""Relative, of what is allocated rather than asked for: blocks are up to 1 MiB too large."""
 
 
 def _check(case: ModelCase, modules: tuple[str, ...], counts: tuple[int, ...]) -> Any:
@@ -59,7 +61,8 @@ def test_moe(modules: tuple[str, ...]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("modules", _selections(DENSE_MODULES, fused=("mlp_norm",)), ids="+".join)
 def test_mla(modules: tuple[str, ...]) -> None:
-    _check(MLA, modules, (1, 2, 2, 1))
+    result = _check(MLA, modules, (1, 2, 2, 1))
+    assert result.peak_drop_bytes == pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
 
 
 @pytest.mark.gpu
@@ -93,26 +96,25 @@ def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
     assert result.is_timed
     if not goal:
         assert result.moved_bytes > 0
-        if case.kind != "mla":
-            planned = pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
-            assert result.peak_drop_bytes == planned
+        planned = pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
+        assert result.peak_drop_bytes == planned
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [DENSE, MOE], ids=lambda case: case.kind)
 def test_the_peak_keeps_to_the_memory_that_is_allowed(case: ModelCase) -> None:
-    """Half of what could be saved is asked for."""
+    """Half of what could be saved is asked for, so that a plan which ignores that is noticed."""
     modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
     given = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, dict(MIN_NUMEL))
-    target_bytes = given.baseline_peak_bytes - given.peak_drop_bytes // 2
+    target_bytes = given.reported_baseline_bytes - given.peak_drop_bytes // 2
     goal = {"offload_target_memory_gib": target_bytes / GIB}
     result = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, {**MIN_NUMEL, **goal})
     print(f"{case.kind} {target_bytes}: {result}; as given: {given}")
     assert result.difference is None
     assert result.is_timed
-    peak_bytes = result.baseline_peak_bytes - result.peak_drop_bytes
+    peak_bytes = result.reported_baseline_bytes - result.peak_drop_bytes
     assert peak_bytes <= target_bytes * (1 + PLAN_TOLERANCE)
-    assert result.moved_bytes > 0
+    assert 0 < result.moved_bytes < given.moved_bytes
 
 
 @pytest.mark.gpu
@@ -216,7 +218,7 @@ def _sequence_parallel(case: ModelCase) -> ModelCase:
     "case, counts",
     [
         (ModelCase(**{**vars(DENSE), "pp": 2}), (4, 4, 2, 6)),
-        (ModelCase(**{**vars(DENSE), "pp": 2, "vpp": 2, "num_layers": 4}), (4, 4, 8)),
+        (ModelCase(**{**vars(DENSE), "pp": 2, "vpp": 2, "num_layers": 4}), (4, 4, 8, 4)),
         (ModelCase(**{**vars(MOE), "pp": 2}), (4, 4, 3)),
         (ModelCase(**{**vars(MOE), "ep": 2}), (2, 2, 2)),
         (ModelCase(**{**vars(MOE), "pp": 2, "vpp": 2, "num_layers": 4}), (4,) * 14),
@@ -235,6 +237,11 @@ def test_two_ranks(case: ModelCase, counts: tuple[int, ...]) -> None:
     print(*results, sep="\n")
     assert [result.difference for result in results] == [None, None]
     assert results[0].moved_bytes > 0
+    # An iteration that began like another one is recorded without reading memory.
+    if counts[-1] == counts[0]:
+        for result in results:
+            planned = pytest.approx(result.planned_drop_bytes, rel=ALLOCATOR_TOLERANCE)
+            assert result.peak_drop_bytes == planned
 
 
 @pytest.mark.gpus2

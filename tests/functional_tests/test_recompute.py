@@ -164,9 +164,6 @@ def test_one_gpu(kind: str) -> None:
         case = chosen.case(GPU_CASES[kind])
         result = compare(0, 1, 0, case, moved, "cuda", (2, 2, 2), dict(MIN_NUMEL))
         check(chosen, result, kind)
-        if kind == "mla":  # Its peaks are some MiB off the planned ones, for a cause not found.
-            assert result.peak_drop_bytes > 0 or not result.moved_bytes, chosen
-            continue
         assert result.peak_drop_bytes == pytest.approx(
             result.planned_drop_bytes, rel=PLAN_TOLERANCE, abs=4096
         )

@@ -27,6 +27,7 @@ from benchmarks.models import (
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 
@@ -124,6 +125,8 @@ class Comparison:
     reported_drop_bytes: int = 0
     """The sum over modules in its report."""
     baseline_peak_bytes: int = 0
+    reported_baseline_bytes: int = 0
+    """The peak without the engine, by its report: with what stays, such as weights."""
     is_timed: bool = False
     """Whether the plan that was followed last is one made from times."""
     why_not: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -192,6 +195,7 @@ def compare(
         claimed_drop_bytes=claimed,
         reported_drop_bytes=manager.report.peak_drop_bytes,
         baseline_peak_bytes=baseline_peak,
+        reported_baseline_bytes=manager.report.baseline_peak_bytes,
         is_timed=manager.plan is not None and len(manager.plan.trace.step_ms) > 0,
         why_not=_reasons(manager, offload_modules),
     )
@@ -229,12 +233,28 @@ def _compiled_anew(case: ModelCase) -> Iterator[None]:
 @contextmanager
 def _counted(backend: Backend, on_cpu: bool) -> Iterator[Backend]:
     """Inside, the backend tells device memory; if asked to, also where a CPU stands for it."""
+    if use_gpu() and torch.distributed.get_world_size() == 1:
+        with patch.object(CudaBackend, "memory", _requested_memory):
+            yield backend
+        return
     if not (on_cpu and isinstance(backend, CpuBackend)):
         yield backend
         return
     with DeviceMemoryMeter() as backend.meter, _reductions_over_one_rank_skipped():
         yield backend
     backend.meter = None
+
+
+def _requested_memory(_: Backend) -> tuple[int, int]:
+    """Bytes that tensors ask for, now and at most.
+
+    torch's allocator splits no block for a rest of less than 1 MiB, and counts the whole block as
+    allocated. How many of those there are depends on what was freed before, so that the peaks of
+    two trainings differ by some MiB more or less than by what moves. What communicates counts as
+    asked for until all streams have used it, so that several ranks need the other figure.
+    """
+    stats = torch.cuda.memory_stats_as_nested_dict()["requested_bytes"]["all"]
+    return stats["current"], stats["peak"]
 
 
 @contextmanager
