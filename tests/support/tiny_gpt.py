@@ -165,13 +165,7 @@ def compare(
     initialize(case, rank, world_size, port)
     offload = dict(offload or {})
     own = {name: offload.pop(name) for name in list(offload) if name.startswith("offload_")}
-    config = make_config(case)
-    with _counted(make_backend(backend), reads_memory) as memory, _compiled_anew(case):
-        chunks = build_chunks(case, config)
-        expected = train(case, config, chunks, counts)
-        arguments = (case, config, chunks, counts[-1])
-        baseline_peak = _peak_of_one_more_step(*arguments, memory, keeps_gradients)
-        del chunks
+    expected, baseline_peak = _switched_off(case, counts, backend, reads_memory, keeps_gradients)
 
     mcore.uninstall()
     manager = mcore.install(OffloadConfig(offload_backend=backend, **own))
@@ -199,6 +193,31 @@ def compare(
         is_timed=manager.plan is not None and len(manager.plan.trace.step_ms) > 0,
         why_not=_reasons(manager, offload_modules),
     )
+
+
+_last_switched_off: dict[str, tuple[list[list[torch.Tensor]], int]] = {}
+"""What :func:`_switched_off` has returned last, by its arguments: tests compare several sets of
+modules with the same training."""
+
+
+def _switched_off(
+    case: ModelCase, counts: Sequence[int], backend: str, reads_memory: bool, keeps_gradients: bool
+) -> tuple[list[list[torch.Tensor]], int]:
+    """Train without the engine.
+
+    Returns:
+        What :func:`train` returns, and the peak of one more step in bytes.
+    """
+    key = repr((case, tuple(counts), backend, reads_memory, keeps_gradients))
+    if key not in _last_switched_off:
+        _last_switched_off.clear()
+        config = make_config(case)
+        with _counted(make_backend(backend), reads_memory) as memory, _compiled_anew(case):
+            chunks = build_chunks(case, config)
+            expected = train(case, config, chunks, counts)
+            arguments = (case, config, chunks, counts[-1], memory, keeps_gradients)
+            _last_switched_off[key] = expected, _peak_of_one_more_step(*arguments)
+    return _last_switched_off[key]
 
 
 def _reasons(manager: Any, names: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -36,6 +36,12 @@ class DeviceMemoryMeter(TorchDispatchMode):
         self._allocated_bytes = 0
         self._peak_bytes = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap each operation in a guard against compiling it, which costs as much as
+        # counting it. Nothing is compiled where the CPU stands for a device.
+        return False
+
     @property
     def allocated_bytes(self) -> int:
         """Bytes that live now."""
