@@ -21,6 +21,10 @@ import sys
 
 VARIABLE = "SLIPSTREAM_RANKS_PER_GPU"
 
+BYTES_PER_TEST = 16 << 30
+"""Device memory of a process that runs GPU tests: most take less, few up to 25 GiB. On a card with
+80 GB four side by side pass, and of eight some end with errors of NCCL, which finds no memory."""
+
 
 def ranks_per_gpu() -> int:
     """How many ranks may share a GPU.
@@ -39,6 +43,15 @@ def num_places() -> int:
     import torch
 
     return torch.cuda.device_count() * ranks_per_gpu()
+
+
+def num_tests_per_gpu() -> int:
+    """How many processes that run tests fit into the memory of the smallest GPU; at least 1."""
+    import torch
+
+    count = torch.cuda.device_count()
+    sizes = (torch.cuda.get_device_properties(gpu).total_memory for gpu in range(count))
+    return max(min(sizes, default=0) // BYTES_PER_TEST, 1)
 
 
 def share_a_gpu(num_ranks: int) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.shared_gpus import num_places
+from benchmarks.shared_gpus import num_places, num_tests_per_gpu
 
 # Without these, two runs of the same model on a GPU differ, and Transformer Engine does not hand
 # its saved tensors over. It reads both when it is imported.
@@ -41,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if num_needed > num_there:
             reason = f"needs {num_needed} GPU(s), there are {num_there}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """``-n auto`` with GPU tests: as many processes as the memory of a GPU is enough for."""
+    if "gpu" not in config.option.markexpr or not num_places():
+        return None
+    return min(os.cpu_count() or 1, num_tests_per_gpu())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

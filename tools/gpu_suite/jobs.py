@@ -34,8 +34,8 @@ VARIANT_SECONDS, TUNING_SECONDS = 100, 130
 
 
 SHARES = 12
-"""Of a GPU: what others do not disturb takes some of them, and leaves the rest to others. A test
-needs one, with 12 GiB of device memory: most take less, and few up to 25 GiB."""
+"""Of a GPU: what others do not disturb takes some of them, and leaves the rest to others. How many
+tests run side by side on them follows from the GPU's memory."""
 
 
 @dataclass(frozen=True)

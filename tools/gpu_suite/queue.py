@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Optional
 
-from benchmarks.shared_gpus import VARIABLE
+from benchmarks.shared_gpus import VARIABLE, num_tests_per_gpu
 from tools.gpu_suite.jobs import NUM_WORKERS, OUTPUT, SHARES, Job, in_order, next_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +146,8 @@ class _Queue:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         num_cores = (os.cpu_count() or 1) * job.num_gpus * job.shares // (len(self._gpus) * SHARES)
-        workers = max(min(num_cores, job.shares) // job.ranks_per_gpu, 1)
+        num_tests = num_tests_per_gpu() * job.shares // SHARES
+        workers = max(min(num_cores, num_tests) // job.ranks_per_gpu, 1)
         values = {OUTPUT: str(folder), NUM_WORKERS: str(workers)}
         with (folder / "log.txt").open("wb") as log:
             process = subprocess.Popen(

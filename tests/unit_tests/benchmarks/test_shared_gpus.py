@@ -8,12 +8,19 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import shared_gpus
-from benchmarks.shared_gpus import VARIABLE, num_places, ranks_per_gpu, take_place
+from benchmarks.shared_gpus import (
+    VARIABLE,
+    num_places,
+    num_tests_per_gpu,
+    ranks_per_gpu,
+    take_place,
+)
 
 NCCL = ("NCCL_HOSTID", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME")
 
@@ -31,6 +38,19 @@ def test_each_gpu_counts_as_often_as_ranks_may_share_it(monkeypatch: pytest.Monk
     assert (ranks_per_gpu(), num_places()) == (1, 2)
     monkeypatch.setenv(VARIABLE, "4")
     assert (ranks_per_gpu(), num_places()) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    "gib, expected", [([80], 4), ([140], 8), ([140, 80], 4), ([8], 1), ([], 1)], ids=str
+)
+def test_as_many_tests_share_a_gpu_as_the_memory_of_the_smallest_is_enough_for(
+    gib: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An H100 of "80 GB" has 79.2 GiB.
+    gpus = [SimpleNamespace(total_memory=(size << 30) - (800 << 20)) for size in gib]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    assert num_tests_per_gpu() == expected
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", ""])

@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from tools.gpu_suite import queue
 from tools.gpu_suite.command import main
 from tools.gpu_suite.jobs import NUM_WORKERS, OUTPUT, SHARES, Job
 from tools.gpu_suite.queue import RESULTS, Result, State, run_jobs
+
+
+@pytest.fixture(autouse=True)
+def _memory_for_twelve_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "num_tests_per_gpu", lambda: 12)
+
 
 NOTES = """
 import json, os, sys, time
@@ -116,12 +123,24 @@ def _wait_for_end(pid: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "num_cores, expected", [(12, [6, 12, 3]), (32, [12, 12, 6]), (1, [1, 1, 1])]
+    "num_cores, num_tests, expected",
+    [
+        (12, 12, [6, 12, 3]),
+        (32, 12, [12, 12, 6]),
+        (1, 12, [1, 1, 1]),
+        (32, 4, [4, 4, 2]),
+        (32, 1, [1, 1, 1]),
+    ],
 )
 def test_a_job_has_its_share_of_the_cores_and_of_the_memory(
-    num_cores: int, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_cores: int,
+    num_tests: int,
+    expected: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
+    monkeypatch.setattr(queue, "num_tests_per_gpu", lambda: num_tests)
     half = job("half", 1, 0.0, shares=SHARES // 2)
     run_jobs([job("one", 1, 0.0), job("pair", 2, 0.0), half], [0, 1], tmp_path, 60)
     logs = [(tmp_path / name / "log.txt").read_text() for name in ("one", "pair", "half")]
