@@ -28,7 +28,7 @@ from megatron.slipstream.plan.policy import (
 )
 from megatron.slipstream.plan.selection import Selection, keep_to_inflight_limit, may_hide, select
 from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, Trace
-from megatron.slipstream.plan.workload import Workload, is_timed
+from megatron.slipstream.plan.workload import Floats, Workload, is_timed
 
 
 class ActionKind(enum.Enum):
@@ -307,11 +307,28 @@ def _kept_storages(trace: Trace, moving: frozenset[GroupKey]) -> dict[int, str]:
 
 
 def _lingering_for_nothing(trace: Trace, storages: Sequence[StoragePlan]) -> frozenset[int]:
-    """Of those that something else holds for a while, the ones whose moving lowers no peak."""
+    """Of those that something else holds for a while, the ones whose moving lowers no peak.
+
+    Neither with the gradients that the iteration allocated nor without them: whether they stay from
+    then on is not known yet, and the peak may lie elsewhere if they do.
+    """
     lingering = [item for item in storages if item.gone_step(trace) > item.free_step]
     if not lingering:
         return frozenset()
-    present = Workload(trace).present_bytes.copy()
+    workload = Workload(trace)
+    useless = frozenset(item.index for item in lingering)
+    for present in (workload.present_bytes, workload.present_beside_gradients_bytes):
+        if present is not None:
+            useless &= _lowering_no_peak(trace, storages, lingering, present.copy())
+    return useless
+
+
+def _lowering_no_peak(
+    trace: Trace,
+    storages: Sequence[StoragePlan],
+    lingering: Sequence[StoragePlan],
+    present: Floats,
+) -> frozenset[int]:
     for item in storages:
         present[item.gone_step(trace) : item.h2d_step] -= item.nbytes
     peak_bytes = present.max()

@@ -52,11 +52,11 @@ def present_bytes(plan: Plan, resident_gradient_bytes: int = 0) -> Floats:
         plan: For its trace.
         resident_gradient_bytes: Gradients that are there all the time: [Note: Gradients that stay].
     """
-    memory = plan.trace.memory
-    if not resident_gradient_bytes or not any(item.peak_beside_gradients_bytes for item in memory):
-        return Workload(plan.trace).present_bytes
-    beside = [item.peak_beside_gradients_bytes + item.absent_bytes for item in memory]
-    return np.array(beside, float) + resident_gradient_bytes
+    workload = Workload(plan.trace)
+    beside = workload.present_beside_gradients_bytes
+    if not resident_gradient_bytes or beside is None:
+        return workload.present_bytes
+    return beside + resident_gradient_bytes
 
 
 def peak_drop(plan: Plan, resident_gradient_bytes: int = 0) -> PeakDrop:

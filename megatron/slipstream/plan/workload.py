@@ -125,6 +125,15 @@ class Workload:
             return np.array([item.peak_bytes + item.absent_bytes for item in memory], float)
         return np.array(saved_bytes(self.trace), float)
 
+    @cached_property
+    def present_beside_gradients_bytes(self) -> Floats | None:
+        """The same without the gradients that there were by then; None if these are unknown."""
+        memory = self.trace.memory
+        if not any(item.peak_beside_gradients_bytes for item in memory):
+            return None
+        beside = [item.peak_beside_gradients_bytes + item.absent_bytes for item in memory]
+        return np.array(beside, float)
+
     def moving_storages(self, moving: Collection[GroupKey]) -> list[int]:
         """The storages that can move if exactly these groups do."""
         wanted = set(moving)
