@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.releases
-
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "run_builtin_tests.py"
 TESTS = Path("tests/unit_tests/pipeline_parallel/test_fine_grained_activation_offloading.py")
