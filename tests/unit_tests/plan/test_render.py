@@ -10,6 +10,7 @@ import pytest
 from make_trace import Model, one_f_one_b, one_pass, trace_of
 
 from megatron.slipstream.plan.build import GroupPlan, Plan, build_plan
+from megatron.slipstream.plan.limits import Bound
 from megatron.slipstream.plan.policy import BACKWARD_FOLLOWS, NO_TIME, PolicyOptions
 from megatron.slipstream.plan.render import LEGEND, format_bytes, render_plan
 from megatron.slipstream.plan.trace import MemoryReading, StepKind, Trace
@@ -128,6 +129,25 @@ def test_the_summary_shows_the_peaks_where_memory_was_read() -> None:
     trace = dataclasses.replace(one_pass(model), memory=memory)
     last = render_plan(build_plan(trace, PolicyOptions())).split("\n")[-1]
     assert "device peak 300.0 MiB -> 200.0 MiB (100.0 MiB less)" in last
+
+
+@pytest.mark.parametrize(
+    "bound, text",
+    [
+        (
+            Bound("peak_bytes", lower=3 << 29, reached=2 << 30),
+            "predicted peak 2.0 GiB; no plan within the overhead can be below 1.5 GiB",
+        ),
+        (
+            Bound("stall_ms", lower=0.25, reached=1.5),
+            "predicted wait for copies 1.500 ms; no plan with that peak can wait less than "
+            "0.250 ms",
+        ),
+    ],
+)
+def test_how_far_the_best_plan_may_be_is_shown(bound: Bound, text: str) -> None:
+    plan = dataclasses.replace(build_plan(FOUR_LAYERS, PolicyOptions()), bound=bound)
+    assert render_plan(plan).split("\n")[-1] == text
 
 
 def test_an_empty_plan_can_be_drawn() -> None:
