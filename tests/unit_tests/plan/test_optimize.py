@@ -727,6 +727,29 @@ def test_how_much_moves_beside_what_the_peak_asks_for_is_tried(
     assert peak(for_time(trace, percent)) == peak_mb_without * MB
 
 
+def few_layers(seed: int) -> Trace:
+    """One pass of random layers of one group each, few enough to try all sets of them."""
+    rng = random.Random(seed)
+    num_layers = rng.randint(4, 9)
+    nbytes = {f"own {group}": rng.randint(1, 64) * MB for group in range(num_layers)}
+    trace = one_pass(Model(num_layers=num_layers, nbytes=nbytes))
+    step_ms = [rng.choice([0.0, 0.3, 1.0, 5.0]) for _ in trace.steps]
+    return with_saved_bytes_as_memory(timed(trace, step_ms, rng.choice([2.0, 10.0, 30.0])), 10 * MB)
+
+
+@pytest.mark.parametrize("seed", [22, 45])
+def test_where_there_are_few_groups_every_set_of_them_is_tried(seed: int) -> None:
+    # Group by group, the search ends at 81 ms instead of 49, and at 0.1 instead of 0.
+    workload = Workload(few_layers(seed))
+    movable = fitting_groups(workload, [group.key for group in workload.trace.groups])
+    target = 0.7 * float(workload.present_bytes.max())
+    choice, _ = choose_for_memory(workload, movable, target)
+    timings = [arrange(workload, subset, target) for subset in subsets(movable)]
+    best_ms = min(timing.stall_ms for timing in timings if timing.peak_bytes <= target)
+    assert choice.timing.peak_bytes <= target
+    assert choice.timing.stall_ms == pytest.approx(best_ms, rel=1e-3, abs=1e-6)
+
+
 def deepseek_v3(rank: int, num_micro_batches: int) -> Trace:
     """The deep pipeline of docs/user-guide/planning.md, without the model's state."""
     fields = load_hub_config(EXAMPLE_MODELS / "deepseek_v3.json").fields
