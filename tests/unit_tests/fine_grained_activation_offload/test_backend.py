@@ -137,6 +137,20 @@ def test_memory_is_known_only_with_a_meter() -> None:
     assert backend.memory() == (10, 20)
 
 
+def test_a_peak_goes_on_where_the_meters_begins_again() -> None:
+    backend = CpuBackend()
+    assert (backend.begin_peak(), backend.peak_bytes()) == (0, 0)
+    backend.meter = meter = FakeMeter()
+    assert (backend.begin_peak(), backend.peak_bytes()) == (10, 10)
+    meter.peak_bytes = 30
+    backend.reset_peak_memory()
+    assert backend.memory() == (10, 10)
+    assert backend.peak_bytes() == 30
+    meter.peak_bytes = 40
+    assert backend.peak_bytes() == 40
+    assert (backend.begin_peak(), backend.peak_bytes()) == (10, 10)
+
+
 @pytest.mark.parametrize("backend_type", [CpuBackend, LazyCpuBackend], ids=lambda kind: kind.name)
 def test_host_buffers_are_kept_out_of_the_meter(backend_type: type[CpuBackend]) -> None:
     backend = backend_type()

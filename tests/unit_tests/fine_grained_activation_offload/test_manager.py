@@ -20,6 +20,7 @@ from toy_model import (
     run_schedule,
 )
 
+from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
@@ -201,7 +202,9 @@ def test_a_restart_after_an_exception_is_logged(
     assert "starting afresh" in caplog.text
 
 
-def test_a_forward_whose_backward_never_comes_does_not_disturb_others(backend: str) -> None:
+def test_a_forward_whose_backward_never_comes_does_not_disturb_others(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
     chunks = make_chunks(1)
     x = micro_batch(0)
     chunks[0](x, None).square().sum().backward()
@@ -220,6 +223,7 @@ def test_a_forward_whose_backward_never_comes_does_not_disturb_others(backend: s
         assert x.grad is not None
         assert expected is not None
         assert torch.equal(x.grad, expected)
+    assert "starting afresh" not in caplog.text, "the other pass waits for its backward"
 
 
 def test_suspended_marks_do_nothing(backend: str) -> None:
@@ -363,6 +367,21 @@ def test_what_is_held_outside_stays_once_that_is_known(backend: str) -> None:
     assert "an operation outside the chosen modules holds it" in manager.report.plan
 
 
+def test_what_is_known_to_be_held_outside_stays_without_a_plan_too(backend: str) -> None:
+    chunk = make_chunks(1)[0]
+    manager = make_manager(backend)
+    for num_passes in (1, 2):
+        outputs = []
+        for _ in range(num_passes):
+            outputs.append(_forward_that_keeps_results(chunk, manager))
+            manager.mark_gradient(StepKind.BACKWARD_START, [outputs[-1]])
+        for output in outputs:
+            output.sum().backward()
+        manager.reset()
+        assert manager.report.num_plans == num_passes, "one for each number of passes"
+        assert (manager.report.total.d2h_copies > 0) is (num_passes == 1)
+
+
 @pytest.mark.parametrize("has_head", [False, True], ids=["first stage", "last stage"])
 def test_what_the_last_groups_saved_is_learnt_too(backend: str, has_head: bool) -> None:
     """In the recorded iteration nothing that comes after them pushes them out."""
@@ -434,6 +453,32 @@ def test_fraction_zero_moves_nothing_after_recording(backend: str) -> None:
         manager.reset()
     assert manager.report.total.d2h_copies == 0
     assert "activation_offload_fraction keeps it" in manager.report.plan
+
+
+def test_what_groups_save_that_stay_is_not_looked_at(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (chunk,) = make_chunks(1)
+    manager = make_manager(backend, activation_offload_fraction=0.5)
+    looked_at = set()
+    save = manager.store.save
+
+    def watching(group: OffloadTensorGroup, tensor: torch.Tensor) -> object:
+        looked_at.add(group.key)
+        return save(group, tensor)
+
+    monkeypatch.setattr(manager.store, "save", watching)
+    for _ in range(2):
+        looked_at.clear()
+        manager.init_model_chunk_offload_handler(0, None, 0, 1, 0, 0.5)
+        y = micro_batch(0)
+        for layer in chunk.layers:
+            y = layer(y, manager)
+        y.sum().backward()
+        manager.reset()
+    assert manager.plan is not None
+    assert looked_at == {group.key for group in manager.plan.groups if group.moves}
+    assert 0 < len(looked_at) < len(manager.plan.groups)
 
 
 def test_what_a_layer_has_marked_stays(backend: str) -> None:

@@ -67,6 +67,16 @@ def test_notes_of_the_plan_are_in_the_report() -> None:
     assert manager.report.notes == list(manager.plan.notes) != []
 
 
+@pytest.mark.parametrize("backend, is_told", [(CpuBackend, True), (TimedBackend, False)])
+def test_that_an_option_wants_times_is_told_where_none_will_come(
+    backend: type[CpuBackend], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = PipelineOffloadManager(backend(), PolicyOptions(max_overhead_percent=1.0))
+    train(manager, "accumulation")
+    assert "no times" in manager.report.notes[0]
+    assert ("no times" in caplog.text) is is_told
+
+
 def test_times_of_steps_are_those_of_the_iteration_that_was_timed() -> None:
     manager = PipelineOffloadManager(TimedBackend())
     train(manager, *["accumulation"] * (1 + NUM_WARMUPS))

@@ -31,6 +31,18 @@ class TimedAdversary(TimedBackend, LazyCpuBackend):
     """The same, with copies that run as late as the waits allow."""
 
 
+class CountingBackend(TimedBackend):
+    """Counts how often the time is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_events = 0
+
+    def timed_event(self, stream: Stream) -> Event:
+        self.num_events += 1
+        return super().timed_event(stream)
+
+
 class ScriptedBackend(CpuBackend):
     """Each event is at the next of the given times."""
 
@@ -115,6 +127,20 @@ def test_what_the_device_has_not_ended_is_read_later() -> None:
     backend.has_come = True
     run_schedule(chunks, SCHEDULES["accumulation"], manager)
     assert len(manager.plan.trace.step_ms) == len(manager.plan.trace.steps)
+
+
+def test_once_plans_are_settled_nothing_is_timed() -> None:
+    chunks = make_chunks(1)
+    backend = CountingBackend()
+    manager = PipelineOffloadManager(backend)
+    for _ in range(4 * (NUM_WARMUPS + NUM_TIMED)):
+        run_schedule(chunks, SCHEDULES["accumulation"], manager)
+    assert manager.is_settled
+    assert manager.report.total.d2h_copies > 0
+    assert backend.num_events > 0
+    backend.num_events = 0
+    run_schedule(chunks, SCHEDULES["accumulation"], manager)
+    assert backend.num_events == 0
 
 
 def test_an_iteration_that_departs_is_not_taken_for_its_plans_time() -> None:
