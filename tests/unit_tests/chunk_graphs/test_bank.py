@@ -289,6 +289,16 @@ def test_graphs_in_use_are_not_deleted() -> None:
     training.bank.delete()
 
 
+def test_at_the_end_of_a_training_graphs_of_all_sizes_go_though_they_are_in_use() -> None:
+    log: list[str] = []
+    training = trained(2, ["FB"], offloading=_Offloading(log))
+    training.begin_iteration()
+    training.forward(2)
+    training.bank.close()
+    assert log == ["made"] * 6 + ["closed"] * 6
+    assert not any(graphs.is_captured for graphs in of_size(training).values())
+
+
 class _FailsAt(ImitatedGraphs):
     """Cannot record any more after so many times."""
 

@@ -299,6 +299,33 @@ def test_a_chunk_returns_hidden_states_only() -> None:
         graphs.begin_iteration()
 
 
+class _Watched(ImitatedGraphs):
+    """Notes how often a module has been run before each graph is recorded."""
+
+    module: ToyChunk
+
+    def __init__(self) -> None:
+        self.num_runs: list[int] = []
+
+    def measure(self, work: Any) -> Cost:
+        self.num_runs.append(self.module.num_runs)
+        return super().measure(work)
+
+    def record(self, work: Any, pool: Any) -> Any:
+        self.num_runs.append(self.module.num_runs)
+        return super().record(work, pool)
+
+
+def test_what_is_captured_has_been_run_and_then_measured() -> None:
+    """What happens on first use can't be captured, and is no part of what a pass takes."""
+    backend = _Watched()
+    training = Training(1, backend=backend)
+    backend.module = training.module
+    training.iteration("FB")
+    training.begin_iteration()
+    assert backend.num_runs == [2, 3, 4]
+
+
 class _Small(ImitatedGraphs):
     """A device on which a slot takes 1 GiB and 2.5 GiB are free."""
 

@@ -24,6 +24,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import OffloadTen
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
+from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.plan.trace import StepKind
 
 BACKENDS = ["cpu", "cpu-lazy"]
@@ -479,6 +480,28 @@ def test_what_groups_save_that_stay_is_not_looked_at(
     assert manager.plan is not None
     assert looked_at == {group.key for group in manager.plan.groups if group.moves}
     assert 0 < len(looked_at) < len(manager.plan.groups)
+
+
+def test_all_that_is_being_copied_out_can_be_released_at_once(backend: str) -> None:
+    (chunk,) = make_chunks(1)
+    manager = make_manager(backend, release_lag=2)
+    x = micro_batch(0)
+    chunk(x, None).square().sum().backward()
+    expected, x.grad = x.grad, None
+    loss = chunk(x, manager).square().sum()
+
+    def residences() -> set[Residence]:
+        groups = manager._now.groups.values()
+        return {storage.residence for group in groups for storage in group.storages()}
+
+    assert residences() == {Residence.LEAVING, Residence.HOST}
+    manager.release_all()
+    assert residences() == {Residence.HOST}
+    loss.backward()
+    manager.reset()
+    assert expected is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
 
 
 def test_what_a_layer_has_marked_stays(backend: str) -> None:

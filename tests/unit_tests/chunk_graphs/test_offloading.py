@@ -1,0 +1,156 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What is entered while a slot is captured: it moves what was planned, in the place's host memory.
+
+Nothing is captured here: a pass is run in the same order, on the imitated devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Optional
+
+import pytest
+import torch
+from toy_model import all_equal, make_chunks, make_manager, micro_batch
+
+from megatron.slipstream.chunk_graphs.offloading import (
+    ChunkOffloading,
+    SlotOffloading,
+    share_of_host_memory,
+)
+from megatron.slipstream.chunk_graphs.places import Place
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+
+
+class Rig:
+    """Layers whose marks go to the engine that is entered."""
+
+    def __init__(self, backend: str) -> None:
+        (self.chunk,) = make_chunks(1)
+        self.engines: list[PipelineOffloadManager] = []
+        """Those that were made."""
+        self._backend = backend
+        self._engine: Optional[PipelineOffloadManager] = None
+        self._x = micro_batch(0)
+        self.offloading = ChunkOffloading(self._make_engine, self._begin_pass, self._marks_go_to)
+
+    def _make_engine(self) -> PipelineOffloadManager:
+        self.engines.append(make_manager(self._backend))
+        return self.engines[-1]
+
+    @staticmethod
+    def _begin_pass(engine: PipelineOffloadManager) -> None:
+        engine.init_model_chunk_offload_handler(0, None, None, 1)
+
+    @contextlib.contextmanager
+    def _marks_go_to(self, engine: PipelineOffloadManager) -> Iterator[None]:
+        self._engine = engine
+        try:
+            yield
+        finally:
+            self._engine = None
+
+    def forward(self, num_layers: int = 3) -> torch.Tensor:
+        self.chunk.zero_grad()
+        y = self._x = micro_batch(0)
+        for layer in self.chunk.layers[:num_layers]:
+            y = layer(y, self._engine)
+        return y.square().sum()
+
+    def gradients(self) -> list[Optional[torch.Tensor]]:
+        return [self._x.grad, *(parameter.grad for parameter in self.chunk.parameters())]
+
+    def run(self) -> None:
+        self.forward().backward()
+
+    def plan(self) -> None:
+        with self.offloading.planning(self.run) as run:
+            run()
+
+
+@pytest.fixture(params=["cpu", "cpu-lazy"])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    rig = Rig(request.param)
+    rig.plan()
+    return rig
+
+
+def test_a_pass_in_a_slot_moves_what_was_planned_and_nothing_else_changes(rig: Rig) -> None:
+    rig.run()
+    expected = [gradient.clone() for gradient in rig.gradients() if gradient is not None]
+    slot = rig.offloading.make_slot(Place(None))
+    moved_bytes = rig.offloading.moved_bytes
+    assert slot.host_bytes == rig.offloading.host_bytes >= moved_bytes > 0
+    engine = rig.engines[-1]
+    for _ in range(2):
+        with slot.forward():
+            loss = rig.forward()
+        counters = engine.store.modules.values()
+        assert sum(module.d2h_bytes for module in counters) == moved_bytes
+        groups = engine._now.groups.values()
+        storages = {storage for group in groups for storage in group.storages()}
+        left = [storage for storage in storages if storage.residence is not Residence.DEVICE]
+        assert {storage.residence for storage in left} == {Residence.HOST}
+        assert sum(storage.nbytes for storage in left) == moved_bytes, "all that moves"
+        del groups, storages, left
+        with slot.backward():
+            loss.backward()
+        actual = [gradient for gradient in rig.gradients() if gradient is not None]
+        assert all_equal(expected, actual)
+        assert engine.store.host_pool.lent_bytes == 0
+    assert engine.report.num_iterations == 0, "nothing is learned from it"
+
+
+def test_a_pass_that_does_not_go_as_planned_is_refused(rig: Rig) -> None:
+    slot = rig.offloading.make_slot(Place(None))
+
+    def one_layer_more() -> None:
+        with slot.forward():
+            rig.forward()
+            rig.forward(num_layers=1)
+
+    with pytest.raises(RuntimeError, match="of a captured pass is"):
+        one_layer_more()
+
+
+def test_slots_in_one_place_share_its_host_memory_and_the_last_one_returns_it(rig: Rig) -> None:
+    place, other = Place(None), Place(None)
+    slots = [rig.offloading.make_slot(place) for _ in range(2)]
+    of_one = rig.offloading.host_bytes
+    assert slots[0].host_bytes == slots[1].host_bytes == of_one
+    elsewhere = rig.offloading.make_slot(other)
+    assert rig.offloading.host_bytes == 2 * of_one
+    slots[0].close()
+    pool = place.host_pool
+    assert pool is not None
+    assert pool.allocated_bytes == of_one
+    slots[1].close()
+    assert place.host_pool is None
+    assert pool.allocated_bytes == 0
+    assert elsewhere.host_bytes == of_one, "another place keeps its own"
+
+
+def test_a_slot_without_a_plan_moves_nothing() -> None:
+    rig = Rig("cpu")
+    slot = rig.offloading.make_slot(Place(None))
+    assert isinstance(slot, SlotOffloading)
+    with slot.forward():
+        loss = rig.forward()
+    with slot.backward():
+        loss.backward()
+    assert rig.engines[-1].store.modules == {}
+    assert rig.offloading.host_bytes == 0
+    slot.close()
+
+
+@pytest.mark.parametrize(
+    "limit_bytes, held_bytes, expected", [(None, 5, None), (1000, 100, 200), (1000, 1100, 0)]
+)
+def test_all_slots_together_keep_to_a_limit_of_host_memory(
+    limit_bytes: Optional[int], held_bytes: int, expected: Optional[int]
+) -> None:
+    # An eighth more than the plan needs is held.
+    assert share_of_host_memory(limit_bytes, held_bytes, 4) == expected
