@@ -10,7 +10,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from make_trace import Model, interleaved, keys, one_f_one_b, one_pass, trace_of
+from make_trace import Model, interleaved, keys, one_f_one_b, one_pass, timed, trace_of
 
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.check import check_plan
@@ -68,6 +68,15 @@ def test_the_groups_whose_backward_comes_soonest_stay(num_fitting: int, spare_by
     assert limited.num_kept_for_host_memory == 7 - num_fitting
     assert limited.peak_host_bytes == num_fitting * BUFFER
     assert limited.needed_host_bytes == 7 * BUFFER
+
+
+def test_a_timed_plan_keeps_to_the_limit_too() -> None:
+    trace = timed(EIGHT_LAYERS, 1.0, 1.0)
+    assert plan(trace, None).peak_host_bytes > 3 * BUFFER
+    limited = plan(trace, 3 * BUFFER)
+    check_plan(limited)
+    assert 0 < limited.peak_host_bytes <= 3 * BUFFER
+    assert kept(limited)
 
 
 def test_host_memory_is_counted_in_whole_buffers() -> None:
