@@ -65,12 +65,12 @@ def test_as_much_moves_as_fits() -> None:
 
 def test_where_bytes_cost_time_fewer_bytes_move_and_not_only_fewer_groups() -> None:
     # By groups the largest three would be tried next, and be too dear, and then nothing would move.
-    engine = Engine(HostBound(copy_ms=0.0, ms_per_kib=0.25), 30.0)
+    engine = Engine(HostBound(copy_ms=0.0, ms_per_kib=0.25), 35.0)
     train(engine)
     dear, kept = engine.report.tried
     assert dear.percent > 150.0
-    assert 0 < kept.percent <= 30.0
-    assert kept.moved_bytes / dear.moved_bytes <= 30.0 / dear.percent
+    assert 0 < kept.percent <= 35.0
+    assert kept.moved_bytes / dear.moved_bytes <= 35.0 / dear.percent
     assert engine.is_settled
     assert engine.num_moving == kept.num_groups_moved > 0
 
