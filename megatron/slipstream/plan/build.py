@@ -190,14 +190,12 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
     With ``step_ms`` and ``bandwidth`` in the trace, groups leave and return at the times that cost
     least, and a target may decide which do; without, at numbers of marks that the options give.
     """
+    selection, storages, needed = _select(trace, options)
     staying: frozenset[int] = frozenset()
-    while True:
-        selection, storages, needed = _select(_without(trace, staying), options)
-        useless = _lingering_for_nothing(trace, storages)
-        if not useless:
-            break
+    while useless := _lingering_for_nothing(trace, storages):
         # When the rest moves was decided for a link and host memory that these use too.
         staying |= useless
+        selection, storages, _ = _select(_without(trace, staying), options)
     planned = frozenset(storage.index for storage in storages)
     kept_storages = _kept_storages(trace, selection.moving) | dict.fromkeys(staying, LINGERS)
     groups = []

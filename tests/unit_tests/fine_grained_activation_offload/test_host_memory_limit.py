@@ -125,7 +125,7 @@ def test_one_warning_names_limit_need_and_how_many_stay(
     assert "offload_host_memory_limit_bytes=61440 (60.0 KiB)" in warning
     assert "240.0 KiB" in warning
     assert "rank 3" in warning
-    assert "24 of 30 groups stay" in warning
+    assert "22 of 30 groups stay" in warning
     assert "raise the limit" in warning
 
 

