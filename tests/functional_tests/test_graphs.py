@@ -115,12 +115,23 @@ def test_graphs_and_offloading(
     attention_is_graphed = not scope or "attn" in scope
     in_attention = {"qkv_linear", "core_attn"} & set(modules)
     assert (training.graphed_bytes > 0) >= bool(attention_is_graphed and in_attention)
+    _record_equality(record_row, kind, scope, modules, training)
+
+
+def _record_equality(
+    record_row: Row,
+    case: str,
+    scope: tuple[str, ...],
+    modules: tuple[str, ...],
+    training: Training,
+) -> None:
     record_row(
         "graph_equality",
-        case=kind,
+        case=case,
         scope=scope,
         modules=modules,
         graphed_bytes=training.graphed_bytes,
+        graphed_modules=training.graphed_modules,
         equal=True,
         release=compat.release(),
     )
@@ -190,18 +201,8 @@ def test_more_models_and_options(name: str, record_row: Row) -> None:
     case = with_graphs(replace(case, overrides={**case.overrides, **options}), scope)
     result, training = _train(case, modules, **OFFLOAD)
     _assert_equal(result, _train(case)[0])
-    moved = training.graphed_modules
-    record_row(
-        "graph_equality",
-        case=name,
-        scope=scope,
-        modules=modules,
-        graphed_bytes=training.graphed_bytes,
-        graphed_modules=moved,
-        equal=True,
-        release=compat.release(),
-    )
-    assert expected <= moved.keys()
+    _record_equality(record_row, name, scope, modules, training)
+    assert expected <= training.graphed_modules.keys()
 
 
 @has_later_options

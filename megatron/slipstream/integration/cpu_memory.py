@@ -23,9 +23,8 @@ class DeviceMemoryMeter(TorchDispatchMode):
 
     Limits: one thread, the one that entered it (autograd on the CPU runs there as well). A storage
     that is resized in place keeps the size it had when it was created, unless :meth:`note_size` is
-    called. What gloo reduces or gathers
-    lives for a tenth of a millisecond longer, held by a thread of gloo's: a peak may be higher by
-    that. Costs some ten microseconds per operation.
+    called. What gloo reduces or gathers lives for a tenth of a millisecond longer, held by a thread
+    of gloo's: a peak may be higher by that. Costs some ten microseconds per operation.
     """
 
     def __init__(self) -> None:

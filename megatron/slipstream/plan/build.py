@@ -237,7 +237,7 @@ def _without(trace: Trace, staying: Collection[int]) -> Trace:
         replace(storage, held_outside=True) if index in staying else storage
         for index, storage in enumerate(trace.storages)
     )
-    return replace(trace, storages=storages) if staying else trace
+    return replace(trace, storages=storages)
 
 
 def _longest_loans(trace: Trace, moving: frozenset[GroupKey]) -> list[HostLoan]:

@@ -16,12 +16,11 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from megatron.slipstream.plan.limits import Bound, Limits
 from megatron.slipstream.plan.timing import Steps, Timing, arrange, replay
 from megatron.slipstream.plan.trace import GroupKey
-from megatron.slipstream.plan.workload import Job, Workload
+from megatron.slipstream.plan.workload import Job, Window, Workload
 
 MAX_CHANGED_GROUPS = 400
 """In larger iterations what was found is not changed group by group."""
@@ -317,19 +316,19 @@ class _Search:
             for number in self._bundles_of[job.key]:
                 if number in stored:  # Another holder stays, so that it stays anyway.
                     continue
-                first, stop, nbytes = self._bundles[number]
-                window = spare[first:stop]
-                if window.min() < nbytes:
+                bundle = self._bundles[number]
+                window = spare[bundle.first : bundle.stop]
+                if window.min() < bundle.nbytes:
                     break
-                window -= nbytes
+                window -= bundle.nbytes
                 added.append(number)
             else:
                 staying.add(job.key)
                 stored.update(added)
                 continue
             for number in added:
-                first, stop, nbytes = self._bundles[number]
-                spare[first:stop] += nbytes
+                bundle = self._bundles[number]
+                spare[bundle.first : bundle.stop] += bundle.nbytes
         return self._movable - staying
 
     def _improved(self, best: Choice, peak_bytes: float, goal_ms: float) -> Choice:
@@ -433,27 +432,24 @@ def _affordable(
     return fitting_groups(workload, frozenset().union(*taken.values()))
 
 
-class _Bundle(NamedTuple):
-    """Storages that the same groups hold and that can be away at the same steps."""
-
-    first: int
-    stop: int
-    nbytes: int
-
-
 def _bundles(
     workload: Workload, jobs: Collection[Job]
-) -> tuple[list[_Bundle], dict[GroupKey, list[int]]]:
-    """All bundles of what some jobs move, and the numbers of those that each group holds."""
-    found: dict[tuple[tuple[GroupKey, ...], int, int], list[int]] = {}
+) -> tuple[list[Window], dict[GroupKey, list[int]]]:
+    """What some jobs move, storages that the same groups hold for the same steps taken together.
+
+    Returns:
+        The window of each bundle, and the numbers of the bundles that each group holds.
+    """
+    found: dict[tuple[tuple[GroupKey, ...], int, int], list[Window]] = {}
     for item in sorted({item for job in jobs for item in job.storages}):
         window = workload.windows[item]
         if window is not None:
             alike = workload.trace.storages[item].holders, window.first, window.stop
-            found.setdefault(alike, []).append(window.nbytes)
+            found.setdefault(alike, []).append(window)
     bundles, bundles_of = [], dict[GroupKey, list[int]]()
-    for number, ((holders, first, stop), sizes) in enumerate(found.items()):
-        bundles.append(_Bundle(first, stop, sum(sizes)))
+    for number, ((holders, _, _), windows) in enumerate(found.items()):
+        nbytes = sum(window.nbytes for window in windows)
+        bundles.append(replace(windows[0], nbytes=nbytes))
         for key in holders:
             bundles_of.setdefault(key, []).append(number)
     return bundles, bundles_of

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from model_options import VALID_MODEL
 
 from megatron.slipstream.config import (
     MODEL_RULES,
@@ -62,20 +63,7 @@ BREAKS_MODEL_RULE: list[dict[str, Any]] = [
 
 def model_facts(**changed: Any) -> SimpleNamespace:
     """Give megatron-core's options as a valid model with offloading on has them."""
-    facts = {
-        "fine_grained_activation_offloading": True,
-        "offload_modules": ["core_attn", "attn_proj"],
-        "num_moe_experts": None,
-        "activation_offload_fraction": 1.0,
-        "min_offloaded_tensor_size": 1024 * 1024,
-        "delta_offload_bytes_across_pp_ranks": 0,
-        "recompute_granularity": None,
-        "cpu_offloading": False,
-        "cuda_graph_impl": "none",
-        "cuda_graph_modules": [],
-        "cuda_graph_warmup_steps": 3,
-    }
-    return SimpleNamespace(**(facts | changed))
+    return SimpleNamespace(**{**VALID_MODEL, **changed})
 
 
 def broken_rules(rules: tuple[Rule, ...], facts: Any) -> list[int]:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from model_options import VALID_MODEL
 
 from megatron.slipstream.chunk_graphs.options import CHUNK_GRAPH_RULES, check_chunk_graphs
 from megatron.slipstream.config import (
@@ -40,20 +41,10 @@ MODEL: dict[str, Any] = {
     **dataclasses.asdict(OffloadConfig()),
     **dataclasses.asdict(PackingOptions()),
     **dataclasses.asdict(DynamicContextParallelOptions()),
-    "fine_grained_activation_offloading": True,
-    "offload_modules": ["core_attn", "attn_proj"],
-    "num_moe_experts": None,
-    "activation_offload_fraction": 1.0,
-    "min_offloaded_tensor_size": 1024 * 1024,
-    "delta_offload_bytes_across_pp_ranks": 0,
+    **VALID_MODEL,
     "fine_grained_offloading_max_inflight_offloads": None,
     "delay_offload_until_cuda_graph": False,
-    "recompute_granularity": None,
-    "cpu_offloading": False,
-    "cuda_graph_impl": "none",
     "cuda_graph_granularity": "layer",
-    "cuda_graph_modules": [],
-    "cuda_graph_warmup_steps": 3,
     "seq_length": 128,
     "micro_batch_size": 1,
     "context_parallel_size": 1,

@@ -64,13 +64,13 @@ def test_as_much_moves_as_fits() -> None:
 
 
 def test_where_bytes_cost_time_fewer_bytes_move_and_not_only_fewer_groups() -> None:
-    # By groups the largest three would be tried next, and be too dear, and then nothing would move.
+    # By groups the largest three would be tried next and exceed the limit, so that nothing moves.
     engine = Engine(HostBound(copy_ms=0.0, ms_per_kib=0.25), 35.0)
     train(engine)
-    dear, kept = engine.report.tried
-    assert dear.percent > 150.0
+    refused, kept = engine.report.tried
+    assert refused.percent > 150.0
     assert 0 < kept.percent <= 35.0
-    assert kept.moved_bytes / dear.moved_bytes <= 35.0 / dear.percent
+    assert kept.moved_bytes / refused.moved_bytes <= 35.0 / refused.percent
     assert engine.is_settled
     assert engine.num_moving == kept.num_groups_moved > 0
 

@@ -442,16 +442,21 @@ def test_a_commit_without_a_start_is_ignored(backend: str) -> None:
     assert manager.report.num_iterations == 0
 
 
+def run_iteration(chunk: Chunk, manager: PipelineOffloadManager, fraction: float) -> None:
+    """One micro-batch, of whose groups ``fraction`` move."""
+    manager.init_model_chunk_offload_handler(0, None, 0, 1, 0, fraction)
+    y = micro_batch(0)
+    for layer in chunk.layers:
+        y = layer(y, manager)
+    y.sum().backward()
+    manager.reset()
+
+
 def test_fraction_zero_moves_nothing_after_recording(backend: str) -> None:
     chunk = make_chunks(1)[0]
     manager = make_manager(backend)
     for _ in range(2):
-        manager.init_model_chunk_offload_handler(0, None, 0, 1, 0, 0.0)
-        y = micro_batch(0)
-        for layer in chunk.layers:
-            y = layer(y, manager)
-        y.sum().backward()
-        manager.reset()
+        run_iteration(chunk, manager, fraction=0.0)
     assert manager.report.total.d2h_copies == 0
     assert "activation_offload_fraction keeps it" in manager.report.plan
 
@@ -471,12 +476,7 @@ def test_what_groups_save_that_stay_is_not_looked_at(
     monkeypatch.setattr(manager.store, "save", watching)
     for _ in range(2):
         looked_at.clear()
-        manager.init_model_chunk_offload_handler(0, None, 0, 1, 0, 0.5)
-        y = micro_batch(0)
-        for layer in chunk.layers:
-            y = layer(y, manager)
-        y.sum().backward()
-        manager.reset()
+        run_iteration(chunk, manager, fraction=0.5)
     assert manager.plan is not None
     assert looked_at == {group.key for group in manager.plan.groups if group.moves}
     assert 0 < len(looked_at) < len(manager.plan.groups)
