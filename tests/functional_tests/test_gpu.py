@@ -101,6 +101,7 @@ def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.exclusive  # the target is of the whole device, other processes' memory included
 @pytest.mark.parametrize("case", [DENSE, MOE], ids=lambda case: case.kind)
 def test_the_peak_keeps_to_the_memory_that_is_allowed(case: ModelCase) -> None:
     """Half of what could be saved is asked for, so that a plan which ignores that is noticed."""
