@@ -17,7 +17,7 @@ from typing import NamedTuple, Union
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from megatron.slipstream.plan.files import write_whole
+from megatron.slipstream.plan.whole_files import write_whole
 from tools.functional_tests.launch import Result
 
 DECIMALS = 5

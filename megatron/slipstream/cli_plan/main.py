@@ -146,7 +146,8 @@ def _write(
     options: argparse.Namespace,
 ) -> None:
     from megatron.slipstream.plan.file_errors import writing
-    from megatron.slipstream.plan.files import save_plan, write_whole
+    from megatron.slipstream.plan.files import save_plan
+    from megatron.slipstream.plan.whole_files import write_whole
 
     if options.output:
         with writing("--output", options.output):

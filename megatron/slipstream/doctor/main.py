@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron.slipstream.doctor.collect import Request, collect
     from megatron.slipstream.doctor.show import render, to_json
     from megatron.slipstream.plan.file_errors import require_writable, writing
-    from megatron.slipstream.plan.files import write_whole
+    from megatron.slipstream.plan.whole_files import write_whole
 
     if options.ranks_per_host is not None and options.ranks_per_host < 1:
         raise ValueError(

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from megatron.slipstream.plan.files import describe
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.whole_files import write_whole
 
 
 @dataclass
@@ -233,14 +234,7 @@ class Report:
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        try:
-            temporary.write_text(self.to_json() + "\n")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, f"{self.to_json()}\n".encode())
 
     @classmethod
     def merge(cls, reports: Iterable[Report]) -> Report:

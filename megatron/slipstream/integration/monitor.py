@@ -12,11 +12,9 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Literal, Optional
 
 import torch
@@ -26,6 +24,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.plan.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +194,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             weights = (p.detach() for chunk in self._model for p in chunk.parameters())
             self.figures["weights_sha256"] = _digest(weights)
         self.figures["torch_num_threads"] = torch.get_num_threads()
-        write_json(Path(path), self.figures)
+        write_whole(path, (json.dumps(self.figures, indent=1) + "\n").encode())
 
     def _gradients(self) -> Iterable[torch.Tensor]:
         assert self._model is not None
@@ -273,14 +272,6 @@ def progress_kind(choice: str, is_logging_rank: bool) -> Literal["bar", "lines",
     if not is_logging_rank or choice == "off":
         return "none"
     return "bar" if choice == "on" or sys.stderr.isatty() else "lines"
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write ``content`` so that ``path`` is complete or absent, never half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def _mean(losses: list[torch.Tensor]) -> Optional[float]:

@@ -37,6 +37,7 @@ from megatron.slipstream.integration.messages import show_messages
 from megatron.slipstream.integration.monitor import Monitor, progress_kind
 from megatron.slipstream.integration.ports import free_port
 from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.whole_files import is_stream
 from megatron.slipstream.report_page import PAGE_SUFFIXES
 
 logger = logging.getLogger(__name__)
@@ -322,10 +323,13 @@ def _save_report(path: str, report: Report, engine: _Engine) -> None:
 
 
 def rank_path(path: str, rank: int) -> str:
-    """One file per rank: '{rank}' is replaced; without it ranks above 0 get '.rank<N>'."""
+    """One file per rank: '{rank}' is replaced; without it ranks above 0 get '.rank<N>'.
+
+    A device or a pipe is that of all ranks.
+    """
     if "{rank}" in path:
         return path.replace("{rank}", str(rank))
-    if rank == 0:
-        return path
     plain = Path(path)
+    if rank == 0 or is_stream(plain):
+        return path
     return str(plain.with_name(f"{plain.stem}.rank{rank}{plain.suffix}"))

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.slipstream.plan.whole_files import is_stream, resolved
+
 
 def wrong_with(error: OSError) -> str:
     """What is wrong with a file, to be said after its option and its path."""
@@ -49,8 +51,12 @@ def require_writable(option: str, path: Path) -> None:
     with writing(option, path):
         if path.is_dir():
             raise _os_error(errno.EISDIR, path)
+        if is_stream(path):
+            if not os.access(path, os.W_OK):
+                raise _os_error(errno.EACCES, path)
+            return
         # Folders that are missing are made, in the first one that is there.
-        above = next(folder for folder in path.absolute().parents if folder.exists())
+        above = next(folder for folder in resolved(path).parents if folder.exists())
         if not above.is_dir():
             raise _os_error(errno.ENOTDIR, above)
         try:

@@ -16,7 +16,6 @@ Slipstream refuses a newer file instead of reading half of it.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -29,6 +28,7 @@ from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.rules import PlanError
 from megatron.slipstream.plan.trace import Step, StepKind, Trace
+from megatron.slipstream.plan.whole_files import write_whole
 
 TRACE_SCHEMA = "slipstream-trace"
 PLAN_SCHEMA = "slipstream-plan"
@@ -107,28 +107,6 @@ def load_plan(path: str | Path) -> Plan:
     except PlanError as error:
         raise ValueError(f"{path}: {error}") from error
     return plan
-
-
-def write_whole(path: str | Path, data: bytes) -> None:
-    """Write a file so that nobody ever sees a part of it; its folder is made if need be.
-
-    Raises:
-        OSError: It cannot be written, by the name that was given; whatever was there before is
-            unchanged.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Two processes that write the same file must not write the same temporary one.
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except OSError as error:
-        if error.filename != str(temporary):
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 _WRITERS = {TRACE_SCHEMA: "--offload-trace-path", PLAN_SCHEMA: "'slipstream plan --output'"}

@@ -24,8 +24,8 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
 from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.files import write_whole
 from megatron.slipstream.plan.render import format_bytes, render_plan
+from megatron.slipstream.plan.whole_files import write_whole
 from megatron.slipstream.report_page import charts
 from megatron.slipstream.report_page.findings import findings
 from megatron.slipstream.report_page.groups import GroupTable, group_table

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from make_trace import Model, interleaved, one_f_one_b, one_pass, trace_of
 
 from megatron.slipstream.plan.build import Plan, build_plan
-from megatron.slipstream.plan.files import load_plan, load_trace, save_plan, save_trace, write_whole
+from megatron.slipstream.plan.files import load_plan, load_trace, save_plan, save_trace
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Trace
 
@@ -324,28 +324,6 @@ def test_what_would_not_be_read_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"d2h_gb_per_s is inf, not above 0 and finite"):
         save_trace(infinite, path)
     assert path.read_bytes() == before
-
-
-def test_a_failed_write_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "plan.json"
-    path.write_bytes(b"before")
-
-    def fail(self: Path, target: Path) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="no space left"):
-        write_whole(path, b"after")
-    assert path.read_bytes() == b"before"
-    assert os.listdir(tmp_path) == ["plan.json"]
-
-
-def test_a_write_that_fails_names_the_file_that_was_given(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError) as failed:
-        write_whole(tmp_path, b"")
-    assert str(failed.value) == f"[Errno 21] Is a directory: '{tmp_path}'"
 
 
 def test_folders_are_made(tmp_path: Path) -> None:

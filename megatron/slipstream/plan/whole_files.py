@@ -1,0 +1,81 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Writes output files whole or not at all, and what is no regular file in place."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Write a file so that no reader sees a part of it; its folder is made if need be.
+
+    A symbolic link stays one: its target is written. What :func:`is_stream` names is written in
+    place, since a file in its place would be no device or pipe any more.
+
+    Raises:
+        OSError: It cannot be written, by the name that was given; whatever file was there before is
+            unchanged.
+    """
+    path = Path(path)
+    if is_stream(path):
+        with _open_stream(path) as stream:
+            stream.write(data)
+        return
+    target = resolved(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Two processes that write the same file must not write the same temporary one.
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(target)
+    except OSError as error:
+        if error.filename != str(temporary):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether the path leads to a device, a pipe, a socket, or what this process prints to.
+
+    Raises:
+        OSError: It cannot be told, as of links in a circle.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    regular = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+    return not regular or _printed_to(found) is not None
+
+
+def resolved(path: Path) -> Path:
+    """The file that is written for ``path``: where links lead, be it there or not."""
+    return Path(os.path.realpath(path))
+
+
+def _open_stream(path: Path) -> BinaryIO:
+    descriptor = _printed_to(path.stat())
+    if descriptor is None:
+        return path.open("wb")
+    # /dev/stdout opened again would start at the beginning of the file that the shell redirects to,
+    # and does not open at all if it is a socket.
+    sys.stdout.flush()
+    return os.fdopen(os.dup(descriptor), "wb")
+
+
+def _printed_to(found: os.stat_result) -> int | None:
+    """The descriptor of this process's output or errors that is this file."""
+    for descriptor in (1, 2):
+        try:
+            if os.path.samestat(found, os.fstat(descriptor)):
+                return descriptor
+        except OSError:  # closed
+            continue
+    return None
