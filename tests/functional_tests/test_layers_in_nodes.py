@@ -40,8 +40,14 @@ def test_memory_that_nodes_keep_is_taken(module: str, recomputes: bool) -> None:
     """A node keeps its input, and the one before it its output: without this nothing is saved."""
     for result in _compare((module,), "cpu", recomputes):
         assert result.moved_modules == (module,)
-        assert result.peak_drop_bytes > 0
+        print(result)
         assert result.claimed_drop_bytes > 0
+        if module == "attn_norm" and recomputes:
+            # Layers keep these inputs of their last micro-batch until the next iteration, in which
+            # they are missing as well.
+            assert result.peak_drop_bytes > result.claimed_drop_bytes
+        else:
+            assert result.peak_drop_bytes == result.claimed_drop_bytes
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
