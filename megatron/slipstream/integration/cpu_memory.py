@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 GLOO_RELEASES_S = 0.0005
 """After a collective returns, gloo's thread holds the tensors for about 0.15 ms."""
 
