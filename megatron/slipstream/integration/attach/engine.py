@@ -19,6 +19,7 @@ iteration of only such ones is dropped and the plan stays what it was.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -118,6 +119,12 @@ class _Pass:
         )
 
 
+class _Thread(threading.local):
+    """What holds for one thread."""
+
+    do_offload = True
+
+
 class AttachedEngine(PipelineOffloadManager):
     """Finds passes and iterations by itself: [Note: Where an iteration ends].
 
@@ -140,6 +147,7 @@ class AttachedEngine(PipelineOffloadManager):
         min_offloaded_tensor_size: int,
         activation_offload_fraction: float,
     ) -> None:
+        self._thread = _Thread()
         super().__init__(backend, options, rank, num_verified_iterations)
         self._min_numel = min_offloaded_tensor_size
         self._fraction = activation_offload_fraction
@@ -161,6 +169,22 @@ class AttachedEngine(PipelineOffloadManager):
         are wrappers without memory of their own.
         """
         return self._is_training_forward() and not is_transformed()
+
+    @property
+    def do_offload(self) -> bool:
+        """False while offloading is suspended in this thread."""
+        return self._thread.do_offload
+
+    @do_offload.setter
+    def do_offload(self, is_on: bool) -> None:
+        self._thread.do_offload = is_on
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no backward runs and no pass waits for one."""
+        return self._watched_task == NO_GRAPH_TASK and not any(
+            own.waits for own in self._own_passes
+        )
 
     # Passes, for the hooks on the model.
 
@@ -193,11 +217,15 @@ class AttachedEngine(PipelineOffloadManager):
             self._hooks = saved_tensors_hooks(partial(self.save, group), self.read)
             self._hooks.__enter__()
 
-    def leave_region(self) -> None:
-        """The operations of the group end, or an exception has ended them."""
-        if self._hooks is not None:
+    def leave_region(self, is_here: bool = True) -> None:
+        """The operations of the group end, or an exception has ended them.
+
+        Args:
+            is_here: They ran in this thread; False if they did in one that has ended.
+        """
+        if self._hooks is not None and is_here:
             self._hooks.__exit__()
-            self._hooks = None
+        self._hooks = None
 
     def commit_region(self, name: str, nodes: Iterable[Node]) -> bool:
         """The group has saved everything.

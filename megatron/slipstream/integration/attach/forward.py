@@ -11,6 +11,14 @@ there (a checkpoint, ``save_on_cpu``) finds the same in forward and in recomputa
 torch calls a hook after a forward that raised, but not if it was ended by ``KeyboardInterrupt`` or
 its like. Then the regions that were open stay open. So every call keeps the Python frame that runs
 it, and before the next one begins, calls whose frame no longer runs are undone.
+
+[Note: One thread trains]
+The engine follows one forward or backward at a time, and saved-tensor hooks are set for one thread.
+So calls are kept per thread, and one thread is the trainer: the one that ran the model with
+gradients last. Another becomes it once no forward of the trainer's runs and none waits for
+backward, or once the trainer's thread has ended. Until then what others run with gradients stays on
+the device, which changes no result. Passes without gradients touch nothing of the engine's in any
+thread.
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ import dataclasses
 import enum
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -34,6 +43,11 @@ from megatron.slipstream.integration.attach.names import Match
 logger = logging.getLogger(__name__)
 
 _MODULE_FILE = torch.nn.Module.__call__.__code__.co_filename
+
+_TWO_TRAIN = (
+    "two threads run the model with gradients at a time, so what the second one saves stays on the "
+    "device; run it under torch.no_grad() if it needs no gradients"
+)
 
 
 class _Role(enum.Enum):
@@ -72,6 +86,21 @@ def _frame_of_call() -> Optional[FrameType]:
     while frame is not None and frame.f_code.co_filename != _MODULE_FILE:
         frame = frame.f_back
     return frame
+
+
+class _Thread:
+    """What runs in one thread."""
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+        self.calls: list[_Call] = []
+        """Innermost last."""
+        self.is_in_region = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether a call runs of which the engine was told."""
+        return any(call.role is not _Role.ASIDE for call in self.calls)
 
 
 class _Hooked:
@@ -129,9 +158,11 @@ class ForwardHooks:
     ) -> None:
         self._engine = engine
         self._inputs = CheckpointInputs(engine)
-        self._calls: list[_Call] = []
-        """Innermost last."""
-        self._is_in_region = False
+        self._lock = threading.RLock()
+        """Held by each hook while it runs."""
+        self._local = threading.local()
+        self._trainer: Optional[_Thread] = None
+        """See [Note: One thread trains]."""
         self._ran: dict[str, set[_Role]] = {match.label: set() for match in matches}
         """What was done when modules of each label ran, until the first pass has ended."""
         self._is_first_pass = True
@@ -153,19 +184,73 @@ class ForwardHooks:
         leave: Callable[..., None],
     ) -> None:
         hooked = _Hooked(module, label)
+        enter, leave = self._locked(enter), self._locked(leave)
         # Outermost: what other hooks of the module do belongs to its call.
         self._handles += [
             module.register_forward_pre_hook(_Hook(enter, hooked), prepend=True, with_kwargs=True),
             module.register_forward_hook(_Hook(leave, hooked), with_kwargs=True, always_call=True),
         ]
 
+    def _locked(self, function: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            with self._lock:
+                function(*arguments)
+
+        return run
+
     def remove(self) -> None:
-        """Take the hooks off the modules."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        while self._calls:
-            self._undo(self._calls.pop())
+        """Take the hooks off the modules.
+
+        Raises:
+            RuntimeError: Another thread trains.
+        """
+        with self._lock:
+            if not self._is_trainer_free():
+                assert self._trainer is not None
+                raise RuntimeError(
+                    f"detach() is not supported while the thread {self._trainer.thread.name!r} "
+                    "trains the model because saved-tensor hooks are set in that thread; call "
+                    "detach() there, or after its backward"
+                )
+            self._forget_trainer()
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            while self._here.calls:
+                self._undo(self._here.calls.pop(), self._here)
+
+    # Threads: [Note: One thread trains].
+
+    @property
+    def _here(self) -> _Thread:
+        """This thread."""
+        here: Optional[_Thread] = getattr(self._local, "thread", None)
+        if here is None:
+            here = self._local.thread = _Thread()
+        return here
+
+    def _is_trainer_free(self) -> bool:
+        """Whether this thread is the trainer, or can become it."""
+        trainer = self._trainer
+        if trainer is None or trainer is self._here or not trainer.thread.is_alive():
+            return True
+        return not trainer.trains and self._engine.is_idle
+
+    def _becomes_trainer(self) -> bool:
+        """Whether this thread is the trainer from here on."""
+        if not self._is_trainer_free():
+            self._tell(_TWO_TRAIN)
+            return False
+        self._forget_trainer()
+        self._trainer = self._here
+        return True
+
+    def _forget_trainer(self) -> None:
+        """Undo what a thread left that has ended amid a forward."""
+        trainer = self._trainer
+        if trainer is not None and not trainer.thread.is_alive():
+            while trainer.calls:
+                self._undo(trainer.calls.pop(), trainer)
 
     # The model.
 
@@ -174,9 +259,10 @@ class ForwardHooks:
             return
         self._undo_calls_that_never_end()
         role = _Role.ASIDE
-        if self._engine.is_training_forward and all(c.role is not _Role.PASS for c in self._calls):
+        calls = self._here.calls
+        if self._engine.is_training_forward and all(c.role is not _Role.PASS for c in calls):
             if _top_pack_hook() is None:
-                role = _Role.PASS
+                role = _Role.PASS if self._becomes_trainer() else _Role.ASIDE
             else:
                 self._tell("the model runs under other saved-tensor hooks, so nothing of it moves")
         elif is_transformed():
@@ -186,7 +272,7 @@ class ForwardHooks:
             _check_current_gpu(module)
             self._engine.begin_pass()
             self._inputs.start()
-        self._calls.append(call)
+        calls.append(call)
 
     def _leave_model(
         self, hooked: _Hooked, module: Any, args: Any, kwargs: Any, output: Any
@@ -215,13 +301,13 @@ class ForwardHooks:
             if pack is None or self._inputs.is_own(pack):
                 self._inputs.close()
                 self._engine.begin_region(hooked.label)
-                self._is_in_region = True
+                self._here.is_in_region = True
             else:
                 call.role = _Role.ASIDE
                 self._inputs.enter(hooked.label, tensors_in((args, kwargs)))
         if self._is_first_pass:
             self._ran[hooked.label].add(call.role)
-        self._calls.append(call)
+        self._here.calls.append(call)
 
     def _leave(self, hooked: _Hooked, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         call = self._take(hooked, module)
@@ -231,7 +317,7 @@ class ForwardHooks:
             self._inputs.leave(hooked.label, tensors_in((args, kwargs)))
             return
         self._engine.leave_region()
-        self._is_in_region = False
+        self._here.is_in_region = False
         has_raised = sys.exception() is not call.exception
         if not has_raised and not self._engine.commit_region(
             hooked.label, nodes_of(output, (args, kwargs))
@@ -243,12 +329,13 @@ class ForwardHooks:
             )
 
     def _role_of_module(self) -> _Role:
-        engine = self._engine
-        if engine.is_training_forward:
-            return _Role.ASIDE if self._is_in_region else _Role.REGION
-        if torch.is_grad_enabled() or self._is_in_region:
+        here = self._here
+        if self._engine.is_training_forward:
+            is_region = not here.is_in_region and self._becomes_trainer()
+            return _Role.REGION if is_region else _Role.ASIDE
+        if torch.is_grad_enabled() or here.is_in_region:
             return _Role.ASIDE
-        is_model_training = any(call.role is _Role.PASS for call in self._calls)
+        is_model_training = any(call.role is _Role.PASS for call in here.calls)
         return _Role.WITHOUT_GRADIENTS if is_model_training else _Role.ASIDE
 
     def _tell_of_labels_without_groups(self) -> None:
@@ -282,23 +369,27 @@ class ForwardHooks:
 
     def _take(self, hooked: _Hooked, module: Any) -> Optional[_Call]:
         """The call that ends; None if its beginning was not seen, since another hook raised."""
-        if not hooked.is_of(module) or all(call.hooked is not hooked for call in self._calls):
+        here = self._here
+        if not hooked.is_of(module) or all(call.hooked is not hooked for call in here.calls):
             return None
-        while self._calls[-1].hooked is not hooked:
-            self._undo(self._calls.pop())
-        return self._calls.pop()
+        while here.calls[-1].hooked is not hooked:
+            self._undo(here.calls.pop(), here)
+        return here.calls.pop()
 
     def _undo_calls_that_never_end(self) -> None:
         """See [Note: Calls that never end]."""
-        while self._calls and not self._calls[-1].is_running:
-            self._undo(self._calls.pop())
+        here = self._here
+        while here.calls and not here.calls[-1].is_running:
+            self._undo(here.calls.pop(), here)
 
-    def _undo(self, call: _Call) -> None:
+    def _undo(self, call: _Call, thread: _Thread) -> None:
+        # The saved-tensor hooks of a thread that has ended have ended with it.
+        is_here = thread is self._here
         if call.role is _Role.REGION:
-            self._engine.leave_region()
-            self._is_in_region = False
+            self._engine.leave_region(is_here)
+            thread.is_in_region = False
         elif call.role is _Role.PASS:
-            self._inputs.stop()
+            self._inputs.stop(is_here)
             self._engine.end_pass(failed=True)
 
     def _tell(self, text: str) -> None:

@@ -168,6 +168,9 @@ class Attached:
         """Move nothing from here on. What has been moved still comes back for its backward.
 
         Calling it again changes nothing.
+
+        Raises:
+            RuntimeError: Another thread runs the model with gradients, or its backward.
         """
         self._hooks.remove()
         _attached.difference_update(self._hooked)
@@ -175,7 +178,10 @@ class Attached:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Move nothing inside. Not needed for passes without gradients, which are never touched."""
+        """Move nothing of what this thread runs inside.
+
+        Not needed for passes without gradients, which are never touched.
+        """
         before = self.engine.do_offload
         self.engine.disable_offload()
         try:

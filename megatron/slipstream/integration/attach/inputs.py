@@ -88,13 +88,17 @@ class CheckpointInputs:
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
-    def stop(self) -> None:
-        """The model's forward ends."""
+    def stop(self, is_here: bool = True) -> None:
+        """The model's forward ends.
+
+        Args:
+            is_here: It ran in this thread; False if it did in one that has ended.
+        """
         self.close()
         self._recent.clear()
-        if self._hooks is not None:
+        if self._hooks is not None and is_here:
             self._hooks.__exit__()
-            self._hooks = None
+        self._hooks = None
         self._is_wanted, self._is_seen = self._is_seen, False
 
     def is_own(self, pack: Any) -> bool:
