@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if num_needed > num_there:
             reason = f"needs {num_needed} GPU(s), there are {num_there}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """What the test files have imported stays: the garbage collector need not go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,6 +9,7 @@ import gc
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
@@ -172,12 +173,8 @@ class Training:
 
     def run(self, steps: Steps) -> list[list[torch.Tensor]]:
         """Losses, gradients and state of each iteration."""
-        gc.collect()
-        gc.freeze()  # Each iteration collects, and need not look through all that was imported.
-        try:
+        with _imports_frozen():
             return [self._iterate(step, sizes) for step, sizes in enumerate(steps)]
-        finally:
-            gc.unfreeze()
 
     def _iterate(self, step: int, sizes: Sequence[int]) -> list[torch.Tensor]:
         for chunk in self.chunks:
@@ -230,6 +227,20 @@ class Training:
             forward_only=forward_only,
         )
         return [result["loss"] for result in results]
+
+
+@contextmanager
+def _imports_frozen() -> Iterator[None]:
+    """Each iteration collects, and need not look through all that was imported."""
+    if not use_gpu():  # The ranks are forked from a process that has imported it.
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def forget_rotary_tables(chunks: Sequence[torch.nn.Module]) -> None:

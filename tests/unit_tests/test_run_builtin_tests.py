@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import Done, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "run_builtin_tests.py"
@@ -64,9 +63,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), str(folder), "--backend", "cpu", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+def _run(folder: Path, *arguments: str) -> Done:
+    return run_script(TOOL, str(folder), "--backend", "cpu", *arguments, folder=folder)
 
 
 def test_each_reset_of_the_instance_installs_our_engine(folder: Path) -> None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +103,6 @@ def measure_smoke(rank: int, num_ranks: int, port: int, rows: Path) -> int:
     from benchmarks.worker import Job, work
 
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
-    gc.freeze()  # what the tests have imported is not to be looked through time and again
     case = find_case(SMOKE)
     variants = (case.variants[0], case.variants[-1])
     limits = Limits(
