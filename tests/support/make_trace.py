@@ -108,13 +108,15 @@ def trace_of(schedule: Schedule, model: Model, pp_rank: int = 0) -> Trace:
     steps: list[Step] = []
     groups: list[GroupTrace] = []
     holders: dict[tuple[int, str], list[GroupKey]] = {}
+    place_of: dict[tuple[int, str], int] = {}
     index_of: dict[tuple[int, int], int] = {}
+    forward, backward = model.forward_marks(), model.backward_marks()
     for item in schedule:
         if item.direction == "F":
             index_of[item.micro_batch, item.vp_stage] = len(index_of)
         chunk_pass = index_of[item.micro_batch, item.vp_stage]
         is_forward = item.direction == "F"
-        for kind, group in model.forward_marks() if is_forward else model.backward_marks():
+        for kind, group in forward if is_forward else backward:
             key = GroupKey(chunk_pass, group)
             steps.append(Step(kind, key, model.name(group)))
             if kind is not StepKind.FORWARD_START:
@@ -123,7 +125,7 @@ def trace_of(schedule: Schedule, model: Model, pp_rank: int = 0) -> Trace:
             for label in dict.fromkeys(model.saves.get(group, [f"own {group}"])):
                 storage = (-1 if label in model.one_for_all_passes else chunk_pass, label)
                 holders.setdefault(storage, []).append(key)
-                saved.append(list(holders).index(storage))
+                saved.append(place_of.setdefault(storage, len(place_of)))
             groups.append(GroupTrace(key, model.name(group), item.vp_stage, tuple(saved)))
     storages = tuple(
         StorageTrace(

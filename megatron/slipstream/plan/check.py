@@ -270,40 +270,44 @@ class _Proof:
             PlanError: Some operation is not surely after another one that it has to follow.
         """
         for index, operation in enumerate(self._operations):
-            queue = operation.kind.queue
+            kind = operation.kind
+            queue = kind.queue
             clock = self._queues[queue]
             for signal in self._waits[index]:
                 if signal >= index:
-                    detail = f"its {operation.kind.name} waits for what is issued after it"
+                    detail = f"its {kind.name} waits for what is issued after it"
                     raise PlanError(Rule.NO_CYCLE, operation.cause, self._plan, detail)
                 for other, count in enumerate(self._ended[signal]):
-                    clock[other] = max(clock[other], count)
-            for access in _ACCESSES.get(operation.kind, ()):
-                for storage in operation.storages:
-                    self._check_access(operation, access, storage, clock)
+                    if count > clock[other]:
+                        clock[other] = count
+            accesses = _ACCESSES.get(kind)
+            if accesses is not None:
+                at = _At(queue, clock[queue] + 1)
+                for access in accesses:
+                    for storage in operation.storages:
+                        self._check_access(operation, access, storage, clock, at)
             clock[queue] += 1
             self._ended.append((clock[0], clock[1], clock[2]))
 
     def _check_access(
-        self, operation: Operation, access: _Access, storage: int, clock: _Clock
+        self, operation: Operation, access: _Access, storage: int, clock: _Clock, at: _At
     ) -> None:
-        queue = operation.kind.queue
-        at = _At(queue, clock[queue] + 1)
-        before = self._write(access, storage, at) if access.writes else self._read(access, storage)
-        held = [contents.storage for contents in before]
-        if not access.writes and held != [storage]:
+        writes = access.writes
+        before = self._write(access, storage, at) if writes else self._read(access, storage)
+        if not writes and (len(before) != 1 or before[0].storage != storage):
+            held = [contents.storage for contents in before]
             detail = f"storage {storage} was overwritten: its memory holds storages {held}"
             raise self._error(operation, access, detail)
         for contents in before:
             # What is read has to be written, what is written has to be read by all.
-            for use in contents.uses if access.writes else contents.uses[:1]:
+            for use in contents.uses if writes else contents.uses[:1]:
                 if clock[use.queue] < use.position:
                     detail = (
                         f"its {operation.kind.name} of storage {storage} may run while the "
                         f"{use.queue.name} queue still uses the same memory"
                     )
                     raise self._error(operation, access, detail)
-            if not access.writes:
+            if not writes:
                 contents.uses.append(at)
 
     def _read(self, access: _Access, storage: int) -> list[_Contents]:

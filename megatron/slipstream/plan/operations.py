@@ -115,20 +115,23 @@ class Schedule:
         for index, operation in enumerate(operations):
             for storage in operation.storages:
                 place[operation.kind, storage] = index
-        by_waiter: dict[OpKind, list[EdgeRule]] = {}
+        by_waiter: dict[OpKind, list[tuple[OpKind, bool]]] = {}
         for edge in edges:
-            by_waiter.setdefault(edge.waiter, []).append(edge)
-        found = []
+            rule = (edge.signal, edge.same == "buffer")
+            by_waiter.setdefault(edge.waiter, []).append(rule)
+        found: list[tuple[int, ...]] = []
         for operation in operations:
+            rules = by_waiter.get(operation.kind)
+            if rules is None:
+                found.append(())
+                continue
             waits_for: dict[int, None] = {}
-            for edge in by_waiter.get(operation.kind, ()):
+            for signal, is_of_buffer in rules:
                 for storage in operation.storages:
-                    subjects: tuple[int, ...] = (storage,)
-                    if edge.same == "buffer":
-                        subjects = self.buffers[storage].lent_before
+                    subjects = self.buffers[storage].lent_before if is_of_buffer else (storage,)
                     for subject in subjects:
-                        if (edge.signal, subject) in place:
-                            waits_for[place[edge.signal, subject]] = None
+                        if (signal, subject) in place:
+                            waits_for[place[signal, subject]] = None
             found.append(tuple(waits_for))
         return found
 

@@ -44,7 +44,8 @@ def render_plan(
     hidden = plan.groups[max_rows:]
     shown += [group for group in hidden if group.key == marked]
     hidden = tuple(group for group in hidden if group.key != marked)
-    rows += [_row(plan, group, width) for group in shown]
+    columns = [_columns(plan, column, width)[0] for column in range(width)]
+    rows += [_row(plan, group, columns) for group in shown]
     lines = _align(rows)
     for row, group in enumerate(shown, start=1):
         if group.key == marked:
@@ -110,14 +111,14 @@ def _columns(plan: Plan, column: int, width: int) -> tuple[int, int]:
     return first, max(first + 1, (column + 1) * num_steps // width)
 
 
-def _row(plan: Plan, group: GroupPlan, width: int) -> list[str]:
+def _row(plan: Plan, group: GroupPlan, columns: Sequence[int]) -> list[str]:
+    """``columns``: the first step of each column of the strip."""
     label = f"{group.key}.{group.name}"
     if not group.moves:
         return [label, "-", "", "", "", "", f"stays: {group.reason}"]
-    strip = ""
-    for column in range(width):
-        step = _columns(plan, column, width)[0]
-        strip += _mark(plan, group, step)
+    # A plan that is drawn because it is wrong may name groups that are not in the trace.
+    start = plan.trace.step_index.get((StepKind.FORWARD_START, group.key), group.commit_step)
+    strip = "".join([_mark(group, start, step) for step in columns])
     return [
         label,
         format_bytes(group.moved_nbytes),
@@ -129,10 +130,8 @@ def _row(plan: Plan, group: GroupPlan, width: int) -> list[str]:
     ]
 
 
-def _mark(plan: Plan, group: GroupPlan, step: int) -> str:
-    index = plan.trace.step_index
-    # A plan that is drawn because it is wrong may name groups that are not in the trace.
-    start = index.get((StepKind.FORWARD_START, group.key), group.commit_step)
+def _mark(group: GroupPlan, start: int, step: int) -> str:
+    """Where a group is at a step. ``start`` is where its forward starts."""
     if step < start or step > group.use_step:
         return " "
     if step < group.commit_step or step == group.use_step:
