@@ -9,7 +9,9 @@ every rank, as hashes of their bytes.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +63,32 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--data-path", str(prefix), "--tokenizer-json", f"{prefix}-tokenizer.json"]
 
 
+@pytest.fixture(scope="module")
+def train_without(
+    corpus: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int, list[str]], list[Any]]:
+    """Trains a layout without the engine and without graphs; once, however many tests ask."""
+
+    @functools.cache
+    def train(num_ranks: int, flags: str) -> list[dict[str, Any]]:
+        record = tmp_path_factory.mktemp("off") / "off.json"
+        return train_on_ranks(num_ranks, [*COMMON, *corpus, *flags.split()], record, False)
+
+    return lambda num_ranks, flags: train(num_ranks, " ".join(flags))
+
+
 @pytest.mark.parametrize("num_ranks, flags", LAYOUTS)
 def test_packed_training_learns_the_same_with_the_engine(
-    num_ranks: int, flags: list[str], corpus: list[str], tmp_path: Path
+    num_ranks: int,
+    flags: list[str],
+    corpus: list[str],
+    train_without: Callable[[int, list[str]], list[Any]],
+    tmp_path: Path,
 ) -> None:
     modules = [*MODULES, "expert_fc1", "moe_act"] if "--num-experts" in flags else MODULES
     offload = ["--fine-grained-activation-offloading", "--offload-modules", *modules]
     offload += ["--min-offloaded-tensor-size", "1"]
-    off = train_on_ranks(num_ranks, [*COMMON, *corpus, *flags], tmp_path / "off.json")
+    off = train_without(num_ranks, flags)
     on = train_on_ranks(num_ranks, [*COMMON, *corpus, *flags, *offload], tmp_path / "on.json")
     assert [result_of(record) for record in on] == [result_of(record) for record in off]
     assert all(record["iterations"][-1]["bytes_offloaded"] > 0 for record in on)
@@ -93,27 +113,32 @@ def _main_replayed(rank: int, num_ranks: int, port: int, folder: Path, flags: li
         return made
 
     chunk_graphs.replay_chunks = noted
-    assert train_main(rank, num_ranks, port, folder, flags) == 0
+    assert train_main(rank, num_ranks, port, folder, flags, False) == 0
     return sum(graphs.num_replays for graphs in made)
 
 
 @pytest.mark.parametrize(
-    "num_ranks, flags",
+    "num_ranks, flags, more",
     [
-        (1, ["--sequence-packing", "greedy"]),
-        (2, [*PP2, *VPP2, *MOE]),
-        (2, [*DYNAMIC, "--dynamic-context-parallel-verify"]),
+        (1, ["--sequence-packing", "greedy"], []),
+        (2, [*PP2, *VPP2, *MOE], []),
+        (2, DYNAMIC, ["--dynamic-context-parallel-verify"]),
     ],
     ids=["greedy", "balanced, PP2 VPP2, MoE", "dynamic context parallelism"],
 )
 def test_packed_training_learns_the_same_with_chunk_graphs(
-    num_ranks: int, flags: list[str], corpus: list[str], tmp_path: Path
+    num_ranks: int,
+    flags: list[str],
+    more: list[str],
+    corpus: list[str],
+    train_without: Callable[[int, list[str]], list[Any]],
+    tmp_path: Path,
 ) -> None:
-    flags = [*COMMON, *corpus, *flags, "--cuda-graph-warmup-steps", "2"]
-    off = train_on_ranks(num_ranks, flags, tmp_path / "off.json")
+    off = train_without(num_ranks, flags)
     record = tmp_path / "on.json"
-    more = [*flags, *CHUNK_GRAPHS, "--run-record-path", str(record)]
-    num_replays = run_ranks(num_ranks, _main_replayed, tmp_path, more)
+    graphs = [*more, *CHUNK_GRAPHS, "--cuda-graph-warmup-steps", "2"]
+    graphs = [*COMMON, *corpus, *flags, *graphs, "--run-record-path", str(record)]
+    num_replays = run_ranks(num_ranks, _main_replayed, tmp_path, graphs)
     on = read_records(num_ranks, record)
     assert [result_of(record) for record in on] == [result_of(record) for record in off]
     num_chunks = 2 if VPP2[0] in flags else 1

@@ -8,29 +8,77 @@ a shell takes longer than they train.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from ranks import run_ranks
 
 
-def train_on_ranks(num_ranks: int, flags: list[str], record: Path) -> list[dict[str, Any]]:
-    """Train with these flags and return each rank's record; ``record`` is the first rank's."""
-    import megatron.slipstream.integration.providers  # noqa: F401  (once, for all that fork)
+class _NoMeter(contextlib.AbstractContextManager["_NoMeter"]):
+    """Reads no memory of a CPU, which would take a third of a training's time."""
 
+    allocated_bytes = peak_bytes = 0
+
+    def reset_peak(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def train_on_ranks(
+    num_ranks: int, flags: list[str], record: Path, reads_memory: bool = True
+) -> list[dict[str, Any]]:
+    """Train with these flags and return each rank's record; ``record`` is the first rank's.
+
+    Without ``reads_memory`` its peaks are 0; not with an engine, which plans by what it reads.
+    """
+    prepare_training()
     flags = [*flags, "--run-record-path", str(record)]
-    assert run_ranks(num_ranks, train_main, record.parent, flags) == [0] * num_ranks
+    folder = record.parent
+    done = run_ranks(num_ranks, train_main, folder, flags, reads_memory)
+    assert done == [0] * num_ranks
     return read_records(num_ranks, record)
 
 
-def train_main(rank: int, num_ranks: int, port: int, folder: Path, flags: list[str]) -> int:
+def prepare_training() -> None:
+    """What each training would do anew, once for all that fork: imports, and megatron-core's
+    reading of its options' texts from its own source."""
+    from megatron.training import argument_utils, arguments
+
+    import megatron.slipstream.integration.providers  # noqa: F401
+
+    factory = argument_utils.ArgumentGroupFactory
+    read = getattr(factory, "_get_field_docstrings", None)
+    if read is None or hasattr(read, "is_kept"):
+        return
+    kept: dict[type, dict[str, str]] = {}
+
+    def read_once(self: Any, kind: type) -> dict[str, str]:
+        if kind not in kept:
+            kept[kind] = read(self, kind)
+        return dict(kept[kind])
+
+    read_once.is_kept = True  # type: ignore[attr-defined]
+    factory._get_field_docstrings = read_once
+    arguments.add_megatron_arguments(argparse.ArgumentParser())
+
+
+def train_main(
+    rank: int, num_ranks: int, port: int, folder: Path, flags: list[str], reads_memory: bool = True
+) -> int:
     """The entry, on one rank, in ``folder``."""
-    from megatron.slipstream.integration import training
+    from megatron.slipstream.integration import monitor, training
 
     os.chdir(folder)
-    return training.main(flags)
+    meter = monitor.DeviceMemoryMeter if reads_memory else _NoMeter
+    with patch.object(monitor, "DeviceMemoryMeter", meter):
+        return training.main(flags)
 
 
 def read_records(num_ranks: int, record: Path) -> list[dict[str, Any]]:
