@@ -23,7 +23,8 @@ from benchmarks.figures import overhead_percent, spread_of
 from benchmarks.link_commands import machine_row, parser_of, write_rows
 from benchmarks.measure import without_garbage_collection
 from benchmarks.models import initialize
-from megatron.slipstream.integration import small_copies
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.table import Feature
 
 PIECE_BYTES = 256 << 20
 MIN_GB_PER_S = 60
@@ -50,7 +51,7 @@ def _rows(case_name: str, num_iterations: int) -> Iterator[dict[str, Any]]:
     case = find_case(case_name)
     initialize(case.model)
     # Token counts go by a kernel, as with our engine: they are not to queue behind the copies.
-    small_copies.install()
+    table.apply(Feature.ENGINE_ON_GPU)
     base = BaseModel(case)
     yield machine_row(f"python -m benchmarks.background_copies --case {case.name}")
     background = _Background()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -85,12 +85,12 @@ class Engine:
 
     def run(self, iteration: int) -> list[torch.Tensor]:
         """One iteration with this engine behind the seam. Returns its losses."""
-        with behind_the_seam(self.manager):
+        with behind_the_seam(self.manager, self._chunks):
             return self._base.run(self._chunks, iteration)
 
     def run_with(self, manager: Any, iteration: int) -> list[torch.Tensor]:
         """The same with another manager in this one's place."""
-        with behind_the_seam(manager):
+        with behind_the_seam(manager, self._chunks):
             return self._base.run(self._chunks, iteration)
 
     @property
@@ -113,20 +113,31 @@ def seam() -> Any:
 
 
 @contextlib.contextmanager
-def behind_the_seam(manager: Any) -> Iterator[None]:
-    """Put ``manager`` behind megatron-core's offloading options inside."""
+def behind_the_seam(manager: Any, chunks: Chunks = ()) -> Iterator[None]:
+    """Put ``manager`` behind megatron-core's offloading options inside, as ``install()`` does.
+
+    Args:
+        manager: The engine; None for none.
+        chunks: Those that run inside.
+    """
     from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration.p2p_sync import let_host_run_ahead
+    from megatron.slipstream.patches import table
+    from megatron.slipstream.patches.table import Feature
 
     holder = seam()
     before, holder.OFFLOAD_MGR = holder.OFFLOAD_MGR, manager
+    undo: list[Callable[[], None]] = []
     if use_gpu() and isinstance(manager, PipelineOffloadManager):
-        mcore.make_way()
+        table.apply(Feature.ENGINE_ON_GPU)
+        undo = [let_host_run_ahead(chunk.config) for chunk in chunks]
     try:
         yield
     finally:
         holder.OFFLOAD_MGR = before
-        mcore.stop_making_way()
+        table.undo(Feature.ENGINE_ON_GPU)
+        for restore in undo:
+            restore()
 
 
 def build_offloading_chunks(base: BaseModel, variant: Variant) -> Chunks:

@@ -23,9 +23,11 @@ from benchmarks.shared_gpus import take_place
 from megatron.slipstream.context_parallel.documents import shared_sample
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Share
-from megatron.slipstream.integration import compat, rotary_kernels
+from megatron.slipstream.integration import compat
 from megatron.slipstream.packed_sequences.batch import packed_sample
 from megatron.slipstream.packed_sequences.packing import PackLimits
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.table import Feature
 
 MAX_SEQUENCES = 64
 """Documents of a pack, at most."""
@@ -72,11 +74,9 @@ def initialize(
             rank=rank,
             world_size=world_size,
         )
-    rotary_kernels.choose_safely()  # whichever engine, so that all have the right gradients
+    table.apply(Feature.FUSED_ROTATION)  # whichever engine, so that all have the right gradients
     if case.is_packed:
-        from megatron.slipstream.integration.padded_routing import exclude_padding_from_routing
-
-        exclude_padding_from_routing()
+        table.apply(Feature.PADDED_ROUTING)
     parallel_state.destroy_model_parallel()
     _close_groups()
     compat.forget_expert_metrics()

@@ -17,7 +17,7 @@ from typing import Any, Optional
 import torch
 
 from benchmarks.link_commands import machine_row, parser_of, write_rows
-from megatron.slipstream.integration.small_copies import SmallCopies
+from megatron.slipstream.patches.d2h_by_kernel import D2HByKernel
 
 MIB = 1 << 20
 BULK_BYTES = 256 * MIB
@@ -48,7 +48,7 @@ def _rows() -> Iterator[dict[str, Any]]:
     ways = {
         "copy, lowest priority": (copy, torch.cuda.Stream(priority=low)),
         "copy, highest priority": (copy, torch.cuda.Stream(priority=high)),
-        "kernel": (SmallCopies(copy), torch.cuda.Stream()),
+        "kernel": (D2HByKernel(copy), torch.cuda.Stream()),
     }
     for direction, piece_mib in [("none", 0), *(("d2h", p) for p in PIECES_MIB), ("h2d", 256)]:
         for name, (move, stream) in ways.items():

@@ -39,6 +39,7 @@ NAVIGATION = {
     "Look it up": [
         "docs/user-guide/options",
         "docs/user-guide/compatibility",
+        "docs/user-guide/patches",
         "docs/user-guide/troubleshooting",
         "docs/user-guide/messages",
         "docs/api-guide/README",

@@ -620,7 +620,7 @@ def compatibility_page() -> str:
         "token's ([#7103](https://github.com/NVIDIA/Megatron-LM/issues/7103)). Which size a "
         "process gets depends on the tuner's timing. All three releases have both faults. With "
         "Slipstream the tuner chooses among full blocks only, and those in place have one warp, "
-        "which reads everything before it writes (`integration/rotary_kernels.py`): from "
+        "which reads everything before it writes (`patches/rotary_kernels.py`): from "
         "`install()`, `./run train`, `replay_chunks()` or `with_dynamic_context_parallelism()` on, "
         "offloading or not. Where algorithms are to be deterministic "
         "(`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or torch's own switch), the kernel that sums over "

@@ -6,8 +6,9 @@
     python tools/generate_docs.py --check    fail if one is not what would be written
 
 docs/user-guide/options.md has the flags: field docstrings, defaults and the rule tables.
-docs/user-guide/compatibility.md is made by compatibility_page.py, messages.md by messages_page.py,
-and of doctor.md the part with the findings by doctor_page.py.
+docs/user-guide/patches.md has the table of run-time patches. compatibility.md is made by
+compatibility_page.py, messages.md by messages_page.py, and of doctor.md the part with the findings
+by doctor_page.py.
 Whoever changes an option, a rule, an error or a warning runs this.
 """
 
@@ -37,7 +38,9 @@ from doctor_page import doctor_page  # noqa: E402
 from messages_page import messages_page  # noqa: E402
 
 from megatron.slipstream import config  # noqa: E402
+from megatron.slipstream.patches import table as patch_table  # noqa: E402
 
+ENGINE = patch_table.Feature.ENGINE
 USER_GUIDE = ROOT / "docs" / "user-guide"
 
 
@@ -258,11 +261,76 @@ def options_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def issues(numbers: Iterable[int]) -> str:
+    url = "https://github.com/NVIDIA/Megatron-LM/issues"
+    return ", ".join(f"[#{number}]({url}/{number})" for number in numbers) or "-"
+
+
+def patches_page() -> str:
+    lines = [
+        "# Run-time patches",
+        "",
+        generated_from("megatron/slipstream/patches/table.py"),
+        "",
+        "Slipstream replaces these functions of other packages in the running process. Their files "
+        "on disk stay as they are. All targets are looked up before the first is replaced: one "
+        "that a release has moved, or given other parameters, ends `install()` with an error that "
+        "names it. `uninstall()` undoes what `install()` has patched. `slipstream doctor` checks the "
+        "targets on your machine, and lists them with `--json`.",
+    ]
+    for feature, patches in patch_table.TABLE.items():
+        first = feature is patch_table.Feature.ENGINE
+        seen = {patch for patch in patches if not first and patch in patch_table.TABLE[ENGINE]}
+        if seen == set(patches):
+            lines += ["", f"## {feature.value}", "", "Some of those of `install()`:", ""]
+            lines += [f"- `{patch.target}`" for patch in patches]
+            continue
+        lines += ["", f"## {feature.value}", ""]
+        lines += table(
+            ("target", "what would go wrong without", "releases", "upstream"),
+            (
+                (f"`{patch.target}`", patch.reason, patch.releases, issues(patch.upstream))
+                for patch in patches
+            ),
+        )
+    lines += [
+        "",
+        "## One object only",
+        "",
+        *table(
+            ("object", "method", "for"),
+            (
+                ("`TransformerBlock` of a chunk", "`forward`", "chunk graphs: it replays"),
+                (
+                    "`DistributedDataParallel` around it",
+                    "`zero_grad_buffer`",
+                    "chunk graphs: where an iteration begins",
+                ),
+                (
+                    "`RotaryEmbedding` of a chunk",
+                    "`forward`, `get_cached_cos_sin`",
+                    "while a chunk is captured: tables that last as long as its graphs",
+                ),
+                (
+                    "`_comm_manager` of a flex dispatcher",
+                    "`_indices_to_multihot`",
+                    "`with_sync_free_dispatch(spec)`: a map of fixed size",
+                ),
+            ),
+        ),
+        "",
+        "Without a GPU, tests and `./run train` replace more, which "
+        "[cpu_only.py](../../megatron/slipstream/integration/cpu_only.py) lists.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "options.md": options_page,
     "compatibility.md": compatibility_page,
     "messages.md": messages_page,
     "doctor.md": doctor_page,
+    "patches.md": patches_page,
 }
 """What writes each page of docs/user-guide."""
 

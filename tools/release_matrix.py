@@ -41,12 +41,12 @@ _FACTS = """
 import json, platform
 from importlib.metadata import version
 import torch
-from megatron.slipstream.integration import compat
+from megatron.slipstream.patches import releases
 print(json.dumps({
     "python": platform.python_version(),
     "torch": version("torch"),
     "gpus": torch.cuda.device_count(),
-    "releases": compat.TESTED_RELEASES,
+    "releases": releases.TESTED_RELEASES,
 }))
 """
 _PERCENT = re.compile(r"\[ *(\d+)%\]")

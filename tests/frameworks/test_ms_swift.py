@@ -65,8 +65,9 @@ def test_the_plugin_file_gets_ready() -> None:
         "import sys\n"
         "from swift.utils.utils import import_external_file\n"
         "import_external_file(sys.argv[1])\n"
-        "from megatron.slipstream.integration import mcore, models\n"
-        "print(models._before_call is not None, mcore.installed())"
+        "from megatron.slipstream.integration import mcore\n"
+        "from megatron.slipstream.patches import model_calls\n"
+        "print(model_calls.before_first_call is not None, mcore.installed())"
     )
     assert _python(code, str(PLUGIN)) == "True None"
 
@@ -143,7 +144,7 @@ def _train(rank: int, world_size: int, port: int) -> list[int]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from megatron.slipstream import OffloadConfig, install
-    from megatron.slipstream.integration import mcore, models
+    from megatron.slipstream.integration import mcore
 
     def model(extra: dict[str, Any]) -> Any:
         torch.manual_seed(0)
@@ -161,7 +162,7 @@ def _train(rank: int, world_size: int, port: int) -> list[int]:
         mcore.uninstall()
         manager = install(OffloadConfig(offload_backend="cpu-lazy"))
         if not is_seen:
-            models.stop_seeing_calls()
+            mcore.uninstall()
         offloading = model({**OPTIONS, "min_offloaded_tensor_size": 1})
         actual = train(CASE, offloading.config, [offloading], [2, 2, 2])
         assert first_difference(expected, actual) is None

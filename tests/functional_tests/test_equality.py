@@ -19,6 +19,7 @@ from tiny_gpt import (
 )
 
 from megatron.slipstream.integration import compat
+from megatron.slipstream.patches import releases
 
 # With every release the backend under which a missing wait shows.
 BACKENDS = ["cpu", pytest.param("cpu-lazy", marks=pytest.mark.releases)]
@@ -190,8 +191,8 @@ def test_each_module_alone(module: str) -> None:
 )
 def test_options(offload: dict[str, Any]) -> None:
     later = offload.keys() & compat.defaults_of_later_options().keys()
-    if later and not compat.models_pass_their_rank():
-        pytest.skip(f"{compat.release()} has no {', '.join(later)}")
+    if later and not releases.models_pass_their_rank():
+        pytest.skip(f"{releases.release()} has no {', '.join(later)}")
     _check(ModelCase("moe"), MOE_MODULES, "cpu-lazy", (2, 2, 3), offload)
 
 
@@ -241,8 +242,8 @@ KEPT_BYTES = 50_000
 @pytest.mark.releases
 def test_later_stages_keep_more() -> None:
     """The second of two stages keeps whole groups, until they have what the option names."""
-    if not compat.models_pass_their_rank():
-        pytest.skip(f"{compat.release()} has no delta_offload_bytes_across_pp_ranks")
+    if not releases.models_pass_their_rank():
+        pytest.skip(f"{releases.release()} has no delta_offload_bytes_across_pp_ranks")
     case, counts = TWO_RANKS["PP2"][0], (4, 4, 4)
     modules = ("core_attn",)
     without = _check(case, modules, "cpu", counts, num_ranks=2)

@@ -17,7 +17,7 @@ from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare, skip_withou
 from megatron.slipstream.fine_grained_activation_offload import plan_book
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
-from megatron.slipstream.integration import compat
+from megatron.slipstream.patches import releases
 
 pytestmark = pytest.mark.releases
 
@@ -128,8 +128,8 @@ def test_layers_that_predict_further_tokens(case: ModelCase) -> None:
 @pytest.mark.gpu
 def test_fused_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Transformer Engine's operations, which save what they need on their own."""
-    if not compat.models_pass_their_rank():
-        pytest.skip(f"{compat.release()} has no fused_group_mlp")
+    if not releases.models_pass_their_rank():
+        pytest.skip(f"{releases.release()} has no fused_group_mlp")
     monkeypatch.setenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")
     case = replace(MOE, overrides={**MOE.overrides, "use_transformer_engine_op_fuser": True})
     result = _check(case, ("fused_group_mlp",), (2, 2, 2))
@@ -247,8 +247,8 @@ def test_two_ranks(case: ModelCase, counts: tuple[int, ...]) -> None:
 
 @pytest.mark.gpus2
 def test_later_stages_keep_more() -> None:
-    if not compat.models_pass_their_rank():
-        pytest.skip(f"{compat.release()} has no delta_offload_bytes_across_pp_ranks")
+    if not releases.models_pass_their_rank():
+        pytest.skip(f"{releases.release()} has no delta_offload_bytes_across_pp_ranks")
     case, kept_bytes = ModelCase(**{**vars(DENSE), "pp": 2}), 100 << 20
     offload = {**MIN_NUMEL, "delta_offload_bytes_across_pp_ranks": kept_bytes}
     without, found = (

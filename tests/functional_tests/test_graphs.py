@@ -22,11 +22,11 @@ from ranks import run_ranks
 
 from benchmarks.cases import DENSE_MODULES, MOE_MODULES, ModelCase
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
-from megatron.slipstream.integration import compat
+from megatron.slipstream.patches import releases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.releases]
 has_later_options = pytest.mark.skipif(
-    "not compat.models_pass_their_rank()",
+    "not releases.models_pass_their_rank()",
     reason="needs an option of megatron-core 0.19",
 )
 
@@ -133,7 +133,7 @@ def _record_equality(
         graphed_bytes=training.graphed_bytes,
         graphed_modules=training.graphed_modules,
         equal=True,
-        release=compat.release(),
+        release=releases.release(),
     )
 
 

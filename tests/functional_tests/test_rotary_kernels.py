@@ -8,8 +8,10 @@ import itertools
 
 import pytest
 import torch
+from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
-from megatron.slipstream.integration import rotary_kernels
+from megatron.slipstream.patches import rotary_kernels, table
+from megatron.slipstream.patches.table import Feature
 
 pytestmark = [pytest.mark.gpu, pytest.mark.releases]
 
@@ -58,8 +60,8 @@ def _expected(name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) 
 def test_every_block_size_rotates_right_every_time(
     name: str, num_heads: int, nope: int, dim: int
 ) -> None:
-    rotary_kernels.choose_safely()
-    (tuned,) = rotary_kernels.tuned_kernels([name])
+    table.apply(Feature.FUSED_ROTATION)
+    tuned = getattr(fused, name)
     tuned.nargs = {"head_num": num_heads}
     torch.manual_seed(1)
     cos, sin = (torch.randn(OFFSETS[-1], dim, device="cuda") for _ in range(2))

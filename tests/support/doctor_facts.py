@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron.slipstream import preflight
-from megatron.slipstream.doctor.facts import Facts, Gpu, Host, Link, Node, Numa, Ranks, Torch
+from megatron.slipstream.doctor.facts import (
+    Facts,
+    Gpu,
+    Host,
+    Link,
+    Node,
+    Numa,
+    PatchTarget,
+    Ranks,
+    Torch,
+)
 from megatron.slipstream.plan.trace import Bandwidth
 
 GIB = 1 << 30
@@ -59,6 +69,7 @@ HEALTHY = Facts(
     ),
     torch=Torch(cuda="13.0", hip=None, sees_gpus=True),
     driver="580.65.06",
+    patches=(PatchTarget("megatron.core.f", ("`install()`",)),),
     gpus=(gpu(0, 0), gpu(1, 1)),
     numa=Numa(
         nodes=(

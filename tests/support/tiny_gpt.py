@@ -28,8 +28,8 @@ from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
-from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.patches import releases
 
 __all__ = [
     "DENSE_MODULES",
@@ -50,8 +50,8 @@ __all__ = [
 
 def skip_without_model(case: ModelCase) -> None:
     """Skip the test where the installed megatron-core has no model of this kind."""
-    if case.kind == "hybrid" and not compat.has_hybrid_models():
-        pytest.skip(f"{compat.release()} has no HybridModel")
+    if case.kind == "hybrid" and not releases.has_hybrid_models():
+        pytest.skip(f"{releases.release()} has no HybridModel")
 
 
 def run_step(

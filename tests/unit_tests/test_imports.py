@@ -34,6 +34,7 @@ ROOMS = (
     "packed_sequences",
     "context_parallel",
     "chunk_graphs",
+    "patches",
     "integration",
 )
 """Left to right: a room may import itself, the rooms to its left, and what is in `SHARED`."""
@@ -41,8 +42,11 @@ ROOMS = (
 SHARED = frozenset({"config", "__version__"})
 """Of the package's top level, what every file may import."""
 
-PREFLIGHT_READERS = frozenset({"preflight", "integration"})
+PREFLIGHT_READERS = frozenset({"preflight", "patches", "integration"})
 """Who may ask for the facts of the process, beside the front."""
+
+MEGATRON_READERS = frozenset({"patches", "integration"})
+"""Who may import megatron-core or megatron.training."""
 
 FRONT = frozenset({"__init__", "cli", "cli_plan", "doctor"})
 """The public interface, the command line and its doctor may import every room."""
@@ -108,8 +112,8 @@ def why_not(room: str, name: str) -> str:
         if ROOMS.index(target) > ROOMS.index(room):
             return f"{target} lies to the right of {room}"
     elif within(name, "megatron"):
-        if room != "integration":
-            return "only integration may import megatron-core or megatron.training"
+        if room not in MEGATRON_READERS:
+            return "only patches and integration may import megatron-core or megatron.training"
     elif room == "plan" and within(name, "torch.cuda"):
         return "plan is pure: it never touches a device"
     return ""
@@ -159,6 +163,8 @@ def test_rooms_import_one_way() -> None:
         ("context_parallel/x.py", "from ..chunk_graphs import slots"),
         ("context_parallel/x.py", "from megatron.core import parallel_state"),
         ("chunk_graphs/x.py", "from megatron.core.pipeline_parallel import schedules"),
+        ("patches/x.py", "from megatron.slipstream.integration import specs"),
+        ("chunk_graphs/x.py", "from megatron.slipstream.patches import patching"),
         ("config.py", "from megatron.slipstream import plan"),
         ("preflight.py", "import megatron.core"),
         ("plan/x.py", "from .. import preflight"),
@@ -184,6 +190,10 @@ def test_an_import_against_the_way_is_found(tmp_path: Path, file: str, line: str
         ("fine_grained_activation_offload/x.py", "import torch.cuda\nfrom ..plan import trace"),
         ("chunk_graphs/x.py", "from ..fine_grained_activation_offload import manager"),
         ("integration/x.py", "import megatron.core\nfrom ..chunk_graphs import slots"),
+        (
+            "patches/x.py",
+            "import megatron.core\nfrom ..plan import trace\nfrom .. import preflight",
+        ),
         ("chunk_graphs/x.py", "from ..packed_sequences import batch"),
         ("context_parallel/x.py", "from ..packed_sequences import packing"),
         ("chunk_graphs/x.py", "from ..context_parallel import limits"),

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Optional
 
 from benchmarks.cases import CASES, Case, Variant, short_name
-from megatron.slipstream.integration.compat import TESTED_RELEASES
+from megatron.slipstream.patches.releases import TESTED_RELEASES
 from tools.functional_tests.recipes import load_jobs
 
 RELEASES = (None, *TESTED_RELEASES[:-1])

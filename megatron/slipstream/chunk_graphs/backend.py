@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
@@ -94,6 +93,8 @@ class CudaGraphs(GraphBackend):
         generators: Return the random number generators that recorded work may draw from, beside the
             device's default one.
         while_recording: Makes a context that is entered for the time of each recording.
+        while_measuring: The same for the run before it. It keeps tensors that are exchanged point
+            to point: [Note: What is exchanged stays while it is recorded].
     """
 
     def __init__(
@@ -102,9 +103,13 @@ class CudaGraphs(GraphBackend):
         while_recording: Callable[[], contextlib.AbstractContextManager[Any]] = (
             contextlib.nullcontext
         ),
+        while_measuring: Callable[[], contextlib.AbstractContextManager[Any]] = (
+            contextlib.nullcontext
+        ),
     ) -> None:
         self._generators = generators
         self._while_recording = while_recording
+        self._while_measuring = while_measuring
         self._stream: Optional[torch.cuda.Stream] = None
 
     @contextlib.contextmanager
@@ -137,7 +142,7 @@ class CudaGraphs(GraphBackend):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        with keeping_exchanged():
+        with self._while_measuring():
             work()
         torch.cuda.synchronize()
         allocated = torch.cuda.max_memory_allocated() - allocated
@@ -167,32 +172,6 @@ class CudaGraphs(GraphBackend):
 
     def held_bytes(self) -> int:
         return graph_pool_bytes()
-
-
-@contextlib.contextmanager
-def keeping_exchanged() -> Iterator[None]:
-    """Inside, tensors that are sent or received point to point stay until the end.
-
-    See [Note: What is exchanged stays while it is recorded].
-    """
-    kept: list[torch.Tensor] = []
-
-    def keeping(exchange: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(exchange)
-        def wrapper(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            kept.append(tensor)
-            return exchange(tensor, *arguments, **options)
-
-        return wrapper
-
-    with contextlib.ExitStack() as replaced:
-        for name in ("isend", "irecv"):
-            wrapper = keeping(getattr(torch.distributed, name))
-            # batch_isend_irecv() compares what it is given with the second one's.
-            for module in (torch.distributed, torch.distributed.distributed_c10d):
-                replaced.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, wrapper)
-        yield
 
 
 def graph_pool_bytes() -> int:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib
+import io
 import os
 import re
 import resource
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from megatron.slipstream.doctor.facts import (
     Link,
     Node,
     Numa,
+    PatchTarget,
     Ranks,
     Torch,
 )
@@ -99,15 +102,43 @@ def collect(request: Request, progress: Progress = lambda _: None, root: Path = 
         numa=numa,
         unseen=unseen,
     )
+    if _can_import(facts):
+        progress("patches")
+        facts = replace(facts, patches=_patches())
     return _with_command(facts, words, progress)
+
+
+def _can_import(facts: Facts) -> bool:
+    """Whether megatron-core does, as far as can be told without trying."""
+    is_there = facts.torch is not None and facts.process.megatron_core is not None
+    return is_there and facts.process.te_import_error is None
+
+
+def _patches() -> tuple[PatchTarget, ...]:
+    """The targets of the table of patches. Imports megatron-core."""
+    from megatron.slipstream.patches import table
+
+    found = []
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for patch, features in table.rows():
+            problem = None
+            try:
+                if not patch.is_needed():
+                    continue
+                patch.check()
+            except RuntimeError as error:
+                problem = str(error)
+            names = tuple(feature.value for feature in features)
+            found.append(PatchTarget(patch.target, names, problem))
+    return tuple(found)
 
 
 def _with_command(facts: Facts, words: command.Words, progress: Progress) -> Facts:
     """Last: to read the flags replaces parts of torch where there is no GPU."""
     if not words.flags:
         return facts
-    broken = facts.torch is None or facts.process.megatron_core is None
-    if broken or facts.process.te_import_error is not None:
+    if not _can_import(facts):
         why = "torch, megatron-core and what they import have to work first"
         return replace(facts, unseen={**facts.unseen, "command": why})
     progress("flags")

@@ -110,6 +110,16 @@ class Command(NamedTuple):
     queues."""
 
 
+class PatchTarget(NamedTuple):
+    """Something of another package that Slipstream replaces at run time."""
+
+    name: str
+    features: tuple[str, ...]
+    """What it is replaced for."""
+    problem: Optional[str] = None
+    """Why it cannot be."""
+
+
 class BuildLock(NamedTuple):
     """Marks an extension of torch as being compiled: who needs it too waits until this is gone."""
 
@@ -134,6 +144,8 @@ class Facts:
     driver: Optional[str] = None
     """Version of NVIDIA's driver."""
     build_locks: tuple[BuildLock, ...] = ()
+    patches: tuple[PatchTarget, ...] = ()
+    """Those that the installed packages need; empty where they cannot be imported."""
     gpus: tuple[Gpu, ...] = ()
     numa: Optional[Numa] = None
     command: Optional[Command] = None

@@ -98,6 +98,12 @@ OLD_DRIVER = Problem(
     "driver {driver} is not supported with CUDA {cuda} because that needs driver {needed} or newer",
     "update the driver, or install a torch that is built for an older CUDA",
 )
+MOVED = Problem(
+    "patch-target-moved",
+    "error",
+    "{message}",
+    "{cure}",
+)
 MAX_BUILD_S = 600.0
 """Nothing that megatron-core or Transformer Engine compile when they first use it takes so long."""
 STALE_LOCK = Problem(
@@ -232,6 +238,17 @@ def _extensions(facts: Facts) -> Seen:
     return Seen(f"{len(facts.build_locks)} being compiled", findings)
 
 
+def _patches(facts: Facts) -> Seen:
+    if not facts.patches:
+        return not_looked_at("torch, megatron-core and what they import have to work first")
+    moved = [target.problem for target in facts.patches if target.problem is not None]
+    parts = [problem.rpartition("; ") for problem in moved]
+    return Seen(
+        f"{len(facts.patches) - len(moved)} of {len(facts.patches)} targets as expected",
+        tuple(MOVED.found(message=message, cure=cure) for message, _, cure in parts),
+    )
+
+
 TOPIC = Topic(
     "Versions",
     "Supported is what the package accepts: another version is an error. Tested is what its tests "
@@ -251,5 +268,6 @@ TOPIC = Topic(
         Check("Offloading in graphs", _graphs, (preflight.TOO_OLD_FOR_GRAPHS,)),
         Check("flash-attn", _flash_attn, (FLASH_ATTN,)),
         Check("Compiled extensions", _extensions, (STALE_LOCK,)),
+        Check("Run-time patches", _patches, (MOVED,)),
     ),
 )

@@ -39,15 +39,18 @@ from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading, share_o
 from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.integration import mcore, rotary_kernels
+from megatron.slipstream.integration import mcore
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.graph_sizes import DynamicSizes
 from megatron.slipstream.integration.quantized_weights import (
-    nothing_to_skip,
+    without_fp8_skip_flag,
     quantize_weights_in_every_pass,
 )
 from megatron.slipstream.integration.rotary_tables import RotaryTables
 from megatron.slipstream.integration.schedules import chunk_slots
+from megatron.slipstream.patches import exchanged_tensors, table
+from megatron.slipstream.patches.patching import applied, replace_on
+from megatron.slipstream.patches.table import Feature
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,9 @@ Replayed = Union[ChunkGraphs, GraphBank]
 
 _replayed: weakref.WeakSet[Replayed] = weakref.WeakSet()
 """Of all models of this process."""
+
+_undo: list[Callable[[], None]] = []
+"""Gives their chunks the methods back that have been replaced."""
 
 
 def prepare_arguments(args: Any) -> None:
@@ -128,7 +134,7 @@ def replay_chunks(
     if config.fp8:
         for chunk in chunks:
             quantize_weights_in_every_pass(get_attr_wrapped_model(chunk, "decoder"))
-    rotary_kernels.choose_safely()
+    table.apply(Feature.FUSED_ROTATION)
     if backend is None:
         backend = _cuda_graphs() if torch.cuda.is_available() else ImitatedGraphs()
     replayed: list[Replayed] = []
@@ -151,14 +157,16 @@ def replay_chunks(
 
 
 def close_graphs() -> None:
-    """Let go of the graphs of all chunks: training is over, and process groups are about to go.
+    """Release the graphs of all chunks, which run eagerly from here on.
 
-    NCCL keeps a communicator as long as a graph has collectives of it: with tensor, context or
-    expert parallelism, ``torch.distributed.destroy_process_group`` would never return.
+    Called before process groups are destroyed: NCCL keeps a communicator as long as a graph has
+    collectives of it, and ``destroy_process_group`` would wait for it without end.
     """
     for graphs in _replayed:
         graphs.close()
     _replayed.clear()
+    while _undo:
+        _undo.pop()()
     gc.collect()
 
 
@@ -220,8 +228,8 @@ def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
             graphs.begin_iteration()
         zero_grad_buffer()
 
-    block.forward = forward
-    wrapper.zero_grad_buffer = begin_iteration
+    _undo.append(replace_on(block, "forward", forward))
+    _undo.append(replace_on(wrapper, "zero_grad_buffer", begin_iteration))
 
 
 def _run(
@@ -377,7 +385,13 @@ def _save_state(block: torch.nn.Module) -> Callable[[], None]:
 
 
 def _cuda_graphs() -> CudaGraphs:
-    return CudaGraphs(_generators, _transformer_engine_captures)
+    return CudaGraphs(_generators, _transformer_engine_captures, _exchanged_tensors_stay)
+
+
+@contextlib.contextmanager
+def _exchanged_tensors_stay() -> Iterator[None]:
+    with applied(table.EXCHANGES), exchanged_tensors.kept():
+        yield
 
 
 def _generators() -> list[torch.Generator]:
@@ -393,7 +407,7 @@ def _transformer_engine_captures() -> Iterator[None]:
 
     set_capture_start()
     try:
-        with nothing_to_skip():
+        with without_fp8_skip_flag():
             yield
     finally:
         set_capture_end()

@@ -3,11 +3,8 @@
 """What differs between the megatron-core releases that Slipstream runs on, and how that is bridged.
 
 The rest of ``integration`` is written against the newest of :data:`TESTED_RELEASES` and asks here
-where an older one differs. What a release has is asked of the release itself, a signature or a
-name; its version is used in messages only.
-
-megatron-core is imported by the functions, not by this module: on a machine without a GPU the shims
-come first.
+where an older one differs. megatron-core is imported by the functions, not by this module: on a
+machine without a GPU the stand-ins come first.
 """
 
 from __future__ import annotations
@@ -15,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
-from importlib import metadata
+from functools import partial
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -24,35 +20,17 @@ import torch
 from megatron.slipstream import preflight
 from megatron.slipstream.config import graphed_modules
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark, offload_group
-
-TESTED_RELEASES = ("0.17.1", "0.18.2", "0.19.2")
-"""The releases of megatron-core that the tests run with."""
-
-
-def release() -> str:
-    """The installed megatron-core for messages, such as 'megatron-core 0.19.2'."""
-    try:
-        return f"megatron-core {metadata.version('megatron-core')}"
-    except metadata.PackageNotFoundError:
-        return "megatron-core of unknown version"
-
-
-@cache
-def has_hybrid_models() -> bool:
-    """Whether there is a ``HybridModel`` (from 0.18 on).
-
-    The ``MambaModel`` of 0.17 does not tell the engine when a pass begins, so nothing of it moves.
-    """
-    return preflight.is_installed("megatron.core.models.hybrid")
-
-
-def schedule_frees_before_sent() -> bool:
-    """Whether the interleaved schedule may free a stage's output while it is being sent.
-
-    0.17 does; waiting for the send came with 0.18.
-    """
-    return not has_hybrid_models()
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.patching import applied
+from megatron.slipstream.patches.releases import (
+    TESTED_RELEASES,
+    has_gpt_builder,
+    has_hybrid_models,
+    models_pass_their_rank,
+    pretrain_parses,
+    release,
+)
+from megatron.slipstream.patches.training_loop import bound
 
 
 def forget_expert_metrics() -> None:
@@ -95,16 +73,6 @@ def manager_contract() -> frozenset[str]:
     return _MANAGER_CONTRACT | set(names.split())
 
 
-@cache
-def models_pass_their_rank() -> bool:
-    """Whether models pass pipeline rank, delta and fraction when a pass begins (from 0.19 on).
-
-    With the same change a mark began to learn the name of its group when the group ends.
-    """
-    interface = _facade().FineGrainedActivationOffloadingInterface
-    return "pp_rank" in inspect.signature(interface.init_chunk_handler).parameters
-
-
 class _ManagerOfModelsWithoutRank(PipelineOffloadManager):
     """The engine as the models of 0.17 and 0.18 call it."""
 
@@ -132,48 +100,6 @@ class _ManagerOfModelsWithoutRank(PipelineOffloadManager):
 def manager_class() -> type[PipelineOffloadManager]:
     """The engine, taking calls as the installed release makes them."""
     return PipelineOffloadManager if models_pass_their_rank() else _ManagerOfModelsWithoutRank
-
-
-_COMMIT_FUNCTION = "FineGrainedOffloadingGroupCommitFunction"
-
-
-class _CommitByName:
-    """Takes the place of the facade's autograd function that marks the end of a group.
-
-    In 0.17 and 0.18 that function tells its mark the group's name in backward only; in forward ours
-    would have to guess which of the open groups ends.
-    """
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-
-    def apply(self, tensor: torch.Tensor, mark: Any, name: str, *rest: Any) -> torch.Tensor:
-        """As the facade calls it; ``rest`` says what to release and whether to delay."""
-        if not isinstance(mark, CommitMark):  # of megatron-core's own engine
-            return self.original.apply(tensor, mark, name, *rest)
-        return offload_group(_facade().PipelineOffloadManager.OFFLOAD_MGR, name).commit(tensor)
-
-
-def name_commits() -> None:
-    """Let the marks at the ends of groups learn their names; nothing where they do."""
-    facade = _facade()
-    original = getattr(facade, _COMMIT_FUNCTION)
-    if not models_pass_their_rank() and not isinstance(original, _CommitByName):
-        setattr(facade, _COMMIT_FUNCTION, _CommitByName(original))
-
-
-def restore_commits() -> None:
-    """Undo :func:`name_commits`."""
-    facade = _facade()
-    current = getattr(facade, _COMMIT_FUNCTION)
-    if isinstance(current, _CommitByName):
-        setattr(facade, _COMMIT_FUNCTION, current.original)
-
-
-def _facade() -> Any:
-    from megatron.core.pipeline_parallel import fine_grained_activation_offload
-
-    return fine_grained_activation_offload
 
 
 # CUDA graphs of layers
@@ -332,13 +258,6 @@ _NOT_BUILT = (
 """What :class:`_GPT` does not know."""
 
 
-def has_gpt_builder() -> bool:
-    """Whether ``megatron.training`` builds GPT models from a configuration (from 0.19 on)."""
-    from megatron.training import argument_utils
-
-    return hasattr(argument_utils, "gpt_config_from_args")
-
-
 def null_tokenizer_takes_end_of_document() -> bool:
     """Up to 0.17 it was always the token after the vocabulary."""
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
@@ -450,12 +369,10 @@ def bind_pretrain(args: Any, model: Any) -> Pretrain:
     if has_gpt_builder():
         container = argument_utils.pretrain_cfg_container_from_args(args, model)
         return partial(_pretrain_by_config, container)
-    if hasattr(argument_utils, "pretrain_cfg_container_from_args"):
-        containers = [argument_utils.pretrain_cfg_container_from_args(args, model)]
-    else:
-        containers = []
-        _initialize_with(args)
     builder = model if isinstance(model, _GPT) else model.get_builder_cls()(model)
+    if pretrain_parses():
+        return partial(_pretrain_without_parsing, args, [], builder)
+    containers = [argument_utils.pretrain_cfg_container_from_args(args, model)]
     return partial(_pretrain_by_function, containers, builder)
 
 
@@ -483,7 +400,7 @@ def _pretrain_by_function(
 ) -> None:
     """Up to 0.18: a function builds the model; the loop names the one that finalises gradients."""
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain, training
+    from megatron.training import pretrain
 
     def build(
         pre_process: bool = True,
@@ -494,15 +411,13 @@ def _pretrain_by_function(
     ) -> torch.nn.Module:
         return builder.build_model(pg_collection, pre_process, post_process, vp_stage)
 
-    training.finalize_model_grads = finalizing(training.finalize_model_grads)
-    pretrain(*containers, datasets, build, ModelType.encoder_or_decoder, forward_step)
+    finalize = bound(table.FINALIZE, finalizing)
+    with applied([finalize]):
+        pretrain(*containers, datasets, build, ModelType.encoder_or_decoder, forward_step)
 
 
-def _initialize_with(args: Any) -> None:
-    """Make ``pretrain`` of 0.17, which parses and validates for itself, take what is validated."""
-    from megatron.training import initialize, training
-
-    training.initialize_megatron = partial(training.initialize_megatron, parsed_args=args)
-    initialize.validate_args = lambda *_: None
-    initialize.load_args_from_checkpoint = lambda *_, **__: None
-    initialize.set_global_variables = lambda *_: None
+def _pretrain_without_parsing(args: Any, *arguments: Any) -> None:
+    """0.17, whose ``pretrain`` parses and validates for itself, takes what is validated."""
+    first, *others = table.INITIALIZE
+    with applied([bound(first, args), *others]):
+        _pretrain_by_function(*arguments)

@@ -3,9 +3,8 @@
 """Run megatron-core and ``megatron.training`` on a machine without a GPU.
 
 For tests, demonstrations and debugging: real models, real pipeline schedules and the real training
-loop over gloo. Every replaced symbol is one row of :data:`CORE_SHIMS` or :data:`TRAINING_SHIMS`
-with the reason beside it. All rows are resolved before the first is replaced, so a megatron-core
-release that lacks one fails at once and by name instead of somewhere inside training.
+loop over gloo. Every replaced symbol is one patch of :data:`CORE_SHIMS` or :data:`TRAINING_SHIMS`
+with the reason beside it.
 
 ``torch.cuda.is_available()`` stays False throughout: code that asks gets the truth.
 """
@@ -20,25 +19,16 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from megatron.slipstream.integration import compat
+from megatron.slipstream.patches.patching import Patch, apply, resolve
+from megatron.slipstream.patches.releases import has_hybrid_models, schedule_frees_before_sent
 
 logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")
-
-
-class Shim(NamedTuple):
-    """One symbol to replace: its dotted path, what replaces it given the original, and why."""
-
-    path: str
-    replace: Callable[[Any], Any]
-    why: str
-    is_needed: Callable[[], bool] = lambda: True
-    """Whether the installed release needs it."""
 
 
 # Stand-ins. On one device without streams every operation has finished when its call returns, so
@@ -250,62 +240,62 @@ _FACTORIES = (
     *("randint", "empty_like", "zeros_like", "ones_like", "full_like"),
 )
 
-CORE_SHIMS: tuple[Shim, ...] = (
-    Shim("torch.cuda.current_device", _returns(_HOST), _NO_CURRENT_DEVICE),
-    Shim("torch.cuda.set_device", _returns(None), "initialize selects the local rank's GPU"),
-    Shim("torch.cuda.Stream", _becomes(_InertStream), _NO_STREAMS),
-    Shim("torch.cuda.Event", _becomes(_InertEvent), _NO_STREAMS),
+CORE_SHIMS: tuple[Patch, ...] = (
+    Patch("torch.cuda.current_device", _returns(_HOST), _NO_CURRENT_DEVICE),
+    Patch("torch.cuda.set_device", _returns(None), "initialize selects the local rank's GPU"),
+    Patch("torch.cuda.Stream", _becomes(_InertStream), _NO_STREAMS),
+    Patch("torch.cuda.Event", _becomes(_InertEvent), _NO_STREAMS),
     # torch.cuda.StreamContext stays: torch.compile makes isinstance() checks against it.
-    Shim("torch.cuda.stream", _becomes(_inert_stream_context), _NO_STREAMS),
-    Shim("torch.cuda.current_stream", _returns(_InertStream()), _NO_STREAMS),
-    Shim("torch.cuda.synchronize", _returns(None), _NO_STREAMS),
-    Shim("torch.cuda.empty_cache", _returns(None), "there is no caching allocator to empty"),
-    Shim("torch.cuda.get_rng_state", _default_generator_get, _ONE_GENERATOR),
-    Shim("torch.cuda.random.get_rng_state", _default_generator_get, _ONE_GENERATOR),
-    Shim("torch.cuda.set_rng_state", _default_generator_set, _ONE_GENERATOR),
-    Shim("torch.cuda.manual_seed", _default_generator_seed, _ONE_GENERATOR),
-    Shim(
+    Patch("torch.cuda.stream", _becomes(_inert_stream_context), _NO_STREAMS),
+    Patch("torch.cuda.current_stream", _returns(_InertStream()), _NO_STREAMS),
+    Patch("torch.cuda.synchronize", _returns(None), _NO_STREAMS),
+    Patch("torch.cuda.empty_cache", _returns(None), "there is no caching allocator to empty"),
+    Patch("torch.cuda.get_rng_state", _default_generator_get, _ONE_GENERATOR),
+    Patch("torch.cuda.random.get_rng_state", _default_generator_get, _ONE_GENERATOR),
+    Patch("torch.cuda.set_rng_state", _default_generator_set, _ONE_GENERATOR),
+    Patch("torch.cuda.manual_seed", _default_generator_seed, _ONE_GENERATOR),
+    Patch(
         "megatron.core.tensor_parallel.random._set_cuda_rng_state",
         _default_generator_set,
         "it queues the state until CUDA initialises, which never happens",
     ),
-    *(Shim(f"torch.{name}", _device_keyword_to_cpu, _LITERAL) for name in _FACTORIES),
-    Shim("torch.Tensor.to", _any_device_to_cpu, _LITERAL),
-    Shim("torch.Tensor.cuda", _return_self, "tied embeddings are moved to the GPU"),
-    Shim("torch.nn.Module.cuda", _return_self, "model chunks are moved to the GPU"),
-    Shim(
+    *(Patch(f"torch.{name}", _device_keyword_to_cpu, _LITERAL) for name in _FACTORIES),
+    Patch("torch.Tensor.to", _any_device_to_cpu, _LITERAL),
+    Patch("torch.Tensor.cuda", _return_self, "tied embeddings are moved to the GPU"),
+    Patch("torch.nn.Module.cuda", _return_self, "model chunks are moved to the GPU"),
+    Patch(
         "torch.Tensor.type",
         _gpu_type_names_for_optimizer,
         "optimizers compare type names with 'torch.cuda.*' literals",
     ),
-    Shim(
+    Patch(
         "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
         _never_fp8,
         "output-discarding recomputation asks Transformer Engine for its fp8 state",
     ),
-    Shim(
+    Patch(
         "megatron.core.models.backends.LocalSpecProvider.grouped_mlp_modules",
         _grouped_experts,
         "grouped experts, the only ones with offload marks, are built on Transformer Engine",
     ),
-    Shim(
+    Patch(
         "megatron.core.models.hybrid.hybrid_block.TENorm",
         _plain_norm,
         "the final norm of a HybridModel is Transformer Engine's whatever its layer spec says",
-        compat.has_hybrid_models,
+        is_needed=has_hybrid_models,
     ),
-    Shim(
+    Patch(
         "megatron.core.models.backends.LocalSpecProvider.core_attention",
         _core_attention,
         "multi-latent attention passes head sizes that the local core attention does not take",
     ),
-    Shim(
+    Patch(
         "megatron.core.pipeline_parallel.p2p_communication._p2p_ops",
         _sends_keep_their_memory,
         "gloo sends an output after the interleaved schedule has emptied its tensor",
-        compat.schedule_frees_before_sent,
+        is_needed=schedule_frees_before_sent,
     ),
-    Shim(
+    Patch(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
         _to_numpy_if_asked,
         "it converts to numpy only what it moved, and the dispatcher needs the numpy array",
@@ -313,28 +303,28 @@ CORE_SHIMS: tuple[Shim, ...] = (
 )
 """What megatron-core needs. Ordered by kind: device, streams, generators, literals, the rest."""
 
-TRAINING_SHIMS: tuple[Shim, ...] = (
-    Shim(
+TRAINING_SHIMS: tuple[Patch, ...] = (
+    Patch(
         "megatron.training.training.initialize_megatron",
         _allow_no_cuda,
         "initialisation asserts a GPU unless told otherwise, and pretrain does not pass it on",
     ),
-    Shim(
+    Patch(
         "torch.cuda.device_count",
         _one_device_for_initialize,
         "with 0 devices, initialisation skips the parallel groups and the RNG tracker",
     ),
-    Shim(
+    Patch(
         "torch.cuda.get_device_properties",
         _returns(SimpleNamespace(major=9, minor=0, name="cpu", total_memory=0)),
         "argument validation reads the compute capability when TP or CP is used",
     ),
-    Shim(
+    Patch(
         "megatron.training.training.set_jit_fusion_options",
         _returns(None),
         "its torch.compile warm-up takes half a minute for kernels that are off here",
     ),
-    Shim(
+    Patch(
         "megatron.core.pipeline_parallel.utils.set_ideal_affinity_for_current_gpu",
         _returns(None),
         "pretrain pins the process to the GPU's NUMA node when activations are offloaded",
@@ -342,7 +332,11 @@ TRAINING_SHIMS: tuple[Shim, ...] = (
 )
 """What ``megatron.training`` needs beyond :data:`CORE_SHIMS`."""
 
-_installed: set[str] = set()
+_HELPERS = Patch(
+    "megatron.core.datasets.utils.compile_helpers",
+    _returns(None),
+    "initialisation runs make, and ends the process where there is no Makefile",
+)
 
 
 def install_cpu_shims() -> bool:
@@ -358,7 +352,7 @@ def install_cpu_shims() -> bool:
     """
     if torch.cuda.is_available():
         return False
-    _apply("core", CORE_SHIMS)
+    apply(CORE_SHIMS, "a machine without a GPU")
     return True
 
 
@@ -369,7 +363,7 @@ def install_training_shims() -> bool:
     """
     if not install_cpu_shims():
         return False
-    _apply("training", TRAINING_SHIMS)
+    apply(TRAINING_SHIMS, "a machine without a GPU")
     return True
 
 
@@ -383,17 +377,14 @@ def skip_helper_compilation() -> bool:
     Returns:
         Whether the compilation is skipped.
     """
-    path = "megatron.core.datasets.utils.compile_helpers"
-    owner, name = resolve(path)
+    owner, _ = resolve(_HELPERS.target)
     if (Path(owner.__file__).parent / "Makefile").exists():
         return False
     try:
         import_module("megatron.core.datasets.helpers_cpp")
     except ImportError:
         return False
-    if "helpers" not in _installed:
-        setattr(owner, name, lambda: None)
-        _installed.add("helpers")
+    apply([_HELPERS], "training from a wheel")
     return True
 
 
@@ -407,63 +398,33 @@ def tolerate_missing_affinity_tools() -> bool:
     Returns:
         Whether pinning was replaced by the warning.
     """
-    path = "megatron.core.pipeline_parallel.utils.set_ideal_affinity_for_current_gpu"
-    owner, name = resolve(path)
-    missing = [
-        package
-        for module, package in (("cuda.bindings", "cuda-python"), ("pynvml", "nvidia-ml-py"))
-        if not _importable(module)
-    ]
-    if not missing:
+    if not _missing_affinity_tools():
         return False
-
-    def warn_instead() -> None:
-        logger.warning(
-            "the process is not pinned to its GPU's NUMA node because %s is not installed; "
-            "copies to the host may be slower. Install it, or pin with numactl",
-            " and ".join(missing),
-        )
-
-    setattr(owner, name, warn_instead)
+    apply([_PINNING], "training without affinity tools")
     return True
 
 
-def resolve(path: str) -> tuple[Any, str]:
-    """The object that owns the last name of a dotted path, and that name.
+def _missing_affinity_tools() -> list[str]:
+    packages = (("cuda.bindings", "cuda-python"), ("pynvml", "nvidia-ml-py"))
+    return [package for module, package in packages if not _importable(module)]
 
-    Raises:
-        RuntimeError: The symbol does not exist; names it, and the megatron-core releases found and
-            tested.
-    """
-    owner_path, _, name = path.rpartition(".")
-    owner: Any = None
-    parts = owner_path.split(".")
-    for length in range(len(parts), 0, -1):  # the longest importable prefix is the module
-        try:
-            owner = import_module(".".join(parts[:length]))
-        except ModuleNotFoundError as error:
-            if error.name is None or not owner_path.startswith(error.name):
-                raise
-            continue
-        for attribute in parts[length:]:
-            owner = getattr(owner, attribute, None)
-        break
-    if not hasattr(owner, name):
-        raise RuntimeError(
-            f"{path} does not exist in {compat.release()} with torch {torch.__version__}, so it "
-            "cannot be replaced for a run without a GPU; install one of the tested releases of "
-            f"megatron-core: {', '.join(compat.TESTED_RELEASES)}"
+
+def _warn_instead(_: Any) -> Callable[[], None]:
+    def warn() -> None:
+        logger.warning(
+            "the process is not pinned to its GPU's NUMA node because %s is not installed; "
+            "copies to the host may be slower. Install it, or pin with numactl",
+            " and ".join(_missing_affinity_tools()),
         )
-    return owner, name
+
+    return warn
 
 
-def _apply(group: str, shims: tuple[Shim, ...]) -> None:
-    if group in _installed:
-        return
-    targets = [(*resolve(shim.path), shim) for shim in shims if shim.is_needed()]
-    for owner, name, shim in targets:
-        setattr(owner, name, shim.replace(getattr(owner, name)))
-    _installed.add(group)
+_PINNING = Patch(
+    "megatron.core.pipeline_parallel.utils.set_ideal_affinity_for_current_gpu",
+    _warn_instead,
+    "pretrain raises without cuda-python and pynvml where activations are offloaded",
+)
 
 
 def _importable(module: str) -> bool:

@@ -45,9 +45,10 @@ from megatron.slipstream.integration.packed_sequences import (
     Stage,
     packed_seq_params,
 )
-from megatron.slipstream.integration.padded_routing import exclude_padding_from_routing
 from megatron.slipstream.packed_sequences.batch import OFFSET_KEYS
 from megatron.slipstream.packed_sequences.dataset import PackingPlan
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.table import Feature
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig
         num_samples: At least so many samples of each; None: one epoch.
         base: Megatron's configuration of unpacked datasets.
     """
-    exclude_padding_from_routing()
+    table.apply(Feature.PADDED_ROUTING)
     args = get_args()
     context_parallel_groups(rank_limits(args))
     config = dataset_config(base, args)

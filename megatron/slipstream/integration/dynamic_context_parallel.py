@@ -35,10 +35,11 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from megatron.slipstream.integration import rotary_kernels
 from megatron.slipstream.integration.cpu_context_parallel import GatheringCoreAttention
 from megatron.slipstream.integration.cpu_modules import LatentCoreAttention
 from megatron.slipstream.integration.specs import replace_classes
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.table import Feature
 
 
 class DynamicGroupMixin(torch.nn.Module):
@@ -143,5 +144,5 @@ def with_dynamic_context_parallelism(spec: Any) -> Any:
     Args:
         spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
     """
-    rotary_kernels.choose_safely()
+    table.apply(Feature.FUSED_ROTATION)
     return replace_classes(spec, _replacements())

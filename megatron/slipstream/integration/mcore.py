@@ -28,23 +28,22 @@ from megatron.slipstream.fine_grained_activation_offload.backends import make_ba
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import (
-    checkpoint_inputs,
-    compat,
-    discarded_outputs,
-    group_starts,
-    models,
-    numa,
-    pipeline_waits,
-    rotary_kernels,
-    small_copies,
-)
+from megatron.slipstream.integration import models, numa
 from megatron.slipstream.integration.config_file import config_from_environment, tell
 from megatron.slipstream.integration.environment import environment, settings
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.model_calls import set_before_first_call
+from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.policy import PolicyOptions
 
 logger = logging.getLogger(__name__)
+
+_FEATURES = (
+    *(Feature.ENGINE, Feature.ENGINE_ON_GPU, Feature.CHECKPOINT_INPUTS),
+    Feature.MODEL_CALLS,
+)
+"""What :func:`uninstall` undoes. The others belong to a model or a training, with any engine."""
 
 
 def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
@@ -79,6 +78,11 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
             return current.router.default
         current.router.close()
     backend = make_backend(config.offload_backend)
+    features = [Feature.ENGINE]
+    if isinstance(backend, CudaBackend):
+        features.append(Feature.ENGINE_ON_GPU)
+    if config.offload_checkpoint_inputs:
+        features.append(Feature.CHECKPOINT_INPUTS)
     backend.names_ranges = config.offload_nvtx_ranges
     if isinstance(backend, CudaBackend) and config.offload_numa == "auto":
         backend.place_host_memory = numa.bind_to_gpu(_local_gpu())
@@ -96,15 +100,10 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         max_overhead_percent=config.max_overhead_percent,
     )
     manager = models.Router(partial(_make_manager, config, backend, options)).default
+    table.apply(*features)
+    table.undo(*(feature for feature in _FEATURES if feature not in features))
+    set_before_first_call(None)
     seam.OFFLOAD_MGR = manager
-    models.see_calls()
-    compat.name_commits()
-    group_starts.install()
-    rotary_kernels.choose_safely()
-    if isinstance(backend, CudaBackend):
-        make_way()
-    if config.offload_checkpoint_inputs:
-        checkpoint_inputs.install()
     logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)
     if not is_given:
         tell(config)
@@ -145,35 +144,19 @@ def install_at_first_call(
         install(config)
 
     if installed() is None:
-        models.see_calls(install_now)
+        set_before_first_call(install_now)
+        table.apply(Feature.MODEL_CALLS)
 
 
 def uninstall() -> None:
-    """Give megatron-core its own engine back and return the host memory."""
+    """Give megatron-core its own engine back, undo all patches and return the host memory."""
     seam = mcore_offload.PipelineOffloadManager
     current = seam.OFFLOAD_MGR
-    stop_making_way()
-    checkpoint_inputs.uninstall()
-    compat.restore_commits()
-    group_starts.uninstall()
-    models.stop_seeing_calls()
+    set_before_first_call(None)
+    table.undo(*_FEATURES)
     if isinstance(current, models.RoutedManager):
         seam.OFFLOAD_MGR = None
         current.router.close()
-
-
-def make_way() -> None:
-    """Have megatron-core wait for its own work alone, and tell the engine what it discards."""
-    discarded_outputs.install()
-    small_copies.install()
-    pipeline_waits.install()
-
-
-def stop_making_way() -> None:
-    """Undo :func:`make_way`."""
-    small_copies.uninstall()
-    pipeline_waits.uninstall()
-    discarded_outputs.uninstall()
 
 
 def installed() -> Optional[models.RoutedManager]:

@@ -24,18 +24,20 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial, wraps
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, Optional
 
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
-from torch.utils.hooks import RemovableHandle
 
 from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.gradients import Gradients
+from megatron.slipstream.integration.p2p_sync import let_host_run_ahead
+from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 from megatron.slipstream.plan.trace import StepKind
 
 
@@ -99,23 +101,30 @@ class _Model:
         self.manager: Optional[RoutedManager] = None
         """None until it is trained: a reference model takes no share of the host memory."""
         self._chunks: list[weakref.ref[torch.nn.Module]] = []
-        self._hooks: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
 
-    def add(self, chunk: torch.nn.Module) -> None:
+    def add(self, chunk: torch.nn.Module, copies_beside_compute: bool) -> None:
+        """A chunk of this model.
+
+        Args:
+            chunk: The chunk.
+            copies_beside_compute: Whether waits of the host for the device delay anything.
+        """
         self._chunks.append(weakref.ref(chunk))
+        if copies_beside_compute:
+            self._undo.append(let_host_run_ahead(chunk.config))
         output_layer = getattr(chunk, "output_layer", None)
         # Engines that take turns with one model, as in benchmarks, share its hooks.
         if isinstance(output_layer, torch.nn.Module) and not _is_marked(output_layer):
-            self._hooks += [
-                output_layer.register_forward_pre_hook(_output_begins),
-                output_layer.register_forward_hook(_output_ends),
+            self._undo += [
+                output_layer.register_forward_pre_hook(_output_begins).remove,
+                output_layer.register_forward_hook(_output_ends).remove,
             ]
 
     def forget_chunks(self) -> None:
-        """Leave no hook on any of them."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Leave no hook on any of them, and their configurations as they were."""
+        while self._undo:
+            self._undo.pop()()
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
@@ -184,7 +193,7 @@ class Router:
         for chunk in chunks:
             if chunk not in self._model_of:
                 self._model_of[chunk] = model
-                model.add(chunk)
+                model.add(chunk, isinstance(self.default.store.backend, CudaBackend))
 
     def manager_of(self, chunk: torch.nn.Module) -> RoutedManager:
         """The engine of the model that ``chunk`` is of, made if there is none.
@@ -337,34 +346,17 @@ def _is_marked(output_layer: torch.nn.Module) -> bool:
 
 
 def _output_begins(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-    manager = _marking_manager()
+    manager = marking_engine()
     if manager is not None:
         manager.mark_output(StepKind.OUTPUT_START)
-        manager.mark_gradient(StepKind.OUTPUT_BACKWARD_END, _tensors_in(inputs))
+        manager.mark_gradient(StepKind.OUTPUT_BACKWARD_END, tensors_in(inputs))
 
 
 def _output_ends(_: torch.nn.Module, __: Any, logits: Any) -> None:
-    manager = _marking_manager()
+    manager = marking_engine()
     if manager is not None:
         manager.mark_output(StepKind.OUTPUT_END)
-        manager.mark_gradient(StepKind.OUTPUT_BACKWARD_START, _tensors_in(logits))
-
-
-def _marking_manager() -> Optional[Any]:
-    """The engine in megatron's place, unless it knows nothing of [Note: Marks of no group]."""
-    manager = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    return manager if hasattr(manager, "mark_gradient") else None  # megatron-core's own does not.
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a module was given or returns, in whatever it has them."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
+        manager.mark_gradient(StepKind.OUTPUT_BACKWARD_START, tensors_in(logits))
 
 
 def _check_beside_others(config: Any) -> None:
@@ -382,83 +374,3 @@ def _num_stages(chunk: Any) -> int:
 
 def _stage(chunk: Any) -> int:
     return getattr(chunk, "vp_stage", None) or 0
-
-
-# The way into models.
-
-_before_call: Optional[Callable[[], None]] = None
-"""Called at the first call of a model that is to offload, if the engine is to be made then."""
-
-
-def see_calls(before_first: Optional[Callable[[], None]] = None) -> None:
-    """See the calls of models from here on.
-
-    Args:
-        before_first: Called once, when a model that is to offload is called first.
-    """
-    global _before_call
-    _before_call = before_first
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    LanguageModule.__call__ = _call
-    for model in _models_of_nodes():
-        if "__wrapped__" not in vars(model.build_schedule_plan):
-            model.build_schedule_plan = _seen(model.build_schedule_plan)
-
-
-def _models_of_nodes() -> list[Any]:
-    """Those that can run in nodes."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    return [model for model in (GPTModel,) if hasattr(model, "build_schedule_plan")]
-
-
-def _seen(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes the place of ``build_schedule_plan``."""
-
-    @wraps(build)
-    def build_schedule_plan(chunk: Any, *arguments: Any, **options: Any) -> Any:
-        plain = partial(build, chunk, *arguments, **options)
-        router = _router_at_call() if _offloads(chunk) else None
-        return plain() if router is None else router.plan_nodes(chunk, plain)
-
-    return build_schedule_plan
-
-
-def stop_seeing_calls() -> None:
-    """Undo :func:`see_calls`."""
-    global _before_call
-    _before_call = None
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    if "__call__" in vars(LanguageModule):
-        del LanguageModule.__call__
-    for model in _models_of_nodes():
-        build = model.build_schedule_plan
-        model.build_schedule_plan = getattr(build, "__wrapped__", build)
-
-
-def _offloads(chunk: Any) -> bool:
-    return bool(getattr(chunk.config, "fine_grained_activation_offloading", False))
-
-
-def _router_at_call() -> Optional[Router]:
-    """A model that offloads is called: its router; None for megatron-core's own engine."""
-    if _before_call is not None:
-        _before_call()
-    current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    return current.router if isinstance(current, RoutedManager) else None
-
-
-def _call(chunk: Any, *arguments: Any, **options: Any) -> Any:
-    """Takes the place of the ``__call__`` of models, which they have from ``Module``."""
-    plain = torch.nn.Module.__call__
-    if not _offloads(chunk):
-        return plain(chunk, *arguments, **options)
-    router = _router_at_call()
-    with router.calling(chunk) if router is not None else contextlib.nullcontext():
-        output = plain(chunk, *arguments, **options)
-        manager = _marking_manager()
-        if manager is not None:
-            manager.mark_gradient(StepKind.BACKWARD_START, _tensors_in(output))
-        return output

@@ -10,12 +10,14 @@ same waits in the development branch that fine-grained offloading comes from.)
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.slipstream.integration.specs import replace_classes
+from megatron.slipstream.patches.patching import replace_on
 
 
 def indices_to_multihot(
@@ -48,9 +50,14 @@ class SyncFreeMoELayer(MoELayer):
         super().__init__(*arguments, **options)
         manager: Any = getattr(self.token_dispatcher, "_comm_manager", None)
         if hasattr(manager, "_indices_to_multihot"):
-            manager._indices_to_multihot = lambda indices, probs: indices_to_multihot(
-                indices, probs, manager.num_local_experts
-            )
+            multihot = partial(_multihot_of, manager)
+            replace_on(manager, "_indices_to_multihot", multihot)
+
+
+def _multihot_of(
+    manager: Any, indices: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return indices_to_multihot(indices, probs, manager.num_local_experts)
 
 
 def with_sync_free_dispatch(spec: Any) -> Any:

@@ -24,7 +24,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args
 
-from megatron.slipstream.integration.padded_routing import exclude_padding_from_routing
 from megatron.slipstream.packed_sequences.batch import (
     OFFSET_KEYS,
     for_context_parallel_rank,
@@ -39,6 +38,8 @@ from megatron.slipstream.packed_sequences.dataset import (
     save_index,
 )
 from megatron.slipstream.packed_sequences.options import check_corpora, pack_limits
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.table import Feature
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig
         num_samples: At least so many samples of each; None: one epoch.
         base: Megatron's configuration of unpacked datasets.
     """
-    exclude_padding_from_routing()
+    table.apply(Feature.PADDED_ROUTING)
     config = dataset_config(base, get_args())
     builder = BlendedMegatronDatasetBuilder(PackedGPTDataset, num_samples, _reads_data, config)
     return builder.build()

@@ -49,7 +49,7 @@ def quantize_weights_in_every_pass(block: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def nothing_to_skip() -> Iterator[None]:
+def without_fp8_skip_flag() -> Iterator[None]:
     """Around a capture: without what others' graphs have left for layers that are captured.
 
     Graphs of Transformer Engine or megatron-core tell theirs by a global tensor when to keep their

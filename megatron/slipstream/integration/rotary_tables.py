@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from megatron.slipstream.patches.patching import replace_on
 
 _METHODS = ("forward", "get_cached_cos_sin")
 """What layers ask for a table; the second is that of fused multi-latent attention."""
@@ -41,14 +44,11 @@ class RotaryTables:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Have the layers use the tables that are held, and hold those that are made anew."""
-        replaced = [(o, name) for o in self._owners for name in _METHODS if hasattr(o, name)]
-        try:
-            for owner, name in replaced:
-                setattr(owner, name, self._holding(owner, name))
+        with contextlib.ExitStack() as undo:
+            for owner in self._owners:
+                for name in filter(partial(hasattr, owner), _METHODS):
+                    undo.callback(replace_on(owner, name, self._holding(owner, name)))
             yield
-        finally:
-            for owner, name in replaced:
-                owner.__dict__.pop(name, None)
 
     def _holding(self, owner: Any, name: str) -> Callable[..., Any]:
         make = getattr(owner, name)

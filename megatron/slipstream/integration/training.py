@@ -25,7 +25,7 @@ from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
-from megatron.slipstream.integration import compat, cpu_only
+from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.arguments import (
     offload_config,
     parse_and_validate,
@@ -36,6 +36,10 @@ from megatron.slipstream.integration.environment import settings
 from megatron.slipstream.integration.messages import show_messages
 from megatron.slipstream.integration.monitor import Monitor, progress_kind
 from megatron.slipstream.integration.ports import free_port
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.patching import applied
+from megatron.slipstream.patches.table import Feature
+from megatron.slipstream.patches.training_loop import bound
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.whole_files import is_stream
 from megatron.slipstream.report_page import PAGE_SUFFIXES
@@ -160,9 +164,9 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
         config: From :func:`offload_config`.
         pretrain: From :func:`compat.bind_pretrain`.
     """
-    from megatron.slipstream.integration import providers, rotary_kernels
+    from megatron.slipstream.integration import providers
 
-    rotary_kernels.choose_safely()  # with the engine off too, so that the two can be compared
+    table.apply(Feature.FUSED_ROTATION)  # with the engine off too, so that the two can be compared
     engine = _install_engine(args, config)
     monitor = Monitor(
         num_iterations=args.train_iters or 0,
@@ -174,13 +178,12 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
         log_interval=args.log_interval,
         backend=None if engine is None else engine.backend,
     )
-    if args.eval_before_training:
-        _evaluate_before_training(args)
+    patches = [bound(table.EVALUATE_FIRST, args)] if args.eval_before_training else []
     step = partial(providers.forward_step, monitor=monitor)
     update_wrapper(step, providers.forward_step)
     try:
         with contextlib.nullcontext() if engine is None else contextlib.closing(engine):
-            with monitor:
+            with monitor, applied(patches):
                 pretrain(providers.datasets, step, monitor.finalizing)
             _report(args, config, monitor, engine)
     except SystemExit:  # Megatron ends a training so that was given so much time.
@@ -252,39 +255,6 @@ def _install_engine(args: Any, config: OffloadConfig) -> Optional[_Engine]:
     if args.fine_grained_activation_offloading and config.offload_engine == "slipstream":
         return _Engine(args, config)
     return None
-
-
-def _evaluate_before_training(args: Any) -> None:
-    """Make ``pretrain`` evaluate once more, between building the model and the first iteration.
-
-    Megatron has no call-out there: its loop is replaced by one that evaluates and then calls it.
-    """
-    owner, name = cpu_only.resolve("megatron.training.training.train")
-    train = getattr(owner, name)
-
-    def evaluate_then_train(
-        forward_step: Any,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        train_iterator: Any,
-        valid_iterator: Any,
-        process_non_loss_data: Any,
-        config: Any,
-        *rest: Any,
-        **groups: Any,
-    ) -> Any:
-        iteration = args.iteration  # above 0 where training resumes
-        owner.evaluate_and_print_results(
-            f"iteration {iteration}", forward_step, valid_iterator, model, iteration,
-            process_non_loss_data, config, **groups,
-        )  # fmt: skip
-        return train(
-            forward_step, model, optimizer, scheduler, train_iterator, valid_iterator,
-            process_non_loss_data, config, *rest, **groups,
-        )  # fmt: skip
-
-    setattr(owner, name, evaluate_then_train)
 
 
 def _report(args: Any, config: OffloadConfig, monitor: Monitor, engine: Optional[_Engine]) -> None:

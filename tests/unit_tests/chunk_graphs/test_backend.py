@@ -12,7 +12,8 @@ import torch
 from ranks import run_ranks
 from tiny_gpt import ModelCase, initialize
 
-from megatron.slipstream.chunk_graphs.backend import keeping_exchanged
+from megatron.slipstream.patches import exchanged_tensors, table
+from megatron.slipstream.patches.patching import applied
 
 NUMEL = 1000
 
@@ -39,7 +40,7 @@ def _exchanged_tensors_that_live(
     found = []
     for exchange in (_batched, _one_by_one):
         before = torch.distributed.isend, torch.distributed.distributed_c10d.irecv
-        with keeping_exchanged():
+        with applied(table.EXCHANGES), exchanged_tensors.kept():
             living, came = _exchange(exchange, rank)
             inside = sum(reference() is not None for reference in living)
         outside = sum(reference() is not None for reference in living)

@@ -167,7 +167,7 @@ def test_reasons_to_stay_are_those_of_the_policies() -> None:
 
 def test_releases_are_those_that_are_tested() -> None:
     # Read from the source: importing it takes seconds.
-    source = (ROOT / "megatron/slipstream/integration/compat.py").read_text(encoding="utf-8")
+    source = (ROOT / "megatron/slipstream/patches/releases.py").read_text(encoding="utf-8")
     (tested,) = re.findall(r"^TESTED_RELEASES = (.*)$", source, re.M)
     assert ast.literal_eval(tested) == tool("compatibility_page").TESTED
 

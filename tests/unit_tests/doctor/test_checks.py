@@ -21,6 +21,7 @@ from megatron.slipstream.doctor.facts import (
     Link,
     Node,
     Numa,
+    PatchTarget,
     Ranks,
     Torch,
 )
@@ -35,6 +36,13 @@ OFFLOADING = Command((), 2, offloads=True)
 IN_GRAPHS = Command((), 2, offloads=True, graphs="transformer_engine")
 EXPERTS = OFFLOADING._replace(copies_beside_experts=True)
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+MOVED = PatchTarget(
+    "megatron.core.gone",
+    ("`install()`",),
+    "megatron.core.gone does not exist; install one of the tested releases",
+)
 
 
 class Case(NamedTuple):
@@ -85,6 +93,11 @@ CASES = {
         replace(HEALTHY, torch=Torch(None, None, False)),
         ("built without CUDA", "install torch with CUDA"),
         (replace(HEALTHY, torch=Torch(None, None, False), driver=None, gpus=()),),
+    ),
+    "patch-target-moved": Case(
+        "error",
+        facts(patches=(MOVED, *HEALTHY.patches)),
+        (MOVED.name, "install one of the tested releases"),
     ),
     "stale-build-lock": Case(
         "warning",

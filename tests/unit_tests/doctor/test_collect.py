@@ -322,14 +322,28 @@ def test_ranks_come_from_the_launcher_of_the_command(monkeypatch: pytest.MonkeyP
 def test_progress_names_what_is_looked_at() -> None:
     steps: list[str] = []
     collect(QUIET, steps.append)
-    assert steps == ["versions", "GPUs", "NUMA"]
+    assert steps == ["versions", "GPUs", "NUMA", "patches"]
+
+
+def test_targets_of_patches_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    found = {target.name: target for target in collect(QUIET).patches}
+    assert len(found) > 10
+    assert not any(target.problem for target in found.values())
+    monkeypatch.delattr(token_dispatcher, "maybe_move_tensor_to_cpu")
+    (moved,) = [target for target in collect(QUIET).patches if target.problem]
+    assert moved.features == ("`install()` on a GPU",)
+    assert "maybe_move_tensor_to_cpu does not exist" in str(moved.problem)
 
 
 def test_flags_are_not_parsed_by_what_does_not_import(here: Facts) -> None:
     words = reading.command.split_command(["--lr", "1"])
     broken = replace(here.process, te_import_error="OSError: no lib")
     steps: list[str] = []
-    found = reading._with_command(replace(here, process=broken), words, steps.append)
+    machine = replace(here, process=broken)
+    assert not reading._can_import(machine)
+    found = reading._with_command(machine, words, steps.append)
     assert "have to work first" in found.unseen["command"]
     assert found.command is None
     assert steps == []

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron.slipstream.doctor.versions import MATRIX
-from megatron.slipstream.integration import compat
+from megatron.slipstream.patches import releases
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -36,7 +36,7 @@ def test_supported_versions_are_those_that_the_package_accepts() -> None:
 
 
 def test_tested_versions_are_those_that_the_tests_run_with() -> None:
-    assert MATRIX["megatron-core"].tested == compat.TESTED_RELEASES
+    assert MATRIX["megatron-core"].tested == releases.TESTED_RELEASES
     assert PINNED["torch"] in MATRIX["torch"].tested
     assert PINNED["megatron-core"] in MATRIX["megatron-core"].tested
 

@@ -13,9 +13,9 @@ from ranks import run_ranks
 from tiny_gpt import DENSE_MODULES, ModelCase, compare
 from toy_model import make_manager
 
-from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import CHECKPOINT_INPUTS
-from megatron.slipstream.integration import checkpoint_inputs, mcore
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.table import Feature
 
 pytestmark = pytest.mark.releases
 
@@ -78,17 +78,10 @@ def test_without_the_option_they_stay() -> None:
     assert result.moved_bytes == 0
 
 
-def test_patches_are_undone() -> None:
-    mcore.install(OffloadConfig(offload_backend="cpu", offload_checkpoint_inputs=True))
-    assert "apply" in vars(mcore_random.CheckpointFunction)
-    mcore.uninstall()
-    assert "apply" not in vars(mcore_random.CheckpointFunction)
-
-
 def test_a_function_that_has_moved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mcore_random, "CheckpointFunction")
-    with pytest.raises(RuntimeError, match="CheckpointFunction.*leave offload_checkpoint_inputs"):
-        checkpoint_inputs.install()
+    with pytest.raises(RuntimeError, match="CheckpointFunction.apply does not exist"):
+        table.apply(Feature.CHECKPOINT_INPUTS)
 
 
 def test_a_checkpoint_inside_another_is_no_group_of_its_own() -> None:

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step
 
 from megatron.slipstream.integration import compat
+from megatron.slipstream.patches import releases
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,12 +32,12 @@ GPT = """
 
 
 def test_what_users_may_install_is_what_is_tested() -> None:
-    oldest, *_, newest = compat.TESTED_RELEASES
+    oldest, *_, newest = releases.TESTED_RELEASES
     below = f"0.{int(newest.split('.')[1]) + 1}"
     assert f'"megatron-core>={oldest},<{below}"' in (ROOT / "pyproject.toml").read_text()
     assert f"megatron-core=={newest}\n" in (ROOT / "constraints.txt").read_text()
     tested_by_ci = re.findall(r"test-release (\S+)", (ROOT / ".ci" / "run").read_text())
-    assert tested_by_ci == [*compat.TESTED_RELEASES[:-1]]
+    assert tested_by_ci == [*releases.TESTED_RELEASES[:-1]]
 
 
 def test_offloading_in_graphs_of_layers_is_refused_on_no_release() -> None:
@@ -77,8 +78,8 @@ def _build_twice(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
 
 
 def test_our_builder_passes_to_a_gpt_model_what_megatrons_does() -> None:
-    if not compat.has_gpt_builder():
-        pytest.skip(f"{compat.release()} has no builder to compare with")
+    if not releases.has_gpt_builder():
+        pytest.skip(f"{releases.release()} has no builder to compare with")
     ((expected, actual),) = run_ranks(1, _build_twice)
     defaults = {"mtp_block_spec": None, "parallel_output": True}
     assert defaults | {"scatter_embedding_sequence_parallel": True} | actual == expected

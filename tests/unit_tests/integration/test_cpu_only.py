@@ -8,16 +8,17 @@ Replacing changes the whole process, so everything that installs runs in process
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from forked import run_script
 
-from megatron.slipstream.integration import compat, cpu_only
+from megatron.slipstream.integration import cpu_only
+from megatron.slipstream.patches import patching
+from megatron.slipstream.patches.patching import Patch
+from megatron.slipstream.patches.releases import release
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -29,7 +30,7 @@ _FACTS = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch
-from megatron.slipstream.integration import compat, cpu_only
+from megatron.slipstream.integration import cpu_only
 
 def type_as_seen_from(module):
     names = {"__name__": module, "torch": torch}
@@ -158,47 +159,23 @@ def test_helpers_are_not_compiled_where_there_is_no_makefile(facts: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "shim", [*cpu_only.CORE_SHIMS, *cpu_only.TRAINING_SHIMS], ids=lambda s: s.path
+    "patch", [*cpu_only.CORE_SHIMS, *cpu_only.TRAINING_SHIMS], ids=lambda patch: patch.target
 )
-def test_every_replaced_symbol_exists_and_says_why(shim: cpu_only.Shim) -> None:
-    if not shim.is_needed():
-        pytest.skip(f"{compat.release()} needs no {shim.path} replaced")
-    owner, name = cpu_only.resolve(shim.path)
-    assert hasattr(owner, name)
-    assert len(shim.why) > 20
-
-
-def test_a_missing_symbol_is_named_with_its_release_and_the_tested_ones() -> None:
-    with pytest.raises(RuntimeError) as error:
-        cpu_only.resolve("megatron.core.tensor_parallel.random._no_such_function")
-    message = str(error.value)
-    assert "megatron.core.tensor_parallel.random._no_such_function" in message
-    assert compat.release() in message
-    assert all(release in message for release in compat.TESTED_RELEASES)
-
-
-def test_one_missing_symbol_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = SimpleNamespace(there=1)
-    monkeypatch.setattr(cpu_only, "_installed", set())
-    monkeypatch.setitem(sys.modules, "shim_target", owner)
-    shims = (
-        cpu_only.Shim("shim_target.there", lambda original: 2, "a symbol that exists"),
-        cpu_only.Shim("shim_target.gone", lambda original: 2, "a symbol that does not"),
-    )
-    with pytest.raises(RuntimeError, match="shim_target.gone"):
-        cpu_only._apply("test", shims)
-    assert owner.there == 1
-    assert cpu_only._installed == set()
+def test_every_replaced_symbol_exists_and_says_why(patch: Patch) -> None:
+    if not patch.is_needed():
+        pytest.skip(f"{release()} needs no {patch.target} replaced")
+    patch.check()
+    assert len(patch.reason) > 20
 
 
 def test_nothing_is_replaced_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cpu_only, "_installed", set())
+    active = patching.active()
     before = torch.zeros
     assert cpu_only.install_cpu_shims() is False
     assert cpu_only.install_training_shims() is False
     assert torch.zeros is before
-    assert cpu_only._installed == set()
+    assert patching.active() == active
 
 
 def test_missing_affinity_tools_become_a_warning(
@@ -212,6 +189,8 @@ def test_missing_affinity_tools_become_a_warning(
     assert cpu_only.tolerate_missing_affinity_tools() is True
     utils.set_ideal_affinity_for_current_gpu()
     assert "nvidia-ml-py" in caplog.text
-    monkeypatch.setattr(utils, "set_ideal_affinity_for_current_gpu", lambda: 1 / 0)
+    patching.undo("training without affinity tools")
+    with pytest.raises(ZeroDivisionError):
+        utils.set_ideal_affinity_for_current_gpu()
     monkeypatch.setattr(cpu_only, "_importable", lambda module: True)
     assert cpu_only.tolerate_missing_affinity_tools() is False

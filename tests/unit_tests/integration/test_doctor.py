@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.slipstream.integration import arguments, compat, doctor
+from megatron.slipstream.integration import arguments, doctor
+from megatron.slipstream.patches import releases
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the messages are those of a machine without a GPU"
@@ -94,8 +95,8 @@ def test_flags_that_train_are_all_right(tmp_path: Path) -> None:
 
 
 def test_every_broken_rule_is_found_at_once(tmp_path: Path) -> None:
-    if not compat.models_pass_their_rank():
-        pytest.skip(f"{compat.release()} has no activation_offload_fraction")
+    if not releases.models_pass_their_rank():
+        pytest.skip(f"{releases.release()} has no activation_offload_fraction")
     flags = [*OFFLOAD, "core_atn", "attn_proj", "moe_act", "mlp_nrm"]
     flags += "--offload-release-lag -1 --activation-offload-fraction 2".split()
     flags += "--offload-target-memory-gib 0 --cpu-offloading-num-layers 1".split()

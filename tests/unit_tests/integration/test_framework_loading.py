@@ -20,8 +20,9 @@ from tiny_gpt import train as train_chunks
 
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import compat, config_file, mcore, models
+from megatron.slipstream.integration import compat, config_file, mcore
 from megatron.slipstream.integration.frameworks import loading, slime
+from megatron.slipstream.patches import model_calls, releases
 
 FRAMEWORKS = "megatron.slipstream.integration.frameworks"
 CASE = ModelCase("dense", num_layers=3)
@@ -45,7 +46,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _is_ready() -> bool:
-    return mcore.installed() is None and models._before_call is not None
+    return mcore.installed() is None and model_calls.before_first_call is not None
 
 
 def test_loading_installs_nothing_yet() -> None:
@@ -62,7 +63,7 @@ def test_loading_twice_or_beside_an_engine_changes_nothing(settings: Any) -> Non
     manager = mcore.install(OffloadConfig(offload_backend="cpu"))
     loading.load()
     assert mcore.installed() is manager
-    assert models._before_call is None
+    assert model_calls.before_first_call is None
 
 
 def test_a_file_that_cannot_be_used_is_refused_when_loading(settings: Any) -> None:
@@ -100,9 +101,9 @@ def test_a_switch_that_was_set_too_late_ends_the_first_call(
     late.te_offload_v1_environment = "1"
     monkeypatch.setattr(preflight, "collect", lambda: late)
     loading.load()
-    assert models._before_call is not None
+    assert model_calls.before_first_call is not None
     with pytest.raises(ValueError, match="it was set after Transformer Engine was imported"):
-        models._before_call()
+        model_calls.before_first_call()
     assert mcore.installed() is None
 
 
@@ -253,8 +254,8 @@ def _train_with_spec(
     ],
 )
 def test_a_spec_makes_the_same_model_whoever_reads_it(how: str, more: list[str]) -> None:
-    if how == "called with a model configuration" and not compat.has_gpt_builder():
-        pytest.skip(f"{compat.release()} has no builder that calls a spec so")
+    if how == "called with a model configuration" and not releases.has_gpt_builder():
+        pytest.skip(f"{releases.release()} has no builder that calls a spec so")
     ((expected, actual),) = run_ranks(1, _train_with_spec, how, more)
     assert actual["layers"] == expected["layers"]
     assert actual["tensors"] == expected["tensors"]
@@ -282,12 +283,12 @@ def _build_by_flag(rank: int, world_size: int, port: int) -> tuple[bool, str, st
         groups = ProcessGroupCollection.use_mpu_process_groups()
         built.append(str(builder.build_model(groups, True, True, None)))
     assert parallel_state.is_initialized()
-    return models._before_call is not None, *built
+    return model_calls.before_first_call is not None, *built
 
 
 def test_megatrons_own_builder_takes_the_flag() -> None:
-    if not compat.has_gpt_builder():
-        pytest.skip(f"{compat.release()} has no builder that reads --spec")
+    if not releases.has_gpt_builder():
+        pytest.skip(f"{releases.release()} has no builder that reads --spec")
     ((is_ready, with_flag, without),) = run_ranks(1, _build_by_flag)
     assert is_ready
     assert with_flag == without
@@ -339,8 +340,8 @@ def _hybrid_spec(rank: int, world_size: int, port: int) -> bool:
 
 
 def test_hybrid_models_get_their_own_spec() -> None:
-    if not compat.has_hybrid_models():
-        pytest.skip(f"{compat.release()} has no HybridModel")
+    if not releases.has_hybrid_models():
+        pytest.skip(f"{releases.release()} has no HybridModel")
     assert run_ranks(1, _hybrid_spec) == [True]
 
 
@@ -394,6 +395,6 @@ def _pre_wrap_hook(rank: int, world_size: int, port: int) -> bool:
 
 
 def test_the_hooks_of_a_model_configuration_take_it() -> None:
-    if not compat.has_gpt_builder():
-        pytest.skip(f"{compat.release()} has no model configurations with hooks")
+    if not releases.has_gpt_builder():
+        pytest.skip(f"{releases.release()} has no model configurations with hooks")
     assert run_ranks(1, _pre_wrap_hook) == [True]

@@ -15,7 +15,6 @@ import pytest
 from ranks import run_ranks
 
 from megatron.slipstream.config import MODULE_NAMES
-from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.frameworks.options import (
     DEFAULTS,
     ModelFacts,
@@ -25,6 +24,7 @@ from megatron.slipstream.integration.frameworks.options import (
     to_cli,
     to_transformer_overrides,
 )
+from megatron.slipstream.patches import releases
 
 SWITCH = "fine_grained_activation_offloading"
 ON = {SWITCH: True, "offload_modules": ["core_attn", "attn_proj"]}
@@ -181,7 +181,7 @@ def test_the_options_and_their_defaults_are_those_of_the_release() -> None:
     has = {field.name for field in dataclasses.fields(config)}
     assert facts.known_options == has & DEFAULTS.keys()
     assert facts.known_options >= OLDEST
-    if compat.models_pass_their_rank():
+    if releases.models_pass_their_rank():
         assert facts.known_options == DEFAULTS.keys() == get_type_hints(OffloadOptions).keys()
     assert facts.options == {name: DEFAULTS[name] for name in facts.known_options}
     # What the installed release has, it takes.

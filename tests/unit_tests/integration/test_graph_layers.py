@@ -23,7 +23,7 @@ from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step,
 
 from benchmarks.graphed import with_graphs
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.integration import compat
+from megatron.slipstream.patches import releases
 
 pytestmark = pytest.mark.releases
 
@@ -204,8 +204,8 @@ def test_a_model_is_built_from_layers_that_offload_in_graphs(
 
 
 def test_a_hybrid_model_is_built_from_such_layers() -> None:
-    if not compat.has_hybrid_models():
-        pytest.skip(f"{compat.release()} has no HybridModel")
+    if not releases.has_hybrid_models():
+        pytest.skip(f"{releases.release()} has no HybridModel")
     from megatron.slipstream.integration.graph_layers import with_graph_offloading
     from megatron.slipstream.integration.specs import change_model_spec
 

@@ -17,6 +17,7 @@ from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import compat
+from megatron.slipstream.patches import releases
 from megatron.slipstream.plan.trace import StepKind
 
 MODULES = ("core_attn", "attn_proj", "mlp_norm")
@@ -449,7 +450,7 @@ def test_an_iteration_of_passes_that_no_call_began_ends_with_its_schedule(router
 
     for num_groups in (2, 1):
         manager.init_model_chunk_offload_handler(
-            **{name: 0 for name in ("pp_rank",) if compat.models_pass_their_rank()},
+            **{name: 0 for name in ("pp_rank",) if releases.models_pass_their_rank()},
             vp_size=None,
             vp_stage=None,
         )

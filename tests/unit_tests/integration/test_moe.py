@@ -15,8 +15,8 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron.slipstream.integration import moe, small_copies
-from megatron.slipstream.integration.small_copies import SLOT_NUMEL, SmallCopies
+from megatron.slipstream.integration import moe
+from megatron.slipstream.patches.d2h_by_kernel import SLOT_NUMEL, D2HByKernel
 
 pytestmark = pytest.mark.releases
 
@@ -71,18 +71,9 @@ def _mlp_class(layer: Any) -> Any:
     return mlp.func if isinstance(mlp, functools.partial) else mlp.module
 
 
-def test_installing_twice_and_uninstalling_gives_megatrons_function_back() -> None:
-    original = token_dispatcher.maybe_move_tensor_to_cpu
-    small_copies.install()
-    small_copies.install()
-    assert isinstance(token_dispatcher.maybe_move_tensor_to_cpu, SmallCopies)
-    small_copies.uninstall()
-    assert token_dispatcher.maybe_move_tensor_to_cpu is original
-
-
 def test_what_is_not_on_a_gpu_is_left_to_megatron() -> None:
     seen = []
-    copies = SmallCopies(lambda tensor, **options: seen.append((tensor, options)) or tensor)
+    copies = D2HByKernel(lambda tensor, **options: seen.append((tensor, options)) or tensor)
     tensor = torch.arange(3)
     assert copies(tensor, as_numpy=True) is tensor
     assert copies(7) == 7
@@ -109,7 +100,7 @@ def test_the_map_is_made_without_a_wait() -> None:
 def test_values_arrive_and_stay_as_long_as_somebody_has_them(
     dtype: torch.dtype, as_numpy: bool
 ) -> None:
-    copies = SmallCopies(lambda tensor, **_: pytest.fail("it should not be asked"))
+    copies = D2HByKernel(lambda tensor, **_: pytest.fail("it should not be asked"))
     kept = []
     for number in range(50):
         counts = torch.arange(number, number + 12, dtype=dtype, device="cuda").view(3, 4)
@@ -127,7 +118,7 @@ def test_values_arrive_and_stay_as_long_as_somebody_has_them(
 @pytest.mark.gpu
 def test_larger_and_other_tensors_are_left_to_megatron() -> None:
     seen = []
-    copies = SmallCopies(lambda tensor, **_: seen.append(tensor))
+    copies = D2HByKernel(lambda tensor, **_: seen.append(tensor))
     copies(torch.zeros(SLOT_NUMEL + 1, dtype=torch.int64, device="cuda"))
     copies(torch.zeros(3, device="cuda"))
     assert len(seen) == 2
@@ -154,9 +145,9 @@ def test_a_small_copy_does_not_wait_for_a_large_one() -> None:
         assert moved.tolist() == list(range(16))
         return 1e3 * (time.perf_counter() - start_s)
 
-    copies = SmallCopies(token_dispatcher.maybe_move_tensor_to_cpu)
+    copies = D2HByKernel(token_dispatcher.maybe_move_tensor_to_cpu)
     milliseconds(copies)
     ours = min(milliseconds(copies) for _ in range(3))
     megatrons = min(milliseconds(token_dispatcher.maybe_move_tensor_to_cpu) for _ in range(3))
     assert ours < 1.0
-    assert megatrons > 4.0, "the premise of small_copies no longer holds on this GPU"
+    assert megatrons > 4.0, "the premise of d2h_by_kernel no longer holds on this GPU"

@@ -18,6 +18,7 @@ from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
 from megatron.slipstream.integration import compat, mcore
+from megatron.slipstream.patches import releases
 from megatron.slipstream.plan.trace import StepKind
 
 pytestmark = pytest.mark.releases
@@ -105,7 +106,7 @@ def test_models_that_pass_no_rank_are_of_a_release_whose_marks_get_no_name() -> 
     assert calls
     for call in calls:
         gets_name = any(isinstance(value, ast.Name) and value.id == "name" for value in call.args)
-        assert gets_name == compat.models_pass_their_rank()
+        assert gets_name == releases.models_pass_their_rank()
 
 
 def test_our_manager_and_mark_have_what_the_wheel_uses() -> None:
@@ -193,7 +194,7 @@ def test_commits_are_delayed_while_a_graph_is_launched_and_keep_their_order(
 ) -> None:
     """delay_offload_until_cuda_graph: the host launches the next graph first."""
     if "_in_replay" not in compat.manager_contract():
-        pytest.skip(f"{compat.release()} does not say whether a graph is being launched")
+        pytest.skip(f"{releases.release()} does not say whether a graph is being launched")
     facade = mcore.mcore_offload.FineGrainedActivationOffloadingInterface
     _begin_pass()
     tensor, names = torch.ones(4, requires_grad=True), ["expert_fc1", "moe_act"]
@@ -222,7 +223,7 @@ def test_what_models_say_when_a_pass_begins_arrives(manager: PipelineOffloadMana
     assert (chunk.vp_stage, chunk.min_offloaded_tensor_size) == (1, 7)
     options, defaults = manager._book.options, compat.defaults_of_later_options()
     for name in defaults.keys() & VALUES.keys():
-        said = VALUES if compat.models_pass_their_rank() else defaults
+        said = VALUES if releases.models_pass_their_rank() else defaults
         assert getattr(options, name) == said[name]
 
 

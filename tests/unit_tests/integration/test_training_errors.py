@@ -25,6 +25,7 @@ from forked import run_script
 
 from megatron.slipstream import preflight
 from megatron.slipstream.integration import compat
+from megatron.slipstream.patches import releases
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -154,8 +155,8 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_mistake_is_one_line_that_names_option_and_cure(case: str, folder: Path) -> None:
     flags, words = REFUSALS[case]
-    if case == "fraction" and not compat.models_pass_their_rank():
-        pytest.skip(f"{compat.release()} has no activation_offload_fraction")
+    if case == "fraction" and not releases.models_pass_their_rank():
+        pytest.skip(f"{releases.release()} has no activation_offload_fraction")
     save = ["--save", "checkpoints", "--save-interval", "1", "--offload-report-path", "report.json"]
     _assert_refused(_train(folder, [*MODEL, *MOCK, *save, *flags]), folder, *words)
 
@@ -208,37 +209,37 @@ def test_megatron_s_own_attention_on_a_gpu_takes_no_packed_sequences(
 
 LATER: dict[str, tuple[Callable[[], bool], list[str], list[str]]] = {
     "fraction": (
-        compat.models_pass_their_rank,
+        releases.models_pass_their_rank,
         [*OFFLOAD, "core_attn", "--activation-offload-fraction", "0.5"],
         ["activation_offload_fraction", "set offload_target_memory_gib"],
     ),
     "delta": (
-        compat.models_pass_their_rank,
+        releases.models_pass_their_rank,
         [*OFFLOAD, "core_attn", "--delta-offload-bytes-across-pp-ranks", "1"],
         ["delta_offload_bytes_across_pp_ranks", "set offload_target_memory_gib"],
     ),
     "fused experts": (
-        compat.models_pass_their_rank,
+        releases.models_pass_their_rank,
         [*OFFLOAD, "fused_group_mlp", "--num-experts", "2"],
         ["offload_modules", "fused_group_mlp", "leave it out"],
     ),
     "CUDA graphs": (
-        compat.models_pass_their_rank,
+        releases.models_pass_their_rank,
         [*OFFLOAD, "core_attn", "--cuda-graph-impl", "local"],
         ["cuda_graph_impl='local'", "set cuda_graph_impl='transformer_engine' or 'none'"],
     ),
     "delay": (
-        compat.models_pass_their_rank,
+        releases.models_pass_their_rank,
         [*OFFLOAD, "core_attn", "--delay-offload-until-cuda-graph"],
         ["delay_offload_until_cuda_graph", "leave it out"],
     ),
     "multi-token prediction": (
-        compat.has_gpt_builder,
+        releases.has_gpt_builder,
         ["--mtp-num-layers", "1"],
         ["mtp_num_layers=1", "a script of your own"],
     ),
     "hybrid models": (
-        compat.has_hybrid_models,
+        releases.has_hybrid_models,
         ["--hybrid-layer-pattern", "*-"],
         ["hybrid_layer_pattern='*-'", "train a GPT model"],
     ),
@@ -258,10 +259,10 @@ def test_what_a_later_release_has_is_refused_with_what_to_do_instead(
 ) -> None:
     is_there, flags, words = LATER[case]
     if is_there():
-        pytest.skip(f"{compat.release()} has it")
+        pytest.skip(f"{releases.release()} has it")
     flags = [flag.format(tokenizer=_write_tokenizer(folder)) for flag in flags]
     outcome = _train(folder, [*MODEL, *MOCK, *flags])
-    _assert_refused(outcome, folder, compat.release(), "or install megatron-core 0.1", *words)
+    _assert_refused(outcome, folder, releases.release(), "or install megatron-core 0.1", *words)
 
 
 @pytest.mark.releases

@@ -17,9 +17,9 @@ import torch
 from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, skip_without_model
 
-from megatron.slipstream.integration import compat
 from megatron.slipstream.packed_sequences.batch import packed_sample
 from megatron.slipstream.packed_sequences.packing import PackLimits
+from megatron.slipstream.patches import releases
 
 pytestmark = pytest.mark.releases
 
@@ -136,12 +136,13 @@ def alone(text: np.ndarray) -> dict[str, Any]:
 
 
 def model_of(case: ModelCase, rank: int, num_ranks: int, port: int) -> torch.nn.Module:
-    from megatron.slipstream.integration.padded_routing import exclude_padding_from_routing
+    from megatron.slipstream.patches import table
+    from megatron.slipstream.patches.table import Feature
 
     # Memory that nothing was written to holds NaN, so that what is read of it shows.
     torch.use_deterministic_algorithms(True)
     initialize(case, rank, num_ranks, port)
-    exclude_padding_from_routing()
+    table.apply(Feature.PADDED_ROUTING)
     (model,) = build_chunks(case, make_config(case))
     return model.train()
 
@@ -215,15 +216,22 @@ def test_auxiliary_losses_are_those_of_the_documents_without_padding() -> None:
 # --- padding --------------------------------------------------------------------------------------
 
 
+def _count_padding() -> None:
+    """Undo the patches of the router, except where it would raise."""
+    from megatron.slipstream.patches import patching, table
+    from megatron.slipstream.patches.table import Feature
+
+    table.undo(Feature.PADDED_ROUTING)
+    patching.apply([p for p in table.PADDING if "expert_bias" in p.target], "this test")
+
+
 def _difference_by_an_empty_pack(
     rank: int, num_ranks: int, port: int, case: ModelCase, exclude: bool
 ) -> list[bool]:
     """Of each gradient, whether it is the same with one more pack, without a document."""
-    from megatron.slipstream.integration.padded_routing import include_padding_in_routing
-
     model = model_of(case, rank, num_ranks, port)
     if not exclude:
-        include_padding_in_routing()
+        _count_padding()
     texts = documents(LENGTHS, case.vocab_size)
     limits = PACKS["a sequence of padding"]
     routes = case.kind == "moe"
@@ -251,11 +259,9 @@ def _change_by_padding(
     rank: int, num_ranks: int, port: int, case: ModelCase, exclude: bool
 ) -> tuple[Optional[str], list[int]]:
     """What differs in any bit if padding holds other tokens, and how many tokens routers count."""
-    from megatron.slipstream.integration.padded_routing import include_padding_in_routing
-
     model = model_of(case, rank, num_ranks, port)
     if not exclude:
-        include_padding_in_routing()
+        _count_padding()
     texts = documents(LENGTHS, case.vocab_size)
     num_routed = []
     for name, limits in PACKS.items():
@@ -304,7 +310,7 @@ def test_nothing_of_the_description_is_left_for_a_gpu_to_find_out() -> None:
     assert params.cu_seqlens_q_padded is params.cu_seqlens_kv_padded is padded
     assert params.max_seqlen_q == params.max_seqlen_kv == 9
     assert params.total_tokens is params.seq_idx is params.cp_group is params.local_cp_size is None
-    if compat.models_pass_their_rank():
+    if releases.models_pass_their_rank():
         assert params.pad_between_seqs is True
         assert params.tokens_per_sample is None
 

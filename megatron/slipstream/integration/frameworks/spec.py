@@ -18,10 +18,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.frameworks import loading
 from megatron.slipstream.integration.graph_layers import with_graph_offloading
+from megatron.slipstream.patches import releases
 
 loading.load()
 
-if compat.has_hybrid_models():
+if releases.has_hybrid_models():
     # Hybrid models take a spec as it is; nobody calls it.
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # noqa: F401
 

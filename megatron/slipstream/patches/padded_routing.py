@@ -25,39 +25,9 @@ _padding: list[torch.Tensor] = []
 """The masks of the routers whose forward pass runs now, the innermost last."""
 
 
-def exclude_padding_from_routing() -> None:
-    """Replace the three places in megatron-core's ``TopKRouter``. Idempotent.
+def pass_mask_on(original: Any) -> Any:
+    """Replace ``TopKRouter.routing``: the functions below see the padding mask."""
 
-    Without a padding mask the router does what it did. Nothing waits for the GPU, and nothing has a
-    shape that depends on how much padding there is.
-    """
-    from megatron.core.transformer.moe import router
-
-    if hasattr(router.TopKRouter.routing, "__wrapped__"):
-        return
-    router.TopKRouter.routing = _routing(router.TopKRouter.routing)
-    router.TopKRouter._apply_expert_bias = _apply_expert_bias
-    router.apply_router_token_dropping = _token_dropping(router.apply_router_token_dropping)
-    router.get_tokens_per_expert_and_token_count = _counting(
-        router.get_tokens_per_expert_and_token_count
-    )
-
-
-def include_padding_in_routing() -> None:
-    """Undo :func:`exclude_padding_from_routing`, except for what would raise."""
-    from megatron.core.transformer.moe import router
-
-    replaced = (
-        (router.TopKRouter, "routing"),
-        (router, "apply_router_token_dropping"),
-        (router, "get_tokens_per_expert_and_token_count"),
-    )
-    for owner, name in replaced:
-        current = getattr(owner, name)
-        setattr(owner, name, getattr(current, "__wrapped__", current))
-
-
-def _routing(original: Any) -> Any:
     @functools.wraps(original)
     def routing(
         self: Any, logits: torch.Tensor, padding_mask: Optional[torch.Tensor] = None
@@ -73,7 +43,9 @@ def _routing(original: Any) -> Any:
     return routing
 
 
-def _token_dropping(original: Any) -> Any:
+def drop_padding_first(original: Any) -> Any:
+    """Replace ``apply_router_token_dropping``: padding takes no capacity."""
+
     @functools.wraps(original)
     def dropping(probs: torch.Tensor, routing_map: torch.Tensor, *rest: Any, **options: Any) -> Any:
         if _padding:
@@ -84,14 +56,21 @@ def _token_dropping(original: Any) -> Any:
     return dropping
 
 
-def _counting(original: Any) -> Any:
+def count_at_least_one(original: Any) -> Any:
+    """Replace ``get_tokens_per_expert_and_token_count``: a buffer of padding divides by 1."""
+
     @functools.wraps(original)
     def counting(*arguments: Any, **options: Any) -> Any:
         *counts, total = original(*arguments, **options)
-        # What is divided by it is 0 if it is: no token is routed.
+        # A total of 0 divides counts that are 0 as well.
         return *counts, total.clamp(min=1) if isinstance(total, torch.Tensor) else total
 
     return counting
+
+
+def count_without_padding(_: Any) -> Any:
+    """Replace ``TopKRouter._apply_expert_bias``: padding is no token of an expert."""
+    return _apply_expert_bias
 
 
 def _apply_expert_bias(

@@ -3,9 +3,9 @@
 """Tells the engine of outputs that megatron-core discards, to recompute them in backward.
 
 Selective recomputation of norms and activation functions empties the storage of their output once
-forward needs it no more. If a group has saved that output, a copy out of it may be under way, and
-would go on to read what others write there. The engine then leaves the storage where it is: the
-recomputation fills it, as it would without offloading.
+forward needs it no more. If a group has saved that output, a copy to the host may still read it.
+The engine then leaves the storage where it is: the recomputation fills it, as it would without
+offloading.
 """
 
 from __future__ import annotations
@@ -16,27 +16,13 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 
-NAME = "discard_output_and_register_recompute"
 
+def tell_engine_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``CheckpointWithoutOutput.discard_output_and_register_recompute``."""
 
-def install() -> None:
-    """Have the engine hear of every output before it is discarded. Again does nothing."""
-    original = getattr(CheckpointWithoutOutput, NAME)
-    if not hasattr(original, "__wrapped__"):
-        setattr(CheckpointWithoutOutput, NAME, _telling(original))
-
-
-def uninstall() -> None:
-    """Give megatron-core its own method back."""
-    current = getattr(CheckpointWithoutOutput, NAME)
-    setattr(CheckpointWithoutOutput, NAME, getattr(current, "__wrapped__", current))
-
-
-def _telling(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def discard(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
         engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR

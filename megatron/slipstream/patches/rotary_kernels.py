@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Keeps Triton from choosing forms of megatron-core's fused rotation that compute something wrong.
+"""Restricts Triton's choice for megatron-core's fused rotation to what computes the right result.
 
 megatron-core's kernels for multi-latent attention (``apply_rope_fusion``) are tuned when they first
 run: of eight block sizes, in heads, the fastest is taken. Not all of them are right.
@@ -21,6 +21,7 @@ as the tuner's timing has it. Where runs are to be the same, it is given one siz
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,20 +36,38 @@ SUMMING = "rotary_bwd_kv_kernel"
 NAMES = (*IN_PLACE, "rotary_fwd_kv_kernel", SUMMING)
 
 MOST_HEADS_SUMMED = 16
-"""In a block of the one size that is left where runs are to be the same."""
+"""Heads in a block of the one size that is left where runs are to be the same."""
 
 
-def tuned_kernels(names: Sequence[str] = NAMES) -> list[Any]:
-    """Triton's tuners of those kernels; none where Triton cannot be used."""
-    kernels = [getattr(fused, name, None) for name in names]
-    # megatron-core puts a mock or the bare function there if it finds no Triton.
-    return [kernel for kernel in kernels if isinstance(getattr(kernel, "configs", None), list)]
+def is_tuned(name: str) -> bool:
+    """Whether Triton tunes the kernel; megatron-core has a stand-in where there is no Triton."""
+    return isinstance(getattr(getattr(fused, name, None), "configs", None), list)
+
+
+def restrict_autotune_configs(kernel: Any) -> Any:
+    """A tuner of the same kernel that chooses among configurations which compute the right result.
+
+    Args:
+        kernel: Triton's tuner. Not changed.
+
+    Returns:
+        The new one, which has tuned nothing yet.
+    """
+    name = kernel.fn.__name__
+    restricted = copy.copy(kernel)
+    restricted.cache = {}
+    restricted.early_config_prune = one_whole_block if name == SUMMING else whole_blocks
+    restricted.configs = [copy.copy(config) for config in kernel.configs]
+    if name in IN_PLACE:
+        for config in restricted.configs:
+            config.num_warps = 1
+    return restricted
 
 
 def whole_blocks(
     configs: Sequence[Any], arguments: Mapping[str, Any], **named: Any
 ) -> Sequence[Any]:
-    """Those that leave no block in part empty, but for a single one, which has its bounds.
+    """Configurations without a partly filled block, except a single one, which checks its bounds.
 
     Args:
         configs: Triton's, with the block size ``BLOCK_H``.
@@ -82,20 +101,3 @@ def one_whole_block(
         return whole
     small = [config for config in whole if config.kwargs["BLOCK_H"] <= MOST_HEADS_SUMMED]
     return [max(small, key=lambda config: config.kwargs["BLOCK_H"])]
-
-
-def choose_safely() -> None:
-    """Have Triton choose only what is right. Results of what was right before are the same bits.
-
-    What has been tuned already is tuned anew. Calling it again changes nothing.
-    """
-    for name in NAMES:
-        prune = one_whole_block if name == SUMMING else whole_blocks
-        for kernel in tuned_kernels([name]):
-            racing = [c for c in kernel.configs if name in IN_PLACE and c.num_warps != 1]
-            if kernel.early_config_prune is prune and not racing:
-                continue
-            kernel.early_config_prune = prune
-            for config in racing:
-                config.num_warps = 1
-            kernel.cache.clear()

@@ -18,10 +18,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer.moe import token_dispatcher
-
-NAME = "maybe_move_tensor_to_cpu"
-"""Of the function in megatron-core's dispatcher module that makes those copies."""
 
 SLOT_NUMEL = 256
 """Elements of 8 bytes that one copy may have; more go by the copy engine as before."""
@@ -39,20 +35,24 @@ class _Slot(NamedTuple):
     device: torch.Tensor
 
 
-class SmallCopies:
-    """Takes the place of megatron-core's function of the same purpose while the engine is on."""
+class D2HByKernel:
+    """Replaces ``maybe_move_tensor_to_cpu`` of megatron-core's token dispatcher.
+
+    Args:
+        original: megatron-core's function.
+    """
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self._original = original
         self._free: defaultdict[_Kind, deque[_Slot]] = defaultdict(deque)
-        self._lent: dict[int, tuple[weakref.ref[Any], _Kind, _Slot]] = {}
+        self._in_use: dict[int, tuple[weakref.ref[Any], _Kind, _Slot]] = {}
         """By the identity of the weak reference, which tells when the slot is free again."""
 
     def __call__(self, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         """A copy of a GPU tensor in host memory, valid once the current stream has come here.
 
         Args:
-            tensor: Anything; what is no small integer tensor on a GPU is left to megatron-core.
+            tensor: Anything; megatron-core copies what is no small integer tensor on a GPU.
             as_numpy: Return a numpy array.
             record_stream: Keep the tensor's memory until the current stream has come here.
         """
@@ -74,16 +74,16 @@ class SmallCopies:
         result: Any = slot.host[:numel].view(tensor.shape)
         if as_numpy:
             result = result.numpy()
-        lent = weakref.ref(result, self._return)
-        self._lent[id(lent)] = (lent, kind, slot)
+        reference = weakref.ref(result, self._return)
+        self._in_use[id(reference)] = (reference, kind, slot)
         if record_stream:
             tensor.record_stream(torch.cuda.current_stream())
         return result
 
     def _return(self, reference: weakref.ref[Any]) -> None:
-        # Nobody wants the value any more, though the kernel that writes it may not have run; but
-        # the next one to write the slot comes later in the same stream.
-        _, kind, slot = self._lent.pop(id(reference))
+        # The kernel that writes this value may not have run yet, but the next one to write the slot
+        # comes later in the same stream.
+        _, kind, slot = self._in_use.pop(id(reference))
         self._free[kind].append(slot)
 
 
@@ -102,17 +102,3 @@ class _DeviceView:
 def _new_slot(dtype: torch.dtype) -> _Slot:
     host = torch.empty(SLOT_NUMEL, dtype=dtype, pin_memory=True)
     return _Slot(host, torch.as_tensor(_DeviceView(host), device="cuda"))
-
-
-def install() -> None:
-    """Put :class:`SmallCopies` into megatron-core's dispatcher; nothing if it is there."""
-    original = getattr(token_dispatcher, NAME)
-    if not isinstance(original, SmallCopies):
-        setattr(token_dispatcher, NAME, SmallCopies(original))
-
-
-def uninstall() -> None:
-    """Give megatron-core its own function back."""
-    current = getattr(token_dispatcher, NAME)
-    if isinstance(current, SmallCopies):
-        setattr(token_dispatcher, NAME, current._original)

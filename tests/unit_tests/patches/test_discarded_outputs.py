@@ -13,8 +13,8 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as m
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from toy_model import make_manager
 
-from megatron.slipstream.integration import discarded_outputs
-from megatron.slipstream.integration.discarded_outputs import NAME
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.table import Feature
 
 pytestmark = pytest.mark.releases
 
@@ -25,18 +25,14 @@ def test_the_engine_hears_of_each_output_while_it_is_there(monkeypatch: pytest.M
     monkeypatch.setattr(
         manager, "before_discard", lambda tensor: heard.append(tensor.untyped_storage().nbytes())
     )
-    original = getattr(CheckpointWithoutOutput, NAME)
-    discarded_outputs.install()
-    discarded_outputs.install()
+    table.apply(Feature.ENGINE_ON_GPU)
     try:
         outputs = (torch.ones(3), torch.ones(5))
         checkpoint = SimpleNamespace(outputs=outputs, _recompute=None)
-        discard = getattr(CheckpointWithoutOutput, NAME)
+        discard = CheckpointWithoutOutput.discard_output_and_register_recompute
         with patch.object(mcore_offload.PipelineOffloadManager, "OFFLOAD_MGR", manager):
             discard(checkpoint, torch.ones(1))
     finally:
-        discarded_outputs.uninstall()
-        discarded_outputs.uninstall()
+        table.undo(Feature.ENGINE_ON_GPU)
     assert heard == [12, 20]
     assert [output.untyped_storage().nbytes() for output in outputs] == [0, 0]
-    assert getattr(CheckpointWithoutOutput, NAME) is original

@@ -15,7 +15,12 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from ranks import run_ranks
 from tiny_gpt import ModelCase, initialize, make_config, use_gpu
 
-from megatron.slipstream.integration import pipeline_waits
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.integration import mcore, models
+from megatron.slipstream.integration.p2p_sync import let_host_run_ahead
+from megatron.slipstream.patches import table
+from megatron.slipstream.patches.patching import applied
 
 pytestmark = pytest.mark.releases
 
@@ -79,11 +84,10 @@ def _exchange(
     config.variable_seq_lengths = is_variable
     group = parallel_state.get_pipeline_model_parallel_group()
     communicator = P2PCommunicator(group, config)
-    if is_installed:
-        pipeline_waits.install()
-    tries = [_pass_two(communicator, rank, is_variable) for _ in range(NUM_TRIES)]
-    pipeline_waits.uninstall()
-    return tries
+    with applied(table.COPIES if is_installed else ()):
+        if is_installed:
+            let_host_run_ahead(config)
+        return [_pass_two(communicator, rank, is_variable) for _ in range(NUM_TRIES)]
 
 
 def _pass_two(communicator: Any, rank: int, is_variable: bool) -> Seen:
@@ -165,40 +169,29 @@ def test_the_host_runs_ahead_of_what_stages_exchange() -> None:
         assert all(one.ends_with_compute for one in seen), "the premise holds no longer"
 
 
-def _config(syncs: bool = True, is_ring: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(batch_p2p_sync=syncs, use_ring_exchange_p2p=is_ring)
-
-
-def _communicate_with(config: SimpleNamespace, fails: bool = False) -> list[bool]:
-    """What megatron-core's method saw in ``batch_p2p_sync``."""
-    seen = []
-
-    def megatrons(communicator: Any) -> None:
-        seen.append(communicator.config.batch_p2p_sync)
-        if fails:
-            raise ZeroDivisionError
-
-    with patch.object(P2PCommunicator, "_communicate", megatrons):
-        pipeline_waits.install()
-        pipeline_waits.install()
-        try:
-            P2PCommunicator._communicate(SimpleNamespace(config=config))
-        finally:
-            pipeline_waits.uninstall()
-            assert P2PCommunicator._communicate is megatrons
-    return seen
-
-
 @pytest.mark.parametrize("syncs", [True, False])
 @pytest.mark.parametrize("is_ring", [True, False])
 def test_the_configuration_is_as_it_was_afterwards(syncs: bool, is_ring: bool) -> None:
-    config = _config(syncs, is_ring)
-    assert _communicate_with(config) == [syncs and is_ring]
+    config = SimpleNamespace(batch_p2p_sync=syncs, use_ring_exchange_p2p=is_ring)
+    restore = let_host_run_ahead(config)
+    assert config.batch_p2p_sync is (syncs and is_ring)
+    let_host_run_ahead(config)()  # of another chunk with the same configuration
+    assert config.batch_p2p_sync is (syncs and is_ring)
+    restore()
     assert config.batch_p2p_sync is syncs
 
 
-def test_a_failed_exchange_leaves_the_configuration_as_it_was() -> None:
-    config = _config()
-    with pytest.raises(ZeroDivisionError):
-        _communicate_with(config, fails=True)
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_stages_of_a_trained_model_do_not_wait(
+    is_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend says whether copies run beside compute."""
+    monkeypatch.setattr(models, "CudaBackend", CpuBackend if is_on_gpu else type(None))
+    manager = mcore.install(OffloadConfig(offload_backend="cpu"))
+    config = SimpleNamespace(batch_p2p_sync=True, use_ring_exchange_p2p=False)
+    chunk: Any = torch.nn.Identity()
+    chunk.config = config
+    manager.router.bind([chunk])
+    assert config.batch_p2p_sync is not is_on_gpu
+    mcore.uninstall()
     assert config.batch_p2p_sync is True

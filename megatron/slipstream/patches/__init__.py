@@ -1,0 +1,7 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Run-time changes to megatron-core, Transformer Engine, Triton and torch.
+
+:mod:`table` lists all of them, :mod:`patching` applies and undoes them, and each other file has the
+replacement of one.
+"""

@@ -1,0 +1,94 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Tells the engine when a model chunk is called, and which.
+
+``LanguageModule.__call__`` is the way into every GPT and hybrid model, whatever its ``forward`` is,
+and ``build_schedule_plan`` where layers run in nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
+
+from megatron.slipstream.plan.trace import StepKind
+
+before_first_call: Optional[Callable[[], None]] = None
+"""Called when a model that is to offload is called, if the engine is to be made then."""
+
+
+def set_before_first_call(function: Optional[Callable[[], None]]) -> None:
+    """Have ``function`` called when a model that is to offload is called; None: nothing."""
+    global before_first_call
+    before_first_call = function
+
+
+def can_run_in_nodes() -> bool:
+    """Whether GPT models can (from 0.18 on)."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    return hasattr(GPTModel, "build_schedule_plan")
+
+
+def call_through_router(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``LanguageModule.__call__``, which it inherits from ``Module``."""
+    return _call
+
+
+def build_through_router(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``GPTModel.build_schedule_plan``."""
+
+    @functools.wraps(build)
+    def build_schedule_plan(chunk: Any, *arguments: Any, **options: Any) -> Any:
+        plain = partial(build, chunk, *arguments, **options)
+        router = _router() if _offloads(chunk) else None
+        return plain() if router is None else router.plan_nodes(chunk, plain)
+
+    return build_schedule_plan
+
+
+def marking_engine() -> Optional[Any]:
+    """The engine behind the seam, unless it knows nothing of [Note: Marks of no group]."""
+    engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+    return engine if hasattr(engine, "mark_gradient") else None  # megatron-core's own does not.
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a module's arguments or results, in tuples, lists and mappings too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _call(chunk: Any, *arguments: Any, **options: Any) -> Any:
+    plain = torch.nn.Module.__call__
+    if not _offloads(chunk):
+        return plain(chunk, *arguments, **options)
+    router = _router()
+    with router.calling(chunk) if router is not None else contextlib.nullcontext():
+        output = plain(chunk, *arguments, **options)
+        engine = marking_engine()
+        if engine is not None:
+            engine.mark_gradient(StepKind.BACKWARD_START, tensors_in(output))
+        return output
+
+
+def _offloads(chunk: Any) -> bool:
+    return bool(getattr(chunk.config, "fine_grained_activation_offloading", False))
+
+
+def _router() -> Optional[Any]:
+    """Of a model that is called; None where the engine serves one model."""
+    if before_first_call is not None:
+        before_first_call()
+    return getattr(mcore_offload.PipelineOffloadManager.OFFLOAD_MGR, "router", None)

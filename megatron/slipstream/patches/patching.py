@@ -1,0 +1,185 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Applies monkey-patches and undoes them.
+
+All targets of a call are resolved before the first is replaced, so a target that has moved is an
+error by name and leaves everything as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from megatron.slipstream.patches.releases import TESTED_RELEASES, release
+
+logger = logging.getLogger(__name__)
+
+_INHERITED = object()
+"""In place of the value that the owner itself does not have."""
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """A change to one name of another package."""
+
+    target: str
+    """Dotted path of what is replaced."""
+    replace: Callable[[Any], Any]
+    """Makes the replacement from the original."""
+    reason: str
+    """What would go wrong without it, for users."""
+    upstream: tuple[int, ...] = ()
+    """Issues and pull requests of NVIDIA/Megatron-LM that would make it unnecessary."""
+    releases: str = "all"
+    """Tested releases of megatron-core that need it."""
+    parameters: Optional[tuple[str, ...]] = None
+    """First parameters of the original that the replacement relies on; None: any."""
+    is_needed: Callable[[], bool] = lambda: True
+    """Whether the installed packages need it."""
+
+    def check(self) -> tuple[Any, str]:
+        """The owner of the target and its name there.
+
+        Raises:
+            RuntimeError: The target does not exist, or takes other parameters.
+        """
+        owner, name = resolve(self.target, self.reason)
+        if self.parameters is not None and self not in _applied:
+            found = tuple(inspect.signature(getattr(owner, name)).parameters)
+            if found[: len(self.parameters)] != self.parameters:
+                raise RuntimeError(
+                    f"{self.target} takes ({', '.join(found)}) in {_installed()}, where its patch "
+                    f"expects ({', '.join(self.parameters)}); install one of the tested releases "
+                    f"of megatron-core: {', '.join(TESTED_RELEASES)}"
+                )
+        return owner, name
+
+
+class _Target(NamedTuple):
+    owner: Any
+    name: str
+
+
+class _Applied(NamedTuple):
+    target: _Target
+    before: Any
+    after: Any
+
+    def undo(self, patch: Patch) -> None:
+        owner, name = self.target
+        if vars(owner).get(name) is not self.after:
+            logger.warning(
+                "%s has been replaced again since Slipstream patched it, and stays as it is",
+                patch.target,
+            )
+        elif self.before is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, self.before)
+
+
+_applied: dict[Patch, _Applied] = {}
+"""In the order in which they were applied."""
+_users: dict[Patch, set[Hashable]] = {}
+
+
+def apply(patches: Iterable[Patch], user: Hashable) -> None:
+    """Apply those that the installed packages need; again does nothing.
+
+    Args:
+        patches: All are resolved before the first is applied.
+        user: Who needs them. A patch stays until all users have called :func:`undo`.
+
+    Raises:
+        RuntimeError: A target does not exist, or takes other parameters. Nothing has changed then.
+    """
+    needed = [patch for patch in patches if patch.is_needed()]
+    targets = {patch: patch.check() for patch in needed if patch not in _applied}
+    for patch, (owner, name) in targets.items():
+        before = vars(owner).get(name, _INHERITED)
+        after = patch.replace(getattr(owner, name))
+        setattr(owner, name, after)
+        _applied[patch] = _Applied(_Target(owner, name), before, after)
+    for patch in needed:
+        _users.setdefault(patch, set()).add(user)
+
+
+def undo(user: Hashable) -> None:
+    """Undo what only this user needs, the last applied first."""
+    for patch in reversed(list(_applied)):
+        users = _users[patch]
+        users.discard(user)
+        if not users:
+            _applied.pop(patch).undo(patch)
+            del _users[patch]
+
+
+@contextlib.contextmanager
+def applied(patches: Iterable[Patch]) -> Iterator[None]:
+    """Apply patches inside only."""
+    user = object()
+    apply(patches, user)
+    try:
+        yield
+    finally:
+        undo(user)
+
+
+def active() -> list[Patch]:
+    """The patches that are applied now."""
+    return list(_applied)
+
+
+def replace_on(instance: Any, name: str, replacement: Any) -> Callable[[], None]:
+    """Replace a method on one object only. Returns a function that undoes it."""
+    before = vars(instance).get(name, _INHERITED)
+    setattr(instance, name, replacement)
+
+    def undo_it() -> None:
+        if before is _INHERITED:
+            vars(instance).pop(name, None)
+        else:
+            setattr(instance, name, before)
+
+    return undo_it
+
+
+def resolve(path: str, reason: str = "") -> tuple[Any, str]:
+    """The object that owns the last name of a dotted path, and that name.
+
+    Raises:
+        RuntimeError: The symbol does not exist; names it, and the releases of megatron-core found
+            and tested.
+    """
+    owner_path, _, name = path.rpartition(".")
+    owner: Any = None
+    parts = owner_path.split(".")
+    for length in range(len(parts), 0, -1):  # the longest importable prefix is the module
+        try:
+            owner = import_module(".".join(parts[:length]))
+        except ModuleNotFoundError as error:
+            if error.name is None or not owner_path.startswith(error.name):
+                raise
+            continue
+        for attribute in parts[length:]:
+            owner = getattr(owner, attribute, None)
+        break
+    if not hasattr(owner, name):
+        raise RuntimeError(
+            f"{path} does not exist in {_installed()}, so it cannot be patched"
+            + (f" ({reason})" if reason else "")
+            + f"; install one of the tested releases of megatron-core: {', '.join(TESTED_RELEASES)}"
+        )
+    return owner, name
+
+
+def _installed() -> str:
+    return f"{release()} with torch {torch.__version__}"

@@ -1,0 +1,250 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Every run-time change to megatron-core, Transformer Engine, Triton and torch.
+
+A row says what is replaced, by what, why, and where the change is proposed upstream. A feature is
+what a row is applied for; the documentation and ``slipstream doctor`` list both.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from megatron.slipstream import preflight
+from megatron.slipstream.patches import patching
+from megatron.slipstream.patches.patching import Patch
+from megatron.slipstream.patches.releases import (
+    has_gpt_builder,
+    models_pass_their_rank,
+    pretrain_parses,
+)
+
+
+class Feature(enum.Enum):
+    """What patches are applied for; its text says when."""
+
+    ENGINE = "`install()`"
+    ENGINE_ON_GPU = "`install()` on a GPU"
+    CHECKPOINT_INPUTS = "`install()` with `offload_checkpoint_inputs`"
+    MODEL_CALLS = "`install_at_first_call()`"
+    FUSED_ROTATION = "`./run train`, chunk graphs and dynamic context parallelism, with any engine"
+    PADDED_ROUTING = "packed sequences"
+    EXCHANGES_STAY = "capture of a chunk graph"
+    TRAINING_ENTRY = "`./run train`"
+
+
+_CORE = "megatron.core"
+_FACADE = f"{_CORE}.pipeline_parallel.fine_grained_activation_offload"
+_ROUTER = f"{_CORE}.transformer.moe.router"
+_LOOP = "megatron.training.training"
+
+
+def _late(module: str, name: str) -> Callable[[Any], Any]:
+    """``name`` of a module of this room, imported when it is called.
+
+    Those modules import megatron-core, which must not load before its CPU stand-ins.
+    """
+
+    def replace(*values: Any) -> Any:
+        found = getattr(import_module(f"megatron.slipstream.patches.{module}"), name)
+        return found(*values)
+
+    return replace
+
+
+def _ask(module: str, name: str, *arguments: Any) -> Callable[[], bool]:
+    return partial(_late(module, name), *arguments)
+
+
+CALLS = (
+    Patch(
+        f"{_CORE}.models.common.language_module.language_module.LanguageModule.__call__",
+        _late("model_calls", "call_through_router"),
+        "marks do not say which model they are of, so two trained models would share one plan",
+    ),
+    Patch(
+        f"{_CORE}.models.gpt.gpt_model.GPTModel.build_schedule_plan",
+        _late("model_calls", "build_through_router"),
+        "the same where the layers of two micro-batches run in turn",
+        is_needed=_ask("model_calls", "can_run_in_nodes"),
+    ),
+)
+
+ROTATION = tuple(
+    Patch(
+        f"{_CORE}.fusions.fused_mla_yarn_rope_apply.{name}",
+        _late("rotary_kernels", "restrict_autotune_configs"),
+        "some block sizes that Triton may choose compute wrong gradients",
+        (4640, 7103),
+        is_needed=_ask("rotary_kernels", "is_tuned", name),
+    )
+    for name in (
+        *("rotary_fwd_q_kernel", "rotary_bwd_q_kernel"),
+        *("rotary_fwd_kv_kernel", "rotary_bwd_kv_kernel"),
+    )
+)
+
+GROUPS = (
+    Patch(
+        f"{_FACADE}.fine_grained_offloading_group_start",
+        _late("group_starts", "tell_engine_the_input"),
+        "the engine would not know where backward leaves a group",
+        parameters=("tensor", "name"),
+    ),
+    Patch(
+        f"{_FACADE}.FineGrainedOffloadingGroupCommitFunction",
+        _late("commit_names", "CommitByName"),
+        "a mark learns the name of its group in backward only",
+        releases="0.17, 0.18",
+        is_needed=lambda: not models_pass_their_rank(),
+    ),
+)
+
+COPIES = (
+    Patch(
+        f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput"
+        ".discard_output_and_register_recompute",
+        _late("discarded_outputs", "tell_engine_first"),
+        "a copy to the host would read memory that has been discarded to be recomputed",
+        parameters=("self", "hook_tensor"),
+    ),
+    Patch(
+        f"{_CORE}.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+        _late("d2h_by_kernel", "D2HByKernel"),
+        "the host would wait for token counts behind the copies of activations",
+        parameters=("tensor", "as_numpy", "record_stream"),
+    ),
+    Patch(
+        f"{_CORE}.pipeline_parallel.p2p_communication.P2PCommunicator._communicate_shapes",
+        _late("p2p_shapes", "exchange_by_kernels"),
+        "the host would wait for shapes of varying lengths behind the copies of activations",
+        parameters=("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
+    ),
+)
+
+CHECKPOINTS = (
+    Patch(
+        f"{_CORE}.tensor_parallel.random.CheckpointFunction.apply",
+        _late("checkpoint_inputs", "run_in_a_group"),
+        "no marks lie around a checkpoint, so its inputs would stay",
+        (5218,),
+    ),
+    Patch(
+        "transformer_engine.pytorch.distributed._CheckpointFunction.apply",
+        _late("checkpoint_inputs", "run_in_a_group"),
+        "the same for checkpoints of Transformer Engine",
+        is_needed=lambda: preflight.is_installed("transformer_engine"),
+    ),
+)
+
+PADDING = (
+    Patch(
+        f"{_ROUTER}.TopKRouter.routing",
+        _late("padded_routing", "pass_mask_on"),
+        "the functions below would not see the padding mask",
+        parameters=("self", "logits", "padding_mask"),
+    ),
+    Patch(
+        f"{_ROUTER}.TopKRouter._apply_expert_bias",
+        _late("padded_routing", "count_without_padding"),
+        "the router raises, since mask and routing map have shapes that do not match",
+        parameters=("self", "routing_map", "padding_mask"),
+    ),
+    Patch(
+        f"{_ROUTER}.apply_router_token_dropping",
+        _late("padded_routing", "drop_padding_first"),
+        "padding would compete for the capacity of experts",
+        parameters=("routing_probs", "routing_map"),
+    ),
+    Patch(
+        f"{_ROUTER}.get_tokens_per_expert_and_token_count",
+        _late("padded_routing", "count_at_least_one"),
+        "a buffer of nothing but padding would make all gradients NaN",
+    ),
+)
+
+EXCHANGES = tuple(
+    Patch(
+        f"torch.distributed.{module}{name}",
+        _late("exchanged_tensors", "keep_tensors"),
+        "a measured pass would free tensors that the recorded one keeps",
+        parameters=("tensor",),
+    )
+    for module in ("", "distributed_c10d.")
+    for name in ("isend", "irecv")
+)
+
+EVALUATE_FIRST = Patch(
+    f"{_LOOP}.train",
+    _late("training_loop", "evaluate_first"),
+    "`--eval-before-training`: the loop has no call-out before its first iteration",
+)
+FINALIZE = Patch(
+    f"{_LOOP}.finalize_model_grads",
+    _late("training_loop", "finalize_through"),
+    "progress and run record: the loop does not take the function from the configuration",
+    releases="0.17, 0.18",
+    is_needed=lambda: not has_gpt_builder(),
+)
+INITIALIZE = (
+    Patch(
+        f"{_LOOP}.initialize_megatron",
+        _late("training_loop", "take_arguments"),
+        "the loop would parse and validate the command line once more",
+        releases="0.17",
+        is_needed=pretrain_parses,
+    ),
+    *(
+        Patch(
+            f"megatron.training.initialize.{name}",
+            _late("training_loop", "do_nothing"),
+            "the same",
+            releases="0.17",
+            is_needed=pretrain_parses,
+        )
+        for name in ("validate_args", "load_args_from_checkpoint", "set_global_variables")
+    ),
+)
+"""Of the training entry, which binds the first one to its arguments."""
+
+TABLE: dict[Feature, tuple[Patch, ...]] = {
+    Feature.ENGINE: (*CALLS, *ROTATION, *GROUPS),
+    Feature.ENGINE_ON_GPU: COPIES,
+    Feature.CHECKPOINT_INPUTS: CHECKPOINTS,
+    Feature.MODEL_CALLS: CALLS,
+    Feature.FUSED_ROTATION: ROTATION,
+    Feature.PADDED_ROUTING: PADDING,
+    Feature.EXCHANGES_STAY: EXCHANGES,
+    Feature.TRAINING_ENTRY: (EVALUATE_FIRST, FINALIZE, *INITIALIZE),
+}
+
+
+def apply(*features: Feature) -> None:
+    """Apply the patches of features; again does nothing.
+
+    Raises:
+        RuntimeError: A target has moved. Nothing has changed then.
+    """
+    for feature in features:
+        for patch in TABLE[feature]:
+            if patch.is_needed():
+                patch.check()
+    for feature in features:
+        patching.apply(TABLE[feature], feature)
+
+
+def undo(*features: Feature) -> None:
+    """Undo the patches of features that no other feature needs."""
+    for feature in features:
+        patching.undo(feature)
+
+
+def rows() -> Iterator[tuple[Patch, list[Feature]]]:
+    """Each patch, with the features that it is applied for."""
+    patches = dict.fromkeys(patch for row in TABLE.values() for patch in row)
+    for patch in patches:
+        yield patch, [feature for feature, row in TABLE.items() if patch in row]

@@ -1,0 +1,64 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What ``megatron.training`` has no call-out for, for the training entry."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron.slipstream.patches.patching import Patch
+
+
+def bound(patch: Patch, *values: Any) -> Patch:
+    """A patch of this module for values that are known at run time only."""
+    return replace(patch, replace=functools.partial(patch.replace, *values))
+
+
+def evaluate_first(args: Any, train: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``train``: evaluate once more, between building the model and the first iteration."""
+
+    def evaluate_then_train(
+        forward_step: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        train_iterator: Any,
+        valid_iterator: Any,
+        process_non_loss_data: Any,
+        config: Any,
+        *rest: Any,
+        **groups: Any,
+    ) -> Any:
+        from megatron.training import training
+
+        iteration = args.iteration  # above 0 where training resumes
+        training.evaluate_and_print_results(
+            f"iteration {iteration}", forward_step, valid_iterator, model, iteration,
+            process_non_loss_data, config, **groups,
+        )  # fmt: skip
+        return train(
+            forward_step, model, optimizer, scheduler, train_iterator, valid_iterator,
+            process_non_loss_data, config, *rest, **groups,
+        )  # fmt: skip
+
+    return evaluate_then_train
+
+
+def finalize_through(
+    finalizing: Callable[[Any], Callable[..., Any]], finalize: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Replace ``finalize_model_grads``."""
+    return finalizing(finalize)
+
+
+def take_arguments(args: Any, initialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``initialize_megatron``: it takes arguments that are parsed and validated."""
+    return functools.partial(initialize, parsed_args=args)
+
+
+def do_nothing(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace what has been done already."""
+    return lambda *_, **__: None

@@ -1,0 +1,96 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What Triton's tuner may choose from; that results are right is tested on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
+
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.integration import mcore
+from megatron.slipstream.patches import rotary_kernels, table
+from megatron.slipstream.patches.table import Feature
+
+pytestmark = pytest.mark.releases
+
+
+@pytest.fixture(autouse=True)
+def patches() -> Iterator[None]:
+    table.apply(Feature.FUSED_ROTATION)
+    yield
+    table.undo(Feature.FUSED_ROTATION)
+
+
+def tuners(names: Sequence[str] = rotary_kernels.NAMES) -> list[Any]:
+    return [getattr(fused, name) for name in names]
+
+
+def num_warps_of(names: Sequence[str]) -> set[int]:
+    return {config.num_warps for kernel in tuners(names) for config in kernel.configs}
+
+
+def test_in_place_blocks_have_one_warp_and_nothing_is_tuned_yet() -> None:
+    blocks = [[config.kwargs for config in kernel.configs] for kernel in tuners()]
+    assert num_warps_of(rotary_kernels.IN_PLACE) == {1}
+    assert num_warps_of(rotary_kernels.NAMES[2:]) == {4}
+    assert not any(kernel.cache for kernel in tuners())
+    patched = tuners()
+    table.undo(Feature.FUSED_ROTATION)
+    assert num_warps_of(rotary_kernels.NAMES) == {4}
+    assert blocks == [[config.kwargs for config in kernel.configs] for kernel in tuners()]
+    assert not any(a is b or a.cache is b.cache for a, b in zip(patched, tuners(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "num_heads, sizes",
+    [
+        (1, [1, 2, 4, 8, 16, 32, 64, 128]),
+        (12, [1, 2, 4, 16, 32, 64, 128]),
+        (40, [1, 2, 4, 8, 64, 128]),
+    ],
+)
+def test_no_block_reaches_into_the_next_token(
+    num_heads: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
+    for kernel in tuners():
+        kernel.nargs = {"head_num": num_heads}
+        left = kernel.prune_configs({})
+        assert [config.kwargs["BLOCK_H"] for config in left] == sizes
+
+
+@pytest.mark.parametrize("num_heads, size", [(1, 16), (12, 16), (40, 8), (128, 16), (7, 16)])
+def test_heads_are_summed_in_one_order_where_runs_are_to_be_the_same(
+    num_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    (kernel,) = tuners([rotary_kernels.SUMMING])
+    kernel.nargs = {"head_num": num_heads}
+    assert [config.kwargs["BLOCK_H"] for config in kernel.prune_configs({})] == [size]
+
+
+def test_installing_is_enough_and_what_was_tuned_is_kept() -> None:
+    table.undo(Feature.FUSED_ROTATION)
+    mcore.install(OffloadConfig(offload_backend="cpu"))
+    assert num_warps_of(rotary_kernels.IN_PLACE) == {1}
+    kernel = tuners()[0]
+    mcore.install(OffloadConfig(offload_backend="cpu", offload_release_lag=3))
+    table.apply(Feature.FUSED_ROTATION)
+    assert tuners()[0] is kernel
+    mcore.uninstall()
+    assert tuners()[0] is kernel, "the other feature still needs it"
+
+
+@pytest.mark.parametrize("stand_in", [None, lambda *_: None])
+def test_without_triton_there_is_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch, stand_in: object
+) -> None:
+    table.undo(Feature.FUSED_ROTATION)
+    for name in rotary_kernels.NAMES:
+        monkeypatch.setattr(fused, name, stand_in)
+    table.apply(Feature.FUSED_ROTATION)
+    assert tuners() == [stand_in] * len(rotary_kernels.NAMES)
