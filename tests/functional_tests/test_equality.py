@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ranks import run_ranks
 from tiny_gpt import (
     DENSE_MODULES,
     MOE_MODULES,
     Comparison,
     ModelCase,
-    compare,
+    compare_on_ranks,
     skip_without_model,
 )
 
@@ -86,7 +85,7 @@ def _check(
 ) -> list[Comparison]:
     skip_without_model(case)
     arguments = (case, modules, backend, counts, offload, reads_memory, keeps_gradients)
-    results = run_ranks(num_ranks, compare, *arguments)
+    results = compare_on_ranks(num_ranks, *arguments)
     assert [result.difference for result in results] == [None] * num_ranks
     return results
 

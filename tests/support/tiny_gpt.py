@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch._inductor import config as inductor
 
 from benchmarks.cases import DENSE_MODULES, MOE_MODULES, ModelCase
@@ -38,6 +40,7 @@ __all__ = [
     "ModelCase",
     "build_chunks",
     "compare",
+    "compare_on_ranks",
     "first_difference",
     "initialize",
     "make_config",
@@ -144,6 +147,7 @@ def compare(
     offload: Optional[dict[str, Any]] = None,
     reads_memory: bool = False,
     keeps_gradients: bool = False,
+    without: Optional[Sequence[bytes]] = None,
 ) -> Comparison:
     """Train ``case`` with the engine off and on; to be run on every rank.
 
@@ -158,6 +162,7 @@ def compare(
         offload: More options of megatron-core's, or of ``OffloadConfig`` (``offload_...``).
         reads_memory: Also of a CPU, as if that were the device. A GPU's is read in any case.
         keeps_gradients: The step that is measured finds gradients of 0 rather than none.
+        without: What :func:`train_without` returned on each rank, with the engine off.
     """
     from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import mcore
@@ -165,7 +170,11 @@ def compare(
     initialize(case, rank, world_size, port)
     offload = dict(offload or {})
     own = {name: offload.pop(name) for name in list(offload) if name.startswith("offload_")}
-    expected, baseline_peak = _switched_off(case, counts, backend, reads_memory, keeps_gradients)
+    if without is None:
+        settings = (case, counts, backend, reads_memory, keeps_gradients)
+        expected, baseline_peak = _switched_off(*settings)
+    else:
+        expected, baseline_peak = torch.load(io.BytesIO(without[rank]))
 
     mcore.uninstall()
     manager = mcore.install(OffloadConfig(offload_backend=backend, **own))
@@ -193,6 +202,50 @@ def compare(
         is_timed=manager.plan is not None and len(manager.plan.trace.step_ms) > 0,
         why_not=_reasons(manager, offload_modules),
     )
+
+
+def compare_on_ranks(
+    num_ranks: int,
+    case: ModelCase,
+    offload_modules: Sequence[str],
+    backend: str,
+    counts: Sequence[int],
+    offload: Optional[dict[str, Any]] = None,
+    reads_memory: bool = False,
+    keeps_gradients: bool = False,
+) -> list[Comparison]:
+    """:func:`compare` on each of several ranks; without the engine once for all tests that ask."""
+    arguments = (case, offload_modules, backend, counts, offload, reads_memory, keeps_gradients)
+    if torch.cuda.is_available():  # To start more processes would take longer.
+        return run_ranks(num_ranks, compare, *arguments)
+    # Nothing but memory is the backend's without the engine, and backends on a CPU count alike.
+    settings = (case, tuple(counts), backend if reads_memory else "cpu")
+    without = _without_on_ranks(num_ranks, repr(settings), *settings, reads_memory, keeps_gradients)
+    return run_ranks(num_ranks, compare, *arguments, without)
+
+
+_trained_without: dict[str, list[bytes]] = {}
+MAX_KEPT = 4
+
+
+def _without_on_ranks(
+    num_ranks: int, key: str, case: ModelCase, counts: Sequence[int], backend: str, *flags: bool
+) -> list[bytes]:
+    key = repr((key, num_ranks, flags))
+    if key not in _trained_without:
+        while len(_trained_without) >= MAX_KEPT:
+            del _trained_without[next(iter(_trained_without))]
+        arguments = (case, counts, backend, *flags)
+        _trained_without[key] = run_ranks(num_ranks, train_without, *arguments)
+    return _trained_without[key]
+
+
+def train_without(rank: int, world_size: int, port: int, case: ModelCase, *settings: Any) -> bytes:
+    """What :func:`_switched_off` returns, as a file."""
+    initialize(case, rank, world_size, port)
+    file = io.BytesIO()
+    torch.save(_switched_off(case, *settings), file)
+    return file.getvalue()
 
 
 _last_switched_off: dict[str, tuple[list[list[torch.Tensor]], int]] = {}

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel import random as mcore_random
-from ranks import run_ranks
-from tiny_gpt import DENSE_MODULES, ModelCase, compare
+from tiny_gpt import DENSE_MODULES, ModelCase, compare_on_ranks
 from toy_model import make_manager
 
 from megatron.slipstream.fine_grained_activation_offload.manager import CHECKPOINT_INPUTS
@@ -49,7 +48,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_inputs_of_checkpoints_move(case: ModelCase) -> None:
     counts = (2, 3, 2, 3)
-    (result,) = run_ranks(1, compare, case, ("core_attn",), "cpu-lazy", counts, OPTION)
+    (result,) = compare_on_ranks(1, case, ("core_attn",), "cpu-lazy", counts, OPTION)
     assert result.difference is None
     assert CHECKPOINT_INPUTS in result.moved_modules
     assert result.num_late == 0
@@ -61,20 +60,20 @@ def test_inputs_of_checkpoints_move_in_pipelines(shape: tuple[int, Any]) -> None
     """Stages send the outputs of checkpoints, which have to be no views."""
     pp, vpp = shape
     case = ModelCase(num_layers=8, pp=pp, vpp=vpp, overrides=_full("uniform", 1))
-    results = run_ranks(pp, compare, case, ("core_attn",), "cpu-lazy", (4, 4, 4), OPTION)
+    results = compare_on_ranks(pp, case, ("core_attn",), "cpu-lazy", (4, 4, 4), OPTION)
     assert [result.difference for result in results] == [None] * pp
     assert all(CHECKPOINT_INPUTS in result.moved_modules for result in results)
 
 
 def test_the_peak_falls_by_the_inputs() -> None:
     case = CASES["each layer"]
-    (result,) = run_ranks(1, compare, case, ("core_attn",), "cpu", (2, 2, 2), OPTION, True)
+    (result,) = compare_on_ranks(1, case, ("core_attn",), "cpu", (2, 2, 2), OPTION, True)
     assert result.peak_drop_bytes == result.planned_drop_bytes > 0
 
 
 def test_without_the_option_they_stay() -> None:
     case = CASES["each layer"]
-    (result,) = run_ranks(1, compare, case, DENSE_MODULES, "cpu", (2, 2, 2), None, True)
+    (result,) = compare_on_ranks(1, case, DENSE_MODULES, "cpu", (2, 2, 2), None, True)
     assert result.moved_bytes == 0
 
 
