@@ -10,6 +10,7 @@ package with a violation planted in it.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -56,10 +57,20 @@ COPYRIGHT = (
 )
 
 
-def imported_names(path: Path, module: str) -> Iterator[tuple[int, str]]:
-    """Yield line and absolute dotted name of everything that the file imports, in any way."""
+def imported_names(path: Path, module: str) -> tuple[tuple[int, str], ...]:
+    """Line and absolute dotted name of everything that the file imports, in any way."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    return names_imported_by(path.read_text(), package)
+
+
+@functools.cache
+def names_imported_by(source: str, package: str) -> tuple[tuple[int, str], ...]:
+    """The same of a text. Each test reads the whole package, of which it has changed one file."""
+    return tuple(_names_imported_by(source, package))
+
+
+def _names_imported_by(source: str, package: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import():
                 yield from ((node.lineno, alias.name) for alias in node.names)
