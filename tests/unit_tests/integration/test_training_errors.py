@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from forked import run_script
+from ranks import make_cheap
+from training_runs import prepare_training
 
 from megatron.slipstream import preflight
 from megatron.slipstream.integration import compat
@@ -62,6 +64,7 @@ def _train(
     """Run the entry with ``flags`` in a forked process whose working folder is ``folder``."""
     from megatron.slipstream.integration import training
 
+    prepare_training()
     log = folder.parent / f"{folder.name}.log"
     child = os.fork()
     if child == 0:
@@ -76,6 +79,7 @@ def _train(
             os.chdir(folder)
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
                 os.environ.pop(name, None)
+            make_cheap()
             before()
             code = training.main(list(flags))
         except BaseException:
