@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.group import (
@@ -25,8 +25,9 @@ class ChunkOffloadHandler:
         self.vp_stage = vp_stage
         self.micro_batch = micro_batch
         """How many passes through the same model chunk came before it in the iteration."""
-        self.runs_in_nodes = False
-        """[Note: Layers that run in nodes]."""
+        self.given_up_by: Collection[str] = ()
+        """Names of groups that take memory from under others' references: [Note: Layers that run in
+        nodes]."""
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         """Tensors of fewer elements stay on the device."""
         self.groups: list[OffloadTensorGroup] = []

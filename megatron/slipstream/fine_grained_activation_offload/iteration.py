@@ -1,14 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the manager knows of the iteration that runs; a new one begins with none of it."""
+"""What the engine knows of the iteration that runs; a new one begins with none of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
-
-import torch
 
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
@@ -17,9 +14,6 @@ from megatron.slipstream.fine_grained_activation_offload.plan_book import Turn
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import Watch
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.trace import GroupKey, Trace
-
-DelayedCommit = tuple[Callable[..., None], str, Sequence[torch.Tensor]]
-"""What to call, and with which arguments."""
 
 
 @dataclass(slots=True)
@@ -50,5 +44,3 @@ class Iteration:
     """The pass that forward is in; None outside of training passes."""
     started: Optional[OffloadTensorGroup] = None
     """Started, but its region not yet entered."""
-    delayed: list[DelayedCommit] = field(default_factory=list)
-    """Commits that have been put off."""

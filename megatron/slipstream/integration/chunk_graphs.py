@@ -43,8 +43,8 @@ from megatron.slipstream.integration import mcore
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.graph_sizes import DynamicSizes
 from megatron.slipstream.integration.quantized_weights import (
-    without_fp8_skip_flag,
     quantize_weights_in_every_pass,
+    without_fp8_skip_flag,
 )
 from megatron.slipstream.integration.rotary_tables import RotaryTables
 from megatron.slipstream.integration.schedules import chunk_slots

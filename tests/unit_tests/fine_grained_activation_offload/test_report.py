@@ -193,12 +193,12 @@ def test_an_error_while_saving_leaves_the_old_file(
     old = Report([make_rank(0)])
     old.save(path)
 
-    def fail(self: Path, text: str) -> int:
-        with self.open("w") as file:
-            file.write(text[:written])
+    def fail(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:written])
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(OSError, match="No space left"):
         Report([make_rank(1)]).save(path)
     assert Report.from_json(path.read_text()) == old

@@ -29,11 +29,11 @@ import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.plan.policy import PolicyOptions
 
 MAX_LOST_PASSES = 16
@@ -125,7 +125,7 @@ class _Thread(threading.local):
     do_offload = True
 
 
-class AttachedEngine(PipelineOffloadManager):
+class AttachedEngine(OffloadEngine):
     """Finds passes and iterations by itself: [Note: Where an iteration ends].
 
     Args:
@@ -154,7 +154,7 @@ class AttachedEngine(PipelineOffloadManager):
         self._own_passes: list[_Pass] = []
         """Of this iteration, oldest first."""
         self._is_model_running = False
-        """Between :meth:`begin_pass` and :meth:`end_pass`."""
+        """Between :meth:`begin_forward` and :meth:`end_forward`."""
         self._watched_task = NO_GRAPH_TASK
         """The backward at whose end :meth:`_end_backward` will be called."""
         self._hooks: Optional[saved_tensors_hooks] = None
@@ -188,12 +188,12 @@ class AttachedEngine(PipelineOffloadManager):
 
     # Passes, for the hooks on the model.
 
-    def begin_pass(self) -> None:
+    def begin_forward(self) -> None:
         """The model's forward begins."""
         self._is_model_running = True
         self._open_pass()
 
-    def end_pass(self, failed: bool) -> None:
+    def end_forward(self, failed: bool) -> None:
         """The model's forward has ended, with an exception if ``failed``."""
         self._is_model_running = False
         self._now.chunk = None
@@ -263,25 +263,19 @@ class AttachedEngine(PipelineOffloadManager):
         self._own_passes[-1].add(group, anchor)
 
     def _open_group(self, name: str) -> Optional[OffloadTensorGroup]:
-        self.pop_forward_chunk(name)
+        self.start_group(name)
         group, self._now.started = self._now.started, None
         return group
 
     def _open_pass(self) -> None:
         newest = self._own_passes[-1] if self._own_passes else None
         if newest is not None and (newest.is_used or not newest.waits):
-            self._end_iteration()
+            self._finish_or_clear()
         elif len(self._own_passes) > MAX_LOST_PASSES:
             lost = [own for own in self._own_passes if not own.is_used and not own.waits]
             if len(lost) > MAX_LOST_PASSES:
                 self._clear_iteration()
-        self.init_model_chunk_offload_handler(
-            pp_rank=0,
-            vp_size=None,
-            vp_stage=None,
-            min_offloaded_tensor_size=self._min_numel,
-            activation_offload_fraction=self._fraction,
-        )
+        self.begin_pass(0, self._min_numel, activation_offload_fraction=self._fraction)
         self._own_passes.append(_Pass())
 
     # Saved-tensor hooks. Autograd calls them wherever it runs, be it amid compiled code.
@@ -319,13 +313,13 @@ class AttachedEngine(PipelineOffloadManager):
         # A model may call backward in its forward.
         if self._is_model_running or any(own.waits for own in self._own_passes):
             return
-        self._end_iteration()
+        self._finish_or_clear()
         if self._is_closing:
             self.close()
 
-    def _end_iteration(self) -> None:
+    def _finish_or_clear(self) -> None:
         if any(own.is_used for own in self._own_passes):
-            self.reset()
+            self.end_iteration()
         else:
             self._clear_iteration()
 
@@ -339,7 +333,7 @@ class AttachedEngine(PipelineOffloadManager):
         if not any(own.waits for own in self._own_passes):
             self.close()
 
-    def reset(self, **options: Any) -> None:
+    def end_iteration(self) -> None:
         """The iteration has ended."""
-        super().reset(**options)
+        super().end_iteration()
         self._own_passes.clear()

@@ -270,7 +270,7 @@ class ForwardHooks:
         call = _Call(hooked, role)
         if role is _Role.PASS:
             _check_current_gpu(module)
-            self._engine.begin_pass()
+            self._engine.begin_forward()
             self._inputs.start()
         calls.append(call)
 
@@ -282,7 +282,7 @@ class ForwardHooks:
             return
         self._inputs.stop()
         has_raised = sys.exception() is not call.exception
-        self._engine.end_pass(failed=has_raised)
+        self._engine.end_forward(failed=has_raised)
         if self._is_first_pass and not has_raised:
             self._is_first_pass = False
             self._tell_of_labels_without_groups()
@@ -390,7 +390,7 @@ class ForwardHooks:
             thread.is_in_region = False
         elif call.role is _Role.PASS:
             self._inputs.stop(is_here)
-            self._engine.end_pass(failed=True)
+            self._engine.end_forward(failed=True)
 
     def _tell(self, text: str) -> None:
         """Warn once."""

@@ -183,7 +183,7 @@ class Attached:
         Not needed for passes without gradients, which are never touched.
         """
         before = self.engine.do_offload
-        self.engine.disable_offload()
+        self.engine.do_offload = False
         try:
             yield
         finally:

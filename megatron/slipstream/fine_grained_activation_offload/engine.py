@@ -1,0 +1,587 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""One iteration after another: records the first, then follows plans made from what was recorded.
+
+Correctness does not rest on the plan. A plan says when copies start and memory is released; that a
+tensor is there when backward reads it is ensured where it is read, in ``transfer``. An iteration
+that departs from its plan is therefore slower, never wrong.
+
+The engine knows no framework. :mod:`manager` is what megatron-core's layers call, and
+``integration.attach.engine`` what hooks on any model call.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Optional
+
+import torch
+
+from megatron.slipstream.fine_grained_activation_offload.backend import Backend
+from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
+from megatron.slipstream.fine_grained_activation_offload.follower import PlanFollower
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
+from megatron.slipstream.fine_grained_activation_offload.group import (
+    GroupState,
+    OffloadTensorGroup,
+)
+from megatron.slipstream.fine_grained_activation_offload.host_shrink import HostShrinker
+from megatron.slipstream.fine_grained_activation_offload.improviser import Improviser
+from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
+from megatron.slipstream.fine_grained_activation_offload.markers import (
+    at_first_gradient,
+)
+from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
+from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.storage import SavedTensor
+from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
+from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
+from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.check import PlanFacts
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.trace import (
+    Step,
+    StepKind,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_ITERATIONS_SHOWN = 500
+"""Of the last iterations, how many have their time in the report."""
+
+
+class OffloadEngine:
+    """Moves what groups save, and learns from each iteration.
+
+    Args:
+        backend: The device.
+        options: How groups are chosen and timed.
+        rank: Global rank, for the report.
+        num_verified_iterations: See ``OffloadConfig.offload_verify``.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        options: Optional[PolicyOptions] = None,
+        rank: int = 0,
+        num_verified_iterations: int = 0,
+    ) -> None:
+        self.do_offload = True
+        """False while offloading is suspended: marks then do nothing."""
+        self.wanted_modules: tuple[str, ...] = ()
+        """``offload_modules`` of the model, for the report."""
+        self.report = RankReport(rank=rank)
+        """Figures of the last complete iteration."""
+        keep_warnings()
+        self._ended_at: Optional[float] = None
+        """When the host came to the end of an iteration last."""
+        self._recorder = Recorder(backend)
+        self.store = ActivationStore(backend, self._recorder)
+        """The saved activations."""
+        self._book = PlanBook(self.store, self.report, options or PolicyOptions())
+        self.store.host_pool.limit_bytes = self._book.options.host_memory_limit_bytes
+        self._host_shrinker = HostShrinker(self.store, self._book, self.report)
+        self._num_verified_iterations = num_verified_iterations
+        if num_verified_iterations > 0:
+            self.store.verifier = Verifier(backend)
+        self._pp_rank = 0
+        self._now = Iteration()
+        """The iteration that runs, or comes next."""
+        self._last_plan: Optional[Plan] = None
+        """The plan of the last iteration: the one it followed, or the one that was made of it."""
+        self._next_plan: Optional[Plan] = None
+        """The plan to begin the next iteration with."""
+        self._is_bound_to_plan = False
+        """Whether to follow any other is an error."""
+        self._follower = PlanFollower(self.store)
+        self._improviser = Improviser(self.store, self._recorder)
+        self.graphs = GraphCaptures(self.store)
+        """What is captured in CUDA graphs."""
+
+    @property
+    def options(self) -> PolicyOptions:
+        """What plans are made for."""
+        return self._book.options
+
+    @property
+    def plan(self) -> Optional[Plan]:
+        """The plan that is followed, or else that of the last iteration; None if there is none."""
+        return self._now.plan or self._last_plan
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all has been measured that plans depend on, and the last one is kept."""
+        return self._book.is_settled(self._last_plan)
+
+    @property
+    def plan_facts(self) -> Optional[PlanFacts]:
+        """What was proved of the newest plan."""
+        return self._book.facts
+
+    @property
+    def peak_drop_bytes(self) -> dict[str, int]:
+        """By how many bytes the newest plan lowers the device peak, by module name.
+
+        Empty before the first iteration has ended. See [Note: Freed is not saved] in ``plan.peak``.
+        """
+        plan = self._last_plan
+        return self._book.peak_drop(plan).by_module if plan is not None else {}
+
+    # The life of a pass and of its groups.
+
+    def begin_pass(
+        self,
+        vp_stage: int,
+        min_numel: int,
+        pp_rank: int = 0,
+        **policy: Any,
+    ) -> None:
+        """A micro-batch enters a model chunk.
+
+        Passes without gradients, and those that backward makes to recompute, are left alone.
+
+        Args:
+            vp_stage: Index of the model chunk on this rank.
+            min_numel: Tensors of fewer elements stay on the device.
+            pp_rank: Pipeline-parallel rank.
+            **policy: Options of the model's configuration, by their names in ``PolicyOptions``.
+        """
+        self._now.chunk = None
+        if not self._is_training_forward():
+            return
+        self._restart_if_abandoned()
+        self._pp_rank = pp_rank
+        if self._book.change_options(replace(self._book.options, **policy)):
+            self._leave_plan(self._now.num_steps)
+            self._last_plan = self._next_plan = None
+        self._begin_turn()
+        now = self._now
+        now.num_entered += 1
+        if now.turn is not None and now.turn.is_left_out:
+            return
+        if now.num_steps == 0:
+            now.passes.clear()  # Without marks, or of an iteration that failed before its first.
+        now.chunk = ChunkOffloadHandler(
+            len(now.passes),
+            vp_stage,
+            min_numel,
+            micro_batch=sum(chunk.vp_stage == vp_stage for chunk in now.passes),
+        )
+        now.passes.append(now.chunk)
+
+    def start_group(self, name: str) -> None:
+        """The operations of a group called ``name`` follow, in the region entered next."""
+        now = self._now
+        if now.chunk is None or not self._is_training_forward():
+            return
+        group = now.chunk.open_group(name)
+        now.groups[group.key] = group
+        now.started = group
+        self.store.modules[name].num_groups += 1
+        self._advance(StepKind.FORWARD_START, group)
+
+    def take_started(self) -> Optional[OffloadTensorGroup]:
+        """The group whose region is entered now, if what it saves is watched.
+
+        None also where the plan keeps the group: what it saves is then of no interest.
+        """
+        group, self._now.started = self._now.started, None
+        return None if group is None or self._stays(group) else group
+
+    def end_iteration(self) -> None:
+        """All passes of an iteration have been issued, with backward or without."""
+        now = self._now
+        now.chunk = None
+        if now.num_steps > 0:
+            self._finish_iteration()
+        elif now.turn is not None or (now.has_begun and self.graphs.modules):
+            self._finish_without_marks()
+        # Also where nothing was marked, as without gradients, or where a chunk is replayed whole.
+        self._now = Iteration()
+
+    def _stays(self, group: OffloadTensorGroup) -> bool:
+        """Whether the plan keeps the group, so that nobody needs to know what it saves."""
+        plan = self._now.plan
+        if plan is None or plan.group_by_key[group.key].moves:
+            return False
+        if plan.trace.group_by_key[group.key].is_read_first:  # or its use would go unnoticed
+            return False
+        self._now.unwatched[group.key] = plan.trace
+        return True
+
+    # A pass that is captured as a whole (chunk_graphs/offloading.py).
+
+    def follow(self, plan: Plan) -> None:
+        """Follow this plan in the pass that begins: it has to go as planned, and is not measured.
+
+        Args:
+            plan: Of another engine.
+        """
+        self._last_plan = self._next_plan = plan
+        self._is_bound_to_plan = True
+
+    def release_all(self) -> None:
+        """Let go of all that is being copied out."""
+        for group in self._now.groups.values():
+            if group.state is GroupState.COMMITTED:
+                self.store.release(group)
+
+    def forget_pass(self) -> None:
+        """The pass has ended. Nothing is learned from it."""
+        self._clear_iteration()
+
+    def finish_report(self) -> None:
+        """Add what was timed, as far as the device has come."""
+        self._book.read_clocks()
+        times = self._book.times_of(self._last_plan)
+        drops = self.peak_drop_bytes
+        for name, counters in self.report.modules.items():
+            counters.peak_drop_bytes = drops.get(name, 0)
+            counters.stall_ms = times.stall_ms_by_module.get(name, 0.0) if times else 0.0
+        if self._last_plan is not None:
+            self._book.report_plan(self._last_plan)
+        planned = self._last_plan.trace.names if self._last_plan is not None else ()
+        met = {*planned, *self.graphs.modules}
+        self.report.absent_modules = [name for name in self.wanted_modules if name not in met]
+        self.report.warnings = keep_warnings()
+
+    def close(self) -> None:
+        """Return the host memory. Nothing that was saved can be read afterwards."""
+        self._clear_iteration()
+        self.store.close()
+
+    def read(self, saved: Any) -> torch.Tensor:
+        """Backward reads what a group saved, as autograd's unpack hook.
+
+        Raises:
+            RuntimeError: The tensor was changed in place after it was saved.
+        """
+        if (
+            type(saved) is SavedTensor
+            and saved.group.state is GroupState.COMMITTED
+            # Not where someone only looks at a graph.
+            and torch._C._current_graph_task_id() != -1
+        ):
+            # [Note: Recomputation reads first]
+            saved.group.is_read_first = True
+            self.use_group(saved.group)
+        return self.store.read(saved)
+
+    # The life of a group, called by its mark.
+
+    def commit_group(
+        self, name: str, given_up: Sequence[torch.Tensor] = ()
+    ) -> Optional[OffloadTensorGroup]:
+        """The group of that name has saved everything; None if none of that name is open.
+
+        Args:
+            name: Of the group.
+            given_up: Tensors that forward reads no longer, whoever keeps them.
+        """
+        now = self._now
+        group = now.chunk.commit_group(name) if now.chunk is not None else None
+        if group is not None:
+            if group.key not in now.unwatched:
+                self.store.commit(group)
+                if now.chunk is not None and name in now.chunk.given_up_by:
+                    self.store.give_up(group, given_up)
+            self._advance(StepKind.FORWARD_COMMIT, group)
+        return group
+
+    def use_group(self, group: OffloadTensorGroup) -> None:
+        """Backward needs the group from here on."""
+        if group.state is GroupState.COMMITTED and self._is_current(group):
+            group.move_to(GroupState.IN_USE)
+            self._advance(StepKind.BACKWARD_USE, group)
+
+    def mark_backward_end(self, tensor: torch.Tensor) -> None:
+        """Mark where backward leaves the group that was started last.
+
+        Args:
+            tensor: The group's input. Backward has its gradient when it has left the group.
+        """
+        group = self._now.started
+        if group is None or tensor.grad_fn is None or self.graphs.is_capturing:
+            return
+        # Not a node of our own: [Note: One mark per group].
+        tensor.grad_fn.register_prehook(partial(self.end_group, group))
+
+    def end_group(self, group: OffloadTensorGroup, *_: object) -> None:
+        """Backward has left the group. A hook of autograd's, whose gradients it passes over."""
+        if group.state is GroupState.IN_USE and self._is_current(group):
+            group.move_to(GroupState.DONE)
+            self._advance(StepKind.BACKWARD_END, group)
+
+    def mark_output(self, kind: StepKind) -> None:
+        """Forward comes to the output layer, or has computed it.
+
+        Args:
+            kind: OUTPUT_START or OUTPUT_END.
+        """
+        chunk = self._marked_pass()
+        if chunk is not None:
+            self._advance(kind, chunk.mark_of_no_group(kind))
+
+    def mark_gradient(self, kind: StepKind, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark where backward has the gradient of the first of these tensors, once.
+
+        Args:
+            kind: BACKWARD_START, OUTPUT_BACKWARD_START or OUTPUT_BACKWARD_END.
+            tensors: Of the pass that forward is in. Those without gradient are passed over.
+        """
+        chunk = self._marked_pass()
+        if chunk is not None:
+            mark = chunk.mark_of_no_group(kind)
+            at_first_gradient(tensors, partial(self._come_to, mark, chunk))
+
+    def _come_to(self, mark: Step, chunk: ChunkOffloadHandler) -> None:
+        # Backward may outlive its iteration's end.
+        passes = self._now.passes
+        if chunk.index < len(passes) and passes[chunk.index] is chunk:
+            self._advance(mark.kind, mark)
+
+    def _marked_pass(self) -> Optional[ChunkOffloadHandler]:
+        """The pass that forward is in, if it has groups: nothing could go or come in another."""
+        chunk = self._now.chunk
+        if chunk is None or not chunk.groups or self.graphs.is_capturing:
+            return None
+        return chunk if self._is_training_forward() else None
+
+    def _is_current(self, group: OffloadTensorGroup) -> bool:
+        """Whether the group is of this iteration: backward may outlive its iteration's end."""
+        return self._now.groups.get(group.key) is group
+
+    def _is_training_forward(self) -> bool:
+        # Inside a graph task a forward is a recomputation: what it saves is read at once.
+        return (
+            self.do_offload and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        )
+
+    # Following the plan.
+
+    def _advance(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
+        """Do what is due at a mark.
+
+        Args:
+            kind: Of the mark.
+            at: Its group, or the mark itself if it is none of a group. (Marks of groups are made
+                only where they are recorded, since there are many.)
+        """
+        now = self._now
+        index = now.num_steps
+        if index == 0:
+            self._begin_iteration()
+        now.num_steps = index + 1
+        if now.plan is not None and not _is_step(now.plan, index, kind, at):
+            self._depart(index, Step(kind, at.key, at.name))
+        if now.plan is not None:
+            if now.watch is not None:
+                now.watch.begin_step()
+            self._follower.come_to(index, now.plan, now.groups, now.host_waits)
+            if now.watch is not None:
+                now.watch.end_step()
+            return
+        if len(self._recorder.steps) == index:
+            self._recorder.add_step(Step(kind, at.key, at.name))
+        chunk, options = now.passes[at.key.chunk_pass], self._book.options
+        if isinstance(at, OffloadTensorGroup):
+            self._improviser.come_to_group(kind, at, chunk, options)
+        elif kind in (StepKind.OUTPUT_START, StepKind.BACKWARD_START):
+            self._improviser.come_to_end(kind, chunk, options)
+        self._recorder.end_step()
+
+    def _begin_turn(self) -> None:
+        """Forward enters a model chunk: find out, at the first one, what is special."""
+        if self._now.has_begun:
+            return
+        self._now.has_begun = True
+        if not self.graphs.modules and not self._is_bound_to_plan:
+            self._now.turn = self._book.begin_turn(self._next_plan, self.report.num_iterations)
+
+    def _finish_without_marks(self) -> None:
+        """An iteration has ended that the engine was left out of, or that graphs replayed whole."""
+        turn = self._now.turn
+        is_trial = False
+        if turn is not None:
+            self._book.end_turn(turn, was_followed=False)
+            self._book.read_clocks()
+            # Marks do not tell which iteration it was, but how many micro-batches it had does.
+            plan = self._last_plan = self._book.find_like(turn.plan, self._now.num_entered)
+            self._next_plan = self._book.plan_after(plan) if plan is not None else None
+            is_trial = plan is not None and self._book.is_tried(plan)
+        self.report.is_left_out = is_trial
+        if not is_trial:  # else the figures are those of its neighbour
+            self.report.modules, self.report.late_groups = {}, {}
+        self._update_report()
+        self._host_shrinker.end_iteration(self._last_plan)
+
+    def _begin_iteration(self) -> None:
+        gradients = self.store.backend.gradients
+        if self.report.num_iterations == 1 and gradients is not None:
+            self._book.resident_gradient_bytes = gradients.count()
+        plan = self._now.plan = self._next_plan
+        if plan is None:
+            self._recorder.reads_memory = True
+            self._recorder.watch_gradients()
+            return
+        self._now.host_waits = self._book.host_waits_of(plan)
+        watch = self._now.watch = self._book.watch(plan)
+        if watch is not None and watch.clock is not None:
+            self.store.copy_streams.timings = watch.clock.timings
+
+    def _depart(self, index: int, step: Step) -> None:
+        """The iteration is not the planned one: follow another plan that begins alike, or none."""
+        departed = self._now.plan
+        assert departed is not None
+        if self._is_bound_to_plan:
+            planned = departed.trace.steps[index]
+            raise RuntimeError(
+                f"step {index} of a captured pass is {step} and was {planned} when it was planned; "
+                "the model has to do the same in every micro-batch"
+            )
+        self._stop_watching()
+        self._now.host_waits = {}
+        done = (*departed.trace.steps[:index], step)
+        plan = self._book.find_beginning(done)
+        if plan is not None:
+            self._now.plan = plan
+            self._follower.catch_up(index, plan, self._now.groups)
+            return
+        logger.info(
+            "step %d, %s, is not in the plan: deciding group by group until the iteration ends, "
+            "then planning anew",
+            index,
+            step,
+        )
+        self._leave_plan(index)
+        self._recorder.steps.append(step)
+
+    def _leave_plan(self, num_steps: int) -> None:
+        """Follow no plan from here on.
+
+        Args:
+            num_steps: Of the iteration, those that were as planned.
+        """
+        self._stop_watching()
+        now = self._now
+        if now.plan is None:
+            return
+        planned, now.plan = now.plan.trace.steps[:num_steps], None
+        self._recorder.steps.extend(planned)
+        commits = (step.key for step in planned if step.kind is StepKind.FORWARD_COMMIT)
+        self._improviser.take_over(now.groups[key] for key in commits)
+
+    # The life of an iteration.
+
+    def _finish_iteration(self) -> None:
+        self._drop_plans_beyond_limit()
+        now, plan = self._now, self._now.plan
+        was_followed = plan is not None and len(plan.trace.steps) == now.num_steps
+        if now.turn is not None:
+            self._book.end_turn(now.turn, was_followed and plan is now.turn.plan)
+        if plan is not None and was_followed and plan is self._next_plan:  # from its first step
+            self._book.note_followed(plan, now.watch)
+        if plan is not None and not was_followed:
+            self._recorder.steps.extend(plan.trace.steps[: now.num_steps])
+            plan = None
+        if plan is None:
+            # Departed, or ended before the plan did: what it was may be known all the same.
+            plan = self._book.find(tuple(self._recorder.steps)) or self._make_plan()
+        self._book.note_order(plan, now.num_entered)
+        self._book.read_clocks()
+        # The one for the same steps: it may have been made anew.
+        self._last_plan = self._book.find(plan.trace.steps)
+        self._next_plan = self._book.plan_after(plan)
+        self.report.is_left_out = False
+        self.report.modules = dict(self.store.modules)
+        self.report.late_groups = {str(key): n for key, n in self.store.late_groups.items()}
+        self._update_report()
+        self._stop_verifying()
+        self._clear_iteration()
+        # The allocator is asked at every mark only while there is something to learn from it.
+        self._recorder.reads_memory = False
+        self._host_shrinker.end_iteration(self._last_plan)
+
+    def _stop_watching(self) -> None:
+        self._now.watch = self.store.copy_streams.timings = None
+
+    def _drop_plans_beyond_limit(self) -> None:
+        """The pool lowers its limit where the system refuses it memory: then plan for less."""
+        limit_bytes = self.store.host_pool.limit_bytes
+        options = replace(self._book.options, host_memory_limit_bytes=limit_bytes)
+        if self._book.change_options(options):
+            self._leave_plan(self._now.num_steps)
+
+    def _stop_verifying(self) -> None:
+        verifier = self.store.verifier
+        if verifier is not None and self.report.num_iterations >= self._num_verified_iterations:
+            verifier.stop()
+            self.store.verifier = None
+            logger.info(
+                "offload_verify: %d storages came back unchanged in %d iterations; verifying ends",
+                verifier.num_verified,
+                self.report.num_iterations,
+            )
+
+    def _make_plan(self) -> Plan:
+        now = self._now
+        return self._book.make(self._recorder.finish(self._pp_rank, now.groups, now.unwatched))
+
+    def _update_report(self) -> None:
+        report, pool = self.report, self.store.host_pool
+        report.num_iterations += 1
+        self._note_time()
+        report.host_growth_bytes = max(0, pool.allocated_bytes - report.host_allocated_bytes)
+        report.host_allocated_bytes = pool.allocated_bytes
+        report.host_high_water_bytes = pool.high_water_bytes
+        report.host_waste_bytes = pool.waste_bytes
+        report.host_memory_limit_bytes = pool.limit_bytes
+        report.num_host_allocations = pool.num_slabs
+        report.graphs = self.graphs.modules
+        report.graph_host_bytes = self.graphs.pool.allocated_bytes if self.graphs.pool else 0
+        if self._last_plan is not None:
+            report.num_kept_for_host_memory = self._last_plan.num_kept_for_host_memory
+
+    def _note_time(self) -> None:
+        now = time.perf_counter()
+        if self._ended_at is not None:
+            self.report.iteration_ms.append(round(1e3 * (now - self._ended_at), 1))
+            del self.report.iteration_ms[:-MAX_ITERATIONS_SHOWN]
+        self._ended_at = now
+
+    def _clear_iteration(self) -> None:
+        self.store.copy_streams.forget_waits()
+        self._stop_watching()
+        self.store.end_iteration()
+        self._recorder.clear()
+        self._improviser.forget()
+        self._now = Iteration()
+
+    def _restart_if_abandoned(self) -> None:
+        """Start afresh if the iteration so far ended in an exception.
+
+        Nobody tells us of one. It shows in passes whose saved tensors autograd has freed before
+        their backward, while nothing of any other pass waits for backward either.
+        """
+        passes = self._now.passes
+        if any(chunk.is_abandoned for chunk in passes) and not any(
+            chunk.awaits_backward for chunk in passes
+        ):
+            logger.warning("an iteration ended before its backward pass did; starting afresh")
+            self._clear_iteration()
+
+
+def _is_step(plan: Plan, index: int, kind: StepKind, at: OffloadTensorGroup | Step) -> bool:
+    """Whether the plan's step at ``index`` is this one, given that those before it were."""
+    steps = plan.trace.steps
+    if index >= len(steps):
+        return False
+    step = steps[index]
+    return step.kind is kind and step.key == at.key and step.name == at.name
