@@ -218,25 +218,23 @@ def compare_on_ranks(
     arguments = (case, offload_modules, backend, counts, offload, reads_memory, keeps_gradients)
     if torch.cuda.is_available():  # To start more processes would take longer.
         return run_ranks(num_ranks, compare, *arguments)
-    # Nothing but memory is the backend's without the engine, and backends on a CPU count alike.
-    settings = (case, tuple(counts), backend if reads_memory else "cpu")
-    without = _without_on_ranks(num_ranks, repr(settings), *settings, reads_memory, keeps_gradients)
-    return run_ranks(num_ranks, compare, *arguments, without)
+    # Without the engine a backend does nothing but read memory.
+    reader = backend if reads_memory else "cpu"
+    settings = (case, tuple(counts), reader, reads_memory, keeps_gradients)
+    return run_ranks(num_ranks, compare, *arguments, _without_on_ranks(num_ranks, *settings))
 
 
 _trained_without: dict[str, list[bytes]] = {}
+"""What :func:`train_without` has returned on each rank, by its arguments, the last ones."""
 MAX_KEPT = 4
 
 
-def _without_on_ranks(
-    num_ranks: int, key: str, case: ModelCase, counts: Sequence[int], backend: str, *flags: bool
-) -> list[bytes]:
-    key = repr((key, num_ranks, flags))
+def _without_on_ranks(num_ranks: int, *settings: Any) -> list[bytes]:
+    key = repr((num_ranks, settings))
     if key not in _trained_without:
         while len(_trained_without) >= MAX_KEPT:
             del _trained_without[next(iter(_trained_without))]
-        arguments = (case, counts, backend, *flags)
-        _trained_without[key] = run_ranks(num_ranks, train_without, *arguments)
+        _trained_without[key] = run_ranks(num_ranks, train_without, *settings)
     return _trained_without[key]
 
 
