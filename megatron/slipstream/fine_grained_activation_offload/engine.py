@@ -23,19 +23,18 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
-from megatron.slipstream.fine_grained_activation_offload.follower import PlanFollower
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_shrink import HostShrinker
-from megatron.slipstream.fine_grained_activation_offload.improviser import Improviser
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.fine_grained_activation_offload.markers import (
     at_first_gradient,
 )
 from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
+from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedTensor
@@ -98,10 +97,7 @@ class OffloadEngine:
         """The plan of the last iteration: the one it followed, or the one that was made of it."""
         self._next_plan: Optional[Plan] = None
         """The plan to begin the next iteration with."""
-        self._is_bound_to_plan = False
-        """Whether to follow any other is an error."""
-        self._follower = PlanFollower(self.store)
-        self._improviser = Improviser(self.store, self._recorder)
+        self._executor = PlanExecutor(self.store, self._recorder, self._book)
         self.graphs = GraphCaptures(self.store)
         """What is captured in CUDA graphs."""
 
@@ -159,7 +155,7 @@ class OffloadEngine:
         self._restart_if_abandoned()
         self._pp_rank = pp_rank
         if self._book.change_options(replace(self._book.options, **policy)):
-            self._leave_plan(self._now.num_steps)
+            self._executor.leave_plan(self._now, self._now.num_steps)
             self._last_plan = self._next_plan = None
         self._begin_turn()
         now = self._now
@@ -225,7 +221,7 @@ class OffloadEngine:
             plan: Of another engine.
         """
         self._last_plan = self._next_plan = plan
-        self._is_bound_to_plan = True
+        self._executor.is_bound = True
 
     def release_all(self) -> None:
         """Let go of all that is being copied out."""
@@ -364,45 +360,20 @@ class OffloadEngine:
             self.do_offload and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         )
 
-    # Following the plan.
+    # The life of an iteration.
 
     def _advance(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
-        """Do what is due at a mark.
-
-        Args:
-            kind: Of the mark.
-            at: Its group, or the mark itself if it is none of a group. (Marks of groups are made
-                only where they are recorded, since there are many.)
-        """
-        now = self._now
-        index = now.num_steps
-        if index == 0:
+        """Come to a mark: see :meth:`PlanExecutor.come_to`."""
+        if self._now.num_steps == 0:
             self._begin_iteration()
-        now.num_steps = index + 1
-        if now.plan is not None and not _is_step(now.plan, index, kind, at):
-            self._depart(index, Step(kind, at.key, at.name))
-        if now.plan is not None:
-            if now.watch is not None:
-                now.watch.begin_step()
-            self._follower.come_to(index, now.plan, now.groups, now.host_waits)
-            if now.watch is not None:
-                now.watch.end_step()
-            return
-        if len(self._recorder.steps) == index:
-            self._recorder.add_step(Step(kind, at.key, at.name))
-        chunk, options = now.passes[at.key.chunk_pass], self._book.options
-        if isinstance(at, OffloadTensorGroup):
-            self._improviser.come_to_group(kind, at, chunk, options)
-        elif kind in (StepKind.OUTPUT_START, StepKind.BACKWARD_START):
-            self._improviser.come_to_end(kind, chunk, options)
-        self._recorder.end_step()
+        self._executor.come_to(self._now, kind, at)
 
     def _begin_turn(self) -> None:
         """Forward enters a model chunk: find out, at the first one, what is special."""
         if self._now.has_begun:
             return
         self._now.has_begun = True
-        if not self.graphs.modules and not self._is_bound_to_plan:
+        if not self.graphs.modules and not self._executor.is_bound:
             self._now.turn = self._book.begin_turn(self._next_plan, self.report.num_iterations)
 
     def _finish_without_marks(self) -> None:
@@ -426,59 +397,7 @@ class OffloadEngine:
         gradients = self.store.backend.gradients
         if self.report.num_iterations == 1 and gradients is not None:
             self._book.resident_gradient_bytes = gradients.count()
-        plan = self._now.plan = self._next_plan
-        if plan is None:
-            self._recorder.reads_memory = True
-            self._recorder.watch_gradients()
-            return
-        self._now.host_waits = self._book.host_waits_of(plan)
-        watch = self._now.watch = self._book.watch(plan)
-        if watch is not None and watch.clock is not None:
-            self.store.copy_streams.timings = watch.clock.timings
-
-    def _depart(self, index: int, step: Step) -> None:
-        """The iteration is not the planned one: follow another plan that begins alike, or none."""
-        departed = self._now.plan
-        assert departed is not None
-        if self._is_bound_to_plan:
-            planned = departed.trace.steps[index]
-            raise RuntimeError(
-                f"step {index} of a captured pass is {step} and was {planned} when it was planned; "
-                "the model has to do the same in every micro-batch"
-            )
-        self._stop_watching()
-        self._now.host_waits = {}
-        done = (*departed.trace.steps[:index], step)
-        plan = self._book.find_beginning(done)
-        if plan is not None:
-            self._now.plan = plan
-            self._follower.catch_up(index, plan, self._now.groups)
-            return
-        logger.info(
-            "step %d, %s, is not in the plan: deciding group by group until the iteration ends, "
-            "then planning anew",
-            index,
-            step,
-        )
-        self._leave_plan(index)
-        self._recorder.steps.append(step)
-
-    def _leave_plan(self, num_steps: int) -> None:
-        """Follow no plan from here on.
-
-        Args:
-            num_steps: Of the iteration, those that were as planned.
-        """
-        self._stop_watching()
-        now = self._now
-        if now.plan is None:
-            return
-        planned, now.plan = now.plan.trace.steps[:num_steps], None
-        self._recorder.steps.extend(planned)
-        commits = (step.key for step in planned if step.kind is StepKind.FORWARD_COMMIT)
-        self._improviser.take_over(now.groups[key] for key in commits)
-
-    # The life of an iteration.
+        self._executor.begin(self._now, self._next_plan)
 
     def _finish_iteration(self) -> None:
         self._drop_plans_beyond_limit()
@@ -509,15 +428,12 @@ class OffloadEngine:
         self._recorder.reads_memory = False
         self._host_shrinker.end_iteration(self._last_plan)
 
-    def _stop_watching(self) -> None:
-        self._now.watch = self.store.copy_streams.timings = None
-
     def _drop_plans_beyond_limit(self) -> None:
         """The pool lowers its limit where the system refuses it memory: then plan for less."""
         limit_bytes = self.store.host_pool.limit_bytes
         options = replace(self._book.options, host_memory_limit_bytes=limit_bytes)
         if self._book.change_options(options):
-            self._leave_plan(self._now.num_steps)
+            self._executor.leave_plan(self._now, self._now.num_steps)
 
     def _stop_verifying(self) -> None:
         verifier = self.store.verifier
@@ -558,10 +474,9 @@ class OffloadEngine:
 
     def _clear_iteration(self) -> None:
         self.store.copy_streams.forget_waits()
-        self._stop_watching()
+        self._executor.clear(self._now)
         self.store.end_iteration()
         self._recorder.clear()
-        self._improviser.forget()
         self._now = Iteration()
 
     def _restart_if_abandoned(self) -> None:
@@ -576,12 +491,3 @@ class OffloadEngine:
         ):
             logger.warning("an iteration ended before its backward pass did; starting afresh")
             self._clear_iteration()
-
-
-def _is_step(plan: Plan, index: int, kind: StepKind, at: OffloadTensorGroup | Step) -> bool:
-    """Whether the plan's step at ``index`` is this one, given that those before it were."""
-    steps = plan.trace.steps
-    if index >= len(steps):
-        return False
-    step = steps[index]
-    return step.kind is kind and step.key == at.key and step.name == at.name

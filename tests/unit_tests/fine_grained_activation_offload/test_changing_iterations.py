@@ -196,16 +196,16 @@ def test_no_clock_is_kept_where_nothing_takes_time() -> None:
     assert manager._book._read_later == []
 
 
-def test_a_group_whose_end_departs_from_the_plan_is_let_go_once(
+def test_a_group_whose_end_departs_from_the_plan_is_released_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manager = make_manager("cpu", release_lag=2)
-    improviser, waiting = manager._improviser, []
-    come_to_group = improviser.come_to_group
+    fallback, waiting = manager._executor._fallback, []
+    come_to_group = fallback.come_to_group
 
     def watching(*arguments: Any) -> None:
         come_to_group(*arguments)
-        waiting.append([group.name for group in improviser._waiting])
+        waiting.append([group.name for group in fallback._waiting])
 
     def iteration(*commits: str) -> None:
         manager.init_model_chunk_offload_handler(0, None, None, 1)
@@ -220,6 +220,6 @@ def test_a_group_whose_end_departs_from_the_plan_is_let_go_once(
 
     for _ in range(2):
         iteration("first", "second")
-    monkeypatch.setattr(improviser, "come_to_group", watching)
+    monkeypatch.setattr(fallback, "come_to_group", watching)
     iteration("second", "first")
     assert waiting[0] == ["second"]

@@ -1,0 +1,288 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Moves groups at their marks: as the plan says, or by counting marks where there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from typing import Optional
+
+from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
+from megatron.slipstream.fine_grained_activation_offload.group import (
+    GroupState,
+    OffloadTensorGroup,
+)
+from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
+from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
+from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
+from megatron.slipstream.plan.build import Action, ActionKind, Plan
+from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.trace import Step, StepKind
+
+logger = logging.getLogger(__name__)
+
+
+class PlanExecutor:
+    """Carries out the actions of a plan, step by step.
+
+    An action that has been done already, or cannot be done, is skipped. An iteration that departs
+    from its plan goes on with another plan that begins alike, or with :class:`Fallback`.
+
+    Args:
+        store: Moves the groups.
+        recorder: Records steps that no plan has.
+        book: Has the plans.
+    """
+
+    def __init__(self, store: ActivationStore, recorder: Recorder, book: PlanBook) -> None:
+        self._store = store
+        self._recorder = recorder
+        self._book = book
+        self._fallback = Fallback(store, recorder)
+        self.is_bound = False
+        """Whether a departure is an error: what is captured has to be what was planned."""
+
+    def begin(self, now: Iteration, plan: Optional[Plan]) -> None:
+        """Begin an iteration.
+
+        Args:
+            now: The iteration.
+            plan: The plan that it is expected to follow; None for none.
+        """
+        now.plan = plan
+        if plan is None:
+            self._recorder.reads_memory = True
+            self._recorder.watch_gradients()
+            return
+        now.host_waits = self._book.host_waits_of(plan)
+        now.watch = self._book.watch(plan)
+        if now.watch is not None and now.watch.clock is not None:
+            self._store.copy_streams.timings = now.watch.clock.timings
+
+    def come_to(self, now: Iteration, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
+        """Do what is due at a mark.
+
+        Args:
+            now: The iteration.
+            kind: Of the mark.
+            at: Its group, or the mark itself if it is none of a group. (Marks of groups are made
+                only where they are recorded, since there are many.)
+
+        Raises:
+            RuntimeError: :attr:`is_bound`, and the mark is not the planned one.
+        """
+        index = now.num_steps
+        now.num_steps = index + 1
+        if now.plan is not None and not _is_step(now.plan, index, kind, at):
+            self._depart(now, index, Step(kind, at.key, at.name))
+        plan, watch = now.plan, now.watch
+        if plan is None:
+            self._go_on_without_plan(now, index, kind, at)
+            return
+        if watch is not None:
+            watch.begin_step()
+        for action in plan.actions[index]:
+            self._perform(now, plan, action)
+        if index in now.host_waits:
+            for key in now.host_waits[index]:
+                group = now.groups.get(key)
+                if group is not None and group.state is not GroupState.OPEN:
+                    self._store.outlast_copies(group)
+        if watch is not None:
+            watch.end_step()
+
+    def leave_plan(self, now: Iteration, num_steps: int) -> None:
+        """Follow no plan from here on.
+
+        Args:
+            now: The iteration.
+            num_steps: Number of its steps that were as planned.
+        """
+        self.stop_watching(now)
+        if now.plan is None:
+            return
+        planned, now.plan = now.plan.trace.steps[:num_steps], None
+        self._recorder.steps.extend(planned)
+        commits = (step.key for step in planned if step.kind is StepKind.FORWARD_COMMIT)
+        self._fallback.adopt(now.groups[key] for key in commits)
+
+    def stop_watching(self, now: Iteration) -> None:
+        """Measure no more of this iteration."""
+        now.watch = self._store.copy_streams.timings = None
+
+    def clear(self, now: Iteration) -> None:
+        """The iteration has ended, or is dropped."""
+        self.stop_watching(now)
+        self._fallback.clear()
+
+    def _depart(self, now: Iteration, index: int, step: Step) -> None:
+        departed = now.plan
+        assert departed is not None
+        if self.is_bound:
+            planned = departed.trace.steps[index]
+            raise RuntimeError(
+                f"step {index} of a captured pass is {step} and was {planned} when it was planned; "
+                "the model has to do the same in every micro-batch"
+            )
+        self.stop_watching(now)
+        now.host_waits = {}
+        plan = self._book.find_beginning((*departed.trace.steps[:index], step))
+        if plan is not None:
+            now.plan = plan
+            self._catch_up(now, plan, index)
+            return
+        logger.info(
+            "step %d, %s, is not in the plan: deciding group by group until the iteration ends, "
+            "then planning anew",
+            index,
+            step,
+        )
+        self.leave_plan(now, index)
+        self._recorder.steps.append(step)
+
+    def _catch_up(self, now: Iteration, plan: Plan, index: int) -> None:
+        """Do what has been due before a step: the iteration has followed another plan so far."""
+        for due in plan.actions[:index]:
+            for action in due:
+                self._perform(now, plan, action)
+
+    def _go_on_without_plan(
+        self, now: Iteration, index: int, kind: StepKind, at: OffloadTensorGroup | Step
+    ) -> None:
+        if len(self._recorder.steps) == index:
+            self._recorder.add_step(Step(kind, at.key, at.name))
+        chunk, options = now.passes[at.key.chunk_pass], self._book.options
+        if isinstance(at, OffloadTensorGroup):
+            self._fallback.come_to_group(kind, at, chunk, options)
+        elif kind in (StepKind.OUTPUT_START, StepKind.BACKWARD_START):
+            self._fallback.come_to_end(kind, chunk, options)
+        self._recorder.end_step()
+
+    def _perform(self, now: Iteration, plan: Plan, action: Action) -> None:
+        group = now.groups.get(action.key)
+        if group is None or group.state is GroupState.OPEN:
+            return
+        backend = self._store.backend
+        if backend.names_ranges:
+            with backend.profiler_range(str(action)):
+                self._carry_out(plan, action, group)
+        else:
+            self._carry_out(plan, action, group)
+
+    def _carry_out(self, plan: Plan, action: Action, group: OffloadTensorGroup) -> None:
+        if action.kind is ActionKind.H2D:
+            self._store.copy_in(group.storages())
+        elif group.state is not GroupState.COMMITTED:
+            return
+        elif action.kind is ActionKind.FREE:
+            self._store.release(group)
+        else:
+            kept = plan.group_by_key[action.key].kept_storages
+            may_move = (lambda position, _: position not in kept) if kept else None
+            self._store.copy_out(group, may_move)
+
+
+class Fallback:
+    """Offloads every group, where no plan says what moves.
+
+    So it is in the iteration that a plan is made of, and in the rest of one that departs from its
+    plan. A group is released ``release_lag`` commits after its own, and reloaded
+    ``prefetch_depth`` groups ahead of backward.
+
+    Args:
+        store: Moves the groups.
+        recorder: Knows which storages have other references, so that moving them frees nothing.
+    """
+
+    def __init__(self, store: ActivationStore, recorder: Recorder) -> None:
+        self._store = store
+        self._recorder = recorder
+        self._waiting: deque[OffloadTensorGroup] = deque()
+        """Committed groups that have not been released."""
+
+    def adopt(self, committed: Iterable[OffloadTensorGroup]) -> None:
+        """Release these groups too: they were committed under a plan that is no longer followed."""
+        self._waiting.extend(g for g in committed if g.state is GroupState.COMMITTED)
+
+    def clear(self) -> None:
+        """The iteration has ended."""
+        self._waiting.clear()
+
+    def come_to_group(
+        self,
+        kind: StepKind,
+        group: OffloadTensorGroup,
+        chunk: ChunkOffloadHandler,
+        options: PolicyOptions,
+    ) -> None:
+        """Do what is due at a mark of a group.
+
+        Args:
+            kind: Of the mark.
+            group: The group.
+            chunk: Its pass.
+            options: How far to lag behind and to look ahead.
+        """
+        if kind is StepKind.FORWARD_COMMIT:
+            self._store.copy_out(group, self._may_move)
+            self._waiting.append(group)
+            while len(self._waiting) > options.release_lag:
+                self._release(self._waiting.popleft())
+            if options.max_inflight_offloads is not None:
+                of_name = [waiting for waiting in self._waiting if waiting.name == group.name]
+                for early in of_name[: len(of_name) - options.max_inflight_offloads]:
+                    self._waiting.remove(early)
+                    self._release(early)
+        elif kind is StepKind.BACKWARD_USE:
+            self._store.copy_in(group.storages(), late=True)
+            self._reload_before(group, chunk, options)
+
+    def come_to_end(
+        self, kind: StepKind, chunk: ChunkOffloadHandler, options: PolicyOptions
+    ) -> None:
+        """Release the last groups of a pass, which no commits follow; reload as backward begins.
+
+        A plan may release them before the loss, so other references to their memory have to show.
+        They do as long as backward has not come to what holds them, which may be right before the
+        group.
+
+        Args:
+            kind: Of the mark: OUTPUT_START or BACKWARD_START.
+            chunk: The pass.
+            options: How far to look ahead.
+        """
+        for group in list(self._waiting):
+            if group.key.chunk_pass == chunk.index:
+                self._waiting.remove(group)
+                self._release(group)
+        if kind is StepKind.BACKWARD_START:
+            self._reload_before(None, chunk, options)
+
+    def _release(self, group: OffloadTensorGroup) -> None:
+        if group.state is GroupState.COMMITTED:
+            self._store.release(group)
+
+    def _reload_before(
+        self,
+        group: Optional[OffloadTensorGroup],
+        chunk: ChunkOffloadHandler,
+        options: PolicyOptions,
+    ) -> None:
+        for ahead in chunk.used_before(group, options.prefetch_depth):
+            self._store.copy_in(ahead.storages())
+
+    def _may_move(self, _: int, storage: SavedStorage) -> bool:
+        return not self._recorder.is_held_outside(storage)
+
+
+def _is_step(plan: Plan, index: int, kind: StepKind, at: OffloadTensorGroup | Step) -> bool:
+    """Whether the plan's step at ``index`` is this one, given that those before it were."""
+    steps = plan.trace.steps
+    if index >= len(steps):
+        return False
+    step = steps[index]
+    return step.kind is kind and step.key == at.key and step.name == at.name
