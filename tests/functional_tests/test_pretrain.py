@@ -33,14 +33,20 @@ MOE = """
 """.split()
 DENSE_MODULES = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 MOE_MODULES = [*DENSE_MODULES, "expert_fc1", "moe_act"]
+TWO_MICRO_BATCHES = ["--global-batch-size", "4"]
+"""Where nothing but the accumulation of gradients depends on their number."""
 
 LAYOUTS = {
     "GPT, bf16, dropout": (
         1,
-        "--num-layers 4 --bf16 --hidden-dropout 0.1 --attention-dropout 0.1".split(),
+        "--num-layers 4 --bf16 --hidden-dropout 0.1 --attention-dropout 0.1".split()
+        + TWO_MICRO_BATCHES,
     ),
-    "MoE": (1, ["--num-layers", "4", *MOE]),
-    "hybrid": (1, ["--num-layers", "8", "--hybrid-layer-pattern", "*-*E*-*E", *MOE]),
+    "MoE": (1, ["--num-layers", "4", *MOE, *TWO_MICRO_BATCHES]),
+    "hybrid": (
+        1,
+        ["--num-layers", "8", "--hybrid-layer-pattern", "*-*E*-*E", *MOE, *TWO_MICRO_BATCHES],
+    ),
     "DP2, distributed optimizer, overlapped": (
         2,
         "--num-layers 4 --use-distributed-optimizer --overlap-grad-reduce "
@@ -48,7 +54,7 @@ LAYOUTS = {
     ),
     "TP2": (
         2,
-        "--num-layers 4 --tensor-model-parallel-size 2".split(),
+        "--num-layers 4 --tensor-model-parallel-size 2".split() + TWO_MICRO_BATCHES,
     ),
     "EP2": (2, ["--num-layers", "4", "--expert-model-parallel-size", "2", *MOE]),
     "PP2": (2, "--num-layers 4 --pipeline-model-parallel-size 2".split()),
