@@ -275,8 +275,8 @@ def patches_page() -> str:
         "Slipstream replaces these functions of other packages in the running process. Their files "
         "on disk stay as they are. All targets are looked up before the first is replaced: one "
         "that a release has moved, or given other parameters, ends `install()` with an error that "
-        "names it. `uninstall()` undoes what `install()` has patched. `slipstream doctor` checks the"
-        " targets on your machine, and lists them with `--json`.",
+        "names it. `uninstall()` undoes what `install()` has patched. `slipstream doctor` checks "
+        "the targets on your machine, and lists them with `--json`.",
     ]
     for feature, patches in patch_table.TABLE.items():
         first = feature is patch_table.Feature.ENGINE

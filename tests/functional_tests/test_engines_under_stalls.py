@@ -22,7 +22,7 @@ INTERLEAVED = SCHEDULES["interleaved first of two"]
 
 CASES = {
     "no stall": ([ONE_F_ONE_B] * 4, None, 1, 3),
-    "copies in stalled: host buffers lent while read": ([FOUR] * 4, "h2d_stream", 1, 3),
+    "copies in stalled: host buffers in use while read": ([FOUR] * 4, "h2d_stream", 1, 3),
     "copies out stalled: inline reload after its own copy": ([FOUR] * 4, "d2h_stream", 1, 3),
     "copies in stalled, interleaved": ([INTERLEAVED] * 4, "h2d_stream", 2, 3),
     "copies out stalled, interleaved": ([INTERLEAVED] * 4, "d2h_stream", 2, 3),

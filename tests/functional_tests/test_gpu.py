@@ -150,7 +150,7 @@ def test_the_host_waits_too(case: ModelCase, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(CudaBackend, "outlast", note)
     monkeypatch.setattr(plan_book, "are_copies_slowed", lambda *_: True)
-    monkeypatch.setattr(plan_book, "host_waits", waits_everywhere)
+    monkeypatch.setattr(plan_book, "host_sync_points", waits_everywhere)
     modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
     result = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, dict(MIN_NUMEL))
     print(f"{case.kind}: {result}, {len(events)} waits")

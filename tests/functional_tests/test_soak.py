@@ -110,12 +110,12 @@ def test_losses_stay_equal_and_memory_stays_flat(
                 num_stalls=stalls.num_stalls,
                 device_bytes=marks[-1][0],
                 host_bytes=marks[-1][1],
-                host_lent_bytes=pool.lent_bytes,
+                host_lent_bytes=pool.in_use_bytes,
                 num_plans=manager.report.num_plans,
             )
     for left, right in zip(off[0].parameters(), on[0].parameters(), strict=True):
         assert torch.equal(left, right)
-    assert manager.store.host_pool.lent_bytes == 0
+    assert manager.store.host_pool.in_use_bytes == 0
     half = marks[len(marks) // 2 :]
     assert max(device for device, _, _ in half) - min(device for device, _, _ in half) < 1 << 20
     assert half[0][1] == half[-1][1], "host memory still grows"

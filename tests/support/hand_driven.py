@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
-from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.plan.trace import GroupKey
 
 
@@ -27,7 +28,7 @@ class HandDriven:
 
     def group(self, name: str = "group") -> OffloadTensorGroup:
         """A new group."""
-        group = OffloadTensorGroup(GroupKey(0, self._num_groups), name)
+        group = OffloadTensorGroup(GroupLabel(GroupKey(0, self._num_groups), name))
         self._num_groups += 1
         self.groups[group.key] = group
         return group
@@ -44,7 +45,7 @@ class HandDriven:
         self.store.copy_out(group, lambda *_: True)
 
     def send(self, group: OffloadTensorGroup) -> None:
-        """Copy the group out and let go of its device memory."""
+        """Copy the group out and release its device memory."""
         self.copy_out(group)
         self.store.release(group)
 

@@ -12,7 +12,7 @@ from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Copy, Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import MAX_TRIALS, MIN_PAIRS
-from megatron.slipstream.fine_grained_activation_offload.host_waits import HostWaits
+from megatron.slipstream.fine_grained_activation_offload.host_sync_points import HostSyncPoints
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     MAX_ROUNDS,
@@ -99,7 +99,7 @@ def train(engine: Engine, num_iterations: Optional[int] = None) -> list[float]:
     return took_ms
 
 
-def waits_everywhere(plan: Plan, _: object) -> HostWaits:
+def waits_everywhere(plan: Plan, _: object) -> HostSyncPoints:
     """As if compute waited for every group that moves, at its release and at its use."""
     return {
         step: (group.key,)

@@ -118,14 +118,14 @@ def host_buffer_lent_while_a_late_copy_in_reads_it(late: Lateness) -> bool:
     """E2: the second group's copy out would overwrite what the first one's copy in reads."""
     hand = HandDriven("cuda")
     group, saved = _sent(hand, 1.0)
-    address = saved.storage.lease.buffer.address  # type: ignore[attr-defined]
+    address = saved.storage.allocation.buffer.address  # type: ignore[attr-defined]
     late.on(hand.store.copy_streams.h2d)
     hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
     other = hand.group()
     saved_other = hand.save(other, _values(2.0))
     hand.copy_out(other)
     late.check()
-    if saved_other.storage.lease.buffer.address != address:
+    if saved_other.storage.allocation.buffer.address != address:
         raise AssertionError("the scenario needs the pool to lend the same buffer again")
     right = bool((hand.store.read(saved) == 1.0).all())
     return right and bool((hand.store.read(saved_other) == 2.0).all())
@@ -133,7 +133,7 @@ def host_buffer_lent_while_a_late_copy_in_reads_it(late: Lateness) -> bool:
 
 @_repeated_if_slow
 def device_memory_reused_while_a_late_copy_out_reads_it(late: Lateness) -> bool:
-    """E3: what is let go is filled with NaN by its next owner."""
+    """E3: what is released is filled with NaN by its next owner."""
     hand = HandDriven("cuda")
     group, tensor = hand.group(), _values(1.0)
     saved, address = hand.save(group, tensor), tensor.data_ptr()

@@ -16,9 +16,11 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
+from megatron.slipstream.fine_grained_activation_offload.group import (
+    OffloadTensorGroup,
+    SavedTensor,
+)
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.fine_grained_activation_offload.storage import SavedTensor
 from megatron.slipstream.plan.build import ActionKind
 from megatron.slipstream.plan.host_memory import BUFFER_ALIGNMENT_BYTES, size_class_bytes
 from megatron.slipstream.plan.operations import EDGES, OpKind, Queue
@@ -83,8 +85,8 @@ class WatchedBackend(CpuBackend):
         """Where in host memory each storage has been."""
         self.lent_before: dict[int, set[int]] = {}
         """For each storage, those whose copy back was the last to read any of its host bytes."""
-        self.lent_bytes: dict[int, int] = {}
-        """By step, what the pool had lent when the last copy out was issued."""
+        self.in_use_bytes: dict[int, int] = {}
+        """By step, what the pool had in use when the last copy out was issued."""
         self.num_blocked = 0
         """How often the host has waited."""
         self.step = -1
@@ -172,7 +174,7 @@ class WatchedBackend(CpuBackend):
         self._in_host[buffer.address] = number
         blocks = host_blocks(buffer)
         self.lent_before[number] = {self._last_read[b] for b in blocks if b in self._last_read}
-        self.lent_bytes[self.step] = self.manager.store.host_pool.lent_bytes
+        self.in_use_bytes[self.step] = self.manager.store.host_pool.in_use_bytes
         return number
 
     def _copy_in(self, copy: Copy) -> int:

@@ -226,7 +226,7 @@ class ChunkGraphs:
         self.close()
 
     def close(self) -> None:
-        """Let go of the graphs, whatever is in flight: the training is over."""
+        """Release the graphs, whatever is in flight: the training is over."""
         for slot in self._slots:
             slot.around.close()
         self._slots = []

@@ -110,7 +110,7 @@ STALE_LOCK = Problem(
     "stale-build-lock",
     "warning",
     "{path} is {age} old, so that what held it was probably killed while it compiled; whatever "
-    "needs that extension (megatron-core's recomputation needs one) waits for ever, without a word",
+    "needs that extension (megatron-core's recomputation needs one) waits for it without end",
     "if nothing is being compiled, delete the file",
 )
 TE_MISSING = Problem(

@@ -11,6 +11,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
+from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.plan.trace import BACKWARD, OUTPUT_LAYER, GroupKey, Step, StepKind
 
 
@@ -40,14 +41,9 @@ class ChunkOffloadHandler:
         """A new group, next in order."""
         layer = self._num_layers.get(name, 0)
         self._num_layers[name] = layer + 1
-        group = OffloadTensorGroup(
-            GroupKey(self.index, len(self.groups)),
-            name,
-            layer,
-            self.micro_batch,
-            self.vp_stage,
-            self.min_offloaded_tensor_size,
-        )
+        key = GroupKey(self.index, len(self.groups))
+        label = GroupLabel(key, name, layer, self.micro_batch, self.vp_stage)
+        group = OffloadTensorGroup(label, self.min_offloaded_tensor_size)
         self.groups.append(group)
         return group
 

@@ -13,13 +13,13 @@ E1    compute, after a group's   d2h, before the group's      the group's tensor
 E2    h2d or d2h, after the      d2h, before the next copy    the host buffer: it is overwritten
       last copies of its bytes   into any of its bytes        when read
 E3    d2h, after the copies      compute, before the device   the group's tensors on the device:
-      out                        memory is let go             their memory is reused when read
+      out                        memory is released             their memory is reused when read
 E4    compute, where a copy in   h2d, before the copies in    the copy's destination: memory that
       is started                                              compute used until then
 E5    h2d, after the copies in   the consumer's stream,       the returned tensors: they are read
                                  before backward reads them   when written
 E6    h2d, after the copies in   compute, before memory that  the destination of a copy in that
-                                 nobody came for is let go    nobody came for: reused when written
+                                 nobody came for is released    nobody came for: reused when written
 E7    d2h and h2d, at the end    the host, before pinned      host buffers: returned to the system
                                  memory is unpinned           when no copy uses them
 E8    the consumer's stream,     the allocator, before it     the returned tensors: their memory is
@@ -55,9 +55,9 @@ of a norm releases is taken from under them.
 
 [Note: A copy in follows its own copy out]
 A copy in reads what its storage's copy out wrote, yet no edge joins the two streams. The device
-memory was let go in between, so the compute stream waits for the copy out (E3), and the copy in
+memory was released in between, so the compute stream waits for the copy out (E3), and the copy in
 waits for the compute stream (E4). This needs both waits on one stream: where the copy in is
-started on another stream than the memory was let go on, that stream waits by E3 as well.
+started on another stream than the memory was released on, that stream waits by E3 as well.
 
 [Note: A wait covers what came before]
 A stream runs in order. So who has waited for a signal has waited for every earlier one of the same
@@ -85,8 +85,8 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
     Stream,
     nbytes_of,
 )
-from megatron.slipstream.fine_grained_activation_offload.host_meeting import HostMeeting
-from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation
+from megatron.slipstream.fine_grained_activation_offload.rank_barrier import RankBarrier
 from megatron.slipstream.plan.trace import Bandwidth
 from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S
 
@@ -96,10 +96,10 @@ class Edge(enum.Enum):
 
     E1 = "a copy out waits for the computation of its source"
     E2 = "a copy out waits for the last copies that used the bytes of its host buffer"
-    E3 = "device memory is let go after its copy out"
+    E3 = "device memory is released after its copy out"
     E4 = "a copy in waits for the computation that used its destination"
     E5 = "backward waits for the copy in of what it reads"
-    E6 = "unused device memory is let go after its copy in"
+    E6 = "unused device memory is released after its copy in"
     E7 = "host memory is unpinned after all copies"
     E8 = "returned memory is given away after reads on other streams than it was allocated for"
     E9 = "a captured graph ends after its copies"
@@ -110,7 +110,7 @@ NUM_RATES = 3
 but where the ranks of a host measure together the middle one, since in the first some copies have
 not begun and in the last some have ended."""
 
-NUM_MEETINGS = 4
+NUM_BARRIERS = 4
 """How often the ranks of a host meet for one measurement: both ways, each way alone, both ways."""
 
 
@@ -211,7 +211,7 @@ class CopyStreams:
 
     def copy_out(
         self,
-        moves: Sequence[tuple[Bytes, HostLease]],
+        moves: Sequence[tuple[Bytes, HostAllocation]],
         producers: Mapping[Hashable, Stream],
         before: Optional[Callable[[], None]] = None,
     ) -> Signal:
@@ -229,21 +229,21 @@ class CopyStreams:
         for producer_id, producer in producers.items():
             signal = self._signal(producer, producer_id)
             self._wait(Edge.E1, stream, stream_id, signal)  # edge E1
-        for last_use in _latest(use for _, lease in moves for use in lease.last_use):
+        for last_use in _latest(use for _, allocation in moves for use in allocation.last_use):
             self._wait(Edge.E2, stream, stream_id, last_use)  # edge E2
         if before is not None:
             before()
-        self._run([(lease.buffer, source) for source, lease in moves], stream)
+        self._run([(allocation.buffer, source) for source, allocation in moves], stream)
         return self._end(moves, stream, stream_id)
 
-    def let_go(
+    def release(
         self,
         memory: torch.UntypedStorage,
         copied_out: Optional[Signal],
         streams: Mapping[Hashable, Stream],
         label: str = "",
     ) -> None:
-        """Let go of device memory after its copy out. The caller deletes its last reference.
+        """Release device memory after its copy out. The caller deletes its last reference.
 
         Args:
             memory: What the copy read.
@@ -257,7 +257,7 @@ class CopyStreams:
         self._backend.drop_device(memory)
 
     def empty(self, memory: torch.UntypedStorage) -> None:
-        """Take memory that has been let go from under those who keep it and read it no longer."""
+        """Take memory that has been released from under those who keep it and read it no longer."""
         self._backend.empty_device(memory)
 
     def note_copy_out(self, source: Bytes) -> None:
@@ -285,7 +285,7 @@ class CopyStreams:
 
     def copy_in(
         self,
-        moves: Sequence[tuple[Bytes, HostLease]],
+        moves: Sequence[tuple[Bytes, HostAllocation]],
         copied_out: Iterable[Signal],
         here: Here,
         after: Optional[Callable[[], None]] = None,
@@ -305,12 +305,12 @@ class CopyStreams:
         """
         current_id, current = here
         for signal in _latest(copied_out):
-            # Waited for already, unless the memory was let go on another stream than this: see
+            # Waited for already, unless the memory was released on another stream than this: see
             # [Note: A copy in follows its own copy out].
             self._wait(Edge.E3, current, current_id, signal)  # edge E3
         stream, stream_id = self.h2d, self._h2d_id
         self._wait(Edge.E4, stream, stream_id, self._signal(current, current_id))  # edge E4
-        copies = [(destination, lease.buffer) for destination, lease in moves]
+        copies = [(destination, allocation.buffer) for destination, allocation in moves]
         self._run(copies, stream)
         if after is not None:
             after()
@@ -341,7 +341,7 @@ class CopyStreams:
         copied_in: Optional[Signal],
         allocated_for: Optional[Here],
     ) -> None:
-        """Let go of returned device memory that nobody came for.
+        """Release returned device memory that nobody came for.
 
         Args:
             memory: What the copy writes; the caller deletes its last reference.
@@ -388,7 +388,7 @@ class CopyStreams:
             self._wait_on_host(Edge.E7, stream)  # edge E7
 
     def measure_bandwidth(
-        self, device: Bytes, host: Bytes, meeting: Optional[HostMeeting] = None
+        self, device: Bytes, host: Bytes, meeting: Optional[RankBarrier] = None
     ) -> Optional[Bandwidth]:
         """What copies reach, each way alone and both at once; None where time means nothing.
 
@@ -418,7 +418,7 @@ class CopyStreams:
         return Bandwidth(alone[0][0], alone[1][0], both[0], both[1])
 
     def _rate(
-        self, copies: Sequence[tuple[Copy, Stream]], meeting: Optional[HostMeeting]
+        self, copies: Sequence[tuple[Copy, Stream]], meeting: Optional[RankBarrier]
     ) -> list[float]:
         """What copies that run at once reach, in 1e9 bytes per second: of a few rates one each."""
         if meeting is not None:
@@ -461,12 +461,12 @@ class CopyStreams:
         return Signal(self._backend.record(stream), stream_id, next(self._positions), self._graph)
 
     def _end(
-        self, moves: Sequence[tuple[Bytes, HostLease]], stream: Stream, stream_id: Hashable
+        self, moves: Sequence[tuple[Bytes, HostAllocation]], stream: Stream, stream_id: Hashable
     ) -> Signal:
         """The signal after the copies that were put into a stream last."""
         signal = self._signal(stream, stream_id)
-        for _, lease in moves:
-            lease.last_use = (signal,)
+        for _, allocation in moves:
+            allocation.last_use = (signal,)
         if self._graph:
             self._to_join[stream_id] = signal
         return signal

@@ -21,14 +21,16 @@ from typing import Any, Optional
 
 import torch
 
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
+    SavedTensor,
 )
-from megatron.slipstream.fine_grained_activation_offload.host_shrink import HostShrinker
+from megatron.slipstream.fine_grained_activation_offload.host_trim import HostTrimmer
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.fine_grained_activation_offload.markers import (
     at_first_gradient,
@@ -37,8 +39,6 @@ from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBo
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
-from megatron.slipstream.fine_grained_activation_offload.storage import SavedTensor
-from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.plan.build import Plan
@@ -86,7 +86,7 @@ class OffloadEngine:
         """The saved activations."""
         self._book = PlanBook(self.store, self.report, options or PolicyOptions())
         self.store.host_pool.limit_bytes = self._book.options.host_memory_limit_bytes
-        self._host_shrinker = HostShrinker(self.store, self._book, self.report)
+        self._host_trimmer = HostTrimmer(self.store, self._book, self.report)
         self._num_verified_iterations = num_verified_iterations
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
@@ -224,7 +224,7 @@ class OffloadEngine:
         self._executor.is_bound = True
 
     def release_all(self) -> None:
-        """Let go of all that is being copied out."""
+        """Release all that is being copied out."""
         for group in self._now.groups.values():
             if group.state is GroupState.COMMITTED:
                 self.store.release(group)
@@ -391,7 +391,7 @@ class OffloadEngine:
         if not is_trial:  # else the figures are those of its neighbour
             self.report.modules, self.report.late_groups = {}, {}
         self._update_report()
-        self._host_shrinker.end_iteration(self._last_plan)
+        self._host_trimmer.end_iteration(self._last_plan)
 
     def _begin_iteration(self) -> None:
         gradients = self.store.backend.gradients
@@ -426,7 +426,7 @@ class OffloadEngine:
         self._clear_iteration()
         # The allocator is asked at every mark only while there is something to learn from it.
         self._recorder.reads_memory = False
-        self._host_shrinker.end_iteration(self._last_plan)
+        self._host_trimmer.end_iteration(self._last_plan)
 
     def _drop_plans_beyond_limit(self) -> None:
         """The pool lowers its limit where the system refuses it memory: then plan for less."""

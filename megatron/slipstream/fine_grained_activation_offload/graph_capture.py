@@ -24,12 +24,12 @@ from typing import NamedTuple, Optional
 
 import torch
 
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
-from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.build import GroupPlan, Plan
 from megatron.slipstream.plan.host_memory import size_class_bytes
@@ -50,7 +50,7 @@ class GraphedLayer:
         """The layer whose backward comes next; None for the first of a model chunk."""
         self.groups: list[OffloadTensorGroup] = []
         self.static: frozenset[int] = frozenset()
-        """Storages of its inputs, by the address of torch's object: a graph keeps them for ever."""
+        """Storages of its inputs, which a graph keeps, by the address of torch's object."""
 
 
 class _Leaving(NamedTuple):
@@ -191,10 +191,10 @@ class GraphCaptures:
         outside = self._store.host_pool
         if self.pool is None:
             self.pool = HostPool(self._store.backend, 0)
-            if outside.lent_bytes == 0:
+            if outside.in_use_bytes == 0:
                 # Most of it served the groups that are in graphs from now on.
                 self._store.close()
-        needed = _lent_bytes(self._plan, self._names, self._takes_turns) if self._plan else 0
+        needed = _in_use_bytes(self._plan, self._names, self._takes_turns) if self._plan else 0
         more = needed + int(SLACK * needed) - self.pool.allocated_bytes
         if outside.limit_bytes is not None:
             more = min(more, outside.limit_bytes - outside.allocated_bytes)
@@ -306,7 +306,7 @@ class GraphCaptures:
         plans = self._plans_of(item.group)
 
         def may_move(position: int, storage: SavedStorage) -> bool:
-            # A graph keeps its inputs for ever: to let go of them frees nothing.
+            # A graph keeps its inputs, so releasing them frees nothing.
             memory = storage.aliases[0][0].untyped_storage()._cdata
             return memory not in item.layer.static and any(
                 position not in plan.kept_storages for plan in plans
@@ -340,8 +340,9 @@ class GraphCaptures:
 
     def _plans_of(self, group: OffloadTensorGroup) -> list[GroupPlan]:
         """The plans of the traced groups that it stands for, which move."""
-        micro_batch = 0 if self._takes_turns else group.micro_batch
-        plans = self._decisions.get((group.vp_stage, micro_batch, group.name, group.layer), [])
+        label = group.label
+        micro_batch = 0 if self._takes_turns else label.micro_batch
+        plans = self._decisions.get((label.vp_stage, micro_batch, label.name, label.layer), [])
         return [plan for plan in plans if plan.moves]
 
 
@@ -378,7 +379,7 @@ def _takes_turns(plan: Plan) -> bool:
     return True
 
 
-def _lent_bytes(plan: Plan, names: set[str], takes_turns: bool) -> int:
+def _in_use_bytes(plan: Plan, names: set[str], takes_turns: bool) -> int:
     """Host bytes that the groups of these names have at once, in whole buffers.
 
     What is captured for one micro-batch moves what moves in any of them.
@@ -401,8 +402,8 @@ def _lent_bytes(plan: Plan, names: set[str], takes_turns: bool) -> int:
     for _, nbytes, storage in moved:
         changes[storage.d2h_step] += nbytes
         changes[storage.h2d_step] -= nbytes
-    lent = most = 0
+    in_use = most = 0
     for change in changes:
-        lent += change
-        most = max(most, lent)
+        in_use += change
+        most = max(most, in_use)
     return most

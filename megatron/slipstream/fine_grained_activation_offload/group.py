@@ -8,6 +8,7 @@ import enum
 import weakref
 from typing import NamedTuple, Optional
 
+from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.plan.trace import GroupKey
 
@@ -16,7 +17,7 @@ class GroupState(enum.Enum):
     """How far a group has come. Where its bytes are is each storage's own state."""
 
     OPEN = "its operations run and save tensors"
-    COMMITTED = "it has saved everything: copies out may start, and memory be let go"
+    COMMITTED = "it has saved everything: copies out may start, and memory be released"
     IN_USE = "backward has reached it: nothing of it leaves any more"
     DONE = "backward has left it"
 
@@ -39,32 +40,24 @@ class HeldStorage(NamedTuple):
 
 
 class OffloadTensorGroup:
-    """What one marked sub-module saved in one pass."""
+    """What one marked sub-module saved in one pass.
+
+    Args:
+        label: Its place.
+        min_numel: Tensors of fewer elements stay on the device.
+    """
 
     __slots__ = (
-        *("key", "name", "layer", "micro_batch", "vp_stage", "state", "min_numel"),
+        *("label", "key", "name", "state", "min_numel"),
         *("is_read_first", "held", "nbytes", "__weakref__"),
     )
 
-    def __init__(
-        self,
-        key: GroupKey,
-        name: str,
-        layer: int = 0,
-        micro_batch: int = 0,
-        vp_stage: int = 0,
-        min_numel: int = 1,
-    ) -> None:
-        self.key = key
-        self.name = name
-        self.layer = layer
-        """How many groups of this name came before it in the pass."""
-        self.micro_batch = micro_batch
-        """How many passes through this model chunk came before it in the iteration."""
-        self.vp_stage = vp_stage
+    def __init__(self, label: GroupLabel, min_numel: int = 1) -> None:
+        self.label = label
+        self.key = label.key
+        self.name = label.name
         self.state = GroupState.OPEN
         self.min_numel = min_numel
-        """Tensors of fewer elements stay on the device."""
         self.is_read_first = False
         """See ``GroupTrace``."""
         self.held: dict[int, HeldStorage] = {}
@@ -73,14 +66,7 @@ class OffloadTensorGroup:
         """Bytes that a copy of each would move, by serial number, as of the commit."""
 
     def __str__(self) -> str:
-        return f"{self.key}.{self.name}"
-
-    def describe(self) -> str:
-        """The group in a user's words, for errors."""
-        return (
-            f"{self.name} of layer {self.layer} (of this model chunk, {self.vp_stage}) in "
-            f"micro-batch {self.micro_batch}"
-        )
+        return str(self.label)
 
     def move_to(self, state: GroupState) -> None:
         """Change the state.
@@ -103,3 +89,15 @@ class OffloadTensorGroup:
     def storages(self) -> list[SavedStorage]:
         """The storages that are still alive."""
         return [storage for storage in self.storages_or_none() if storage is not None]
+
+
+class SavedTensor:
+    """What autograd keeps in place of a saved tensor: one view of a :class:`SavedStorage`."""
+
+    __slots__ = ("storage", "index", "group", "__weakref__")
+
+    def __init__(self, storage: SavedStorage, index: int, group: OffloadTensorGroup) -> None:
+        self.storage = storage
+        self.index = index
+        self.group = group
+        """The group that saved it."""

@@ -1,25 +1,26 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Host staging memory: buffers that are lent out, and lent again only with the events to wait for.
+"""Pinned host memory: buffers that are reused only with the events to wait for.
 
 Buffers of any size are cut out of a few large slabs, since pinning memory takes long. Where they
 lie is decided by ``plan.host_ranges``, whose invariant is what keeps the pool small: free memory
 side by side is one range, so memory that served buffers of one size serves those of any other.
 
-A buffer and the events of the last copies of its bytes travel together in a :class:`HostLease`.
-The pool never waits: the next borrower's copy does (edge E2 of ``copy_streams``).
+A buffer and the events of the last copies of its bytes travel together in a
+:class:`HostAllocation`.
+The pool never waits: the next user's copy does (edge E2 of ``copy_streams``).
 
 [Note: Waste of host memory]
 What is pinned beyond what was asked for has three parts. *Slack*: a buffer is as long as its size
 class, less than a sixteenth longer than a request of 8 KiB or more. *Unusable*: what was free, but
 in no range long enough, when a slab had to be added. *Spare*: what of the last slab has not been
 needed yet, or is not needed any more; it goes once plans are settled (``host_shrink``). Waste is
-the first two. While buffers are only borrowed, as in a forward pass, a slab cannot serve the next
+the first two. While buffers are only allocated, as in a forward pass, a slab cannot serve the next
 one only if what is left of it is shorter, which is a sixteenth of a slab that was made for such
-buffers; so waste stays below an eighth of what is lent. Where forward and
-backward alternate and sizes vary, free ranges of odd lengths lie between lent ones as well, and no
-pool that cannot move what it has lent can promise a bound for every order of requests. The tests
-show it for the pipeline schedules, with sizes that vary from buffer to buffer and from step to
+buffers; so waste stays below an eighth of what is in use. Where forward and backward alternate and
+sizes vary, free ranges of odd lengths lie between used ones as well, and no pool that cannot move
+buffers can promise a bound for every order of requests. The tests show it for the pipeline
+schedules, with sizes that vary from buffer to buffer and from step to
 step: below an eighth from about thirty buffers on, on average a twentieth.
 """
 
@@ -49,8 +50,8 @@ class HostMemoryFull(Exception):
 
 
 @dataclass
-class HostLease:
-    """A borrowed host buffer."""
+class HostAllocation:
+    """A host buffer in use."""
 
     buffer: Bytes
     """As long as the size class of the request, at a multiple of 512 bytes."""
@@ -59,10 +60,10 @@ class HostLease:
     were none."""
 
 
-class _Lent(NamedTuple):
+class _InUse(NamedTuple):
     """What the pool knows of a buffer that is out."""
 
-    lease: HostLease
+    allocation: HostAllocation
     slab: int
     start: int
     nbytes: int
@@ -87,18 +88,18 @@ class HostPool:
         self._slabs: list[torch.Tensor] = []
         self._slab_bytes: list[Bytes] = []
         self._free = FreeRanges()
-        self._lent: dict[int, _Lent] = {}
-        """Every buffer that is out, by the identity of its lease."""
-        self._returned: deque[HostLease] = deque()
-        """Given back, and not yet free: see :meth:`give_back`."""
+        self._in_use: dict[int, _InUse] = {}
+        """Every buffer that is out, by the identity of its allocation."""
+        self._returned: deque[HostAllocation] = deque()
+        """Given back, and not yet free: see :meth:`free`."""
         self._is_busy = False
         self.allocated_bytes = 0
-        """Host memory that the pool holds, lent or not."""
-        self.lent_bytes = 0
-        """Bytes of the buffers now lent."""
+        """Host memory that the pool holds, in use or not."""
+        self.in_use_bytes = 0
+        """Bytes of the buffers in use now."""
         self.high_water_bytes = 0
-        """The most bytes that were lent at once."""
-        self._most_lent_bytes = 0
+        """The most bytes that were in use at once."""
+        self._peak_in_use_bytes = 0
         self._requested_bytes = 0
         self._high_water_requested_bytes = 0
         self._unusable_bytes = 0
@@ -115,7 +116,7 @@ class HostPool:
         slack = self.high_water_bytes - self._high_water_requested_bytes
         return slack + min(self._unusable_bytes, self.allocated_bytes - self.high_water_bytes)
 
-    def borrow(self, nbytes: int) -> HostLease:
+    def allocate(self, nbytes: int) -> HostAllocation:
         """A buffer of at least ``nbytes`` bytes.
 
         Raises:
@@ -125,7 +126,7 @@ class HostPool:
             self._take_back()
         self._is_busy = True
         try:
-            return self._lend(nbytes)
+            return self._allocate_span(nbytes)
         finally:
             self._is_busy = False
 
@@ -135,45 +136,45 @@ class HostPool:
             self._add_slab(nbytes)
         self.limit_bytes = self.allocated_bytes
 
-    def give_back(self, lease: HostLease) -> None:
+    def free(self, allocation: HostAllocation) -> None:
         """Return a buffer. Its ``last_use`` may still lie ahead.
 
         Called in the middle of any other method, too: a storage gives its buffer back when it is
         deleted, and one that an exception left in a cycle is deleted whenever Python collects
         garbage. The buffer is then free a little later.
         """
-        self._returned.append(lease)
+        self._returned.append(allocation)
         self._take_back()
 
     def close(self) -> None:
         """Return all memory to the system. Every copy must have completed (edge E7)."""
-        self._lent.clear()
+        self._in_use.clear()
         self._free = FreeRanges()
         self._slab_bytes.clear()
         while self._slabs:
             self._backend.free_host(self._slabs.pop())
-        self.allocated_bytes = self.lent_bytes = self.high_water_bytes = 0
+        self.allocated_bytes = self.in_use_bytes = self.high_water_bytes = 0
         self._requested_bytes = self._high_water_requested_bytes = self._unusable_bytes = 0
-        self._most_lent_bytes = 0
+        self._peak_in_use_bytes = 0
 
-    def take_most_lent(self) -> int:
-        """The most bytes that were lent at once since this was last asked."""
-        most, self._most_lent_bytes = self._most_lent_bytes, self.lent_bytes
+    def take_peak_in_use(self) -> int:
+        """The most bytes that were in use at once since this was last asked."""
+        most, self._peak_in_use_bytes = self._peak_in_use_bytes, self.in_use_bytes
         return most
 
-    def shrink_to(self, nbytes: int) -> None:
+    def trim_to(self, nbytes: int) -> None:
         """Hold one slab of ``nbytes`` bytes in place of all others.
 
-        Nothing may be lent, and every copy must have completed (edge E7). Should the system refuse
-        the slab, the pool grows again as buffers are borrowed.
+        Nothing may be in use, and every copy must have completed (edge E7). If the system refuses
+        the slab, the pool grows again as buffers are allocated.
         """
-        assert self.lent_bytes == 0
+        assert self.in_use_bytes == 0
         self.close()
         if nbytes:
             with contextlib.suppress(RuntimeError, MemoryError):
                 self._hold(self._backend.allocate_host(nbytes))
 
-    def _lend(self, nbytes: int) -> HostLease:
+    def _allocate_span(self, nbytes: int) -> HostAllocation:
         size = size_class_bytes(nbytes)
         span = self._free.take(size)
         if span is None:
@@ -181,16 +182,16 @@ class HostPool:
             span = self._free.take(size)
             assert span is not None
         storage, offset, _ = self._slab_bytes[span.slab]
-        lease = HostLease(Bytes(storage, offset + span.start, size), span.events)
-        self._lent[id(lease)] = _Lent(lease, span.slab, span.start, nbytes)
-        self.lent_bytes += size
+        allocation = HostAllocation(Bytes(storage, offset + span.start, size), span.events)
+        self._in_use[id(allocation)] = _InUse(allocation, span.slab, span.start, nbytes)
+        self.in_use_bytes += size
         self._requested_bytes += nbytes
-        if self.lent_bytes > self._most_lent_bytes:
-            self._most_lent_bytes = self.lent_bytes
-            if self.lent_bytes > self.high_water_bytes:
-                self.high_water_bytes = self.lent_bytes
+        if self.in_use_bytes > self._peak_in_use_bytes:
+            self._peak_in_use_bytes = self.in_use_bytes
+            if self.in_use_bytes > self.high_water_bytes:
+                self.high_water_bytes = self.in_use_bytes
                 self._high_water_requested_bytes = self._requested_bytes
-        return lease
+        return allocation
 
     def _take_back(self) -> None:
         """Free what was given back, unless a method is at work on the free memory."""
@@ -203,14 +204,14 @@ class HostPool:
         finally:
             self._is_busy = False
 
-    def _free_buffer(self, lease: HostLease) -> None:
-        lent = self._lent.pop(id(lease), None)
-        if lent is None:
+    def _free_buffer(self, allocation: HostAllocation) -> None:
+        in_use = self._in_use.pop(id(allocation), None)
+        if in_use is None:
             return  # Lent before the pool was closed, so it is no staging memory any more.
-        size = lease.buffer.nbytes
-        self.lent_bytes -= size
-        self._requested_bytes -= lent.nbytes
-        self._free.put(lent.slab, lent.start, lent.start + size, lease.last_use)
+        size = allocation.buffer.nbytes
+        self.in_use_bytes -= size
+        self._requested_bytes -= in_use.nbytes
+        self._free.put(in_use.slab, in_use.start, in_use.start + size, allocation.last_use)
 
     def _grow(self, size: int) -> None:
         """Add a slab with room for a buffer of ``size``."""
@@ -231,7 +232,7 @@ class HostPool:
         self._hold(slab)
 
     def _hold(self, slab: torch.Tensor) -> None:
-        self._unusable_bytes = self.allocated_bytes - self.lent_bytes
+        self._unusable_bytes = self.allocated_bytes - self.in_use_bytes
         self._slabs.append(slab)
         self._slab_bytes.append(Bytes.of(slab))
         self._free.add_slab(slab.numel())

@@ -14,21 +14,22 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Optional
 
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
 from megatron.slipstream.fine_grained_activation_offload.copy_rates import rates_beside_compute
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     CostTrial,
     trace_after,
 )
-from megatron.slipstream.fine_grained_activation_offload.host_waits import (
-    HostWaits,
+from megatron.slipstream.fine_grained_activation_offload.host_sync_points import (
+    HostSyncPoints,
     are_copies_slowed,
-    host_waits,
+    host_sync_points,
 )
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import (
+    IterationProbe,
     PlanEntry,
     Steps,
-    Watch,
 )
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
 from megatron.slipstream.fine_grained_activation_offload.report import (
@@ -44,7 +45,6 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     ms_per_group,
     typical_step_ms,
 )
-from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.check import PlanFacts, check_plan
 from megatron.slipstream.plan.peak import PeakDrop, peak_drop
@@ -68,7 +68,7 @@ _DIGITS = 4
 
 
 @dataclass(frozen=True)
-class Turn:
+class TrialIteration:
     """One iteration of a trial, or of a plan that moves nothing."""
 
     plan: Plan
@@ -96,7 +96,7 @@ class PlanBook:
         self._entries: dict[Steps, PlanEntry] = {}
         self._read_later: list[tuple[Plan, StepClock]] = []
         """Whole iterations that the device had not ended when the host had."""
-        self._turns_to_read: list[tuple[Turn, Event, bool]] = []
+        self._turns_to_read: list[tuple[TrialIteration, Event, bool]] = []
         """The same of trials: with the event of its end, and whether it followed its plan."""
         self._are_copies_slowed = False
         """Whether they have ever been."""
@@ -192,7 +192,7 @@ class PlanBook:
             simulation = simulate(plan)
             entry.planned_ms = simulation.total_ms
             if self._are_copies_slowed:
-                entry.host_waits = host_waits(plan, simulation)
+                entry.host_sync_points = host_sync_points(plan, simulation)
         report = self._report
         report.num_plans += 1
         self.report_plan(plan)
@@ -221,7 +221,7 @@ class PlanBook:
         entry = self._entry_of(plan)
         return entry is not None and entry.trial is not None
 
-    def begin_turn(self, plan: Optional[Plan], number: int) -> Optional[Turn]:
+    def begin_turn(self, plan: Optional[Plan], number: int) -> Optional[TrialIteration]:
         """An iteration begins that will most likely follow ``plan``.
 
         Args:
@@ -236,9 +236,9 @@ class PlanBook:
         if entry is None or not (entry.declines or entry.trial is not None):
             return None
         is_left_out = entry.declines or number % 2 == 1
-        return Turn(entry.plan, is_left_out, self._now())
+        return TrialIteration(entry.plan, is_left_out, self._now())
 
-    def end_turn(self, turn: Turn, was_followed: bool) -> None:
+    def end_turn(self, turn: TrialIteration, was_followed: bool) -> None:
         """The iteration has ended, and followed its plan or not if it was to."""
         self._turns_to_read.append((turn, self._now(), was_followed))
 
@@ -322,18 +322,18 @@ class PlanBook:
 
     # Following a plan.
 
-    def watch(self, plan: Plan) -> Optional[Watch]:
+    def watch(self, plan: Plan) -> Optional[IterationProbe]:
         """What to measure in an iteration that begins to follow ``plan``."""
         entry = self._entry_of(plan)
         if entry is None:
             return None
         if entry.is_to_be_timed and self._store.backend.takes_time:
-            return Watch(StepClock(self._store.backend), None)
+            return IterationProbe(StepClock(self._store.backend), None)
         if entry.is_memory_to_be_read:
-            return Watch(None, MemoryReader(self._store.backend))
+            return IterationProbe(None, MemoryReader(self._store.backend))
         return None
 
-    def note_followed(self, plan: Plan, watch: Optional[Watch]) -> None:
+    def note_followed(self, plan: Plan, watch: Optional[IterationProbe]) -> None:
         """An iteration has followed ``plan`` from its first step to its last."""
         entry = self._entry_of(plan)
         if entry is None:
@@ -351,10 +351,10 @@ class PlanBook:
         if watch.memory is not None:
             entry.memory = watch.memory.readings(plan.absent_bytes)
 
-    def host_waits_of(self, plan: Plan) -> HostWaits:
+    def sync_points_of(self, plan: Plan) -> HostSyncPoints:
         """Where the host waits in an iteration that follows ``plan``."""
         entry = self._entry_of(plan)
-        return entry.host_waits if entry is not None else {}
+        return entry.host_sync_points if entry is not None else {}
 
     def report_plan(self, plan: Plan) -> None:
         """Put a plan into the report, and what was measured of iterations that followed it."""
@@ -439,7 +439,7 @@ class PlanBook:
                 len(improved.plan.groups),
                 report.planned_ms,
                 statistics.median(times.total_ms for times in entry.times),
-                len(improved.host_waits),
+                len(improved.host_sync_points),
             )
         return True
 

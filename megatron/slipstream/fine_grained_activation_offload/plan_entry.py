@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import CostTrial, Overhead
-from megatron.slipstream.fine_grained_activation_offload.host_waits import HostWaits
+from megatron.slipstream.fine_grained_activation_offload.host_sync_points import HostSyncPoints
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     NUM_TIMED,
@@ -25,7 +25,7 @@ from megatron.slipstream.plan.trace import MemoryReading, Step
 Steps = tuple[Step, ...]
 
 
-class Watch:
+class IterationProbe:
     """Measures one iteration that follows its plan.
 
     Args:
@@ -57,7 +57,7 @@ class PlanEntry:
     plan: Plan
     planned_ms: float = 0.0
     """What an iteration takes as predicted; 0 if the plan was made without times."""
-    host_waits: HostWaits = field(default_factory=dict)
+    host_sync_points: HostSyncPoints = field(default_factory=dict)
     """Where the host waits too."""
     num_rounds: int = 0
     """How often it has been made anew from times."""
@@ -103,7 +103,7 @@ class PlanEntry:
     def is_memory_to_be_read(self) -> bool:
         # Warm, and not timed, since reading takes time. In each round: what vanishes between two
         # marks counts as there up to the second, and where the peak is between the two, that is
-        # right only for a plan that lets go of the same. And it may be the first reading: where
+        # right only for a plan that releases the same. And it may be the first reading: where
         # an iteration began like another one, it was not read while it was recorded.
         return self.num_iterations == NUM_WARMUPS - 1
 

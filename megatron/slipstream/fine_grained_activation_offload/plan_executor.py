@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Optional
 
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
@@ -18,7 +19,6 @@ from megatron.slipstream.fine_grained_activation_offload.iteration import Iterat
 from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
-from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.plan.build import Action, ActionKind, Plan
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import Step, StepKind
@@ -58,7 +58,7 @@ class PlanExecutor:
             self._recorder.reads_memory = True
             self._recorder.watch_gradients()
             return
-        now.host_waits = self._book.host_waits_of(plan)
+        now.host_sync_points = self._book.sync_points_of(plan)
         now.watch = self._book.watch(plan)
         if now.watch is not None and now.watch.clock is not None:
             self._store.copy_streams.timings = now.watch.clock.timings
@@ -87,8 +87,8 @@ class PlanExecutor:
             watch.begin_step()
         for action in plan.actions[index]:
             self._perform(now, plan, action)
-        if index in now.host_waits:
-            for key in now.host_waits[index]:
+        if index in now.host_sync_points:
+            for key in now.host_sync_points[index]:
                 group = now.groups.get(key)
                 if group is not None and group.state is not GroupState.OPEN:
                     self._store.outlast_copies(group)
@@ -129,7 +129,7 @@ class PlanExecutor:
                 "the model has to do the same in every micro-batch"
             )
         self.stop_watching(now)
-        now.host_waits = {}
+        now.host_sync_points = {}
         plan = self._book.find_beginning((*departed.trace.steps[:index], step))
         if plan is not None:
             now.plan = plan

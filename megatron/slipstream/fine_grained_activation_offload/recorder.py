@@ -47,7 +47,7 @@ class StorageId(NamedTuple):
 
 @dataclass
 class _Away:
-    """When a storage's memory was let go, when it was gone, and when it was taken again."""
+    """When a storage's memory was released, when it was gone, and when it was taken again."""
 
     storage: StorageId
     nbytes: int
@@ -169,7 +169,7 @@ class Recorder:
         if self._backend.gradients is not None:
             self._backend.gradients.end()
         self._lingering: dict[int, weakref.ref[SavedStorage]] = {}
-        """Storages whose memory was let go and is still there, by serial number."""
+        """Storages whose memory was released and is still there, by serial number."""
 
     def add_step(self, step: Step) -> None:
         """Note a mark."""
@@ -185,7 +185,7 @@ class Recorder:
             self._memory.end_step()
 
     def set_absent(self, storage: SavedStorage) -> None:
-        """Note that the engine let go of the device memory at the newest mark."""
+        """Note that the engine released the device memory at the newest mark."""
         if self.reads_memory:
             identity = StorageId.of(storage)
             self._away[storage.serial] = _Away(identity, storage.nbytes, len(self.steps) - 1)
@@ -250,7 +250,7 @@ class Recorder:
                 GroupTrace(
                     key,
                     group.name,
-                    group.vp_stage,
+                    group.label.vp_stage,
                     tuple(index[n] for n in saved[key]),
                     group.is_read_first,
                 )
@@ -269,7 +269,7 @@ class Recorder:
             if record is None:
                 record = records[serial] = _StorageRecord(None, held.owner)
             if held.owner == group.key:
-                record.identity = StorageId(group.vp_stage, group.key.group, position)
+                record.identity = StorageId(group.label.vp_stage, group.key.group, position)
             # A later holder may have saved more of it.
             record.nbytes = max(record.nbytes, group.nbytes.get(serial, 0))
         return list(group.held)

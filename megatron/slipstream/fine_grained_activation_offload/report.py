@@ -93,7 +93,7 @@ class RankReport:
     host_growth_bytes: int = 0
     """What it grew by in the iteration: 0 in steady state."""
     host_high_water_bytes: int = 0
-    """The most that was lent at once, since host memory was last given back."""
+    """The most that was in use at once, since host memory was last given back."""
     host_waste_bytes: int = 0
     """Of what the pool holds at the high-water mark, what could serve nobody: see [Note: Waste of
     host memory] in ``host_pool``."""
@@ -147,7 +147,7 @@ class RankReport:
 
     @property
     def host_waste_fraction(self) -> float:
-        """Wasted host memory as a share of the most that was lent at once."""
+        """Wasted host memory as a share of the most that was in use at once."""
         return self.host_waste_bytes / max(1, self.host_high_water_bytes)
 
     @property
@@ -270,7 +270,7 @@ def _host_memory(rank: RankReport) -> str:
     text = (
         f"host memory of rank {rank.rank}: {format_bytes(rank.host_allocated_bytes)} in "
         f"{rank.num_host_allocations} slabs ({grown} new in the last iteration), at most "
-        f"{format_bytes(rank.host_high_water_bytes)} lent, waste "
+        f"{format_bytes(rank.host_high_water_bytes)} in use, waste "
         f"{format_bytes(rank.host_waste_bytes)} ({rank.host_waste_fraction:.1%})"
     )
     if rank.graph_host_bytes:

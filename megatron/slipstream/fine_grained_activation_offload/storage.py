@@ -4,7 +4,7 @@
 
 Autograd saves tensors; what occupies memory, and what moves, is the storage behind them. All views
 of one storage, in whichever groups they were saved, share one :class:`SavedStorage` and so move
-once. What autograd keeps in place of each tensor is a :class:`SavedTensor`; the storage lives
+once. What autograd keeps in place of each tensor is a ``SavedTensor``; the storage lives
 exactly as long as one of those does, as it would without offloading.
 
 [Note: Changes in place]
@@ -26,27 +26,22 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Here, Stream
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, Signal
+from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.hidden_leaves import (
     LeafReference,
     empty_if_hidden,
     hidden_leaf_candidate,
     refill,
 )
-from megatron.slipstream.fine_grained_activation_offload.host_pool import HostLease, HostPool
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation, HostPool
 from megatron.slipstream.plan.trace import GroupKey
-
-if TYPE_CHECKING:  # a group refers to its storages weakly, and each of them to its first group
-    from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
-        CopyStreams,
-        Signal,
-    )
-    from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 
 DEVICE_ALIGNMENT_BYTES = 512
 """A part of a storage starts at a multiple of this, which every device allocation does too: kernels
@@ -56,24 +51,29 @@ choose by alignment, and a different choice would be a different rounding."""
 class Residence(enum.Enum):
     """Where the bytes are and what keeps them alive."""
 
-    DEVICE = "in their own device memory, kept by the saved aliases"
-    LEAVING = "in their own device memory, kept by the saved aliases, while a copy out reads it"
-    HOST = "in a host buffer, kept by its lease"
-    RETURNING = "in new device memory that a copy in is writing, kept by this object"
-    BACK = "in device memory that backward may read, kept by this object"
+    DEVICE = "in their own device memory, kept by the saved aliases, and may be offloaded"
+    OFFLOADING = "in their own device memory, kept by the saved aliases, while a copy out reads it"
+    STAYS = "in their own device memory, kept by the saved aliases: no copy of it will be read"
+    HOST = "in a host buffer, kept by its allocation"
+    HELD_OUTSIDE = "in their own device memory, kept by another reference, and in a host buffer"
+    RELOADING = "in new device memory that a copy in is writing, kept by this object"
+    RELOADED = "in device memory that backward may read, kept by this object"
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and states change all the time.
 
 
 _ALLOWED = {
-    (Residence.DEVICE, Residence.LEAVING),
-    (Residence.LEAVING, Residence.DEVICE),
-    (Residence.LEAVING, Residence.HOST),
-    (Residence.HOST, Residence.RETURNING),
-    (Residence.HOST, Residence.BACK),
-    (Residence.RETURNING, Residence.BACK),
-    (Residence.BACK, Residence.HOST),
+    (Residence.DEVICE, Residence.OFFLOADING),
+    (Residence.OFFLOADING, Residence.STAYS),
+    (Residence.OFFLOADING, Residence.HOST),
+    (Residence.HOST, Residence.RELOADING),
+    (Residence.HOST, Residence.HELD_OUTSIDE),
+    (Residence.HELD_OUTSIDE, Residence.RELOADED),
+    (Residence.HELD_OUTSIDE, Residence.HOST),
+    (Residence.RELOADING, Residence.RELOADED),
 }
+
+_ON_DEVICE = frozenset({Residence.DEVICE, Residence.OFFLOADING, Residence.STAYS})
 
 
 _View = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
@@ -89,7 +89,7 @@ class SavedStorage:
 
     __slots__ = (
         *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "nbytes"),
-        *("residence", "aliases", "returned", "lease", "holders_to_release", "streams"),
+        *("residence", "aliases", "returned", "allocation", "holders_to_release", "streams"),
         *("out_signal", "in_signal", "returned_on", "copied_versions", "pool"),
         "is_given_up",
         *("copied_address", "_views", "_leaves", "_original", "_copies", "__weakref__"),
@@ -100,14 +100,15 @@ class SavedStorage:
     def __init__(
         self,
         tensor: torch.Tensor,
-        owner: OffloadTensorGroup,
+        owner: GroupLabel,
+        position: int,
         pool: HostPool,
         copies: CopyStreams,
     ) -> None:
         self.serial = next(self._serials)
         self.owner = owner
         """The group that saved it first: moves are reported on its account."""
-        self.position = len(owner.held)
+        self.position = position
         """Its place among the storages of the owner."""
         self.device = tensor.device
         self.storage_nbytes = tensor.untyped_storage().nbytes()
@@ -120,9 +121,9 @@ class SavedStorage:
         it is released, and keep the version counter that they share with what was saved."""
         self.returned: Optional[torch.UntypedStorage] = None
         """The device memory backward reads: a copy, or the original where it stayed alive."""
-        self.lease: Optional[HostLease] = None
+        self.allocation: Optional[HostAllocation] = None
         self.holders_to_release: set[GroupKey] = set()
-        """Groups that move and have not let go; the memory stays until there is none."""
+        """Groups that move and have not released it; the memory stays until there is none."""
         self.streams: dict[Hashable, Stream] = {}
         """Streams that computed or used the memory, by id."""
         self.out_signal: Optional[Signal] = None
@@ -132,7 +133,7 @@ class SavedStorage:
         self.returned_on: Optional[Here] = None
         """The stream that the returned memory was allocated for; None if the engine did not."""
         self.is_given_up = False
-        """Whether the memory is taken from under whoever keeps it, when it is let go."""
+        """Whether the memory is taken from under whoever keeps it, when it is released."""
         self.copied_versions: list[int] = []
         """The version of each alias when the copy out began: [Note: Changes in place]."""
         self.copied_address = 0
@@ -142,20 +143,20 @@ class SavedStorage:
         self._leaves: dict[int, LeafReference] = {}
         """Saved leaves by their index; once the memory is released, those that gave it up."""
         self._original: Optional[StorageWeakRef] = None
-        """Tells whether somebody else still holds the memory after we let go of it."""
+        """Tells whether somebody else still holds the memory after we released it."""
         self.pool = pool
         """Where its host buffer comes from."""
         self._copies = copies
 
     def __del__(self) -> None:
         # Autograd wants it no more, though a copy may still be using the device memory.
-        if self.residence is Residence.LEAVING:
-            self.let_go()
-        elif self.residence is Residence.RETURNING:
+        if self.residence is Residence.OFFLOADING:
+            self.release()
+        elif self.residence is Residence.RELOADING:
             returned, self.returned = self.returned, None
             self._copies.abandon(returned, self.in_signal, self.returned_on)
-        if self.lease is not None:
-            self.pool.give_back(self.lease)
+        if self.allocation is not None:
+            self.pool.free(self.allocation)
 
     def move_to(self, residence: Residence) -> None:
         """Change the state.
@@ -178,22 +179,22 @@ class SavedStorage:
         """
         if tensor.untyped_storage().nbytes() != self.storage_nbytes:
             return False
-        if self.residence is Residence.DEVICE and self.out_signal is None:
+        if self.residence is Residence.DEVICE:
             return True
         start, stop = _extent(tensor)
         if start < self.start or self.stop < stop or not self.is_copy_current:
             return False
         return tensor._version == self.copied_versions[0]
 
-    def save(self, tensor: torch.Tensor, holder: OffloadTensorGroup) -> SavedTensor:
-        """Keep another saved view, on account of that group."""
+    def save(self, tensor: torch.Tensor, holder: GroupKey) -> int:
+        """Keep another saved view, on account of that group. Returns its index."""
         index, version = len(self.aliases), tensor._version
         # detach() shares the version counter, so that later in-place changes show.
         self.aliases.append((tensor.detach(), version))
         if self.copied_versions:
             self.copied_versions.append(version)
-        if self.residence is Residence.DEVICE or self.residence is Residence.LEAVING:
-            self.holders_to_release.add(holder.key)
+        if self.residence in _ON_DEVICE:
+            self.holders_to_release.add(holder)
             start, stop = _extent(tensor)
             self.start, self.stop = min(self.start, start), max(self.stop, stop)
             self.nbytes = self.stop - self.start
@@ -203,7 +204,7 @@ class SavedStorage:
         else:
             self._views.append(_view_of(tensor))
             _drop_memory(self.aliases[index][0])
-        return SavedTensor(self, index, holder)
+        return index
 
     def settle_extent(self) -> None:
         """Fix which bytes move: the whole storage if at least half of it was saved."""
@@ -216,7 +217,7 @@ class SavedStorage:
     @property
     def is_on_device(self) -> bool:
         """Whether its bytes are in their own memory."""
-        return self.residence is Residence.DEVICE or self.residence is Residence.LEAVING
+        return self.residence in _ON_DEVICE
 
     def source_bytes(self) -> Bytes:
         """The bytes to copy out."""
@@ -254,8 +255,8 @@ class SavedStorage:
         is_whole = original.nbytes() == self.storage_nbytes
         return not is_whole or original.data_ptr() != self.copied_address
 
-    def let_go(self, label: str = "") -> None:
-        """LEAVING to HOST: keep the device memory alive no longer.
+    def release(self, label: str = "") -> None:
+        """OFFLOADING to HOST: keep the device memory alive no longer.
 
         Args:
             label: On whose account the compute stream waits for the copy out.
@@ -269,14 +270,14 @@ class SavedStorage:
         hidden = [index for index, leaf in self._leaves.items() if empty_if_hidden(leaf)]
         self._leaves = {index: self._leaves[index] for index in hidden}
         self.move_to(Residence.HOST)
-        self._copies.let_go(original, self.out_signal, self.streams, label)
+        self._copies.release(original, self.out_signal, self.streams, label)
         if self.is_given_up:
             self._original = None
             self._copies.empty(original)
 
     @property
     def is_memory_gone(self) -> bool:
-        """Whether nobody holds the device memory any more that was let go."""
+        """Whether nobody holds the device memory any more that was released."""
         if self.is_given_up:
             return not self.is_on_device
         return self._original is not None and self._original.expired()
@@ -293,14 +294,14 @@ class SavedStorage:
             return None
         return torch.UntypedStorage._new_with_weak_ptr(self._original.cdata)
 
-    def take_lease(self) -> HostLease:
+    def take_allocation(self) -> HostAllocation:
         """Hand over the host buffer."""
-        lease, self.lease = self.lease, None
-        if lease is None:
+        allocation, self.allocation = self.allocation, None
+        if allocation is None:
             raise RuntimeError(
                 f"storage of {self.owner} has no host buffer in {self.residence.name}"
             )
-        return lease
+        return allocation
 
     def shape_of(self, index: int) -> torch.Size:
         """The shape of a saved view."""
@@ -346,15 +347,3 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 def is_there(tensor: torch.Tensor) -> bool:
     """Whether it has its memory: what is recomputed in backward may have none until then."""
     return _extent(tensor)[1] <= tensor.untyped_storage().nbytes()
-
-
-class SavedTensor:
-    """What autograd keeps in place of a saved tensor: one view of a :class:`SavedStorage`."""
-
-    __slots__ = ("storage", "index", "group", "__weakref__")
-
-    def __init__(self, storage: SavedStorage, index: int, group: OffloadTensorGroup) -> None:
-        self.storage = storage
-        self.index = index
-        self.group = group
-        """The group that saved it."""

@@ -5,7 +5,7 @@
 For the first iterations every storage's bytes are summed four times: where they were computed, on
 the d2h stream as the copy out reads them, on the h2d stream as the copy in has written them, and
 where backward reads them. Two neighbouring sums that differ tell which ordering failed. Device
-memory that is let go is filled with NaN meanwhile, so that nothing is right by luck.
+memory that is released is filled with NaN meanwhile, so that nothing is right by luck.
 
 The sums run on the streams whose view they record, so that the guard orders nothing that would not
 be ordered without it, up to the moment backward has read; only then the host waits.
@@ -25,25 +25,25 @@ NUM_SEGMENTS = 64
 """Sums per storage: bytes that change places between two segments show."""
 
 
-class Sight(enum.Enum):
+class ChecksumPoint(enum.Enum):
     """Where a storage's bytes are summed."""
 
     COMPUTED = "on the compute stream when they left"
-    LEAVING = "on the d2h stream before their copy out"
+    OFFLOADED = "on the d2h stream before their copy out"
     RETURNED = "on the h2d stream after their copy in"
     READ = "on the stream of the backward operation that reads them"
 
 
 _BLAME = {
-    (Sight.COMPUTED, Sight.LEAVING): (
+    (ChecksumPoint.COMPUTED, ChecksumPoint.OFFLOADED): (
         "the copy out read them before they were computed, or after their memory was reused: edge "
         "E1 or E3"
     ),
-    (Sight.LEAVING, Sight.RETURNED): (
+    (ChecksumPoint.OFFLOADED, ChecksumPoint.RETURNED): (
         "the host buffer was overwritten before its copy in, or the device memory during the copy "
         "out: edge E2 or E3"
     ),
-    (Sight.RETURNED, Sight.READ): (
+    (ChecksumPoint.RETURNED, ChecksumPoint.READ): (
         "backward read them before their copy in was done, or something overwrote them since: edge "
         "E5 or E4"
     ),
@@ -64,7 +64,7 @@ class Verifier:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._sums: dict[int, dict[Sight, torch.Tensor]] = {}
+        self._sums: dict[int, dict[ChecksumPoint, torch.Tensor]] = {}
         self.num_verified = 0
         """Storages that have come back unchanged."""
         backend.poisons_dropped = True
@@ -77,8 +77,8 @@ class Verifier:
         """Copies out of ``storages`` follow on ``d2h``; called between their waits and them."""
         for storage in storages:
             source = storage.source_bytes().view()
-            sums = self._sums[storage.serial] = {Sight.COMPUTED: checksum(source)}
-            self._sum_on(d2h, source, sums, Sight.LEAVING)
+            sums = self._sums[storage.serial] = {ChecksumPoint.COMPUTED: checksum(source)}
+            self._sum_on(d2h, source, sums, ChecksumPoint.OFFLOADED)
 
     def returns(self, storages: Sequence[SavedStorage], h2d: Stream) -> None:
         """Copies in of ``storages`` have just been put into ``h2d``."""
@@ -86,7 +86,7 @@ class Verifier:
             sums = self._sums.get(storage.serial)
             if sums is not None and storage.returned is not None:
                 data = Bytes(storage.returned, 0, storage.nbytes).view()
-                self._sum_on(h2d, data, sums, Sight.RETURNED)
+                self._sum_on(h2d, data, sums, ChecksumPoint.RETURNED)
 
     def reads(self, storage: SavedStorage, finish: Callable[[], None]) -> None:
         """Backward reads ``storage`` now, for the first time.
@@ -102,9 +102,9 @@ class Verifier:
         if sums is None or storage.returned is None:
             return
         data = Bytes(storage.returned, 0, storage.nbytes).view()
-        sums[Sight.READ] = checksum(data)
+        sums[ChecksumPoint.READ] = checksum(data)
         finish()
-        seen = [sums[sight].tolist() for sight in Sight]
+        seen = [sums[sight].tolist() for sight in ChecksumPoint]
         for (first, second), left, right in zip(_BLAME, seen, seen[1:], strict=False):
             if left != right:
                 raise RuntimeError(
@@ -115,6 +115,10 @@ class Verifier:
         self.num_verified += 1
 
     def _sum_on(
-        self, stream: Stream, data: torch.Tensor, sums: dict[Sight, torch.Tensor], sight: Sight
+        self,
+        stream: Stream,
+        data: torch.Tensor,
+        sums: dict[ChecksumPoint, torch.Tensor],
+        at: ChecksumPoint,
     ) -> None:
-        self._backend.run_on(stream, lambda: sums.__setitem__(sight, checksum(data)))
+        self._backend.run_on(stream, lambda: sums.__setitem__(at, checksum(data)))

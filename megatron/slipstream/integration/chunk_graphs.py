@@ -271,7 +271,7 @@ def _offloading(config: Any, num_slots: int) -> Optional[ChunkOffloading]:
 
     def make_engine() -> PipelineOffloadManager:
         pool = installed.store.host_pool
-        if pool.lent_bytes == 0:
+        if pool.in_use_bytes == 0:
             # It served iterations without graphs, and graphs have memory of their own.
             installed.store.close()
         limit_bytes = share_of_host_memory(pool.limit_bytes, pool.allocated_bytes, num_slots)

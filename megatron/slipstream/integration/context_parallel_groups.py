@@ -146,8 +146,8 @@ def _open_connections(group: Group) -> None:
 def check_agreement(groups: ContextParallelGroups, size: int, fingerprint: int) -> None:
     """Compare what the ranks of every group are about to compute; a collective of ``everyone``.
 
-    Ranks that disagree about the size would wait for each other for ever, and those that disagree
-    about the documents would mix them.
+    Ranks that disagree about the size would wait for each other without end, and those that
+    disagree about the documents would mix them.
 
     Args:
         groups: This rank's.

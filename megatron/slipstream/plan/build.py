@@ -20,10 +20,10 @@ from megatron.slipstream.plan.policy import (
     LINGERS,
     NO_TIME,
     RECOMPUTED,
-    HostLoan,
+    HostInterval,
     PolicyOptions,
     keep_within_host_memory,
-    most_lent_bytes,
+    peak_in_use_bytes,
     select_groups,
 )
 from megatron.slipstream.plan.selection import Selection, keep_to_inflight_limit, may_hide, select
@@ -37,7 +37,7 @@ class ActionKind(enum.Enum):
     D2H = "D2H"
     """Start copying its storages to the host."""
     FREE = "FREE"
-    """Let go of the device memory; the last group to let go of a storage frees it."""
+    """Release the device memory; the last group to release a storage frees it."""
     H2D = "H2D"
     """Start copying its storages back to the device."""
 
@@ -104,7 +104,7 @@ class Plan:
     storages: tuple[StoragePlan, ...]
     """Only those that move."""
     needed_host_bytes: int = 0
-    """The most host memory that would be lent at once without a limit, in whole buffers."""
+    """The most host memory that would be in use at once without a limit, in whole buffers."""
     notes: tuple[str, ...] = ()
     """What the user should know: an option that could not be followed, and why."""
     bound: Optional[Bound] = None
@@ -153,8 +153,8 @@ class Plan:
 
     @cached_property
     def peak_host_bytes(self) -> int:
-        """The most host memory that is lent at once, in whole buffers."""
-        return most_lent_bytes(len(self.trace.steps), _loans(self.storages))
+        """The most host memory that is in use at once, in whole buffers."""
+        return peak_in_use_bytes(len(self.trace.steps), _host_intervals(self.storages))
 
     @property
     def num_kept_for_host_memory(self) -> int:
@@ -184,7 +184,7 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
     """Decide an iteration like the one in ``trace``.
 
     A storage moves if every group that holds it moves and nothing else holds it. It leaves at the
-    commit of the first of them, its device memory goes when the last of them lets go, and it is
+    commit of the first of them, its device memory goes when the last of them releases it, and it is
     back before the first of them is used.
 
     With ``step_ms`` and ``bandwidth`` in the trace, groups leave and return at the times that cost
@@ -213,15 +213,15 @@ def _select(trace: Trace, options: PolicyOptions) -> tuple[Selection, tuple[Stor
     moving, reasons = select_groups(trace, options)
     selection = select(trace, options, moving, reasons)
     storages = _storage_plans(trace, selection.moving, selection.steps)
-    needed = most_lent_bytes(len(trace.steps), _loans(storages))
+    needed = peak_in_use_bytes(len(trace.steps), _host_intervals(storages))
     limit = options.host_memory_limit_bytes
     if limit is not None and needed > limit:
         # Last, since what every other policy keeps needs no host memory.
         candidates = moving | may_hide(trace, options, reasons)
-        loans = _loans(storages)
+        intervals = _host_intervals(storages)
         if is_timed(trace):
-            loans = _longest_loans(trace, candidates)
-        reasons |= keep_within_host_memory(trace, sorted(candidates), loans, limit)
+            intervals = _longest_intervals(trace, candidates)
+        reasons |= keep_within_host_memory(trace, sorted(candidates), intervals, limit)
         selection = select(trace, options, moving - reasons.keys(), reasons)
         storages = _storage_plans(trace, selection.moving, selection.steps)
     inflight_limit = options.max_inflight_offloads
@@ -240,18 +240,18 @@ def _without(trace: Trace, staying: Collection[int]) -> Trace:
     return replace(trace, storages=storages)
 
 
-def _longest_loans(trace: Trace, moving: frozenset[GroupKey]) -> list[HostLoan]:
+def _longest_intervals(trace: Trace, moving: frozenset[GroupKey]) -> list[HostInterval]:
     """Host memory for as long as each storage could have it.
 
     In a timed trace, when the rest moves changes with what is kept. So no timing may need more.
     """
-    workload, loans = Workload(trace), []
+    workload, intervals = Workload(trace), []
     for index in workload.moving_storages(moving):
         window = workload.windows[index]
         if window is not None:
             nbytes = size_class_bytes(window.nbytes)
-            loans.append(HostLoan(index, nbytes, window.begin, window.stop))
-    return loans
+            intervals.append(HostInterval(index, nbytes, window.begin, window.stop))
+    return intervals
 
 
 def _group_plan(
@@ -287,9 +287,9 @@ def _group_plan(
     )
 
 
-def _loans(storages: Sequence[StoragePlan]) -> list[HostLoan]:
+def _host_intervals(storages: Sequence[StoragePlan]) -> list[HostInterval]:
     return [
-        HostLoan(item.index, size_class_bytes(item.nbytes), item.d2h_step, item.h2d_step)
+        HostInterval(item.index, size_class_bytes(item.nbytes), item.d2h_step, item.h2d_step)
         for item in storages
     ]
 

@@ -12,7 +12,7 @@ earlier must be in the clock of the later.
 A mark in backward says that a group is about to be used, not that every tensor is read: autograd
 may ask for none of them, or an exception may end the iteration. What nobody reads, nobody waits
 for by E5, so each plan is proved twice: with every storage read, and with none, where what has
-returned is let go at the end (E6).
+returned is released at the end (E6).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PlanFacts:
     peak_device_bytes: int
     """The most bytes of saved storages (those that stay too) on the device at once."""
     peak_host_bytes: int
-    """The most bytes of host memory lent at once, in whole buffers."""
+    """The most bytes of host memory in use at once, in whole buffers."""
     num_operations: int
     """Operations on the three queues in one iteration."""
 
@@ -113,9 +113,9 @@ def _check_statements(plan: Plan, schedule: Schedule) -> None:
 def _check_host_memory(plan: Plan, schedule: Schedule) -> None:
     limit = plan.options.host_memory_limit_bytes
     for operation in schedule.operations:
-        lent = schedule.host_bytes[operation.step]
-        if limit is not None and operation.kind is OpKind.COPY_OUT and lent > limit:
-            detail = f"{lent} bytes are lent from step {operation.step} on, {limit} are allowed"
+        in_use = schedule.host_bytes[operation.step]
+        if limit is not None and operation.kind is OpKind.COPY_OUT and in_use > limit:
+            detail = f"{in_use} bytes are in use from step {operation.step} on, {limit} are allowed"
             raise PlanError(Rule.WITHIN_HOST_MEMORY, operation.cause, plan, detail)
 
 
@@ -211,7 +211,7 @@ class _Contents:
 class _HostMemory:
     """What lies in which bytes of host memory, told from the copies alone.
 
-    The pool says what a borrower has to wait for; this is how its word is checked.
+    The pool says what a user has to wait for; this is how its word is checked.
     """
 
     def __init__(self) -> None:

@@ -13,12 +13,12 @@ _ENDLESS_BYTES = 1 << 62
 
 
 class HostBuffer(NamedTuple):
-    """Bytes ``[start, stop)`` that were lent for a storage."""
+    """Bytes ``[start, stop)`` that were in use for a storage."""
 
     start: int
     stop: int
     lent_before: tuple[int, ...]
-    """The storages whose copies back the pool gives the borrower to wait for (edge E2)."""
+    """The storages whose copies back the pool gives the user to wait for (edge E2)."""
 
 
 class HostLedger:
@@ -32,18 +32,18 @@ class HostLedger:
     def __init__(self) -> None:
         self._free = FreeRanges()
         self._slab = self._free.add_slab(_ENDLESS_BYTES)
-        self.lent_bytes = 0
-        """Bytes of the buffers now lent."""
+        self.in_use_bytes = 0
+        """Bytes of the buffers in use now."""
 
-    def borrow(self, nbytes: int) -> HostBuffer:
+    def allocate(self, nbytes: int) -> HostBuffer:
         """Lend a buffer of at least ``nbytes`` bytes."""
         span = self._free.take(size_class_bytes(nbytes))
         assert span is not None
-        self.lent_bytes += span.stop - span.start
+        self.in_use_bytes += span.stop - span.start
         before = tuple(event for event in span.events if isinstance(event, int))
         return HostBuffer(span.start, span.stop, before)
 
-    def give_back(self, buffer: HostBuffer, storage: int) -> None:
+    def free(self, buffer: HostBuffer, storage: int) -> None:
         """Take back the buffer of ``storage``, whose copy back has been issued."""
-        self.lent_bytes -= buffer.stop - buffer.start
+        self.in_use_bytes -= buffer.stop - buffer.start
         self._free.put(self._slab, buffer.start, buffer.stop, (storage,))

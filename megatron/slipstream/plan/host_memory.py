@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""How host memory is lent, as numbers: the rules that the engine's pool follows."""
+"""How host memory is in use, as numbers: the rules that the engine's pool follows."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Limits:
     Args:
         workload: The timed trace.
         movable: The groups.
-        at_marks: Memory is let go and taken at marks only, as plans do. Otherwise the bounds hold
+        at_marks: Memory is released and taken at marks only, as plans do. Otherwise the bounds hold
             for any engine: what is away at the peak between two marks may have left as late as the
             second of them, and may be on its way back from the first.
     """

@@ -38,11 +38,11 @@ class OpKind(enum.Enum):
     SAVE = (Queue.COMPUTE, "forward has read storages that another group saved first")
     START_OUT = (Queue.COMPUTE, "the place from which a copy out is started")
     COPY_OUT = (Queue.D2H, "copies device memory into host buffers")
-    LET_GO = (Queue.COMPUTE, "device memory is let go: what follows may overwrite it")
+    LET_GO = (Queue.COMPUTE, "device memory is released: what follows may overwrite it")
     START_IN = (Queue.COMPUTE, "the place from which a copy back is started: its memory is new")
     COPY_IN = (Queue.H2D, "copies host buffers into new device memory")
     USE = (Queue.COMPUTE, "backward reads the returned memory")
-    ABANDON = (Queue.COMPUTE, "returned memory is let go unread: what follows may overwrite it")
+    ABANDON = (Queue.COMPUTE, "returned memory is released unread: what follows may overwrite it")
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and kinds are looked up a lot.
 
@@ -99,10 +99,10 @@ class Schedule:
     buffers: dict[int, HostBuffer]
     """The host buffer of each moving storage."""
     host_bytes: tuple[int, ...]
-    """For each step, the most host bytes that were lent at once, in whole buffers."""
+    """For each step, the most host bytes that were in use at once, in whole buffers."""
 
     def unread(self) -> tuple[Operation, ...]:
-        """The operations if backward never reads: what has returned is let go at the end."""
+        """The operations if backward never reads: what has returned is released at the end."""
         kept = [op for op in self.operations if op.kind is not OpKind.USE]
         returned = [op for op in kept if op.kind is OpKind.COPY_IN]
         return (*kept, *(op._replace(kind=OpKind.ABANDON) for op in returned))
@@ -209,7 +209,7 @@ class _Where(enum.Enum):
 
     UNWRITTEN = "forward has not computed it"
     DEVICE = "it is on the device"
-    LEAVING = "it is on the device while a copy out reads it"
+    OFFLOADING = "it is on the device while a copy out reads it"
     HOST = "it is on the host"
     RETURNED = "its copy back has been started"
 
@@ -233,7 +233,7 @@ class _Walk:
         held = {storage for storages in self._moved.values() for storage in storages}
         self._where = dict.fromkeys(held, _Where.UNWRITTEN)
         self._waits_for = {index: set(self._trace.storages[index].holders) for index in held}
-        """The groups that have not let go of a storage yet."""
+        """The groups that have not released a storage yet."""
         self._steps: dict[int, dict[str, int]] = {index: {} for index in held}
         self._ledger = HostLedger()
         self._buffers: dict[int, HostBuffer] = {}
@@ -250,11 +250,11 @@ class _Walk:
         ):
             if step.kind is StepKind.FORWARD_COMMIT:
                 self._commit(index, step)
-            lent_bytes = self._ledger.lent_bytes
+            in_use_bytes = self._ledger.in_use_bytes
             for action in due:
                 self._perform(index, action)
-                lent_bytes = max(lent_bytes, self._ledger.lent_bytes)
-            host_bytes.append(lent_bytes)
+                in_use_bytes = max(in_use_bytes, self._ledger.in_use_bytes)
+            host_bytes.append(in_use_bytes)
             if step.kind is StepKind.BACKWARD_USE:
                 self._use(index, step)
             self._operations.append(Operation(OpKind.COMPUTE, index, step))
@@ -267,7 +267,7 @@ class _Walk:
     def _commit(self, index: int, step: Step) -> None:
         """What the group saves was computed by now. No holder's commit can come too late.
 
-        Nothing is let go before every holder's FREE, and that follows its commit. (The engine
+        Nothing is released before every holder's FREE, and that follows its commit. (The engine
         drops its own reference earlier, at the FREE of the last holder *so far*; then it is the
         later holder's forward that keeps the memory, and waits by E3 already.)
         """
@@ -303,9 +303,9 @@ class _Walk:
             if self._where[storage] is not _Where.DEVICE:
                 continue  # Another group has started it.
             self._check_may_leave(storage, action)
-            self._where[storage] = _Where.LEAVING
+            self._where[storage] = _Where.OFFLOADING
             self._steps[storage]["d2h_step"] = index
-            self._buffers[storage] = self._ledger.borrow(self._trace.storages[storage].nbytes)
+            self._buffers[storage] = self._ledger.allocate(self._trace.storages[storage].nbytes)
             leaving.append(storage)
         self._issue(index, action, leaving, OpKind.START_OUT, OpKind.COPY_OUT)
 
@@ -320,7 +320,7 @@ class _Walk:
     def _free(self, index: int, action: Action) -> None:
         gone = []
         for storage in self._moved[action.key]:
-            if self._where[storage] is not _Where.LEAVING:
+            if self._where[storage] is not _Where.OFFLOADING:
                 detail = f"storage {storage}: {self._where[storage].value}"
                 raise self._error(Rule.D2H_BEFORE_FREE, action, detail)
             self._waits_for[storage].discard(action.key)
@@ -344,7 +344,7 @@ class _Walk:
         self._issue(index, action, returning, OpKind.START_IN, OpKind.COPY_IN)
         for storage in returning:
             # As the engine does: once the copy is issued, the next copy out waits for it (E2).
-            self._ledger.give_back(self._buffers[storage], storage)
+            self._ledger.free(self._buffers[storage], storage)
 
     def _use(self, index: int, step: Step) -> None:
         for storage in self._moved[step.key]:

@@ -291,7 +291,7 @@ def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
     axes.plot(*curve(memory.without_plan), color=_MUTED, label="device, without the plan", **style)
     axes.plot(*curve(memory.with_plan), color=colour, label="device, with the plan", **style)
     host = [entry.host_bytes for entry in simulation.memory]
-    axes.plot(*curve(host), color=_MODULE_COLOURS[4], linestyle=":", label="host, lent", **style)
+    axes.plot(*curve(host), color=_MODULE_COLOURS[4], linestyle=":", label="host, in use", **style)
     for values, color in ((memory.without_plan, _MUTED), (memory.with_plan, colour)):
         peak = max(values, default=0) / unit.nbytes
         axes.axhline(peak, color=color, linewidth=0.6, linestyle="--")

@@ -34,7 +34,7 @@ class PolicyOptions:
     groups has committed, at most: a group's memory goes no later than that many commits of the same
     module after its own. None for no limit."""
     host_memory_limit_bytes: Optional[int] = None
-    """The most host memory that may be lent at once; None for no limit."""
+    """The most host memory that may be in use at once; None for no limit."""
     target_memory_bytes: Optional[int] = None
     """Move what a device peak of at most this takes, in the least time; None for all that may."""
     max_overhead_percent: Optional[float] = None
@@ -152,7 +152,7 @@ def keep_by_fraction(trace: Trace, moving: Sequence[GroupKey], fraction: float) 
     return kept
 
 
-class HostLoan(NamedTuple):
+class HostInterval(NamedTuple):
     """Host memory that one moving storage has from step ``d2h_step`` up to ``h2d_step``."""
 
     storage: int
@@ -163,60 +163,60 @@ class HostLoan(NamedTuple):
     h2d_step: int
 
 
-def lent_bytes(num_steps: int, loans: Sequence[HostLoan]) -> list[int]:
-    """For each step, the host bytes that are lent until the next step."""
-    return list(itertools.accumulate(_changes(num_steps, loans)))
+def in_use_bytes(num_steps: int, intervals: Sequence[HostInterval]) -> list[int]:
+    """For each step, the host bytes that are in use until the next step."""
+    return list(itertools.accumulate(_changes(num_steps, intervals)))
 
 
-def most_lent_bytes(num_steps: int, loans: Sequence[HostLoan]) -> int:
-    """The most host bytes lent at once: at each step copies out come before copies back."""
+def peak_in_use_bytes(num_steps: int, intervals: Sequence[HostInterval]) -> int:
+    """The most host bytes in use at once: at each step copies out come before copies back."""
     outs = [0] * num_steps
-    for loan in loans:
-        outs[loan.d2h_step] += loan.nbytes
-    before = [0, *lent_bytes(num_steps, loans)]
-    return max((lent + more for lent, more in zip(before, outs, strict=False)), default=0)
+    for interval in intervals:
+        outs[interval.d2h_step] += interval.nbytes
+    before = [0, *in_use_bytes(num_steps, intervals)]
+    return max((in_use + more for in_use, more in zip(before, outs, strict=False)), default=0)
 
 
-def _changes(num_steps: int, loans: Sequence[HostLoan]) -> list[int]:
-    """By how many bytes more are lent from each step on."""
+def _changes(num_steps: int, intervals: Sequence[HostInterval]) -> list[int]:
+    """By how many bytes more are in use from each step on."""
     changes = [0] * num_steps
-    for loan in loans:
-        changes[loan.d2h_step] += loan.nbytes
-        changes[loan.h2d_step] -= loan.nbytes
+    for interval in intervals:
+        changes[interval.d2h_step] += interval.nbytes
+        changes[interval.h2d_step] -= interval.nbytes
     return changes
 
 
 def keep_within_host_memory(
-    trace: Trace, moving: Sequence[GroupKey], loans: Sequence[HostLoan], limit_bytes: int
+    trace: Trace, moving: Sequence[GroupKey], intervals: Sequence[HostInterval], limit_bytes: int
 ) -> Kept:
-    """Keep whole groups until the host memory that is lent at once is within the limit.
+    """Keep whole groups until the host memory that is in use at once is within the limit.
 
     Where it is not, those groups stay, of all that have host memory then, whose backward comes
     soonest: they would be away for the shortest time. In a pipeline that keeps as many groups of
     one micro-batch as of another.
     """
     kept: Kept = {}
-    changes = _changes(len(trace.steps), loans)
-    loan_of = {loan.storage: loan for loan in loans}
+    changes = _changes(len(trace.steps), intervals)
+    loan_of = {interval.storage: interval for interval in intervals}
     wanted = set(moving)
-    lent = 0
+    in_use = 0
     # All of a group's storages have left by its commit, so it stands for them from there on.
     by_use: list[tuple[int, GroupKey]] = []
     for step, mark in enumerate(trace.steps):
-        lent += changes[step]
+        in_use += changes[step]
         if mark.kind is StepKind.FORWARD_COMMIT and mark.key in wanted:
             heapq.heappush(by_use, (trace.step_index[StepKind.BACKWARD_USE, mark.key], mark.key))
-        while lent > limit_bytes:
+        while in_use > limit_bytes:
             _, key = heapq.heappop(by_use)
             held = [loan_of[i] for i in trace.group_by_key[key].storages if i in loan_of]
-            if all(loan.h2d_step <= step for loan in held):
+            if all(interval.h2d_step <= step for interval in held):
                 continue  # It has come back.
             kept[key] = HOST_MEMORY
-            for loan in held:
-                del loan_of[loan.storage]
-                if step < loan.h2d_step:
-                    lent -= loan.nbytes
-                    changes[loan.h2d_step] += loan.nbytes
+            for interval in held:
+                del loan_of[interval.storage]
+                if step < interval.h2d_step:
+                    in_use -= interval.nbytes
+                    changes[interval.h2d_step] += interval.nbytes
     return kept
 
 

@@ -66,7 +66,7 @@ class MemoryAt(NamedTuple):
     device_bytes: int
     """Saved storages on the device, those that stay included."""
     host_bytes: int
-    """The most host memory that was lent at once since the step before, in whole buffers."""
+    """The most host memory that was in use at once since the step before, in whole buffers."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Simulation:
             "step time": f"{self.total_ms:.1f} ms = {self.step_time_text}",
             "stalls by module": ", ".join(stalls) or "none",
             "device peak": peak,
-            "host memory": f"{format_bytes(self.peak_host_bytes)} lent at most",
+            "host memory": f"{format_bytes(self.peak_host_bytes)} in use at most",
             "copies busy": f"D2H {self.d2h_busy_ms:.1f} ms, H2D {self.h2d_busy_ms:.1f} ms",
         }
         width = max(map(len, rows))
@@ -147,7 +147,7 @@ class Simulation:
 
     @property
     def peak_host_bytes(self) -> int:
-        """The most host bytes lent at once."""
+        """The most host bytes in use at once."""
         return max((entry.host_bytes for entry in self.memory), default=0)
 
 

@@ -70,7 +70,7 @@ def replay(workload: Workload, moving: Collection[GroupKey], steps: Steps) -> Ti
         workload: The timed trace.
         moving: The groups that move.
         steps: For each of them. A storage that would have to come back before the last of its
-            holders lets go stays.
+            holders releases stays.
     """
     staying = []
     for item in workload.moving_storages(moving):
@@ -133,13 +133,13 @@ class _Walk:
         self._holders = {
             item: len(self._trace.storages[item].holders) for job in jobs for item in job.storages
         }
-        """How many of a storage's holders have not let go of it."""
+        """How many of a storage's holders have not released it."""
         self._copied_by = {item: num for num, job in enumerate(jobs) for item in job.out_storages}
         """The job that copies a storage out."""
         self._freed_at: dict[int, int] = {}
-        """The step at which a storage's memory was let go."""
+        """The step at which a storage's memory was released."""
         self._lingering: set[int] = set()
-        """Storages that were let go while something else keeps their memory."""
+        """Storages that were released while something else keeps their memory."""
         self._returned_by: dict[int, int] = {}
         """The job that brought a storage back."""
         self._ledger = HostLedger()
@@ -163,7 +163,7 @@ class _Walk:
         self.queues.run_to(self.now_ms)
         number = self._commit_at.get(step, -1)
         if number >= 0 and self.jobs[number].out_storages:
-            self.queues.add_out(number, self.jobs[number].out_bytes, self._borrow(number))
+            self.queues.add_out(number, self.jobs[number].out_bytes, self._allocate(number))
 
     def _forget_what_is_gone(self) -> None:
         storages = self._trace.storages
@@ -171,17 +171,17 @@ class _Walk:
             self._lingering.remove(item)
             self.absent_bytes += storages[item].nbytes
 
-    def _borrow(self, number: int) -> Sequence[int]:
+    def _allocate(self, number: int) -> Sequence[int]:
         """The copies back that have to end before a copy out gets its host memory (edge E2)."""
         after: dict[int, None] = {}
         for item in self.jobs[number].out_storages:
-            buffer = self._ledger.borrow(self._trace.storages[item].nbytes)
+            buffer = self._ledger.allocate(self._trace.storages[item].nbytes)
             after.update((self._returned_by[old], None) for old in buffer.lent_before)
             self._buffers[item] = buffer
         return tuple(after)
 
     def free(self, number: int) -> None:
-        """A group lets go. Compute waits for the copies out of what is let go by all (E3)."""
+        """A group releases it. Compute waits for the copies out of what is released by all (E3)."""
         job = self.jobs[number]
         self.free_step[number] = self.step
         gone = []
@@ -215,7 +215,7 @@ class _Walk:
         returning = [item for item in job.storages if item not in self._returned_by]
         for item in returning:
             self._returned_by[item] = number
-            self._ledger.give_back(self._buffers[item], item)
+            self._ledger.free(self._buffers[item], item)
         if returning:
             storages = self._trace.storages
             self.queues.add_in(number, sum(storages[item].nbytes for item in returning))
@@ -254,7 +254,7 @@ class _Walk:
 
 
 class _Arrangement:
-    """Decides at each step of a walk what is let go and what is brought back."""
+    """Decides at each step of a walk what is released and what is brought back."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class _Arrangement:
             self._free_next()
 
     def _free_what_must(self) -> None:
-        """Let go early what has to be away by now, though compute waits for it."""
+        """Release early what has to be away by now, though compute waits for it."""
         if not self._may_free():
             return
         walk, step = self._walk, self._walk.step
@@ -356,7 +356,7 @@ class _Arrangement:
 
 
 def _running_free_by(jobs: Sequence[Job], num_steps: int) -> list[int]:
-    """For each step, how many of the first jobs have to have let go by then."""
+    """For each step, how many of the first jobs have to be released by then."""
     counts = [0] * num_steps
     for number, job in enumerate(jobs):
         counts[job.free_by] = max(counts[job.free_by], number + 1)

@@ -128,7 +128,7 @@ class StorageTrace:
     that copying it out frees nothing."""
     lingers_until: int = 0
     """The step from which on nothing but the groups keeps the device memory alive, if that is after
-    the groups let go: before it, letting go frees nothing. (The model's input, say, is a local
+    the groups release it: before it, release frees nothing. (The model's input, say, is a local
     variable until its forward has returned.)"""
     is_recomputed: bool = False
     """It is ``held_outside`` because whoever computed it empties it in forward, and fills it in

@@ -68,7 +68,7 @@ class Job:
     out_bytes: int = 0
     in_bytes: int = 0
     free_by: int = 0
-    """The last step at which it may let go: each storage has to be away when its copy back is
+    """The last step at which it may release: each storage has to be away when its copy back is
     due, at its first use at the latest."""
     last_out: GroupKey = GroupKey(-1, -1)
     """Whose copy out is the last one of those that its FREE waits for."""

@@ -100,7 +100,7 @@ def test_a_pass_in_a_slot_moves_what_was_planned_and_nothing_else_changes(rig: R
             loss.backward()
         actual = [gradient for gradient in rig.gradients() if gradient is not None]
         assert all_equal(expected, actual)
-        assert engine.store.host_pool.lent_bytes == 0
+        assert engine.store.host_pool.in_use_bytes == 0
     assert engine.report.num_iterations == 0, "nothing is learned from it"
 
 

@@ -155,12 +155,12 @@ def test_a_copy_out_of_what_is_discarded_is_called_back() -> None:
     saved = output.untyped_storage()._cdata
     storage = manager.store._by_memory[saved]()
     assert storage is not None
-    assert storage.residence is Residence.LEAVING
+    assert storage.residence is Residence.OFFLOADING
     manager.before_discard(value)  # of which nothing was saved
-    assert storage.residence is Residence.LEAVING
+    assert storage.residence is Residence.OFFLOADING
     manager.before_discard(output)
-    assert storage.residence is Residence.DEVICE
-    assert storage.lease is None
+    assert storage.residence is Residence.STAYS
+    assert storage.allocation is None
     expected = output.detach().clone()
     output.untyped_storage().fill_(0)
     output.untyped_storage().copy_(expected.untyped_storage())

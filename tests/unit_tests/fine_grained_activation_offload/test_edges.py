@@ -41,7 +41,7 @@ def _buffer_is_reused_before_its_copy_in_has_run() -> bool:
     group_a, group_b = hand.group(), hand.group()
     saved_a = hand.save(group_a, first.clone())
     hand.send(group_a)
-    # The copy in is started and the buffer lent again before anybody waits for the copy.
+    # The copy in is started and the buffer in use again before anybody waits for the copy.
     hand.store.copy_in(group_a.storages())
     saved_b = hand.save(group_b, second.clone())
     hand.send(group_b)
@@ -179,13 +179,13 @@ def test_a_copy_out_waits_for_every_copy_of_the_bytes_it_writes() -> None:
     saved = [hand.save(group, half.clone()) for group, half in zip(groups, halves, strict=True)]
     for group in groups:
         hand.send(group)
-    address = saved[0].storage.lease.buffer.address
+    address = saved[0].storage.allocation.buffer.address
     for group in groups:
         hand.store.copy_in(group.storages())
     long, longer_group = torch.full((8192,), 3.0), hand.group()
     saved_long = hand.save(longer_group, long.clone())
     hand.send(longer_group)
-    assert saved_long.storage.lease.buffer.address == address, "it lies where both lay"
+    assert saved_long.storage.allocation.buffer.address == address, "it lies where both lay"
     for item, expected in zip([*saved, saved_long], [*halves, long], strict=True):
         assert torch.equal(hand.store.read(item), expected)
 

@@ -158,7 +158,7 @@ def test_the_next_iteration_is_right(backend: str, fault: str, num_before: int) 
     for _ in range(3):
         assert rig.is_right()
     gc.collect()  # the exception held the frames, and they the graph
-    assert rig.manager.store.host_pool.lent_bytes == 0
+    assert rig.manager.store.host_pool.in_use_bytes == 0
 
 
 def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
@@ -167,14 +167,14 @@ def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
     objects = gc.get_objects()
     figures = {
         "host bytes": manager.store.host_pool.allocated_bytes,
-        "lent bytes": manager.store.host_pool.lent_bytes,
+        "in use bytes": manager.store.host_pool.in_use_bytes,
         "storages": sum(isinstance(item, SavedStorage) for item in objects),
         "tensors": sum(type(item) is torch.Tensor for item in objects),
         "groups": len(manager._now.groups),
         "addresses": len(manager.store._by_memory),
     }
     if manager.store.backend.name != "cuda":
-        # There autograd lets go of an iteration that failed in another thread: see below.
+        # There autograd releases an iteration that failed in another thread: see below.
         figures["plans"] = len(manager._book)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -195,7 +195,7 @@ def test_nothing_is_left_behind_over_many_faults(backend: str) -> None:
         if cycle == 2 * len(faults) - 1:
             figures = _alive(rig.manager)
     assert _alive(rig.manager) == figures
-    # An iteration that failed shows when autograd has let go of what it saved. One that does not
+    # An iteration that failed shows when autograd has release what it saved. One that does not
     # show in time is taken for the next one's beginning, and planned with it: once for each fault
     # at most, and never used again.
     assert len(rig.manager._book) <= 1 + len(faults)

@@ -198,7 +198,7 @@ def test_host_memory_of_graphs_serves_nothing_else() -> None:
     copy_out = manager.store.copy_streams.copy_out
 
     def noting(moves: Any, *rest: Any, **options: Any) -> Any:
-        baked.update(lease.buffer.address for _, lease in moves)
+        baked.update(allocation.buffer.address for _, allocation in moves)
         return copy_out(moves, *rest, **options)
 
     manager.store.copy_streams.copy_out = noting
@@ -255,7 +255,7 @@ def test_host_memory_that_graphs_were_refused_is_not_taken_from_others() -> None
 
 
 def test_inputs_of_a_graph_stay() -> None:
-    """A graph keeps its inputs for ever, so that copying them out frees nothing."""
+    """A graph keeps its inputs permanently, so that copying them out frees nothing."""
     chunks = make_chunks(1, NUM_LAYERS)
     manager = trained(chunks, "cpu-lazy", "one micro-batch")
     warm_up(chunks, manager)
@@ -350,7 +350,7 @@ def test_every_storage_is_freed() -> None:
     step(chunks, manager, "F0 B0")
     manager.graphs.close()
     assert all(known() is None for known in manager.store._by_memory.values())
-    assert manager.graphs.pool.lent_bytes == 0
+    assert manager.graphs.pool.in_use_bytes == 0
 
 
 def test_one_set_for_all_micro_batches_moves_what_moves_in_any_of_them() -> None:

@@ -74,7 +74,7 @@ def test_gradients_are_right_and_the_pool_keeps_the_limit(
         assert all_equal(expected, run_schedule(chunks, schedule, manager))
         assert manager.report.host_allocated_bytes <= limit_bytes
         assert manager.report.host_memory_limit_bytes == limit_bytes
-    assert manager.store.host_pool.lent_bytes == 0
+    assert manager.store.host_pool.in_use_bytes == 0
 
 
 @pytest.mark.parametrize("limit_bytes", LIMITS)
@@ -168,7 +168,7 @@ def test_a_group_moves_as_a_whole_or_stays() -> None:
     saved = hand.save(group, first.clone(), second.clone())
     hand.send(group)
     assert [item.storage.residence for item in saved] == [Residence.DEVICE] * 2
-    assert hand.store.host_pool.lent_bytes == 0
+    assert hand.store.host_pool.in_use_bytes == 0
     assert hand.store.modules["group"].num_kept_for_host_memory == 1
     assert hand.store.modules["group"].num_groups_moved == 0
     assert torch.equal(hand.store.read(saved[0]), first)

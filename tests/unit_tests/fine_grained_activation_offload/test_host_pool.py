@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Host buffers: little waste, no allocation in steady state, and none lent without its events."""
+"""Host buffers: little waste, no allocation in steady state, and none in use without its events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
 )
 from megatron.slipstream.fine_grained_activation_offload.host_pool import (
     BUFFERS_PER_SLAB,
-    HostLease,
+    HostAllocation,
     HostMemoryFull,
     HostPool,
 )
@@ -115,41 +115,43 @@ def test_small_requests_share_the_smallest_buffer(nbytes: int) -> None:
 
 
 def test_a_buffer_is_as_long_as_its_class(pool: HostPool) -> None:
-    lease = pool.borrow(70 * KIB)
-    assert lease.buffer.nbytes == size_class_bytes(70 * KIB) == pool.lent_bytes
+    allocation = pool.allocate(70 * KIB)
+    assert allocation.buffer.nbytes == size_class_bytes(70 * KIB) == pool.in_use_bytes
 
 
 @pytest.mark.parametrize("backend_type", [CpuBackend, LazyCpuBackend])
 def test_every_buffer_is_aligned_to_512_bytes(backend_type: Callable[[], Backend]) -> None:
     pool = HostPool(backend_type())
     rng = random.Random(0)
-    leases: list[HostLease] = []
+    allocations: list[HostAllocation] = []
     for _ in range(200):
-        leases.append(pool.borrow(rng.randint(1, 300 * KIB)))
+        allocations.append(pool.allocate(rng.randint(1, 300 * KIB)))
         if rng.random() < 0.4:
-            pool.give_back(leases.pop(rng.randrange(len(leases))))
-        assert leases == [] or leases[-1].buffer.address % 512 == 0
+            pool.free(allocations.pop(rng.randrange(len(allocations))))
+        assert allocations == [] or allocations[-1].buffer.address % 512 == 0
 
 
 def test_no_byte_is_lent_twice_at_once(pool: HostPool) -> None:
     rng = random.Random(0)
-    leases: dict[int, HostLease] = {}
+    allocations: dict[int, HostAllocation] = {}
     for number in range(1, 300):
-        lease = pool.borrow(rng.randint(1, 100 * KIB))
-        lease.buffer.view().fill_(number % 251)
-        leases[number] = lease
+        allocation = pool.allocate(rng.randint(1, 100 * KIB))
+        allocation.buffer.view().fill_(number % 251)
+        allocations[number] = allocation
         if rng.random() < 0.6:
-            done = rng.choice(list(leases))
-            assert bool((leases[done].buffer.view() == done % 251).all())
-            pool.give_back(leases.pop(done))
-    assert all(bool((lease.buffer.view() == n % 251).all()) for n, lease in leases.items())
+            done = rng.choice(list(allocations))
+            assert bool((allocations[done].buffer.view() == done % 251).all())
+            pool.free(allocations.pop(done))
+    assert all(
+        bool((allocation.buffer.view() == n % 251).all()) for n, allocation in allocations.items()
+    )
 
 
 def test_many_buffers_come_from_one_slab(pool: HostPool, backend: CountingBackend) -> None:
     for _ in range(16):
-        pool.borrow(16 * KIB)
+        pool.allocate(16 * KIB)
     assert list(backend.alive.values()) == [SLAB]
-    pool.borrow(1)
+    pool.allocate(1)
     assert backend.num_calls == 2
 
 
@@ -157,64 +159,64 @@ def test_a_slab_for_large_buffers_holds_many_of_them_and_no_rest(
     pool: HostPool, backend: CountingBackend
 ) -> None:
     size = size_class_bytes(100 * KIB + 1)
-    pool.borrow(100 * KIB + 1)
+    pool.allocate(100 * KIB + 1)
     assert list(backend.alive.values()) == [BUFFERS_PER_SLAB * size]
     other = HostPool(backend)
-    other.borrow(15 * KIB)
+    other.allocate(15 * KIB)
     assert other.allocated_bytes == SLAB - SLAB % (15 * KIB)
 
 
 def test_memory_of_many_small_buffers_serves_a_large_one(pool: HostPool) -> None:
-    small = [pool.borrow(16 * KIB) for _ in range(16)]
-    for lease in small:
-        pool.give_back(lease)
-    pool.borrow(SLAB)
+    small = [pool.allocate(16 * KIB) for _ in range(16)]
+    for allocation in small:
+        pool.free(allocation)
+    pool.allocate(SLAB)
     assert pool.num_slabs == 1
 
 
 def test_memory_of_a_large_buffer_serves_many_small_ones(pool: HostPool) -> None:
-    pool.give_back(pool.borrow(SLAB))
+    pool.free(pool.allocate(SLAB))
     slab_bytes = pool.allocated_bytes
     for _ in range(slab_bytes // (16 * KIB)):
-        pool.borrow(16 * KIB)
+        pool.allocate(16 * KIB)
     assert pool.num_slabs == 1
 
 
 def test_a_new_buffer_has_nobody_to_wait_for(pool: HostPool) -> None:
-    assert pool.borrow(8 * KIB).last_use == ()
+    assert pool.allocate(8 * KIB).last_use == ()
 
 
 def test_the_last_use_goes_with_the_bytes_to_the_next_borrower(pool: HostPool) -> None:
-    # The next borrower's copy has to wait for it (edge E2).
+    # The next user's copy has to wait for it (edge E2).
     event = object()
-    lease = pool.borrow(8 * KIB)
-    address = lease.buffer.address
-    lease.last_use = (event,)
-    pool.give_back(lease)
-    again = pool.borrow(8 * KIB - 100)
+    allocation = pool.allocate(8 * KIB)
+    address = allocation.buffer.address
+    allocation.last_use = (event,)
+    pool.free(allocation)
+    again = pool.allocate(8 * KIB - 100)
     assert again.buffer.address == address
     assert again.last_use == (event,)
 
 
 def test_a_buffer_of_several_earlier_ones_has_all_their_last_uses(pool: HostPool) -> None:
-    leases = [pool.borrow(SLAB // 4) for _ in range(3)]
-    for name, lease in zip("abc", leases, strict=True):
-        lease.last_use = (name,)
+    allocations = [pool.allocate(SLAB // 4) for _ in range(3)]
+    for name, allocation in zip("abc", allocations, strict=True):
+        allocation.last_use = (name,)
     for place in (1, 2, 0):
-        pool.give_back(leases[place])
-    assert sorted(pool.borrow(SLAB // 2).last_use) == ["a", "b"]
-    assert pool.borrow(SLAB // 4).last_use == ("c",)
+        pool.free(allocations[place])
+    assert sorted(pool.allocate(SLAB // 2).last_use) == ["a", "b"]
+    assert pool.allocate(SLAB // 4).last_use == ("c",)
 
 
 def test_the_buffer_that_was_given_back_first_is_lent_first(pool: HostPool) -> None:
     # Its last reader has most likely finished, so that nobody waits.
-    leases = [pool.borrow(8 * KIB) for _ in range(6)]
-    for name, lease in zip("abcdef", leases, strict=True):
-        lease.last_use = (name,)
+    allocations = [pool.allocate(8 * KIB) for _ in range(6)]
+    for name, allocation in zip("abcdef", allocations, strict=True):
+        allocation.last_use = (name,)
     for place in (3, 5, 1):
-        pool.give_back(leases[place])
+        pool.free(allocations[place])
     # 'f' lies beside memory that has never been used, which is taken last.
-    assert [pool.borrow(8 * KIB).last_use for _ in range(3)] == [("d",), ("b",), ("f",)]
+    assert [pool.allocate(8 * KIB).last_use for _ in range(3)] == [("d",), ("b",), ("f",)]
 
 
 # Waste and growth, with tokens per expert that vary.
@@ -229,8 +231,8 @@ def make_schedule(pp_size: int, pp_rank: int, vp_size: int) -> Schedule:
 class MoeIterations:
     """Iterations of a model whose experts' buffers have other sizes every time.
 
-    Each micro-batch of each layer borrows ``num_varying`` buffers of ``low`` to ``high`` bytes and
-    one of each size of ``fixed``; in some steps all sizes are smaller, as sequences are packed.
+    Each micro-batch of each layer allocates ``num_varying`` buffers of ``low`` to ``high`` bytes
+    and one of each size of ``fixed``; in some steps all sizes are smaller, as sequences are packed.
     """
 
     def __init__(
@@ -254,19 +256,19 @@ class MoeIterations:
         """The most buffers that were out at once."""
 
     def run(self, pool: HostPool) -> None:
-        out: dict[tuple[int, int], list[HostLease]] = {}
+        out: dict[tuple[int, int], list[HostAllocation]] = {}
         scale = self._rng.uniform(self._smallest_step, 1.0)
         for direction, micro_batch, vp_stage in self._schedule:
             if direction == "F":
                 out[micro_batch, vp_stage] = [
-                    pool.borrow(int(nbytes * scale))
+                    pool.allocate(int(nbytes * scale))
                     for _ in range(self._num_layers)
                     for nbytes in self._layer()
                 ]
                 self.most_lent = max(self.most_lent, sum(map(len, out.values())))
             else:
-                for lease in reversed(out.pop((micro_batch, vp_stage))):
-                    pool.give_back(lease)
+                for allocation in reversed(out.pop((micro_batch, vp_stage))):
+                    pool.free(allocation)
 
     def _layer(self) -> list[int]:
         varying = [self._rng.randint(*self._sizes) for _ in range(self._num_varying)]
@@ -311,7 +313,7 @@ def test_less_than_an_eighth_is_wasted(
         before = pool.allocated_bytes
         iterations.run(pool)
         last_slab = max(last_slab, pool.allocated_bytes - before)
-        assert pool.lent_bytes == 0
+        assert pool.in_use_bytes == 0
     assume(iterations.most_lent >= 32)
     assert pool.waste_bytes < pool.high_water_bytes / 8
 
@@ -348,7 +350,7 @@ def test_the_number_of_slabs_is_constant_although_sizes_vary_from_step_to_step(
     num_slabs, high_water_bytes = pool.num_slabs, pool.high_water_bytes
     for _ in range(40):
         iterations.run(pool)
-    # More is only taken where more is lent than ever before.
+    # More is only taken where more is in use than ever before.
     assert pool.num_slabs <= num_slabs + (pool.high_water_bytes > high_water_bytes)
 
 
@@ -357,15 +359,15 @@ def test_buffers_that_run_out_while_others_are_free_take_their_space(pool: HostP
     rng = random.Random(0)
     for step in range(50):
         nbytes = rng.randint(5, 60) * KIB
-        leases = [pool.borrow(nbytes) for _ in range(4000 * KIB // size_class_bytes(nbytes))]
-        for lease in rng.sample(leases, len(leases)):
-            pool.give_back(lease)
+        allocations = [pool.allocate(nbytes) for _ in range(4000 * KIB // size_class_bytes(nbytes))]
+        for allocation in rng.sample(allocations, len(allocations)):
+            pool.free(allocation)
         assert step == 0 or pool.allocated_bytes <= 5000 * KIB
     num_slabs = pool.num_slabs
     for nbytes in (7 * KIB, 59 * KIB, 31 * KIB):
-        leases = [pool.borrow(nbytes) for _ in range(4000 * KIB // size_class_bytes(nbytes))]
-        for lease in leases:
-            pool.give_back(lease)
+        allocations = [pool.allocate(nbytes) for _ in range(4000 * KIB // size_class_bytes(nbytes))]
+        for allocation in allocations:
+            pool.free(allocation)
     assert pool.num_slabs == num_slabs
 
 
@@ -382,35 +384,35 @@ def test_the_pool_never_passes_its_limit(limit: int, sizes: list[int], seed: int
     rng = random.Random(seed)
     backend = CountingBackend()
     pool = HostPool(backend, limit * KIB)
-    leases: list[HostLease] = []
+    allocations: list[HostAllocation] = []
     for nbytes in sizes:
         try:
-            leases.append(pool.borrow(nbytes * KIB))
+            allocations.append(pool.allocate(nbytes * KIB))
         except HostMemoryFull:
             room = limit * KIB - pool.allocated_bytes
             assert size_class_bytes(nbytes * KIB) > room
-        if leases and rng.random() < 0.3:
-            pool.give_back(leases.pop(rng.randrange(len(leases))))
+        if allocations and rng.random() < 0.3:
+            pool.free(allocations.pop(rng.randrange(len(allocations))))
         assert sum(backend.alive.values()) == pool.allocated_bytes <= limit * KIB
 
 
 def test_all_of_a_limit_can_be_lent(pool: HostPool) -> None:
     pool.limit_bytes = 40 * KIB
     for _ in range(5):
-        pool.borrow(8 * KIB)
-    assert pool.lent_bytes == pool.allocated_bytes == 40 * KIB
+        pool.allocate(8 * KIB)
+    assert pool.in_use_bytes == pool.allocated_bytes == 40 * KIB
     with pytest.raises(HostMemoryFull):
-        pool.borrow(1)
+        pool.allocate(1)
 
 
 def test_what_did_not_fit_leaves_the_pool_as_it_was(pool: HostPool) -> None:
     pool.limit_bytes = 40 * KIB
-    pool.borrow(32 * KIB)
-    before = (pool.lent_bytes, pool.allocated_bytes, pool._free.ranges())
+    pool.allocate(32 * KIB)
+    before = (pool.in_use_bytes, pool.allocated_bytes, pool._free.ranges())
     with pytest.raises(HostMemoryFull):
-        pool.borrow(16 * KIB)
-    assert (pool.lent_bytes, pool.allocated_bytes, pool._free.ranges()) == before
-    assert pool.borrow(8 * KIB).buffer.nbytes == 8 * KIB
+        pool.allocate(16 * KIB)
+    assert (pool.in_use_bytes, pool.allocated_bytes, pool._free.ranges()) == before
+    assert pool.allocate(8 * KIB).buffer.nbytes == 8 * KIB
 
 
 def test_when_the_system_refuses_memory_that_is_the_limit(
@@ -418,12 +420,12 @@ def test_when_the_system_refuses_memory_that_is_the_limit(
 ) -> None:
     backend = CountingBackend(has_bytes=SLAB)
     pool = HostPool(backend)
-    lease = pool.borrow(16 * KIB)
+    allocation = pool.allocate(16 * KIB)
     assert not pool.was_refused
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             with pytest.raises(HostMemoryFull):
-                pool.borrow(SLAB)
+                pool.allocate(SLAB)
     assert pool.was_refused
     assert pool.limit_bytes == pool.allocated_bytes == SLAB
     assert backend.num_calls == 2, "each attempt takes long"
@@ -431,68 +433,68 @@ def test_when_the_system_refuses_memory_that_is_the_limit(
     assert "CUDA error: out of memory" in warning
     assert "some advice" not in warning
     assert "set offload_host_memory_limit_bytes" in warning
-    pool.give_back(lease)
-    assert pool.borrow(SLAB).buffer.nbytes == SLAB
+    pool.free(allocation)
+    assert pool.allocate(SLAB).buffer.nbytes == SLAB
 
 
 # Figures.
 
 
 def test_the_high_water_mark_is_the_most_that_was_lent_at_once(pool: HostPool) -> None:
-    first, second = pool.borrow(8 * KIB), pool.borrow(64 * KIB)
-    pool.give_back(first)
-    pool.give_back(second)
-    third = pool.borrow(64 * KIB)
-    assert pool.lent_bytes == 64 * KIB
+    first, second = pool.allocate(8 * KIB), pool.allocate(64 * KIB)
+    pool.free(first)
+    pool.free(second)
+    third = pool.allocate(64 * KIB)
+    assert pool.in_use_bytes == 64 * KIB
     assert pool.high_water_bytes == 72 * KIB
     assert pool.allocated_bytes == SLAB
-    pool.give_back(third)
-    assert pool.lent_bytes == 0
+    pool.free(third)
+    assert pool.in_use_bytes == 0
     assert pool.high_water_bytes == 72 * KIB
 
 
 def test_waste_is_slack_and_what_was_free_but_too_short(pool: HostPool) -> None:
-    pool.borrow(33 * KIB)  # its class is 34 KiB; the slab holds sixteen of them
+    pool.allocate(33 * KIB)  # its class is 34 KiB; the slab holds sixteen of them
     assert pool.waste_bytes == 1 * KIB
     pool.limit_bytes = pool.allocated_bytes + 512 * KIB
-    pool.borrow(512 * KIB)  # 510 KiB of the first slab are left, too few
+    pool.allocate(512 * KIB)  # 510 KiB of the first slab are left, too few
     assert pool.waste_bytes == 1 * KIB + 510 * KIB
-    pool.borrow(128 * KIB)  # they serve after all
+    pool.allocate(128 * KIB)  # they serve after all
     assert pool.waste_bytes == 1 * KIB + 382 * KIB
 
 
 def test_allocated_bytes_are_those_of_the_backend(pool: HostPool, backend: CountingBackend) -> None:
     for nbytes in (1, 5000, 300_000, 6_000_000):
-        pool.borrow(nbytes)
+        pool.allocate(nbytes)
     assert pool.allocated_bytes == sum(backend.alive.values())
     assert pool.num_slabs == len(backend.alive) == 3
 
 
-@pytest.mark.parametrize("given_back", [True, False], ids=["free", "lent"])
+@pytest.mark.parametrize("given_back", [True, False], ids=["free", "in use"])
 def test_closing_returns_every_slab(
     pool: HostPool, backend: CountingBackend, given_back: bool
 ) -> None:
-    leases = [pool.borrow(nbytes) for nbytes in (8 * KIB, 8 * KIB, 1 * MIB)]
+    allocations = [pool.allocate(nbytes) for nbytes in (8 * KIB, 8 * KIB, 1 * MIB)]
     assert len(backend.alive) == 2
     if given_back:
-        for lease in leases:
-            pool.give_back(lease)
+        for allocation in allocations:
+            pool.free(allocation)
     pool.close()
     assert backend.alive == {}
-    assert pool.allocated_bytes == pool.lent_bytes == 0
+    assert pool.allocated_bytes == pool.in_use_bytes == 0
 
 
 def test_a_closed_pool_has_wasted_nothing(pool: HostPool) -> None:
-    pool.borrow(33 * KIB)
+    pool.allocate(33 * KIB)
     pool.close()
     assert pool.high_water_bytes == pool.waste_bytes == 0
-    pool.borrow(8 * KIB)
+    pool.allocate(8 * KIB)
     assert pool.high_water_bytes == 8 * KIB
     assert pool.waste_bytes == 0
 
 
 def test_closing_twice_returns_nothing_twice(pool: HostPool, backend: CountingBackend) -> None:
-    pool.give_back(pool.borrow(8 * KIB))
+    pool.free(pool.allocate(8 * KIB))
     pool.close()
     pool.close()
     assert backend.alive == {}
@@ -502,11 +504,11 @@ def test_a_buffer_given_back_after_closing_is_never_lent_again(
     pool: HostPool, backend: CountingBackend
 ) -> None:
     # A storage that outlives the engine gives its buffer back when it is deleted.
-    late = pool.borrow(8 * KIB)
+    late = pool.allocate(8 * KIB)
     pool.close()
-    pool.give_back(late)
-    assert pool.lent_bytes == 0
-    again = pool.borrow(8 * KIB)
+    pool.free(late)
+    assert pool.in_use_bytes == 0
+    again = pool.allocate(8 * KIB)
     (slab,) = backend.alive
     assert slab <= again.buffer.address < slab + SLAB
 
@@ -518,12 +520,12 @@ def test_a_buffer_of_before_closing_is_not_taken_for_one_at_the_same_address(
     backend.allocate_host = lambda nbytes: memory[:nbytes]  # type: ignore[method-assign]
     backend.free_host = lambda buffer: None  # type: ignore[method-assign]
     pool = HostPool(backend)
-    late = pool.borrow(8 * KIB)
+    late = pool.allocate(8 * KIB)
     pool.close()
-    again = pool.borrow(8 * KIB)
+    again = pool.allocate(8 * KIB)
     assert again.buffer.address == late.buffer.address
-    pool.give_back(late)
-    assert pool.lent_bytes == 8 * KIB
+    pool.free(late)
+    assert pool.in_use_bytes == 8 * KIB
 
 
 def test_a_buffer_may_be_given_back_in_the_middle_of_any_call(
@@ -531,14 +533,14 @@ def test_a_buffer_may_be_given_back_in_the_middle_of_any_call(
 ) -> None:
     # By a storage that is deleted just then, because Python collects garbage.
     rng = random.Random(0)
-    dropped: list[HostLease] = []
+    dropped: list[HostAllocation] = []
 
     def interrupt(name: str) -> None:
         method = getattr(FreeRanges, name)
 
         def interrupted(free: FreeRanges, *arguments: object) -> object:
             if dropped and rng.random() < 0.3:
-                pool.give_back(dropped.pop())
+                pool.free(dropped.pop())
             return method(free, *arguments)
 
         monkeypatch.setattr(FreeRanges, name, interrupted)
@@ -546,21 +548,21 @@ def test_a_buffer_may_be_given_back_in_the_middle_of_any_call(
     for name in ("_insert", "_remove"):
         interrupt(name)
     for _ in range(200):
-        leases = [pool.borrow(rng.randint(1, 30 * KIB)) for _ in range(12)]
-        rng.shuffle(leases)
-        dropped += leases[:6]
-        for lease in leases[6:]:
-            pool.give_back(lease)
-    for lease in dropped:
-        pool.give_back(lease)
-    assert pool.lent_bytes == 0
+        allocations = [pool.allocate(rng.randint(1, 30 * KIB)) for _ in range(12)]
+        rng.shuffle(allocations)
+        dropped += allocations[:6]
+        for allocation in allocations[6:]:
+            pool.free(allocation)
+    for allocation in dropped:
+        pool.free(allocation)
+    assert pool.in_use_bytes == 0
     assert pool._free.ranges() == [(slab, 0, n) for slab, n in enumerate(backend.alive.values())]
 
 
 def test_a_buffer_given_back_twice_is_free_once(pool: HostPool) -> None:
-    lease = pool.borrow(8 * KIB)
-    pool.give_back(lease)
-    pool.give_back(lease)
-    assert pool.lent_bytes == 0
-    addresses = {pool.borrow(8 * KIB).buffer.address for _ in range(2)}
+    allocation = pool.allocate(8 * KIB)
+    pool.free(allocation)
+    pool.free(allocation)
+    assert pool.in_use_bytes == 0
+    addresses = {pool.allocate(8 * KIB).buffer.address for _ in range(2)}
     assert len(addresses) == 2

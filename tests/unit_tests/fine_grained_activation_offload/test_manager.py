@@ -78,7 +78,7 @@ def test_host_memory_is_allocated_only_while_recording(backend: str) -> None:
     for _ in range(4):
         run_schedule(chunks, SCHEDULES["1F1B first of four"], manager)
     assert manager.report.num_host_allocations == allocations
-    assert manager.store.host_pool.lent_bytes == 0
+    assert manager.store.host_pool.in_use_bytes == 0
 
 
 def test_micro_batch_counts_that_change_from_step_to_step(backend: str) -> None:
@@ -162,7 +162,7 @@ def test_the_iteration_after_an_exception_is_right(
     gc.collect()
     for _ in range(3):
         assert all_equal(expected, run_schedule(chunks, schedule, manager))
-    assert manager.store.host_pool.lent_bytes == 0
+    assert manager.store.host_pool.in_use_bytes == 0
     assert manager.report.total.num_late == 0
 
 
@@ -429,7 +429,7 @@ def test_what_the_last_group_saved_and_others_hold_for_a_while_is_learnt_too(bac
     begins = next(i for i, s in enumerate(trace.steps) if s.kind is StepKind.BACKWARD_START)
     lingers = [storage.lingers_until for storage in trace.storages]
     assert lingers[-1] == begins
-    assert set(lingers[1:-1]) == {0}  # The first one is the input, which nobody lets go.
+    assert set(lingers[1:-1]) == {0}  # The first one is the input, which nobody releases it.
 
 
 def test_a_commit_without_a_start_is_ignored(backend: str) -> None:
@@ -494,7 +494,7 @@ def test_all_that_is_being_copied_out_can_be_released_at_once(backend: str) -> N
         groups = manager._now.groups.values()
         return {storage.residence for group in groups for storage in group.storages()}
 
-    assert residences() == {Residence.LEAVING, Residence.HOST}
+    assert residences() == {Residence.OFFLOADING, Residence.HOST}
     manager.release_all()
     assert residences() == {Residence.HOST}
     loss.backward()

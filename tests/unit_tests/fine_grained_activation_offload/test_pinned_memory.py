@@ -79,7 +79,7 @@ def test_a_refused_registration_does_not_fail_the_next_kernel(
         patch.setattr(cuda_backend, "page_aligned", lambda _: buffer)
         pool = HostPool(backend)
         with pytest.raises(HostMemoryFull):
-            pool.borrow(1 << 20)  # registered already
+            pool.allocate(1 << 20)  # registered already
     assert pool.was_refused
     assert int(torch.ones(4, device="cuda").add_(1).sum()) == 8
     backend.free_host(buffer)
@@ -90,18 +90,18 @@ def test_copies_to_every_buffer_of_a_slab_do_not_hold_up_the_host() -> None:
     """What pinning is for. (``Tensor.is_pinned`` looks at the storage's first byte, which lies
     before the page that the slab begins on.)"""
     pool = HostPool(CudaBackend())
-    leases = [pool.borrow(nbytes) for nbytes in (5000, 1 << 20, 64 << 20)]
+    allocations = [pool.allocate(nbytes) for nbytes in (5000, 1 << 20, 64 << 20)]
     assert pool.num_slabs == 1
     stream = torch.cuda.Stream()
-    for lease in leases:
-        source = torch.ones(lease.buffer.nbytes, dtype=torch.uint8, device="cuda")
+    for allocation in allocations:
+        source = torch.ones(allocation.buffer.nbytes, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(400_000_000)  # about 0.2 s on an H200
-            lease.buffer.view().copy_(source, non_blocking=True)
+            allocation.buffer.view().copy_(source, non_blocking=True)
         assert not stream.query(), "the host has waited for the copy"
         stream.synchronize()
-        assert bool((lease.buffer.view() == 1).all())
+        assert bool((allocation.buffer.view() == 1).all())
     pool.close()
 
 

@@ -271,7 +271,7 @@ def test_a_row_shows_its_figures_under_their_headings() -> None:
 def test_every_rank_shows_its_host_memory() -> None:
     lines = Report([make_rank(0), make_rank(1, modules=["moe_act"])]).render().split("\n")
     memory = (
-        "7.0 MiB in 9 slabs (2.0 MiB new in the last iteration), at most 5.0 MiB lent, waste "
+        "7.0 MiB in 9 slabs (2.0 MiB new in the last iteration), at most 5.0 MiB in use, waste "
         "256.0 KiB (5.0%); limit 8.0 MiB, for which groups stay on the device: 6 by plan and "
     )
     assert f"host memory of rank 0: {memory}3 when there was no room" in lines
@@ -283,7 +283,7 @@ def test_host_memory_without_a_limit_in_steady_state() -> None:
     rank.num_host_allocations = 9
     assert (
         "host memory of rank 0: 7.0 MiB in 9 slabs (nothing new in the last iteration), at most "
-        "5.0 MiB lent, waste 0 B (0.0%)"
+        "5.0 MiB in use, waste 0 B (0.0%)"
     ) in Report([rank]).render().split("\n")
 
 

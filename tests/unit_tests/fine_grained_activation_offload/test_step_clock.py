@@ -10,6 +10,7 @@ import pytest
 from timed_backend import TimedBackend
 from toy_model import SCHEDULES, all_equal, make_chunks, run_schedule
 
+from megatron.slipstream.fine_grained_activation_offload.activation_store import BANDWIDTH_NBYTES
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Stall
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import (
@@ -24,7 +25,6 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     StepClock,
     ms_per_group,
 )
-from megatron.slipstream.fine_grained_activation_offload.transfer import BANDWIDTH_NBYTES
 from megatron.slipstream.plan.policy import PolicyOptions
 
 

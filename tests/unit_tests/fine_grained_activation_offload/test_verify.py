@@ -49,14 +49,14 @@ def test_the_message_names_module_layer_micro_batch_and_cure() -> None:
     chunks = make_chunks(1)
     manager = make_manager("cpu", num_verified_iterations=2)
     buffers = []
-    borrow = manager.store.host_pool.borrow
+    allocate = manager.store.host_pool.allocate
 
     def remembering(nbytes: int) -> object:
-        lease = borrow(nbytes)
-        buffers.append(lease.buffer.view())
-        return lease
+        allocation = allocate(nbytes)
+        buffers.append(allocation.buffer.view())
+        return allocation
 
-    manager.store.host_pool.borrow = remembering  # type: ignore[method-assign,assignment]
+    manager.store.host_pool.allocate = remembering  # type: ignore[method-assign,assignment]
     actions = SCHEDULES["one micro-batch"].split()
     assert actions == ["F0.0", "B0.0"]
     x = torch.randn(7, 48, requires_grad=True)

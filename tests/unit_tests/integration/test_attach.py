@@ -848,13 +848,13 @@ def test_what_has_moved_comes_back_after_suspending_and_detaching(backend: str) 
             elif each is model:
                 attached.detach()
                 attached.detach()
-                assert attached.engine.store.host_pool.lent_bytes > 0
+                assert attached.engine.store.host_pool.in_use_bytes > 0
                 loss.backward()
             else:
                 loss.backward()
         assert equal(gradients(model), gradients(plain))
     pool = attached.engine.store.host_pool
-    assert (pool.lent_bytes, pool.allocated_bytes) == (0, 0)
+    assert (pool.in_use_bytes, pool.allocated_bytes) == (0, 0)
     assert all(not module._forward_hooks for module in model.modules())
     assert all(not module._forward_pre_hooks for module in model.modules())
 

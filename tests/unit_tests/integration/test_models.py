@@ -373,7 +373,7 @@ def test_engines_share_the_host_memory_of_the_process(router: Any) -> None:
 
 def test_an_engine_keeps_the_host_memory_that_it_has(router: Any) -> None:
     first = router.manager_of(keep := Chunk()).store.host_pool
-    first.borrow(2 << 20)
+    first.allocate(2 << 20)
     held_bytes = first.allocated_bytes
     assert held_bytes > LIMIT_BYTES // 2
     second = router.manager_of(other := Chunk()).store.host_pool
@@ -384,7 +384,7 @@ def test_an_engine_keeps_the_host_memory_that_it_has(router: Any) -> None:
 def test_those_with_less_host_memory_share_what_the_others_leave(router: Any) -> None:
     chunks = [Chunk(), Chunk()]
     pools = [router.manager_of(chunk).store.host_pool for chunk in chunks]
-    pools[1].borrow(1 << 20)
+    pools[1].allocate(1 << 20)
     held_bytes = pools[1].allocated_bytes
     assert held_bytes > LIMIT_BYTES // 3
     chunks.append(Chunk())
@@ -409,7 +409,7 @@ def test_an_engine_stays_while_backward_can_still_read_what_it_moved(
     first, second = Chunk(), Chunk()
     router.manager_of(first)
     late = router.manager_of(second)
-    late.store.host_pool.borrow(8192)
+    late.store.host_pool.allocate(8192)
     monkeypatch.setattr(models.RoutedManager, "is_needed", property(lambda self: self is late))
     del second
     gc.collect()
@@ -423,7 +423,7 @@ def test_a_model_that_is_gone_gives_its_engine_back(router: Any) -> None:
     first, second = Chunk(), Chunk()
     router.manager_of(first)
     gone = router.manager_of(second).store
-    gone.host_pool.borrow(8192)
+    gone.host_pool.allocate(8192)
     assert gone.host_pool.allocated_bytes > 0
     del second
     gc.collect()

@@ -206,7 +206,7 @@ def test_a_group_none_of_whose_storages_moves_stays(model: Model, reason: str) -
 def test_a_shared_storage_stays_if_it_is_needed_before_all_have_let_go(
     lag: int, depth: int
 ) -> None:
-    # Each of the two groups has time to move by itself. But the storage is let go by the second
+    # Each of the two groups has time to move by itself. But the storage is released by the second
     # pass only after the first pass's backward has asked for it.
     model = Model(num_layers=3, saves={0: ("table", "own")}, one_for_all_passes=("table",))
     options = PolicyOptions(release_lag=lag, prefetch_depth=depth)

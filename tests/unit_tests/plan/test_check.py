@@ -3,7 +3,7 @@
 """Every rule of the check refuses a plan that breaks it, and every edge is needed by the proof.
 
 Most plans here are one pass of four layers with one group each, whose steps are easily counted:
-group ``g`` starts at step ``2 * g``, commits at ``2 * g + 1``, lets go at ``2 * g + 3``, starts
+group ``g`` starts at step ``2 * g``, commits at ``2 * g + 1``, releases it at ``2 * g + 3``, starts
 its copy back at ``10 - g`` and is used at ``11 - g``. The last layer stays.
 """
 
@@ -368,19 +368,19 @@ def test_host_memory_is_lent_again_once_its_copy_back_was_started() -> None:
 
 def test_a_buffer_names_all_that_had_bytes_of_it_before() -> None:
     ledger = HostLedger()
-    first, second, last = (ledger.borrow(64 << 10) for _ in range(3))
-    assert ledger.lent_bytes == 3 * (64 << 10)
-    ledger.give_back(first, 0)
-    ledger.give_back(second, 1)
-    assert ledger.borrow(96 << 10) == HostBuffer(0, 96 << 10, (0, 1))
+    first, second, last = (ledger.allocate(64 << 10) for _ in range(3))
+    assert ledger.in_use_bytes == 3 * (64 << 10)
+    ledger.free(first, 0)
+    ledger.free(second, 1)
+    assert ledger.allocate(96 << 10) == HostBuffer(0, 96 << 10, (0, 1))
     assert last.lent_before == ()
 
 
 def test_a_host_buffer_that_is_lent_while_another_copy_reads_it_is_found() -> None:
     # The pool's word for who had the bytes before is not trusted.
     class ForgetfulLedger(HostLedger):
-        def borrow(self, nbytes: int) -> HostBuffer:
-            return super().borrow(nbytes)._replace(lent_before=())
+        def allocate(self, nbytes: int) -> HostBuffer:
+            return super().allocate(nbytes)._replace(lent_before=())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "HostLedger", ForgetfulLedger)
@@ -395,12 +395,12 @@ def test_a_host_buffer_that_is_lent_twice_at_once_is_found(shift: int) -> None:
             super().__init__()
             self.num_lent = 0
 
-        def borrow(self, nbytes: int) -> HostBuffer:
+        def allocate(self, nbytes: int) -> HostBuffer:
             self.num_lent += 1
             start = shift * self.num_lent
             return HostBuffer(start, start + MIN_BUFFER_BYTES, ())
 
-        def give_back(self, buffer: HostBuffer, storage: int) -> None:
+        def free(self, buffer: HostBuffer, storage: int) -> None:
             pass
 
     with pytest.MonkeyPatch.context() as patch:

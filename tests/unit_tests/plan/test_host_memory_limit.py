@@ -18,9 +18,9 @@ from megatron.slipstream.plan.host_memory import size_class_bytes
 from megatron.slipstream.plan.policy import (
     HELD_BY_KEPT,
     HOST_MEMORY,
-    HostLoan,
+    HostInterval,
     PolicyOptions,
-    lent_bytes,
+    in_use_bytes,
 )
 from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.trace import GroupKey, Trace
@@ -90,11 +90,12 @@ def test_host_memory_is_counted_in_whole_buffers() -> None:
 def test_host_memory_is_lent_from_the_copy_out_until_the_copy_back_starts() -> None:
     free = plan(one_pass(Model(num_layers=3, nbytes=SIZES)), None)
     # Groups 0 and 1 leave at steps 1 and 3, and come back at steps 7 and 6.
-    loans = [
-        HostLoan(s.index, size_class_bytes(s.nbytes), s.d2h_step, s.h2d_step) for s in free.storages
+    intervals = [
+        HostInterval(s.index, size_class_bytes(s.nbytes), s.d2h_step, s.h2d_step)
+        for s in free.storages
     ]
-    lent = lent_bytes(len(free.trace.steps), loans)
-    assert [nbytes // BUFFER for nbytes in lent] == [0, 1, 1, 2, 2, 2, 1, 0, 0]
+    in_use = in_use_bytes(len(free.trace.steps), intervals)
+    assert [nbytes // BUFFER for nbytes in in_use] == [0, 1, 1, 2, 2, 2, 1, 0, 0]
 
 
 def test_memory_that_has_come_back_serves_the_next_micro_batch() -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Free host memory: no byte lent twice, none lost, and each with the copies to wait for."""
+"""Free host memory: no byte in use twice, none lost, and each with the copies to wait for."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ class PerByte:
 
     def __init__(self) -> None:
         self.slabs: list[list[object]] = []
-        self.lent: list[list[bool]] = []
+        self.in_use: list[list[bool]] = []
 
     def add_slab(self, nbytes: int) -> None:
         self.slabs.append([None] * nbytes)
-        self.lent.append([False] * nbytes)
+        self.in_use.append([False] * nbytes)
 
     def take(self, span: Span) -> set[object]:
-        assert not any(self.lent[span.slab][span.start : span.stop])
-        self.lent[span.slab][span.start : span.stop] = [True] * (span.stop - span.start)
+        assert not any(self.in_use[span.slab][span.start : span.stop])
+        self.in_use[span.slab][span.start : span.stop] = [True] * (span.stop - span.start)
         return set(self.slabs[span.slab][span.start : span.stop]) - {None}
 
     def put(self, span: Span, event: object) -> None:
         nbytes = span.stop - span.start
-        self.lent[span.slab][span.start : span.stop] = [False] * nbytes
+        self.in_use[span.slab][span.start : span.stop] = [False] * nbytes
         self.slabs[span.slab][span.start : span.stop] = [event] * nbytes
 
     def free_ranges(self) -> list[tuple[int, int, int]]:
         """The longest free runs, in order."""
         found = []
-        for slab, lent in enumerate(self.lent):
+        for slab, in_use in enumerate(self.in_use):
             start = None
-            for place, taken in enumerate([*lent, True]):
+            for place, taken in enumerate([*in_use, True]):
                 if not taken and start is None:
                     start = place
                 elif taken and start is not None:

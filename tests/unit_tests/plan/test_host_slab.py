@@ -38,14 +38,14 @@ def plan_of(seed: int, num_micro_batches: int = 4) -> Plan:
 
 def run(pool: HostPool, schedule: Schedule) -> None:
     """Borrow and give back as the iteration does."""
-    lent = {}
+    in_use = {}
     for operation in schedule.operations:
         for storage in operation.storages:
             if operation.kind is OpKind.COPY_OUT:
                 buffer = schedule.buffers[storage]
-                lent[storage] = pool.borrow(buffer.stop - buffer.start)
+                in_use[storage] = pool.allocate(buffer.stop - buffer.start)
             elif operation.kind is OpKind.COPY_IN:
-                pool.give_back(lent.pop(storage))
+                pool.free(in_use.pop(storage))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -55,7 +55,7 @@ def test_all_buffers_of_an_iteration_come_from_the_slab_again_and_again(seed: in
     most = max(max(schedule.host_bytes) for schedule in schedules)
     assert most <= nbytes <= 1.5 * most + 1024
     pool = HostPool(CpuBackend(), limit_bytes=nbytes)
-    pool.shrink_to(nbytes)
+    pool.trim_to(nbytes)
     for _ in range(3):
         for schedule in schedules:
             run(pool, schedule)
@@ -66,7 +66,7 @@ def test_all_buffers_of_an_iteration_come_from_the_slab_again_and_again(seed: in
 def test_what_lies_between_buffers_counts() -> None:
     schedules = [derive_schedule(plan_of(seed)) for seed in range(60)]
     assert any(slab_bytes_for([one]) > max(one.host_bytes) for one in schedules), (
-        "else the sum of what is lent would do, and this would show nothing"
+        "else the sum of what is in use would do, and this would show nothing"
     )
 
 

@@ -91,7 +91,7 @@ def test_the_iteration_before_the_first_plan_keeps_to_it(limit: int | None) -> N
             group.name
             for group in manager._now.groups.values()
             for storage in group.storages()
-            if storage.residence is Residence.LEAVING
+            if storage.residence is Residence.OFFLOADING
         )
         most |= leaving
     # With a lag of three groups there are two of one module, or one and the other's.

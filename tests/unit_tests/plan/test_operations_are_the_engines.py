@@ -230,9 +230,9 @@ def test_the_engine_lends_the_host_bytes_that_the_schedule_says(followed: Follow
     assert starts == {number: buffer.start for number, buffer in schedule.buffers.items()}
     lent_before = {number: set(buffer.lent_before) for number, buffer in schedule.buffers.items()}
     assert backend.lent_before == lent_before
-    assert backend.lent_bytes
-    for step, lent_bytes in backend.lent_bytes.items():
-        assert lent_bytes == schedule.host_bytes[step]
+    assert backend.in_use_bytes
+    for step, in_use_bytes in backend.in_use_bytes.items():
+        assert in_use_bytes == schedule.host_bytes[step]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -256,9 +256,9 @@ def test_what_nobody_reads_is_abandoned_as_the_schedule_says(case: Case) -> None
 
 
 def test_memory_that_a_later_group_saves_again_is_let_go_earlier_and_after_the_same_wait() -> None:
-    # Without lag the first group of a layer lets go of the storage before the second has saved it:
+    # Without lag the first group of a layer releases the storage before the second has saved it:
     # from there it is the model that keeps it, until the commit at the latest, where the schedule
-    # has the letting go.
+    # has the release.
     _, schedule, backend = followed = follow(Case("1F1B first of two", release_lag=0))
     assert_is_followed(followed)
     engine = issued_by_engine(backend)

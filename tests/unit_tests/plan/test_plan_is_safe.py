@@ -259,4 +259,3 @@ def test_every_plan_is_safe_and_ends(chunk: int) -> None:
         ("acts at the output layer", 15),
     ):
         assert seen[feature] >= least, feature
-

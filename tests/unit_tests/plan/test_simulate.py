@@ -146,7 +146,7 @@ def test_memory_over_time() -> None:
 
 @pytest.mark.parametrize("gb_per_s", [0.1, 1.0, math.inf])
 def test_the_peaks_are_those_of_the_check_at_any_speed(gb_per_s: float) -> None:
-    # Memory is let go and taken at places of the compute queue, not at times.
+    # Memory is released and taken at places of the compute queue, not at times.
     simulation, facts = run(d2h=gb_per_s, h2d=gb_per_s), check_plan(THREE_LAYERS)
     assert simulation.peak_device_bytes == facts.peak_device_bytes
     assert simulation.peak_host_bytes == facts.peak_host_bytes

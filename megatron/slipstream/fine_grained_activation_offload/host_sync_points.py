@@ -29,7 +29,7 @@ MIN_STALL_MS = 2.0
 SLOW_SHARE = 0.97
 """Copies that reach less of the measured bandwidth are slowed down. Kernels alone cost less."""
 
-HostWaits = Mapping[int, tuple[GroupKey, ...]]
+HostSyncPoints = Mapping[int, tuple[GroupKey, ...]]
 """By step of the plan, the groups for whose copies the host waits once the step's actions are
 done."""
 
@@ -47,7 +47,7 @@ def are_copies_slowed(measured: Bandwidth, beside_compute: Bandwidth) -> bool:
     )
 
 
-def host_waits(plan: Plan, simulation: Simulation) -> HostWaits:
+def host_sync_points(plan: Plan, simulation: Simulation) -> HostSyncPoints:
     """Where compute is predicted to wait for long.
 
     Args:

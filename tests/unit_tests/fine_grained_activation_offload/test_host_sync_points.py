@@ -18,10 +18,10 @@ from megatron.slipstream.fine_grained_activation_offload.cuda_backend import (
     WORK_QUEUES,
     CudaBackend,
 )
-from megatron.slipstream.fine_grained_activation_offload.host_waits import (
+from megatron.slipstream.fine_grained_activation_offload.host_sync_points import (
     MIN_STALL_MS,
     are_copies_slowed,
-    host_waits,
+    host_sync_points,
 )
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.plan.build import ActionKind, build_plan
@@ -46,7 +46,7 @@ def test_the_host_waits_where_compute_waits_for_long() -> None:
     simulation = simulate(plan)
     long = [stall for stall in simulation.stalls if stall.ms >= MIN_STALL_MS]
     assert long
-    waits = host_waits(plan, simulation)
+    waits = host_sync_points(plan, simulation)
     assert sum(map(len, waits.values())) == len(long)
     for index, keys in waits.items():
         step = trace.steps[index]
@@ -72,7 +72,7 @@ def test_the_host_waits_only_where_copies_are_slow(
     monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
     monkeypatch.setattr(plan_book, "are_copies_slowed", lambda *_: is_slow)
-    monkeypatch.setattr(plan_book, "host_waits", waits_everywhere)
+    monkeypatch.setattr(plan_book, "host_sync_points", waits_everywhere)
     engine = Engine(backend := Waiting(), 80.0)
     train(engine)
     before = backend.num_outlasted
@@ -132,7 +132,7 @@ def test_the_device_is_told_to_wait_before_the_host_does(monkeypatch: pytest.Mon
     hand.send(group)
     told.clear()
     hand.store.outlast_copies(group)
-    assert told == ["host"], "the device was, when the memory was let go"
+    assert told == ["host"], "the device was, when the memory was released"
     hand.store.copy_in(group.storages())
     told.clear()
     hand.store.outlast_copies(group)

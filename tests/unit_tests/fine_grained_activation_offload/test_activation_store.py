@@ -15,8 +15,11 @@ from hand_driven import HandDriven
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.storage import Residence, SavedTensor
+from megatron.slipstream.fine_grained_activation_offload.group import (
+    OffloadTensorGroup,
+    SavedTensor,
+)
+from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 
 
 @pytest.fixture(params=["cpu", "cpu-lazy"])
@@ -332,7 +335,7 @@ def test_a_tensor_that_was_changed_before_it_was_saved_leaves(bench: HandDriven)
     assert gone() is None
 
 
-def test_needed_before_it_was_let_go_it_has_never_been_away(bench: HandDriven) -> None:
+def test_needed_before_it_was_released_it_stays(bench: HandDriven) -> None:
     tensor = torch.randn(128)
     address = tensor.data_ptr()
     group = bench.group()
@@ -341,8 +344,8 @@ def test_needed_before_it_was_let_go_it_has_never_been_away(bench: HandDriven) -
     bench.store.copy_out(group, lambda *_: True)
     assert bench.store.read(saved).data_ptr() == address
     bench.store.release(group)
-    assert saved.storage.residence is Residence.DEVICE
-    assert bench.store.host_pool.lent_bytes == 0
+    assert saved.storage.residence is Residence.STAYS
+    assert bench.store.host_pool.in_use_bytes == 0
 
 
 def test_out_of_device_memory_while_returning_loses_nothing(
@@ -367,7 +370,7 @@ def test_out_of_device_memory_while_returning_loses_nothing(
         bench.store.copy_in(group.storages())
     for item, expected in zip(saved, tensors, strict=True):
         assert torch.equal(bench.store.read(item), expected)
-    assert bench.store.host_pool.lent_bytes == 0
+    assert bench.store.host_pool.in_use_bytes == 0
 
 
 def test_read_again_it_is_the_same_memory(bench: HandDriven) -> None:
@@ -384,10 +387,10 @@ def test_host_memory_returns_when_the_graph_dies_without_backward(bench: HandDri
     group = bench.group()
     saved = bench.save(group, torch.randn(4096))
     bench.send(group)
-    assert bench.store.host_pool.lent_bytes > 0
+    assert bench.store.host_pool.in_use_bytes > 0
     del saved
     gc.collect()
-    assert bench.store.host_pool.lent_bytes == 0
+    assert bench.store.host_pool.in_use_bytes == 0
 
 
 class Subclass(torch.Tensor):

@@ -19,22 +19,24 @@ from torch.autograd import forward_ad
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
-    NUM_MEETINGS,
+    NUM_BARRIERS,
     CopyStreams,
 )
-from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.fine_grained_activation_offload.host_meeting import HostMeeting
+from megatron.slipstream.fine_grained_activation_offload.group import (
+    OffloadTensorGroup,
+    SavedTensor,
+)
 from megatron.slipstream.fine_grained_activation_offload.host_pool import (
-    HostLease,
+    HostAllocation,
     HostMemoryFull,
     HostPool,
 )
+from megatron.slipstream.fine_grained_activation_offload.rank_barrier import RankBarrier
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import (
     Residence,
     SavedStorage,
-    SavedTensor,
     is_there,
 )
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
@@ -95,14 +97,15 @@ class ActivationStore:
             is_small = tensor.numel() < group.min_numel
             if is_of_parameter or is_small or not is_there(tensor):
                 return _keep(tensor)
-            storage = SavedStorage(tensor, group, self.host_pool, self.copy_streams)
+            position = len(group.held)
+            storage = SavedStorage(tensor, group.label, position, self.host_pool, self.copy_streams)
             self._by_memory[memory] = weakref.ref(storage)
         if storage.serial not in group.held:
             group.hold(storage)
         stream_id = self.backend.current_stream_id()
         if stream_id not in storage.streams:
             storage.streams[stream_id] = self.backend.current_stream()
-        return storage.save(tensor, group)
+        return SavedTensor(storage, storage.save(tensor, group.key), group)
 
     def read(self, saved: Any) -> torch.Tensor:
         """Autograd reads a saved tensor, on the stream of the operation that reads it.
@@ -115,21 +118,21 @@ class ActivationStore:
         storage, index = saved.storage, saved.index
         if storage.is_overwritten(index):
             _refuse(saved)
-        if storage.residence is Residence.LEAVING:
-            self._call_back(storage)  # needed before it was let go
-        if storage.residence is Residence.DEVICE:
+        if storage.residence is Residence.OFFLOADING:
+            self._call_back(storage)  # needed before it was released
+        if storage.is_on_device:
             return storage.aliases[index][0]
         if storage.residence is Residence.HOST:
             self.copy_in([storage], late=True)
-        if storage.lease is not None:
+        if storage.residence is Residence.HELD_OUTSIDE:
             self._settle_original(storage)
         if storage.returned_on is not None and not storage.is_copy_current:
             _refuse(saved)  # changed through another counter, in memory that is gone
         stream_id = self.backend.current_stream_id()
         if storage.in_signal is not None:
             self.copy_streams.before_use(storage.in_signal, stream_id, storage.owner.name)
-            if storage.residence is Residence.RETURNING:
-                storage.move_to(Residence.BACK)
+            if storage.residence is Residence.RELOADING:
+                storage.move_to(Residence.RELOADED)
                 if self.verifier is not None:
                     self.verifier.reads(storage, self.copy_streams.finish)
         returned = storage.view_returned(index)
@@ -156,7 +159,7 @@ class ActivationStore:
     def commit(self, group: OffloadTensorGroup) -> None:
         """The group has saved everything: fix which bytes of its storages would move."""
         for storage in group.storages():
-            if storage.residence is Residence.DEVICE and storage.out_signal is None:
+            if storage.residence is Residence.DEVICE:
                 storage.settle_extent()
             group.nbytes[storage.serial] = storage.nbytes
 
@@ -188,7 +191,7 @@ class ActivationStore:
         """
         storages, sources = [], []
         for position, storage in enumerate(group.storages_or_none()):
-            if storage is None or storage.out_signal is not None:
+            if storage is None or storage.residence is not Residence.DEVICE:
                 continue
             storage.settle_extent()  # Another group may have saved more of it since the commit.
             source = storage.bytes_to_copy()
@@ -197,19 +200,19 @@ class ActivationStore:
                 sources.append(source)
         if not storages:
             return
-        leases = self._borrow(storages)
-        if leases is None:
+        allocations = self._allocate(storages)
+        if allocations is None:
             self.modules[group.name].num_kept_for_host_memory += 1
             return
         current_id, current = self.backend.here()
         producers = {current_id: current}
-        for storage, lease in zip(storages, leases, strict=True):
+        for storage, allocation in zip(storages, allocations, strict=True):
             storage.streams[current_id] = current
             if len(storage.streams) > 1:
                 producers.update(storage.streams)
-            storage.lease = lease
+            storage.allocation = allocation
             storage.note_copy_out()
-        moves = list(zip(sources, leases, strict=True))
+        moves = list(zip(sources, allocations, strict=True))
         if self.crosses_streams:
             for source in sources:
                 self.copy_streams.note_copy_out(source)
@@ -220,21 +223,21 @@ class ActivationStore:
         counters.d2h_copies += len(moves)
         for storage in storages:
             storage.out_signal = signal
-            storage.move_to(Residence.LEAVING)
+            storage.move_to(Residence.OFFLOADING)
             counters.d2h_bytes += storage.nbytes
 
     def release(self, group: OffloadTensorGroup) -> None:
-        """The group lets go of its storages; the last holder's letting go frees the memory."""
+        """The group releases its storages; the last holder's release frees the memory."""
         for storage in group.storages():
             storage.holders_to_release.discard(group.key)
-            if storage.residence is Residence.LEAVING and not storage.holders_to_release:
+            if storage.residence is Residence.OFFLOADING and not storage.holders_to_release:
                 if storage.is_emptied:
                     self._stay_for_recomputation(storage)
                     continue
                 if not storage.is_copy_current:
                     self._stay(storage)
                     continue
-                storage.let_go(group.name)
+                storage.release(group.name)
                 if self._recorder.reads_memory:
                     self._recorder.set_absent(storage)
 
@@ -245,28 +248,28 @@ class ActivationStore:
         """
         known = self._by_memory.get(tensor.untyped_storage()._cdata)
         storage = None if known is None else known()
-        if storage is not None and storage.residence is Residence.LEAVING:
+        if storage is not None and storage.residence is Residence.OFFLOADING:
             self._stay_for_recomputation(storage)
 
     def _stay_for_recomputation(self, storage: SavedStorage) -> None:
-        """LEAVING to DEVICE for good: whoever empties the storage fills it again."""
+        """OFFLOADING to STAYS: whoever empties the storage fills it again."""
         self._recorder.set_recomputed(storage)
         self._stay(storage)
 
     def _stay(self, storage: SavedStorage) -> None:
-        """LEAVING to DEVICE for good: the copy is not, or will not be, what backward reads."""
+        """OFFLOADING to STAYS: the copy is not, or will not be, what backward reads."""
         self._call_back(storage)
         self._recorder.set_returned(storage, was_held_outside=True)
 
     def _call_back(self, storage: SavedStorage) -> None:
-        """LEAVING to DEVICE: it has never been away.
+        """OFFLOADING to STAYS.
 
         The copy out may still be reading, so what comes after this waits for it, before somebody
-        lets go of the memory.
+        releases the memory.
         """
         self.copy_streams.follow_copy_out(storage.out_signal, storage.streams, storage.owner.name)
-        storage.move_to(Residence.DEVICE)
-        storage.pool.give_back(storage.take_lease())
+        storage.move_to(Residence.STAYS)
+        storage.pool.free(storage.take_allocation())
 
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:
         """Start copying back those of ``storages`` that are on the host.
@@ -289,7 +292,7 @@ class ActivationStore:
             # whatever has been done to it since. It may be empty for now, until a recomputation
             # fills it. The host buffer is kept until backward reads.
             storage.returned = original
-            storage.move_to(Residence.BACK)
+            storage.move_to(Residence.HELD_OUTSIDE)
         if not returning:
             return
         self._start_copies_in(returning)
@@ -309,7 +312,7 @@ class ActivationStore:
         here = self.backend.current_stream_id()
         signals = []
         for storage in group.storages():
-            if storage.residence is Residence.RETURNING and storage.in_signal is not None:
+            if storage.residence is Residence.RELOADING and storage.in_signal is not None:
                 self.copy_streams.before_use(storage.in_signal, here, storage.owner.name)
                 signals.append(storage.in_signal)
             elif storage.residence is Residence.HOST and storage.out_signal is not None:
@@ -322,20 +325,20 @@ class ActivationStore:
         The first time, the ranks of this host measure at the same moment, if they come to it within
         a few seconds: in training they copy at once.
         """
-        meeting = None if self._has_met else HostMeeting()
+        meeting = None if self._has_met else RankBarrier()
         self._has_met = True
-        lent = self._borrow_to_measure()
-        if lent is None:
+        in_use = self._allocate_to_measure()
+        if in_use is None:
             if meeting is not None:
-                meeting.attend(NUM_MEETINGS)  # so that nobody waits for this one in vain
+                meeting.attend(NUM_BARRIERS)  # so that nobody waits for this one in vain
             return None
-        device, lease = lent
-        buffer = lease.buffer.first(BANDWIDTH_NBYTES)
+        device, allocation = in_use
+        buffer = allocation.buffer.first(BANDWIDTH_NBYTES)
         bandwidth = self.copy_streams.measure_bandwidth(device, buffer, meeting)
-        self.host_pool.give_back(lease)
+        self.host_pool.free(allocation)
         return bandwidth
 
-    def _borrow_to_measure(self) -> Optional[tuple[Bytes, HostLease]]:
+    def _allocate_to_measure(self) -> Optional[tuple[Bytes, HostAllocation]]:
         """Device and host memory to copy between; None if there is none to spare."""
         if self.host_pool.allocated_bytes < BANDWIDTH_NBYTES:
             return None  # Next to nothing moves, and no memory is to be pinned for a measurement.
@@ -343,41 +346,41 @@ class ActivationStore:
         if device is None:
             return None
         try:
-            return Bytes(device, 0, BANDWIDTH_NBYTES), self.host_pool.borrow(BANDWIDTH_NBYTES)
+            return Bytes(device, 0, BANDWIDTH_NBYTES), self.host_pool.allocate(BANDWIDTH_NBYTES)
         except HostMemoryFull:
             return None
 
-    def shrink_host_memory(self, nbytes: int) -> None:
-        """Hold one slab of ``nbytes`` bytes of host memory; nothing may be lent.
+    def trim_host_memory(self, nbytes: int) -> None:
+        """Hold one slab of ``nbytes`` bytes of host memory; nothing may be in use.
 
         Blocks the host until every copy has completed, and while the slab is pinned.
         """
         self.copy_streams.finish()
-        self.host_pool.shrink_to(nbytes)
+        self.host_pool.trim_to(nbytes)
 
     def close(self) -> None:
         """Return the host memory. Nothing that was saved can be read afterwards."""
         self.copy_streams.finish()
         self.host_pool.close()
 
-    def _borrow(self, storages: Sequence[SavedStorage]) -> Optional[list[HostLease]]:
+    def _allocate(self, storages: Sequence[SavedStorage]) -> Optional[list[HostAllocation]]:
         """A host buffer for each storage, or None if there is not enough memory for all."""
-        leases: list[HostLease] = []
+        allocations: list[HostAllocation] = []
         try:
             for storage in storages:
-                leases.append(storage.pool.borrow(storage.nbytes))
+                allocations.append(storage.pool.allocate(storage.nbytes))
         except HostMemoryFull:
-            for storage, lease in zip(storages, leases, strict=False):
-                storage.pool.give_back(lease)
+            for storage, allocation in zip(storages, allocations, strict=False):
+                storage.pool.free(allocation)
             return None
-        return leases
+        return allocations
 
     def _start_copies_in(self, storages: Sequence[SavedStorage]) -> None:
-        """HOST to RETURNING, in one batch."""
+        """HOST to RELOADING, in one batch."""
         # All of it before any state changes: the device may be out of memory.
         memory = [self.backend.allocate_device(s.nbytes, s.device) for s in storages]
         moves = [
-            (Bytes(returned, 0, storage.nbytes), storage.take_lease())
+            (Bytes(returned, 0, storage.nbytes), storage.take_allocation())
             for storage, returned in zip(storages, memory, strict=True)
         ]
         verify = None
@@ -388,11 +391,11 @@ class ActivationStore:
         copied_out = [s.out_signal for s in storages if s.out_signal is not None]
         here = self.backend.here()
         signal = self.copy_streams.copy_in(moves, copied_out, here, after=verify)
-        for storage, (destination, lease) in zip(storages, moves, strict=True):
+        for storage, (destination, allocation) in zip(storages, moves, strict=True):
             storage.returned, storage.in_signal = destination.storage, signal
             storage.returned_on = here
-            storage.move_to(Residence.RETURNING)
-            storage.pool.give_back(lease)
+            storage.move_to(Residence.RELOADING)
+            storage.pool.free(allocation)
             counters = self.modules[storage.owner.name]
             counters.h2d_bytes += destination.nbytes
             counters.h2d_copies += 1
@@ -400,7 +403,8 @@ class ActivationStore:
     def _settle_original(self, storage: SavedStorage) -> None:
         """Read the original memory that somebody kept, unless it has been emptied for good."""
         if storage.returned is not None and storage.returned.nbytes() == storage.storage_nbytes:
-            storage.pool.give_back(storage.take_lease())
+            storage.move_to(Residence.RELOADED)
+            storage.pool.free(storage.take_allocation())
             return
         storage.returned = None
         storage.move_to(Residence.HOST)
@@ -434,6 +438,6 @@ def _refuse(saved: SavedTensor) -> NoReturn:
     """Raise what autograd would of a saved tensor that was changed in place."""
     raise RuntimeError(
         f"a tensor of shape {list(saved.storage.shape_of(saved.index))} that "
-        f"{saved.group.describe()} saved for backward was changed by an in-place operation; "
+        f"{saved.group.label.describe()} saved for backward was changed by an in-place operation; "
         "change a copy of it instead"
     )

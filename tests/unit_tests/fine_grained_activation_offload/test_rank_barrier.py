@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Ranks of one host measure their links at the same moment, and nobody waits for ever."""
+"""Ranks of one host measure their links at the same moment, and nobody waits permanently."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ranks import run_ranks
 from timed_backend import TimedBackend
 from toy_model import SCHEDULES, make_chunks, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload import host_meeting, transfer
+from megatron.slipstream.fine_grained_activation_offload import activation_store, rank_barrier
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
-    NUM_MEETINGS,
+    NUM_BARRIERS,
     CopyStreams,
 )
-from megatron.slipstream.fine_grained_activation_offload.host_meeting import HostMeeting
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.rank_barrier import RankBarrier
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, NUM_WARMUPS
 
 LATE_S = 0.3
@@ -44,7 +44,7 @@ def leave() -> None:
 
 def come_one_after_another(rank: int, num_ranks: int, port: int) -> tuple[bool, list[float]]:
     join(rank, num_ranks, port)
-    meeting, times_s = HostMeeting(), []
+    meeting, times_s = RankBarrier(), []
     for late in range(num_ranks):
         time.sleep(LATE_S if rank == late else 0)
         begin_s = time.monotonic()
@@ -63,12 +63,12 @@ def test_those_who_come_early_wait_for_the_last() -> None:
 
 def miss_the_first(rank: int, num_ranks: int, port: int) -> tuple[bool, float]:
     join(rank, num_ranks, port)
-    host_meeting.PATIENCE_S = LATE_S
-    meeting = HostMeeting()
+    rank_barrier.PATIENCE_S = LATE_S
+    meeting = RankBarrier()
     if rank == 1:
         torch.distributed.barrier()  # by now the other one has given up
     begin_s = time.monotonic()
-    meeting.attend(NUM_MEETINGS)
+    meeting.attend(NUM_BARRIERS)
     elapsed_s = time.monotonic() - begin_s
     if rank == 0:
         torch.distributed.barrier()
@@ -90,8 +90,8 @@ def test_without_other_ranks_nobody_is_waited_for(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", world or "8")
     if world is not None:
-        monkeypatch.setattr(host_meeting, "_store", torch.distributed.HashStore)
-    assert HostMeeting().is_alone
+        monkeypatch.setattr(rank_barrier, "_store", torch.distributed.HashStore)
+    assert RankBarrier().is_alone
 
 
 class LostStore(torch.distributed.HashStore):
@@ -103,14 +103,14 @@ class LostStore(torch.distributed.HashStore):
 
 def test_a_lost_store_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(host_meeting, "_store", LostStore)
-    meeting = HostMeeting()
+    monkeypatch.setattr(rank_barrier, "_store", LostStore)
+    meeting = RankBarrier()
     assert not meeting.is_alone
     meeting.meet()
     assert meeting.is_alone
 
 
-class Company(HostMeeting):
+class Company(RankBarrier):
     """Others that always come."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ def test_in_company_neither_the_best_nor_the_worst_rate_counts() -> None:
     assert alone is not None
     assert found.d2h_gb_per_s == pytest.approx(half / 2.0 / 1e6)
     assert alone.d2h_gb_per_s == pytest.approx(half / 1.0 / 1e6)
-    assert company.num_met == NUM_MEETINGS
+    assert company.num_met == NUM_BARRIERS
 
 
 class SlowToTell(TimedBackend):
@@ -165,7 +165,7 @@ def train(rank: int, num_ranks: int, port: int) -> tuple[list[int], bool, list[f
     spans_s: list[float] = []
     are_alone: list[bool] = []
 
-    class Watched(HostMeeting):
+    class Watched(RankBarrier):
         def meet(self) -> None:
             begin_s = time.monotonic()
             super().meet()
@@ -173,9 +173,9 @@ def train(rank: int, num_ranks: int, port: int) -> tuple[list[int], bool, list[f
             spans_s.append(time.monotonic() - begin_s)
             are_alone.append(self.is_alone)
 
-    transfer.HostMeeting = Watched  # type: ignore[misc]
+    activation_store.RankBarrier = Watched  # type: ignore[misc]
     if rank == 1:
-        transfer.BANDWIDTH_NBYTES *= 1 << 10
+        activation_store.BANDWIDTH_NBYTES *= 1 << 10
     backend = SlowToTell(NUM_ITERATIONS + 2) if rank == 2 else TimedBackend()
     manager = PipelineOffloadManager(backend)
     chunks = make_chunks(1)
@@ -191,6 +191,6 @@ def train(rank: int, num_ranks: int, port: int) -> tuple[list[int], bool, list[f
 
 def test_ranks_measure_after_the_same_iteration_whenever_the_device_tells() -> None:
     for rank, (iterations, was_alone, spans_s) in enumerate(run_ranks(3, train)):
-        assert iterations == [NUM_ITERATIONS] * NUM_MEETINGS
+        assert iterations == [NUM_ITERATIONS] * NUM_BARRIERS
         assert not was_alone
         assert (spans_s[0] > LATE_S / 2) is (rank != 0)

@@ -11,9 +11,9 @@ import torch
 from host_bound import Engine, HostBound, train
 from toy_model import SCHEDULES, all_equal, make_chunks, micro_batch, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload import host_shrink
+from megatron.slipstream.fine_grained_activation_offload import host_trim
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
-from megatron.slipstream.fine_grained_activation_offload.host_shrink import NUM_ALIKE
+from megatron.slipstream.fine_grained_activation_offload.host_trim import NUM_ALIKE
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.plan.policy import PolicyOptions
 
@@ -97,10 +97,10 @@ def test_nothing_goes_while_anything_is_lent() -> None:
     train_settled(manager, SCHEDULES["one micro-batch"])
     held = backend.held_bytes
     pool = manager.store.host_pool
-    lease = pool.borrow(4096)
+    allocation = pool.allocate(4096)
     train_settled(manager)
     assert backend.held_bytes >= held
-    pool.give_back(lease)
+    pool.free(allocation)
     train_settled(manager)
     assert backend.held_bytes == pool.allocated_bytes
 
@@ -145,7 +145,7 @@ def test_where_sizes_vary_the_pool_stays() -> None:
 def test_plans_that_change_for_ever_have_memory_pinned_only_so_often(
     max_times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_shrink, "MAX_TIMES", max_times)
+    monkeypatch.setattr(host_trim, "MAX_TIMES", max_times)
     backend = SmallSlabs()
     manager = PipelineOffloadManager(backend)
     train_settled(manager)
@@ -160,14 +160,14 @@ def test_should_the_system_refuse_the_slab_the_pool_grows_as_before() -> None:
     expected = run_schedule(chunks, SCHEDULE, None)
     backend = SmallSlabs()
     manager = PipelineOffloadManager(backend)
-    shrink_to = manager.store.host_pool.shrink_to
+    trim_to = manager.store.host_pool.trim_to
 
     def refused(nbytes: int) -> None:
         backend.has_memory = False
-        shrink_to(nbytes)
+        trim_to(nbytes)
         backend.has_memory = True
 
-    manager.store.host_pool.shrink_to = refused  # type: ignore[method-assign]
+    manager.store.host_pool.trim_to = refused  # type: ignore[method-assign]
     train_settled(manager)
     assert backend.held_bytes == 0
     assert all_equal(expected, run_schedule(chunks, SCHEDULE, manager))

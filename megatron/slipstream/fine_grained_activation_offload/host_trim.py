@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 from typing import Optional
 
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
-from megatron.slipstream.fine_grained_activation_offload.transfer import ActivationStore
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.host_slab import slab_bytes_for
 from megatron.slipstream.plan.operations import derive_schedule
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 MIN_SHARE = 0.2
 """Which part of the host memory has to be of no use. To pin the rest anew takes a while."""
 MAX_TIMES = 3
-"""How often memory is given back: where plans change for ever it would be pinned for ever."""
+"""Most times that memory is trimmed: pinning it again takes long where plans never settle."""
 NUM_ALIKE = 3
 """How many iterations in a row have to lend what was planned. Where sizes vary from one to the
 next, nobody knows what the next one needs, and the pool stays as it is."""
 
 
-class HostShrinker:
+class HostTrimmer:
     """Looks at the end of each iteration whether host memory can go.
 
     Args:
@@ -53,24 +53,28 @@ class HostShrinker:
     def end_iteration(self, plan: Optional[Plan]) -> None:
         """An iteration like that of ``plan`` has ended."""
         pool = self._store.host_pool
-        most_lent = pool.take_most_lent()
+        peak_in_use = pool.take_peak_in_use()
         if self._num_plans != self._report.num_plans:
             self._num_plans = self._report.num_plans
             self._is_decided = self._num_times == MAX_TIMES
             self._num_alike = 0
         elif not self._is_decided and plan is not None:
-            self._num_alike = self._num_alike + 1 if most_lent == plan.peak_host_bytes else 0
-            if self._num_alike >= NUM_ALIKE and self._book.is_settled(plan) and not pool.lent_bytes:
+            self._num_alike = self._num_alike + 1 if peak_in_use == plan.peak_host_bytes else 0
+            if (
+                self._num_alike >= NUM_ALIKE
+                and self._book.is_settled(plan)
+                and not pool.in_use_bytes
+            ):
                 self._is_decided = True
-                self._shrink()
+                self._trim()
 
-    def _shrink(self) -> None:
+    def _trim(self) -> None:
         held = self._store.host_pool.allocated_bytes
         needed = slab_bytes_for([derive_schedule(plan) for plan in self._book.plans()])
         if held - needed < max(MIN_SHARE * held, self._store.backend.host_slab_bytes):
             return
         self._num_times += 1
-        self._store.shrink_host_memory(needed)
+        self._store.trim_host_memory(needed)
         logger.info(
             "rank %d: the plans need %s of host memory; of the %s that were held the rest is "
             "given back",

@@ -1,0 +1,31 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Which group something belongs to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron.slipstream.plan.trace import GroupKey
+
+
+class GroupLabel(NamedTuple):
+    """A group's place in the iteration and in the model."""
+
+    key: GroupKey
+    name: str
+    layer: int = 0
+    """How many groups of this name came before it in the pass."""
+    micro_batch: int = 0
+    """How many passes through this model chunk came before it in the iteration."""
+    vp_stage: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.key}.{self.name}"
+
+    def describe(self) -> str:
+        """The group in a user's words, for errors."""
+        return (
+            f"{self.name} of layer {self.layer} (of this model chunk, {self.vp_stage}) in "
+            f"micro-batch {self.micro_batch}"
+        )
