@@ -14,7 +14,7 @@ from host_bound import waits_everywhere
 from ranks import run_ranks
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, compare, skip_without_model
 
-from megatron.slipstream.fine_grained_activation_offload import plan_book
+from megatron.slipstream.fine_grained_activation_offload import tuner
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.patches import releases
@@ -149,8 +149,8 @@ def test_the_host_waits_too(case: ModelCase, monkeypatch: pytest.MonkeyPatch) ->
         events.append(event)
 
     monkeypatch.setattr(CudaBackend, "outlast", note)
-    monkeypatch.setattr(plan_book, "are_copies_slowed", lambda *_: True)
-    monkeypatch.setattr(plan_book, "host_sync_points", waits_everywhere)
+    monkeypatch.setattr(tuner, "are_copies_slowed", lambda *_: True)
+    monkeypatch.setattr(tuner, "host_sync_points", waits_everywhere)
     modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
     result = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, dict(MIN_NUMEL))
     print(f"{case.kind}: {result}, {len(events)} waits")

@@ -35,10 +35,11 @@ from megatron.slipstream.fine_grained_activation_offload.iteration import Iterat
 from megatron.slipstream.fine_grained_activation_offload.markers import (
     at_first_gradient,
 )
-from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.plan.build import Plan
@@ -84,9 +85,10 @@ class OffloadEngine:
         self._recorder = Recorder(backend)
         self.store = ActivationStore(backend, self._recorder)
         """The saved activations."""
-        self._book = PlanBook(self.store, self.report, options or PolicyOptions())
-        self.store.host_pool.limit_bytes = self._book.options.host_memory_limit_bytes
-        self._host_trimmer = HostTrimmer(self.store, self._book, self.report)
+        self._cache = PlanCache()
+        self._tuner = Tuner(self.store, self._cache, self.report, options or PolicyOptions())
+        self.store.host_pool.limit_bytes = self._tuner.options.host_memory_limit_bytes
+        self._host_trimmer = HostTrimmer(self.store, self._cache, self._tuner, self.report)
         self._num_verified_iterations = num_verified_iterations
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
@@ -97,14 +99,14 @@ class OffloadEngine:
         """The plan of the last iteration: the one it followed, or the one that was made of it."""
         self._next_plan: Optional[Plan] = None
         """The plan to begin the next iteration with."""
-        self._executor = PlanExecutor(self.store, self._recorder, self._book)
+        self._executor = PlanExecutor(self.store, self._recorder, self._cache, self._tuner)
         self.graphs = GraphCaptures(self.store)
         """What is captured in CUDA graphs."""
 
     @property
     def options(self) -> PolicyOptions:
         """What plans are made for."""
-        return self._book.options
+        return self._tuner.options
 
     @property
     def plan(self) -> Optional[Plan]:
@@ -114,12 +116,12 @@ class OffloadEngine:
     @property
     def is_settled(self) -> bool:
         """Whether all has been measured that plans depend on, and the last one is kept."""
-        return self._book.is_settled(self._last_plan)
+        return self._tuner.is_settled(self._last_plan)
 
     @property
     def plan_facts(self) -> Optional[PlanFacts]:
         """What was proved of the newest plan."""
-        return self._book.facts
+        return self._tuner.facts
 
     @property
     def peak_drop_bytes(self) -> dict[str, int]:
@@ -128,7 +130,7 @@ class OffloadEngine:
         Empty before the first iteration has ended. See [Note: Freed is not saved] in ``plan.peak``.
         """
         plan = self._last_plan
-        return self._book.peak_drop(plan).by_module if plan is not None else {}
+        return self._tuner.peak_drop(plan).by_module if plan is not None else {}
 
     # The life of a pass and of its groups.
 
@@ -154,13 +156,13 @@ class OffloadEngine:
             return
         self._restart_if_abandoned()
         self._pp_rank = pp_rank
-        if self._book.change_options(replace(self._book.options, **policy)):
+        if self._tuner.change_options(replace(self._tuner.options, **policy)):
             self._executor.leave_plan(self._now, self._now.num_steps)
             self._last_plan = self._next_plan = None
-        self._begin_turn()
+        self._begin_trial()
         now = self._now
         now.num_entered += 1
-        if now.turn is not None and now.turn.is_left_out:
+        if now.trial is not None and now.trial.is_left_out:
             return
         if now.num_steps == 0:
             now.passes.clear()  # Without marks, or of an iteration that failed before its first.
@@ -197,7 +199,7 @@ class OffloadEngine:
         now.chunk = None
         if now.num_steps > 0:
             self._finish_iteration()
-        elif now.turn is not None or (now.has_begun and self.graphs.modules):
+        elif now.trial is not None or (now.has_begun and self.graphs.modules):
             self._finish_without_marks()
         # Also where nothing was marked, as without gradients, or where a chunk is replayed whole.
         self._now = Iteration()
@@ -235,14 +237,14 @@ class OffloadEngine:
 
     def finish_report(self) -> None:
         """Add what was timed, as far as the device has come."""
-        self._book.read_clocks()
-        times = self._book.times_of(self._last_plan)
+        self._tuner.read_clocks()
+        times = self._tuner.times_of(self._last_plan)
         drops = self.peak_drop_bytes
         for name, counters in self.report.modules.items():
             counters.peak_drop_bytes = drops.get(name, 0)
             counters.stall_ms = times.stall_ms_by_module.get(name, 0.0) if times else 0.0
         if self._last_plan is not None:
-            self._book.report_plan(self._last_plan)
+            self._tuner.report_plan(self._last_plan)
         planned = self._last_plan.trace.names if self._last_plan is not None else ()
         met = {*planned, *self.graphs.modules}
         self.report.absent_modules = [name for name in self.wanted_modules if name not in met]
@@ -368,25 +370,25 @@ class OffloadEngine:
             self._begin_iteration()
         self._executor.come_to(self._now, kind, at)
 
-    def _begin_turn(self) -> None:
+    def _begin_trial(self) -> None:
         """Forward enters a model chunk: find out, at the first one, what is special."""
         if self._now.has_begun:
             return
         self._now.has_begun = True
         if not self.graphs.modules and not self._executor.is_bound:
-            self._now.turn = self._book.begin_turn(self._next_plan, self.report.num_iterations)
+            self._now.trial = self._tuner.begin_trial(self._next_plan, self.report.num_iterations)
 
     def _finish_without_marks(self) -> None:
         """An iteration has ended that the engine was left out of, or that graphs replayed whole."""
-        turn = self._now.turn
+        trial = self._now.trial
         is_trial = False
-        if turn is not None:
-            self._book.end_turn(turn, was_followed=False)
-            self._book.read_clocks()
+        if trial is not None:
+            self._tuner.end_trial(trial, was_followed=False)
+            self._tuner.read_clocks()
             # Marks do not tell which iteration it was, but how many micro-batches it had does.
-            plan = self._last_plan = self._book.find_like(turn.plan, self._now.num_entered)
-            self._next_plan = self._book.plan_after(plan) if plan is not None else None
-            is_trial = plan is not None and self._book.is_tried(plan)
+            plan = self._last_plan = self._cache.find_like(trial.plan, self._now.num_entered)
+            self._next_plan = self._cache.plan_after(plan) if plan is not None else None
+            is_trial = plan is not None and self._tuner.is_tried(plan)
         self.report.is_left_out = is_trial
         if not is_trial:  # else the figures are those of its neighbour
             self.report.modules, self.report.late_groups = {}, {}
@@ -396,28 +398,28 @@ class OffloadEngine:
     def _begin_iteration(self) -> None:
         gradients = self.store.backend.gradients
         if self.report.num_iterations == 1 and gradients is not None:
-            self._book.resident_gradient_bytes = gradients.count()
+            self._tuner.resident_gradient_bytes = gradients.count()
         self._executor.begin(self._now, self._next_plan)
 
     def _finish_iteration(self) -> None:
         self._drop_plans_beyond_limit()
         now, plan = self._now, self._now.plan
         was_followed = plan is not None and len(plan.trace.steps) == now.num_steps
-        if now.turn is not None:
-            self._book.end_turn(now.turn, was_followed and plan is now.turn.plan)
+        if now.trial is not None:
+            self._tuner.end_trial(now.trial, was_followed and plan is now.trial.plan)
         if plan is not None and was_followed and plan is self._next_plan:  # from its first step
-            self._book.note_followed(plan, now.watch)
+            self._tuner.note_followed(plan, now.probe)
         if plan is not None and not was_followed:
             self._recorder.steps.extend(plan.trace.steps[: now.num_steps])
             plan = None
         if plan is None:
             # Departed, or ended before the plan did: what it was may be known all the same.
-            plan = self._book.find(tuple(self._recorder.steps)) or self._make_plan()
-        self._book.note_order(plan, now.num_entered)
-        self._book.read_clocks()
+            plan = self._cache.find(tuple(self._recorder.steps)) or self._make_plan()
+        self._cache.note_order(plan, now.num_entered)
+        self._tuner.read_clocks()
         # The one for the same steps: it may have been made anew.
-        self._last_plan = self._book.find(plan.trace.steps)
-        self._next_plan = self._book.plan_after(plan)
+        self._last_plan = self._cache.find(plan.trace.steps)
+        self._next_plan = self._cache.plan_after(plan)
         self.report.is_left_out = False
         self.report.modules = dict(self.store.modules)
         self.report.late_groups = {str(key): n for key, n in self.store.late_groups.items()}
@@ -431,8 +433,8 @@ class OffloadEngine:
     def _drop_plans_beyond_limit(self) -> None:
         """The pool lowers its limit where the system refuses it memory: then plan for less."""
         limit_bytes = self.store.host_pool.limit_bytes
-        options = replace(self._book.options, host_memory_limit_bytes=limit_bytes)
-        if self._book.change_options(options):
+        options = replace(self._tuner.options, host_memory_limit_bytes=limit_bytes)
+        if self._tuner.change_options(options):
             self._executor.leave_plan(self._now, self._now.num_steps)
 
     def _stop_verifying(self) -> None:
@@ -448,7 +450,9 @@ class OffloadEngine:
 
     def _make_plan(self) -> Plan:
         now = self._now
-        return self._book.make(self._recorder.finish(self._pp_rank, now.groups, now.unwatched))
+        return self._tuner.make(
+            self._recorder.finish(self._pp_rank, now.groups, now.unwatched)
+        ).plan
 
     def _update_report(self) -> None:
         report, pool = self.report, self.store.host_pool

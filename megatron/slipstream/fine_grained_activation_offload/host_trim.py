@@ -13,8 +13,9 @@ import logging
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
-from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.host_slab import slab_bytes_for
 from megatron.slipstream.plan.operations import derive_schedule
@@ -36,13 +37,17 @@ class HostTrimmer:
 
     Args:
         store: Holds the host memory.
-        book: Knows the plans.
+        cache: Has the plans.
+        tuner: Knows whether they are settled.
         report: Says how many plans have been made.
     """
 
-    def __init__(self, store: ActivationStore, book: PlanBook, report: RankReport) -> None:
+    def __init__(
+        self, store: ActivationStore, cache: PlanCache, tuner: Tuner, report: RankReport
+    ) -> None:
         self._store = store
-        self._book = book
+        self._cache = cache
+        self._tuner = tuner
         self._report = report
         self._num_times = 0
         self._num_alike = 0
@@ -62,7 +67,7 @@ class HostTrimmer:
             self._num_alike = self._num_alike + 1 if peak_in_use == plan.peak_host_bytes else 0
             if (
                 self._num_alike >= NUM_ALIKE
-                and self._book.is_settled(plan)
+                and self._tuner.is_settled(plan)
                 and not pool.in_use_bytes
             ):
                 self._is_decided = True
@@ -70,7 +75,7 @@ class HostTrimmer:
 
     def _trim(self) -> None:
         held = self._store.host_pool.allocated_bytes
-        needed = slab_bytes_for([derive_schedule(plan) for plan in self._book.plans()])
+        needed = slab_bytes_for([derive_schedule(plan) for plan in self._cache.plans()])
         if held - needed < max(MIN_SHARE * held, self._store.backend.host_slab_bytes):
             return
         self._num_times += 1

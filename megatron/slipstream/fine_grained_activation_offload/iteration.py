@@ -10,8 +10,8 @@ from typing import Optional
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.host_sync_points import HostSyncPoints
-from megatron.slipstream.fine_grained_activation_offload.plan_book import TrialIteration
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import IterationProbe
+from megatron.slipstream.fine_grained_activation_offload.tuner import TrialIteration
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.trace import GroupKey, Trace
 
@@ -24,13 +24,13 @@ class Iteration:
     """Whether forward has entered a model chunk."""
     num_entered: int = 0
     """How often it has, with the engine or without."""
-    turn: Optional[TrialIteration] = None
+    trial: Optional[TrialIteration] = None
     """What is special about it: the engine may be left out of it."""
     plan: Optional[Plan] = None
     """The plan being followed; None where it is not like any planned one."""
     host_sync_points: HostSyncPoints = field(default_factory=dict)
     """Where the host waits in it, if it follows its plan."""
-    watch: Optional[IterationProbe] = None
+    probe: Optional[IterationProbe] = None
     """Measures it, if it follows its plan; None where it is not measured."""
     num_steps: int = 0
     """So far."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import enum
 import statistics
 from dataclasses import dataclass, field
 from typing import Optional
@@ -50,6 +51,35 @@ class IterationProbe:
             self.memory.end_step()
 
 
+class Phase(enum.Enum):
+    """How far measuring the iterations that follow a plan has come."""
+
+    WARM_UP = "they allocate, and are not measured"
+    MEMORY_READ = "device memory is read in the next one"
+    TIMED = "they are timed"
+    TIMES_READ = "enough are timed, and their times are read once the device has come that far"
+    TRIAL = "they alternate with iterations without the engine"
+    SETTLED = "nothing more is measured"
+    DECLINED = "nothing can move within the allowed overhead: the engine is left out"
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other phase follows."""
+        return self is Phase.SETTLED or self is Phase.DECLINED
+
+
+_NEXT = {
+    # Warm, and not timed, since reading takes time. In each round: memory that vanishes between two
+    # marks counts as there up to the second, and where the peak is between the two, that is right
+    # only for a plan that releases the same. And it may be the first reading: where an iteration
+    # began like another one, it was not read while it was recorded.
+    Phase.WARM_UP: (NUM_WARMUPS - 1, Phase.MEMORY_READ),
+    Phase.MEMORY_READ: (1, Phase.TIMED),
+    Phase.TIMED: (NUM_TIMED, Phase.TIMES_READ),
+}
+"""After how many iterations which phase follows."""
+
+
 @dataclass
 class PlanEntry:
     """A plan, and what came of the iterations that followed it to its end."""
@@ -61,7 +91,9 @@ class PlanEntry:
     """Where the host waits too."""
     num_rounds: int = 0
     """How often it has been made anew from times."""
-    num_iterations: int = 0
+    phase: Phase = Phase.WARM_UP
+    num_in_phase: int = 0
+    """Iterations that have followed the plan to its end since the phase began."""
     times: list[Times] = field(default_factory=list)
     memory: tuple[MemoryReading, ...] = ()
     """As read in one of them."""
@@ -79,33 +111,17 @@ class PlanEntry:
     num_passes: int = 0
     """Times that forward enters a model chunk, in those that have no marks too."""
 
+    def note_followed(self) -> None:
+        """An iteration has followed the plan to its end."""
+        self.num_in_phase += 1
+        most, following = _NEXT.get(self.phase, (0, self.phase))
+        if self.num_in_phase == most:
+            self.phase, self.num_in_phase = following, 0
+
     @property
     def num_moving(self) -> int:
         """Groups that move."""
         return sum(group.moves for group in self.plan.groups)
-
-    @property
-    def declines(self) -> bool:
-        """Whether the plan was made for an allowed overhead and nothing can move within it."""
-        is_limited = self.plan.options.max_overhead_percent is not None
-        return is_limited and self.planned_ms > 0 and not self.num_moving
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing more is to be learned of it."""
-        return self.declines or (len(self.times) >= NUM_TIMED and self.trial is None)
-
-    @property
-    def is_to_be_timed(self) -> bool:
-        return NUM_WARMUPS <= self.num_iterations < NUM_WARMUPS + NUM_TIMED
-
-    @property
-    def is_memory_to_be_read(self) -> bool:
-        # Warm, and not timed, since reading takes time. In each round: what vanishes between two
-        # marks counts as there up to the second, and where the peak is between the two, that is
-        # right only for a plan that releases the same. And it may be the first reading: where
-        # an iteration began like another one, it was not read while it was recorded.
-        return self.num_iterations == NUM_WARMUPS - 1
 
     @property
     def is_as_predicted(self) -> bool:

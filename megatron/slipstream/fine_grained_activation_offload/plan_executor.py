@@ -16,9 +16,10 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
 )
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
-from megatron.slipstream.fine_grained_activation_offload.plan_book import PlanBook
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
+from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.plan.build import Action, ActionKind, Plan
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import Step, StepKind
@@ -35,13 +36,17 @@ class PlanExecutor:
     Args:
         store: Moves the groups.
         recorder: Records steps that no plan has.
-        book: Has the plans.
+        cache: Has the plans.
+        tuner: Says what is measured.
     """
 
-    def __init__(self, store: ActivationStore, recorder: Recorder, book: PlanBook) -> None:
+    def __init__(
+        self, store: ActivationStore, recorder: Recorder, cache: PlanCache, tuner: Tuner
+    ) -> None:
         self._store = store
         self._recorder = recorder
-        self._book = book
+        self._cache = cache
+        self._tuner = tuner
         self._fallback = Fallback(store, recorder)
         self.is_bound = False
         """Whether a departure is an error: what is captured has to be what was planned."""
@@ -58,10 +63,10 @@ class PlanExecutor:
             self._recorder.reads_memory = True
             self._recorder.watch_gradients()
             return
-        now.host_sync_points = self._book.sync_points_of(plan)
-        now.watch = self._book.watch(plan)
-        if now.watch is not None and now.watch.clock is not None:
-            self._store.copy_streams.timings = now.watch.clock.timings
+        now.host_sync_points = self._tuner.sync_points_of(plan)
+        now.probe = self._tuner.probe(plan)
+        if now.probe is not None and now.probe.clock is not None:
+            self._store.copy_streams.timings = now.probe.clock.timings
 
     def come_to(self, now: Iteration, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
         """Do what is due at a mark.
@@ -79,12 +84,12 @@ class PlanExecutor:
         now.num_steps = index + 1
         if now.plan is not None and not _is_step(now.plan, index, kind, at):
             self._depart(now, index, Step(kind, at.key, at.name))
-        plan, watch = now.plan, now.watch
+        plan, probe = now.plan, now.probe
         if plan is None:
             self._go_on_without_plan(now, index, kind, at)
             return
-        if watch is not None:
-            watch.begin_step()
+        if probe is not None:
+            probe.begin_step()
         for action in plan.actions[index]:
             self._perform(now, plan, action)
         if index in now.host_sync_points:
@@ -92,8 +97,8 @@ class PlanExecutor:
                 group = now.groups.get(key)
                 if group is not None and group.state is not GroupState.OPEN:
                     self._store.outlast_copies(group)
-        if watch is not None:
-            watch.end_step()
+        if probe is not None:
+            probe.end_step()
 
     def leave_plan(self, now: Iteration, num_steps: int) -> None:
         """Follow no plan from here on.
@@ -102,7 +107,7 @@ class PlanExecutor:
             now: The iteration.
             num_steps: Number of its steps that were as planned.
         """
-        self.stop_watching(now)
+        self.stop_measuring(now)
         if now.plan is None:
             return
         planned, now.plan = now.plan.trace.steps[:num_steps], None
@@ -110,13 +115,13 @@ class PlanExecutor:
         commits = (step.key for step in planned if step.kind is StepKind.FORWARD_COMMIT)
         self._fallback.adopt(now.groups[key] for key in commits)
 
-    def stop_watching(self, now: Iteration) -> None:
+    def stop_measuring(self, now: Iteration) -> None:
         """Measure no more of this iteration."""
-        now.watch = self._store.copy_streams.timings = None
+        now.probe = self._store.copy_streams.timings = None
 
     def clear(self, now: Iteration) -> None:
         """The iteration has ended, or is dropped."""
-        self.stop_watching(now)
+        self.stop_measuring(now)
         self._fallback.clear()
 
     def _depart(self, now: Iteration, index: int, step: Step) -> None:
@@ -128,9 +133,9 @@ class PlanExecutor:
                 f"step {index} of a captured pass is {step} and was {planned} when it was planned; "
                 "the model has to do the same in every micro-batch"
             )
-        self.stop_watching(now)
+        self.stop_measuring(now)
         now.host_sync_points = {}
-        plan = self._book.find_beginning((*departed.trace.steps[:index], step))
+        plan = self._cache.find_beginning((*departed.trace.steps[:index], step))
         if plan is not None:
             now.plan = plan
             self._catch_up(now, plan, index)
@@ -155,7 +160,7 @@ class PlanExecutor:
     ) -> None:
         if len(self._recorder.steps) == index:
             self._recorder.add_step(Step(kind, at.key, at.name))
-        chunk, options = now.passes[at.key.chunk_pass], self._book.options
+        chunk, options = now.passes[at.key.chunk_pass], self._tuner.options
         if isinstance(at, OffloadTensorGroup):
             self._fallback.come_to_group(kind, at, chunk, options)
         elif kind in (StepKind.OUTPUT_START, StepKind.BACKWARD_START):

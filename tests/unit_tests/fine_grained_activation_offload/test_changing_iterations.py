@@ -14,7 +14,7 @@ from toy_model import make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
-from megatron.slipstream.fine_grained_activation_offload.plan_book import MAX_PLANS
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import MAX_PLANS
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.report_page.findings import findings
@@ -135,7 +135,7 @@ def test_a_pass_that_failed_before_its_first_mark_leaves_nothing() -> None:
     manager.init_model_chunk_offload_handler(0, None, None, 1)  # Out of memory in the embedding.
     run(manager, [2] * 3)
     assert manager.report.num_plans == num_plans
-    assert len(manager._book) == 1
+    assert len(manager._cache) == 1
 
 
 def test_options_that_change_within_an_iteration_lose_none_of_its_steps() -> None:
@@ -193,7 +193,7 @@ def test_the_plan_that_was_used_last_is_forgotten_last() -> None:
 def test_no_clock_is_kept_where_nothing_takes_time() -> None:
     manager = make_manager("cpu")
     run(manager, [2] * 12)
-    assert manager._book._read_later == []
+    assert manager._tuner._read_later == []
 
 
 def test_a_group_whose_end_departs_from_the_plan_is_released_once(

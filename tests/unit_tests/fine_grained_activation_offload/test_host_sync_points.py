@@ -12,7 +12,7 @@ from hand_driven import HandDriven
 from host_bound import Engine, HostBound, train, waits_everywhere
 from make_trace import Model, one_pass, timed
 
-from megatron.slipstream.fine_grained_activation_offload import plan_book
+from megatron.slipstream.fine_grained_activation_offload import plan_entry, tuner
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import (
     WORK_QUEUES,
@@ -71,8 +71,8 @@ class Waiting(HostBound):
 def test_the_host_waits_only_where_copies_are_slow(
     monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
-    monkeypatch.setattr(plan_book, "are_copies_slowed", lambda *_: is_slow)
-    monkeypatch.setattr(plan_book, "host_sync_points", waits_everywhere)
+    monkeypatch.setattr(tuner, "are_copies_slowed", lambda *_: is_slow)
+    monkeypatch.setattr(tuner, "host_sync_points", waits_everywhere)
     engine = Engine(backend := Waiting(), 80.0)
     train(engine)
     before = backend.num_outlasted
@@ -84,8 +84,8 @@ def test_the_host_waits_only_where_copies_are_slow(
 def test_a_book_sees_once_more_what_waiting_brings(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = []
     for is_slow in (False, True):
-        monkeypatch.setattr(plan_book, "are_copies_slowed", lambda *_, is_slow=is_slow: is_slow)
-        monkeypatch.setattr(plan_book.PlanEntry, "is_as_predicted", False)
+        monkeypatch.setattr(tuner, "are_copies_slowed", lambda *_, is_slow=is_slow: is_slow)
+        monkeypatch.setattr(plan_entry.PlanEntry, "is_as_predicted", False)
         engine = Engine(Waiting(), 80.0)
         train(engine)
         rounds.append(engine.report.num_plans)
@@ -99,8 +99,8 @@ def test_what_makes_copies_faster_is_said_once(
     rank: int,
     cure: Optional[str],
 ) -> None:
-    monkeypatch.setattr(plan_book, "are_copies_slowed", lambda *_: True)
-    monkeypatch.setattr(plan_book.PlanEntry, "is_as_predicted", False)
+    monkeypatch.setattr(tuner, "are_copies_slowed", lambda *_: True)
+    monkeypatch.setattr(plan_entry.PlanEntry, "is_as_predicted", False)
     monkeypatch.setattr(Waiting, "cure_of_slow_copies", cure)
     engine = Engine(Waiting(), 80.0)
     engine.report.rank = rank

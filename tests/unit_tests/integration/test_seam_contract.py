@@ -221,7 +221,7 @@ def test_what_models_say_when_a_pass_begins_arrives(manager: PipelineOffloadMana
     _begin_pass()
     (chunk,) = manager._now.passes
     assert (chunk.vp_stage, chunk.min_offloaded_tensor_size) == (1, 7)
-    options, defaults = manager._book.options, compat.defaults_of_later_options()
+    options, defaults = manager._tuner.options, compat.defaults_of_later_options()
     for name in defaults.keys() & VALUES.keys():
         said = VALUES if releases.models_pass_their_rank() else defaults
         assert getattr(options, name) == said[name]

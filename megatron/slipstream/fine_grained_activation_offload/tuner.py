@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The plans of a run, by the sequence of marks that each is for, and what came of following them.
+"""Makes plans, measures iterations that follow them, and makes them again from the measurements.
 
 A plan is made from the trace of an iteration. Iterations that follow it are then measured: device
-memory once, times a few times, and the plan is made anew from that. What is measured of one rank
-stays there: plans of different ranks need not agree, since none of them changes what a rank sends.
+memory once, times a few times. :class:`Phase` says how far that has come. What is measured of one
+rank stays there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from megatron.slipstream.fine_grained_activation_offload.host_sync_points import
     are_copies_slowed,
     host_sync_points,
 )
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import (
     IterationProbe,
+    Phase,
     PlanEntry,
-    Steps,
 )
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
 from megatron.slipstream.fine_grained_activation_offload.report import (
@@ -56,9 +57,6 @@ from megatron.slipstream.plan.trace import Bandwidth, Trace
 
 logger = logging.getLogger(__name__)
 
-MAX_PLANS = 32
-"""Plans kept, one per sequence of marks (that is, per number of micro-batches)."""
-
 MAX_SHARE_OF_DEVICE = 0.9
 """Of the device memory that can be had, what an iteration without the engine may need: where it
 would hardly fit, no such iteration is tried."""
@@ -77,151 +75,91 @@ class TrialIteration:
     start: Event
 
 
-class PlanBook:
-    """Makes, proves, keeps and improves plans.
+class Tuner:
+    """Makes, proves and improves plans.
 
     Args:
         store: What the plans move.
+        cache: Keeps the plans.
         report: Where figures of the newest plan go.
         options: How groups are chosen and timed.
     """
 
-    def __init__(self, store: ActivationStore, report: RankReport, options: PolicyOptions) -> None:
+    def __init__(
+        self,
+        store: ActivationStore,
+        cache: PlanCache,
+        report: RankReport,
+        options: PolicyOptions,
+    ) -> None:
         self.options = options
         """What the plans were made for."""
         self.facts: Optional[PlanFacts] = None
         """What was proved of the newest plan."""
         self._store = store
         self._report = report
-        self._entries: dict[Steps, PlanEntry] = {}
+        self._cache = cache
         self._read_later: list[tuple[Plan, StepClock]] = []
         """Whole iterations that the device had not ended when the host had."""
-        self._turns_to_read: list[tuple[TrialIteration, Event, bool]] = []
+        self._trials_to_read: list[tuple[TrialIteration, Event, bool]] = []
         """The same of trials: with the event of its end, and whether it followed its plan."""
         self._are_copies_slowed = False
         """Whether they have ever been."""
         self._bandwidth: Optional[Bandwidth] = None
         self._told: set[str] = set()
         """What the user has been told of plans."""
-        self._last_steps: Optional[Steps] = None
-        """Of the last iteration that had marks."""
         self.resident_gradient_bytes: Optional[int] = None
         """Gradients at the beginning of the second iteration; None before it: then those that there
         are now are taken to stay."""
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def change_options(self, options: PolicyOptions) -> bool:
         """Plan for other options from here on. Says whether they are others."""
         if options == self.options:
             return False
         self.options = options
-        self._entries.clear()
-        self._last_steps = None
+        self._cache.clear()
         self._report.tried = []
         return True
 
-    def find(self, steps: Steps) -> Optional[Plan]:
-        """The plan for these steps."""
-        entry = self._entries.get(steps)
-        return entry.plan if entry is not None else None
-
-    def find_beginning(self, steps: Steps) -> Optional[Plan]:
-        """A plan whose first steps are these."""
-        for planned, entry in self._entries.items():
-            if planned[: len(steps)] == steps:
-                return entry.plan
-        return None
-
-    def find_like(self, plan: Plan, num_passes: int) -> Optional[Plan]:
-        """The plan for an iteration of so many passes; None if there is none.
-
-        That for the steps of ``plan`` if it has as many, else the one used last that has.
-        """
-        entries = self._entries
-        first = [entries[plan.trace.steps]] if plan.trace.steps in entries else []
-        for entry in (*first, *reversed(entries.values())):
-            if entry.num_passes == num_passes:
-                return entry.plan
-        return None
-
-    def note_order(self, plan: Plan, num_passes: int) -> None:
-        """An iteration has had the steps of ``plan``.
-
-        Args:
-            plan: The plan.
-            num_passes: How often forward entered a model chunk.
-        """
-        steps = plan.trace.steps
-        before = self._entries.get(self._last_steps) if self._last_steps is not None else None
-        if before is not None:
-            before.followed_by = (before.followed_by[1], steps)
-        self._last_steps = steps
-        entry = self._entries.pop(steps, None)
-        if entry is not None:
-            entry.num_passes = num_passes
-            self._entries[steps] = entry  # The one that is used last goes last.
-
-    def plan_after(self, plan: Plan) -> Optional[Plan]:
-        """The plan to expect after an iteration like this.
-
-        That for what came the last two times; else, since numbers of micro-batches mostly stay the
-        same for long, this one again.
-        """
-        entry = self._entries.get(plan.trace.steps)
-        if entry is None:
-            return None
-        earlier, last = entry.followed_by
-        expected = self._entries.get(last) if last is not None and last == earlier else None
-        return (expected or entry).plan
-
-    def make(self, trace: Trace) -> Plan:
+    def make(self, trace: Trace) -> PlanEntry:
         """A new plan, proved safe, in place of the one for the same steps."""
         plan = build_plan(trace, self.options)
         self._tell(plan)
         self.facts = check_plan(plan)
         entry = PlanEntry(plan)
-        before = self._entries.pop(trace.steps, None)
-        if before is not None:
-            entry.followed_by, entry.num_passes = before.followed_by, before.num_passes
-        self._entries[trace.steps] = entry
-        if len(self._entries) > MAX_PLANS:
-            del self._entries[next(iter(self._entries))]
+        self._cache.put(entry)
         if trace.step_ms and trace.bandwidth is not None:
             simulation = simulate(plan)
             entry.planned_ms = simulation.total_ms
             if self._are_copies_slowed:
                 entry.host_sync_points = host_sync_points(plan, simulation)
+            if plan.options.max_overhead_percent is not None and not entry.num_moving:
+                entry.phase = Phase.DECLINED
         report = self._report
         report.num_plans += 1
         self.report_plan(plan)
         first = report.rank == 0 and report.num_plans == 1
         logger.log(logging.INFO if first else logging.DEBUG, "plan:\n%s", report.plan)
-        return plan
+        return entry
 
     def is_settled(self, plan: Optional[Plan]) -> bool:
         """Whether this plan will be followed from here on, as far as one can tell."""
-        entry = self._entry_of(plan)
-        return entry is not None and (entry.is_settled or not self._store.backend.takes_time)
-
-    def plans(self) -> list[Plan]:
-        """All plans that are kept."""
-        return [entry.plan for entry in self._entries.values()]
+        entry = self._cache.entry_of(plan)
+        return entry is not None and (entry.phase.is_last or not self._store.backend.takes_time)
 
     def times_of(self, plan: Optional[Plan]) -> Optional[Times]:
         """Of the last iteration that was timed and followed this plan; None if none was."""
-        entry = self._entry_of(plan)
+        entry = self._cache.entry_of(plan)
         return entry.times[-1] if entry is not None and entry.times else None
 
     # Trials.
 
     def is_tried(self, plan: Plan) -> bool:
         """Whether a trial of the plan is under way."""
-        entry = self._entry_of(plan)
-        return entry is not None and entry.trial is not None
+        entry = self._cache.entry_of(plan)
+        return entry is not None and entry.phase is Phase.TRIAL
 
-    def begin_turn(self, plan: Optional[Plan], number: int) -> Optional[TrialIteration]:
+    def begin_trial(self, plan: Optional[Plan], number: int) -> Optional[TrialIteration]:
         """An iteration begins that will most likely follow ``plan``.
 
         Args:
@@ -230,28 +168,25 @@ class PlanBook:
                 ones on every rank.
 
         Returns:
-            What to give to :meth:`end_turn`; None if the iteration is nothing special.
+            What to give to :meth:`end_trial`; None if the iteration is nothing special.
         """
-        entry = self._entry_of(plan)
-        if entry is None or not (entry.declines or entry.trial is not None):
+        entry = self._cache.entry_of(plan)
+        if entry is None or entry.phase not in (Phase.DECLINED, Phase.TRIAL):
             return None
-        is_left_out = entry.declines or number % 2 == 1
+        is_left_out = entry.phase is Phase.DECLINED or number % 2 == 1
         return TrialIteration(entry.plan, is_left_out, self._now())
 
-    def end_turn(self, turn: TrialIteration, was_followed: bool) -> None:
+    def end_trial(self, trial: TrialIteration, was_followed: bool) -> None:
         """The iteration has ended, and followed its plan or not if it was to."""
-        self._turns_to_read.append((turn, self._now(), was_followed))
+        self._trials_to_read.append((trial, self._now(), was_followed))
 
     def _now(self) -> Event:
         backend = self._store.backend
         return backend.timed_event(backend.current_stream())
 
-    def _entry_of(self, plan: Optional[Plan]) -> Optional[PlanEntry]:
-        entry = self._entries.get(plan.trace.steps) if plan is not None else None
-        return entry if entry is not None and entry.plan is plan else None
-
-    def _begin_trial(self, entry: PlanEntry) -> None:
+    def _enter_trial(self, entry: PlanEntry) -> None:
         """Try out what a plan costs that was made for an allowed overhead, if that is possible."""
+        entry.phase = Phase.SETTLED
         max_percent = entry.plan.options.max_overhead_percent
         if max_percent is None or not entry.planned_ms or not entry.num_moving:
             return
@@ -267,30 +202,30 @@ class PlanBook:
                 else "would hardly fit in device memory",
             )
             return
-        entry.trial = CostTrial(max_percent)
+        entry.phase, entry.trial = Phase.TRIAL, CostTrial(max_percent)
         entry.num_trials += 1
 
-    def _read_turns(self) -> None:
-        later, self._turns_to_read = self._turns_to_read, []
-        for place, (turn, stop, was_followed) in enumerate(later):
-            ms = self._store.backend.elapsed_ms(turn.start, stop)
+    def _read_trials(self) -> None:
+        later, self._trials_to_read = self._trials_to_read, []
+        for place, (iteration, stop, was_followed) in enumerate(later):
+            ms = self._store.backend.elapsed_ms(iteration.start, stop)
             if ms is None:
-                self._turns_to_read = later[place:]
+                self._trials_to_read = later[place:]
                 return
-            entry = self._entry_of(turn.plan)
+            entry = self._cache.entry_of(iteration.plan)
             if entry is None or entry.trial is None:
                 continue
-            if turn.is_left_out:
+            if iteration.is_left_out:
                 entry.trial.note_without(ms)
                 continue
             entry.trial.note_with(ms if was_followed else None)
             is_affordable = entry.trial.is_affordable
             if is_affordable is not None:
-                self._end_trial(entry, entry.trial, is_affordable)
+                self._leave_trial(entry, entry.trial, is_affordable)
 
-    def _end_trial(self, entry: PlanEntry, trial: CostTrial, is_affordable: bool) -> None:
+    def _leave_trial(self, entry: PlanEntry, trial: CostTrial, is_affordable: bool) -> None:
         percent, error = trial.overhead
-        entry.trial = None
+        entry.phase, entry.trial = Phase.SETTLED, None
         self._report.tried.append(
             TriedPlan(
                 entry.num_moving,
@@ -315,50 +250,48 @@ class PlanBook:
             entry.tried = trial.overhead
             self.report_plan(entry.plan)
             return
-        trace = trace_after(entry.plan, trial, entry.num_trials)
-        self.make(trace)
-        again = self._entries[trace.steps]
+        again = self.make(trace_after(entry.plan, trial, entry.num_trials))
         again.num_rounds, again.num_trials = MAX_ROUNDS, entry.num_trials
 
     # Following a plan.
 
-    def watch(self, plan: Plan) -> Optional[IterationProbe]:
+    def probe(self, plan: Plan) -> Optional[IterationProbe]:
         """What to measure in an iteration that begins to follow ``plan``."""
-        entry = self._entry_of(plan)
+        entry = self._cache.entry_of(plan)
         if entry is None:
             return None
-        if entry.is_to_be_timed and self._store.backend.takes_time:
+        if entry.phase is Phase.TIMED and self._store.backend.takes_time:
             return IterationProbe(StepClock(self._store.backend), None)
-        if entry.is_memory_to_be_read:
+        if entry.phase is Phase.MEMORY_READ:
             return IterationProbe(None, MemoryReader(self._store.backend))
         return None
 
-    def note_followed(self, plan: Plan, watch: Optional[IterationProbe]) -> None:
+    def note_followed(self, plan: Plan, probe: Optional[IterationProbe]) -> None:
         """An iteration has followed ``plan`` from its first step to its last."""
-        entry = self._entry_of(plan)
+        entry = self._cache.entry_of(plan)
         if entry is None:
             return
-        entry.num_iterations += 1
-        if watch is None:
+        entry.note_followed()
+        if probe is None:
             return
-        watch.begin_step()
-        if watch.clock is not None:
-            self._read_later.append((plan, watch.clock))
+        probe.begin_step()
+        if probe.clock is not None:
+            self._read_later.append((plan, probe.clock))
             # Ranks of one host measure together, so after the same iteration: not when the times
             # are read, which depends on how far the device has come.
-            if not entry.is_to_be_timed and self._bandwidth is None:
+            if entry.phase is Phase.TIMES_READ and self._bandwidth is None:
                 self._bandwidth = self._store.measure_bandwidth()
-        if watch.memory is not None:
-            entry.memory = watch.memory.readings(plan.absent_bytes)
+        if probe.memory is not None:
+            entry.memory = probe.memory.readings(plan.absent_bytes)
 
     def sync_points_of(self, plan: Plan) -> HostSyncPoints:
         """Where the host waits in an iteration that follows ``plan``."""
-        entry = self._entry_of(plan)
+        entry = self._cache.entry_of(plan)
         return entry.host_sync_points if entry is not None else {}
 
     def report_plan(self, plan: Plan) -> None:
         """Put a plan into the report, and what was measured of iterations that followed it."""
-        entry = self._entry_of(plan)
+        entry = self._cache.entry_of(plan)
         if entry is None:
             return
         report = self._report
@@ -387,17 +320,17 @@ class PlanBook:
 
     def read_clocks(self) -> None:
         """Take the times of iterations that the device has ended; plan anew from enough of them."""
-        self._read_turns()
+        self._read_trials()
         later, self._read_later = self._read_later, []
         for plan, clock in later:
             times = clock.read()
-            entry = self._entry_of(plan)
+            entry = self._cache.entry_of(plan)
             if times is None:
                 self._read_later.append((plan, clock))
             elif entry is not None:
                 entry.times.append(times)
                 if len(entry.times) == NUM_TIMED and not self._improve(entry):
-                    self._begin_trial(entry)
+                    self._enter_trial(entry)
 
     def _improve(self, entry: PlanEntry) -> bool:
         """Make the plan anew from what following it took. Says whether that was called for."""
@@ -426,8 +359,7 @@ class PlanBook:
             memory=entry.memory or entry.plan.trace.memory,
             ms_per_moved_group=host_ms,
         )
-        self.make(trace)
-        improved = self._entries[trace.steps]
+        improved = self.make(trace)
         improved.num_rounds, improved.earlier = entry.num_rounds + (not is_first), runs
         report = self._report
         if report.rank == 0:

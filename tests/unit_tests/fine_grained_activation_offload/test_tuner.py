@@ -16,8 +16,12 @@ from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     CostTrial,
 )
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry
-from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_WARMUPS, Times
+from megatron.slipstream.fine_grained_activation_offload.plan_entry import Phase, PlanEntry
+from megatron.slipstream.fine_grained_activation_offload.step_clock import (
+    NUM_TIMED,
+    NUM_WARMUPS,
+    Times,
+)
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.simulate import simulate
@@ -73,11 +77,12 @@ def test_waits_that_a_plan_foresaw_are_no_cost_of_its_groups_at_first(
     for _ in range(MIN_PAIRS + 1):
         trial.note_with(off_ms * (1 + percent / 100))
         trial.note_without(off_ms)
-    book = PipelineOffloadManager(TimedBackend(), options)._book
+    manager = PipelineOffloadManager(TimedBackend(), options)
     entry = PlanEntry(plan, planned_ms=PLANNED_MS, num_trials=num_trials)
-    book._entries[trace.steps] = entry
-    book._end_trial(entry, trial, is_affordable=False)
-    again = book._entries[trace.steps]
+    manager._cache.put(entry)
+    manager._tuner._leave_trial(entry, trial, is_affordable=False)
+    again = manager._cache.entry_of(manager._cache.find(trace.steps))
+    assert again is not None
     costs_ms = (1 + MARGIN) * (percent - (0 if counts_waits else waits_ms))
     assert again.plan.trace.ms_per_moved_group == pytest.approx(costs_ms / entry.num_moving)
     moved_gb = plan.moved_nbytes / 1e9
@@ -87,9 +92,18 @@ def test_waits_that_a_plan_foresaw_are_no_cost_of_its_groups_at_first(
 
 @pytest.mark.parametrize("num_rounds", [0, 1, 2])
 def test_memory_is_read_in_every_round_before_anything_is_timed(num_rounds: int) -> None:
-    entries = [
-        PlanEntry(_plan(), num_rounds=num_rounds, num_iterations=n) for n in range(NUM_WARMUPS + 2)
-    ]
-    assert [entry.is_memory_to_be_read for entry in entries].count(True) == 1
-    assert entries[NUM_WARMUPS - 1].is_memory_to_be_read
-    assert not any(entry.is_memory_to_be_read and entry.is_to_be_timed for entry in entries)
+    entry = PlanEntry(_plan(), num_rounds=num_rounds)
+    phases = []
+    for _ in range(NUM_WARMUPS + NUM_TIMED + 2):
+        phases.append(entry.phase)
+        entry.note_followed()
+    measured = [Phase.MEMORY_READ, *[Phase.TIMED] * NUM_TIMED]
+    assert phases == [Phase.WARM_UP] * (NUM_WARMUPS - 1) + measured + [Phase.TIMES_READ] * 2
+
+
+@pytest.mark.parametrize("phase", [Phase.TRIAL, Phase.SETTLED, Phase.DECLINED])
+def test_iterations_alone_end_no_later_phase(phase: Phase) -> None:
+    entry = PlanEntry(_plan(), phase=phase)
+    for _ in range(10):
+        entry.note_followed()
+    assert entry.phase is phase

@@ -1,0 +1,107 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The plans of a run, by the sequence of marks that each is for."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry, Steps
+from megatron.slipstream.plan.build import Plan
+
+MAX_PLANS = 32
+"""Plans kept, one per sequence of marks (that is, per number of micro-batches)."""
+
+
+class PlanCache:
+    """Keeps plans with what came of following them, and expects the next one.
+
+    Plans of different ranks need not agree, since none of them changes what a rank sends.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Steps, PlanEntry] = {}
+        """The one used last goes last."""
+        self._last_steps: Optional[Steps] = None
+        """Of the last iteration that had marks."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Drop all plans."""
+        self._entries.clear()
+        self._last_steps = None
+
+    def put(self, entry: PlanEntry) -> None:
+        """Keep a plan in place of the one for the same steps."""
+        steps = entry.plan.trace.steps
+        before = self._entries.pop(steps, None)
+        if before is not None:
+            entry.followed_by, entry.num_passes = before.followed_by, before.num_passes
+        self._entries[steps] = entry
+        if len(self._entries) > MAX_PLANS:
+            del self._entries[next(iter(self._entries))]
+
+    def entry_of(self, plan: Optional[Plan]) -> Optional[PlanEntry]:
+        """What is known of a plan; None if it is kept no longer."""
+        entry = self._entries.get(plan.trace.steps) if plan is not None else None
+        return entry if entry is not None and entry.plan is plan else None
+
+    def plans(self) -> list[Plan]:
+        """All plans that are kept."""
+        return [entry.plan for entry in self._entries.values()]
+
+    def find(self, steps: Steps) -> Optional[Plan]:
+        """The plan for these steps."""
+        entry = self._entries.get(steps)
+        return entry.plan if entry is not None else None
+
+    def find_beginning(self, steps: Steps) -> Optional[Plan]:
+        """A plan whose first steps are these."""
+        for planned, entry in self._entries.items():
+            if planned[: len(steps)] == steps:
+                return entry.plan
+        return None
+
+    def find_like(self, plan: Plan, num_passes: int) -> Optional[Plan]:
+        """The plan for an iteration of so many passes; None if there is none.
+
+        That for the steps of ``plan`` if it has as many, else the one used last that has.
+        """
+        entries = self._entries
+        first = [entries[plan.trace.steps]] if plan.trace.steps in entries else []
+        for entry in (*first, *reversed(entries.values())):
+            if entry.num_passes == num_passes:
+                return entry.plan
+        return None
+
+    def note_order(self, plan: Plan, num_passes: int) -> None:
+        """An iteration has had the steps of ``plan``.
+
+        Args:
+            plan: The plan.
+            num_passes: How often forward entered a model chunk.
+        """
+        steps = plan.trace.steps
+        before = self._entries.get(self._last_steps) if self._last_steps is not None else None
+        if before is not None:
+            before.followed_by = (before.followed_by[1], steps)
+        self._last_steps = steps
+        entry = self._entries.pop(steps, None)
+        if entry is not None:
+            entry.num_passes = num_passes
+            self._entries[steps] = entry
+
+    def plan_after(self, plan: Plan) -> Optional[Plan]:
+        """The plan to expect after an iteration like this.
+
+        That for what came the last two times; else, since numbers of micro-batches mostly stay the
+        same for long, this one again.
+        """
+        entry = self._entries.get(plan.trace.steps)
+        if entry is None:
+            return None
+        earlier, last = entry.followed_by
+        expected = self._entries.get(last) if last is not None and last == earlier else None
+        return (expected or entry).plan
