@@ -38,7 +38,7 @@ from benchmarks.rank_memory import drop_fields
 from benchmarks.rows import RowWriter
 from benchmarks.shared_gpus import share_a_gpu
 from benchmarks.ways import in_turn
-from megatron.slipstream.plan.bound import physical_bound_ms
+from megatron.slipstream.estimate.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.trace import Bandwidth
 

@@ -38,9 +38,13 @@ sys.path.insert(0, str(ROOT))
 from tools.trivial_bodies import Change, changes_of  # noqa: E402
 
 PACKAGE = Path("megatron/slipstream")
-SOURCES = ["plan", "fine_grained_activation_offload", "chunk_graphs", "integration/graph_layers.py"]
+SOURCES = [
+    *("plan", "estimate", "fine_grained_activation_offload", "chunk_graphs"),
+    "integration/graph_layers.py",
+]
 TESTS = [
     "tests/unit_tests/plan",
+    "tests/unit_tests/estimate",
     "tests/unit_tests/fine_grained_activation_offload",
     "tests/unit_tests/chunk_graphs",
     "tests/unit_tests/integration/test_graph_layers.py",

@@ -32,12 +32,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from make_trace import Model, Schedule, interleaved, one_f_one_b, one_pass  # noqa: E402
 
+from megatron.slipstream.estimate.frontier import sweep  # noqa: E402
+from megatron.slipstream.estimate.pictures import frontier_png, timeline_png  # noqa: E402
 from megatron.slipstream.plan.build import Action, ActionKind, Plan, build_plan  # noqa: E402
 from megatron.slipstream.plan.check import check_plan  # noqa: E402
 from megatron.slipstream.plan.files import load_trace  # noqa: E402
-from megatron.slipstream.plan.frontier import sweep  # noqa: E402
 from megatron.slipstream.plan.operations import Queue, device_bytes  # noqa: E402
-from megatron.slipstream.plan.pictures import frontier_png, timeline_png  # noqa: E402
 from megatron.slipstream.plan.policy import PolicyOptions  # noqa: E402
 from megatron.slipstream.plan.simulate import Simulation, Span, simulate  # noqa: E402
 from megatron.slipstream.plan.timeline import device_memory  # noqa: E402

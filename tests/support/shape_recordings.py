@@ -11,7 +11,7 @@ import torch
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, micro_batches, train
 
 from benchmarks.models import _causal_mask
-from megatron.slipstream.plan.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.plan.trace import Trace
 
 

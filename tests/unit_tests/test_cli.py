@@ -15,6 +15,7 @@ from make_trace import Model, one_f_one_b, trace_of
 
 from megatron.slipstream import __version__
 from megatron.slipstream.cli import main
+from megatron.slipstream.estimate.frontier import sweep
 from megatron.slipstream.fine_grained_activation_offload.report import (
     ModuleCounters,
     RankReport,
@@ -22,7 +23,6 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
 )
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.files import load_plan, load_trace, save_trace
-from megatron.slipstream.plan.frontier import sweep
 from megatron.slipstream.plan.operations import device_bytes
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.render import render_plan

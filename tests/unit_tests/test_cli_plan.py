@@ -16,13 +16,13 @@ import pytest
 from doc_pages import Block, blocks_of, commands_in
 
 from megatron.slipstream.cli import main
+from megatron.slipstream.estimate.gpus import find_speed
+from megatron.slipstream.estimate.hugging_face import load_hub_config
+from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
+from megatron.slipstream.estimate.saved_tensors import saved_tensors
+from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.files import load_plan
-from megatron.slipstream.plan.gpus import find_speed
-from megatron.slipstream.plan.hugging_face import load_hub_config
-from megatron.slipstream.plan.model_shapes import ModelShape, Parallelism
-from megatron.slipstream.plan.saved_tensors import saved_tensors
 from megatron.slipstream.plan.simulate import simulate
-from megatron.slipstream.plan.synthetic import Workplan, synthetic_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "models"

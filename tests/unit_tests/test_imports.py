@@ -31,6 +31,7 @@ PACKAGE = "megatron.slipstream"
 ROOMS = (
     "plan",
     "fine_grained_activation_offload",
+    "estimate",
     "report_page",
     "packed_sequences",
     "context_parallel",
@@ -48,6 +49,8 @@ PREFLIGHT_READERS = frozenset({"preflight", "patches", "integration"})
 
 MEGATRON_READERS = frozenset({"patches", "integration"})
 """Who may import megatron-core or megatron.training."""
+
+PURE = frozenset({"plan", "estimate"})
 
 FRONT = frozenset({"__init__", "cli", "cli_plan", "doctor"})
 """The public interface, the command line and its doctor may import every room."""
@@ -125,8 +128,8 @@ def why_not(room: str, name: str) -> str:
     elif within(name, "megatron"):
         if room not in MEGATRON_READERS:
             return "only patches and integration may import megatron-core or megatron.training"
-    elif room == "plan" and within(name, "torch.cuda"):
-        return "plan is pure: it never touches a device"
+    elif room in PURE and within(name, "torch.cuda"):
+        return f"{room} is pure: it never touches a device"
     return ""
 
 
@@ -156,6 +159,9 @@ def test_rooms_import_one_way() -> None:
         ("plan/x.py", "from megatron.slipstream.fine_grained_activation_offload import manager"),
         ("plan/x.py", "from ..integration import mcore"),
         ("plan/x.py", "from .. import chunk_graphs"),
+        ("plan/x.py", "from ..estimate import synthetic"),
+        ("fine_grained_activation_offload/x.py", "from ..estimate import gpus"),
+        ("estimate/x.py", "import torch.cuda"),
         ("plan/x.py", "import torch.cuda"),
         ("plan/x.py", "from torch import cuda"),
         ("plan/x.py", "import torch\ntorch.cuda.Event()"),

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Optional
 from megatron.slipstream.cli_plan.options import TRAINING, UNTIMED, add_options
 
 if TYPE_CHECKING:
+    from megatron.slipstream.estimate.gpus import Speed
+    from megatron.slipstream.estimate.shape_tables import RankPlan
+    from megatron.slipstream.estimate.training_setup import Configured
     from megatron.slipstream.plan.build import Plan
-    from megatron.slipstream.plan.configured import Configured
-    from megatron.slipstream.plan.gpus import Speed
     from megatron.slipstream.plan.policy import PolicyOptions
-    from megatron.slipstream.plan.shape_tables import RankPlan
     from megatron.slipstream.plan.simulate import Simulation
     from megatron.slipstream.plan.trace import Trace
 
@@ -81,7 +81,7 @@ def _refuse(options: argparse.Namespace, names: tuple[str, ...], given: str, has
 
 def _check_files(options: argparse.Namespace) -> None:
     """Before minutes are spent on what cannot be written."""
-    from megatron.slipstream.plan.file_errors import require_writable
+    from megatron.slipstream.estimate.file_errors import require_writable
 
     for name in ("output", "timeline", "frontier"):
         path = getattr(options, name)
@@ -96,7 +96,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _show_trace(path: Path, options: argparse.Namespace) -> None:
-    from megatron.slipstream.plan.file_errors import wrong_with
+    from megatron.slipstream.estimate.file_errors import wrong_with
     from megatron.slipstream.plan.files import load_trace
 
     try:
@@ -145,7 +145,7 @@ def _write(
     policy: PolicyOptions,
     options: argparse.Namespace,
 ) -> None:
-    from megatron.slipstream.plan.file_errors import writing
+    from megatron.slipstream.estimate.file_errors import writing
     from megatron.slipstream.plan.files import save_plan
     from megatron.slipstream.plan.whole_files import write_whole
 
@@ -188,7 +188,7 @@ def _policy_options(options: argparse.Namespace) -> PolicyOptions:
 
 
 def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
-    from megatron.slipstream.plan.pictures import timeline_png
+    from megatron.slipstream.estimate.pictures import timeline_png
     from megatron.slipstream.plan.timeline import perfetto_json
 
     return (timeline_png if suffix == ".png" else perfetto_json)(plan, simulation)
@@ -196,8 +196,8 @@ def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
 
 def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
     """Sweep behind a progress bar, show the table, and give the file's content."""
-    from megatron.slipstream.plan.frontier import sweep
-    from megatron.slipstream.plan.pictures import frontier_png, require_matplotlib
+    from megatron.slipstream.estimate.frontier import sweep
+    from megatron.slipstream.estimate.pictures import frontier_png, require_matplotlib
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
     if suffix == ".png":
@@ -218,7 +218,7 @@ def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
 
 def _show_configured(configured: Configured, options: argparse.Namespace) -> None:
     from megatron.slipstream.cli_plan.models import speed_for
-    from megatron.slipstream.plan.shape_tables import describe, layer_tables, rank_table, write
+    from megatron.slipstream.estimate.shape_tables import describe, layer_tables, rank_table, write
 
     speed = speed_for(configured, options)
     policy = replace(
@@ -251,10 +251,10 @@ def _plan_ranks(
     configured: Configured, speed: Speed, policy: PolicyOptions, options: argparse.Namespace
 ) -> list[RankPlan]:
     """Plan the pipeline ranks, or the one that was asked for, behind a progress bar."""
-    from megatron.slipstream.plan.model_state import state_bytes
+    from megatron.slipstream.estimate.model_state import state_bytes
+    from megatron.slipstream.estimate.shape_tables import RankPlan
+    from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
-    from megatron.slipstream.plan.shape_tables import RankPlan
-    from megatron.slipstream.plan.synthetic import Workplan, synthetic_trace
 
     pp = configured.shape.parallelism.pp
     if options.rank is not None and not 0 <= options.rank < pp:

@@ -8,15 +8,15 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.slipstream.plan.configured import (
+from megatron.slipstream.estimate.flags_file import read_flags
+from megatron.slipstream.estimate.gpus import DEFAULT_ACHIEVED_SHARE, Speed, find_speed
+from megatron.slipstream.estimate.hugging_face import load_hub_config
+from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
+from megatron.slipstream.estimate.training_setup import (
     Configured,
     default_micro_batches,
     usable_modules,
 )
-from megatron.slipstream.plan.flags_file import read_flags
-from megatron.slipstream.plan.gpus import DEFAULT_ACHIEVED_SHARE, Speed, find_speed
-from megatron.slipstream.plan.hugging_face import load_hub_config
-from megatron.slipstream.plan.model_shapes import ModelShape, Parallelism
 
 
 def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configured:

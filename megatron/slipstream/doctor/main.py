@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron.slipstream.doctor.checks import examine, findings_of
     from megatron.slipstream.doctor.collect import Request, collect
     from megatron.slipstream.doctor.show import render, to_json
-    from megatron.slipstream.plan.file_errors import require_writable, writing
+    from megatron.slipstream.estimate.file_errors import require_writable, writing
     from megatron.slipstream.plan.whole_files import write_whole
 
     if options.ranks_per_host is not None and options.ranks_per_host < 1:

@@ -40,6 +40,7 @@ from megatron.slipstream.context_parallel.options import (
     DynamicContextParallelOptions,
     check_dynamic_context_parallel,
 )
+from megatron.slipstream.estimate.file_errors import require_writable
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.config_file import config_from_environment
 from megatron.slipstream.integration.frameworks.options import OffloadOptions
@@ -48,7 +49,6 @@ from megatron.slipstream.packed_sequences.options import (
     check_corpora,
     check_packing,
 )
-from megatron.slipstream.plan.file_errors import require_writable
 
 logger = logging.getLogger(__name__)
 

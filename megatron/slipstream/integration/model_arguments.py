@@ -13,13 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream import preflight
-from megatron.slipstream.integration import arguments, cpu_only, doctor
-from megatron.slipstream.plan.configured import (
-    Configured,
-    default_micro_batches,
-    usable_modules,
-)
-from megatron.slipstream.plan.model_shapes import (
+from megatron.slipstream.estimate.model_shapes import (
     AttentionBackend,
     Experts,
     LatentAttention,
@@ -27,6 +21,12 @@ from megatron.slipstream.plan.model_shapes import (
     Parallelism,
     Precision,
 )
+from megatron.slipstream.estimate.training_setup import (
+    Configured,
+    default_micro_batches,
+    usable_modules,
+)
+from megatron.slipstream.integration import arguments, cpu_only, doctor
 
 
 def configured_by_flags(

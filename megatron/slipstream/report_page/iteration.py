@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Optional
 
+from megatron.slipstream.estimate.pictures import pass_of
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.plan.build import Action, ActionKind, Plan
 from megatron.slipstream.plan.operations import Queue
-from megatron.slipstream.plan.pictures import pass_of
 from megatron.slipstream.plan.simulate import Simulation, Span, simulate
 from megatron.slipstream.plan.timeline import QUEUE_NAMES, DeviceMemory, device_memory
 from megatron.slipstream.plan.trace import KINDS_BETWEEN_GROUPS, Bandwidth, GroupKey, Step

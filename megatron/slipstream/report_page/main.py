@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.slipstream.plan.file_errors import require_writable, writing, wrong_with
+from megatron.slipstream.estimate.file_errors import require_writable, writing, wrong_with
 from megatron.slipstream.report_page import PAGE_SUFFIXES
 
 if TYPE_CHECKING:

@@ -332,7 +332,7 @@ def test_a_capture_that_the_engine_knows_nothing_of_is_refused(
     manager = make_manager("cpu")
     assert manager.d2h_stream is not None
     monkeypatch.setattr(manager.store.backend, "is_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match=r"offload_modules .* megatron.slipstream.with_graph_offloading"):
+    with pytest.raises(RuntimeError, match="megatron.slipstream.with_graph_offloading"):
         manager.d2h_stream  # noqa: B018
 
 

@@ -10,11 +10,11 @@ import pytest
 from ranks import run_ranks
 
 from megatron.slipstream.chunk_graphs.slots import PipelineLayout, passes
+from megatron.slipstream.estimate.model_shapes import Experts, LatentAttention, Parallelism
+from megatron.slipstream.estimate.schedules import rank_schedule
+from megatron.slipstream.estimate.training_setup import Configured
 from megatron.slipstream.integration.model_arguments import configured_by_flags
 from megatron.slipstream.integration.schedules import MEGATRON_SCHEDULES
-from megatron.slipstream.plan.configured import Configured
-from megatron.slipstream.plan.model_shapes import Experts, LatentAttention, Parallelism
-from megatron.slipstream.plan.schedules import rank_schedule
 
 BASE = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 2048 "

@@ -15,12 +15,12 @@ from ranks import run_ranks
 from shape_recordings import Recording, record_all
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
+from megatron.slipstream.estimate.gpus import find_speed
+from megatron.slipstream.estimate.model_shapes import ModelShape
+from megatron.slipstream.estimate.saved_tensors import marked_modules, saved_tensors
+from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
-from megatron.slipstream.plan.gpus import find_speed
-from megatron.slipstream.plan.model_shapes import ModelShape
 from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.saved_tensors import marked_modules, saved_tensors
-from megatron.slipstream.plan.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.trace import GroupTrace, StepKind, Trace
 
 TOLERANCE = 0.02

@@ -30,15 +30,16 @@ from make_trace import (
     with_saved_bytes_as_memory,
 )
 
+from megatron.slipstream.estimate.bound import physical_bound_ms
+from megatron.slipstream.estimate.gpus import find_speed
+from megatron.slipstream.estimate.hugging_face import load_hub_config
+from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
+from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
+from megatron.slipstream.estimate.training_setup import usable_modules
 from megatron.slipstream.plan import optimize
-from megatron.slipstream.plan.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.check import check_plan
-from megatron.slipstream.plan.configured import usable_modules
-from megatron.slipstream.plan.gpus import find_speed
-from megatron.slipstream.plan.hugging_face import load_hub_config
 from megatron.slipstream.plan.limits import Limits
-from megatron.slipstream.plan.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.plan.optimize import (
     MAX_SHARE_GIVEN_UP,
     MIN_SHARE_OF_COMPUTE,
@@ -58,7 +59,6 @@ from megatron.slipstream.plan.policy import (
 )
 from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.simulate import simulate
-from megatron.slipstream.plan.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.timing import arrange
 from megatron.slipstream.plan.trace import GroupKey, MemoryReading, StepKind, StorageTrace, Trace
 from megatron.slipstream.plan.workload import Workload

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from make_trace import Model, interleaved, one_f_one_b, trace_of
 
+from megatron.slipstream.estimate.frontier import sweep
+from megatron.slipstream.estimate.pictures import frontier_png, timeline_png
 from megatron.slipstream.plan.build import Plan, build_plan
-from megatron.slipstream.plan.frontier import sweep
 from megatron.slipstream.plan.operations import Queue
-from megatron.slipstream.plan.pictures import frontier_png, timeline_png
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.timeline import device_memory, perfetto_json

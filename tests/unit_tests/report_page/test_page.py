@@ -319,7 +319,7 @@ def test_the_page_of_a_real_run_is_of_the_plan_that_it_followed(tmp_path: Path) 
 
 def test_the_page_needs_the_plans_and_the_report_and_nothing_else_of_the_engine() -> None:
     allowed = re.compile(
-        r"megatron\.slipstream\.(plan|report_page|fine_grained_activation_offload\.report)\b"
+        r"megatron\.slipstream\.(plan|estimate|report_page|fine_grained_activation_offload\.report)\b"
     )
     for path in FOLDER.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -328,7 +328,7 @@ def test_the_page_needs_the_plans_and_the_report_and_nothing_else_of_the_engine(
 
 
 def test_the_light_colours_are_those_of_pictures() -> None:
-    from megatron.slipstream.plan import pictures
+    from megatron.slipstream.estimate import pictures
 
     light = (FOLDER / "page.css").read_text().split("@media")[0]
     colours = dict(re.findall(r"--m(\d): (#[0-9a-f]{6})", light))

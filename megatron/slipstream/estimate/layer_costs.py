@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.slipstream.plan.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
 
 BACKWARD_PER_FORWARD = 2.0

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from benchmarks.cases import DENSE_MODULES, MOE_MODULES, find_case
-from megatron.slipstream.plan.build import build_plan
-from megatron.slipstream.plan.gpus import find_speed
-from megatron.slipstream.plan.model_shapes import (
+from megatron.slipstream.estimate.gpus import find_speed
+from megatron.slipstream.estimate.model_shapes import (
     Experts,
     LatentAttention,
     ModelShape,
     Parallelism,
 )
-from megatron.slipstream.plan.model_state import num_parameters
+from megatron.slipstream.estimate.model_state import num_parameters
+from megatron.slipstream.estimate.saved_tensors import marked_modules, saved_tensors
+from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL, Workplan, synthetic_trace
+from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.saved_tensors import marked_modules, saved_tensors
-from megatron.slipstream.plan.synthetic import DEFAULT_MIN_NUMEL, Workplan, synthetic_trace
 from megatron.slipstream.plan.trace import Trace
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"

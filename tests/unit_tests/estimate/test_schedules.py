@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.slipstream.plan.schedules import (
+from megatron.slipstream.estimate.schedules import (
     Pass,
     idle_ms,
     most_in_flight,

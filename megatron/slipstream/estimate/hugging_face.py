@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from megatron.slipstream.plan.file_errors import wrong_with
-from megatron.slipstream.plan.model_shapes import Experts, LatentAttention
+from megatron.slipstream.estimate.file_errors import wrong_with
+from megatron.slipstream.estimate.model_shapes import Experts, LatentAttention
 
 
 class HubModel(NamedTuple):
@@ -21,7 +21,7 @@ class HubModel(NamedTuple):
 
     model_type: str
     fields: dict[str, Any]
-    """Of :class:`~megatron.slipstream.plan.model_shapes.ModelShape`."""
+    """Of :class:`~megatron.slipstream.estimate.model_shapes.ModelShape`."""
     notes: tuple[str, ...] = ()
     """What of it a plan leaves out."""
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from megatron.slipstream.config import check_model_options
-from megatron.slipstream.plan.model_shapes import ModelShape, Parallelism
-from megatron.slipstream.plan.saved_tensors import MODULES, marked_modules
-from megatron.slipstream.plan.synthetic import DEFAULT_MIN_NUMEL
+from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
+from megatron.slipstream.estimate.saved_tensors import MODULES, marked_modules
+from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from megatron.slipstream.plan.gpus import GPUS, find_speed
-from megatron.slipstream.plan.layer_costs import attended_pairs, head_costs, layer_costs
-from megatron.slipstream.plan.model_shapes import (
+from megatron.slipstream.estimate.gpus import GPUS, find_speed
+from megatron.slipstream.estimate.layer_costs import attended_pairs, head_costs, layer_costs
+from megatron.slipstream.estimate.model_shapes import (
     Experts,
     LatentAttention,
     ModelShape,
     Parallelism,
 )
-from megatron.slipstream.plan.model_state import num_parameters, state_bytes
+from megatron.slipstream.estimate.model_state import num_parameters, state_bytes
 
 LLAMA = ModelShape(32, 4096, 32, 14336, 128256, 8192, 1, 8)
 MIXTRAL = replace(LLAMA, experts=Experts(8, 2, 14336))

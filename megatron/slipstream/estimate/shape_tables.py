@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron.slipstream.estimate.gpus import Speed
+from megatron.slipstream.estimate.layer_costs import layer_costs
+from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
+from megatron.slipstream.estimate.model_state import num_parameters
+from megatron.slipstream.estimate.saved_tensors import SavedTensor, marked_modules, saved_tensors
+from megatron.slipstream.estimate.schedules import most_in_flight
+from megatron.slipstream.estimate.synthetic import Workplan
+from megatron.slipstream.estimate.training_setup import Configured, usable_modules
 from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.configured import Configured, usable_modules
-from megatron.slipstream.plan.gpus import Speed
-from megatron.slipstream.plan.layer_costs import layer_costs
-from megatron.slipstream.plan.model_shapes import ModelShape, Parallelism
-from megatron.slipstream.plan.model_state import num_parameters
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.plan.saved_tensors import SavedTensor, marked_modules, saved_tensors
-from megatron.slipstream.plan.schedules import most_in_flight
 from megatron.slipstream.plan.simulate import Simulation
-from megatron.slipstream.plan.synthetic import Workplan
 
 WIDTH = 110
 """Columns where the output is no terminal."""

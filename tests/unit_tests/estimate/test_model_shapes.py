@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.slipstream.plan.model_shapes import (
+from megatron.slipstream.estimate.model_shapes import (
     ATTENTION_BACKENDS,
     Experts,
     LatentAttention,
     ModelShape,
     Parallelism,
 )
-from megatron.slipstream.plan.saved_tensors import (
+from megatron.slipstream.estimate.saved_tensors import (
     MODULES,
     marked_modules,
     saved_tensors,

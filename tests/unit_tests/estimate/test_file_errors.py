@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.slipstream.plan.file_errors import require_writable, writing, wrong_with
+from megatron.slipstream.estimate.file_errors import require_writable, writing, wrong_with
 
 CURE = "; name a file in a folder that can be written"
 

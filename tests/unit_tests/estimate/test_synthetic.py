@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.slipstream.estimate.gpus import find_speed
+from megatron.slipstream.estimate.layer_costs import Cost, layer_costs
+from megatron.slipstream.estimate.model_shapes import Experts, ModelShape, Parallelism
+from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.files import load_trace, save_trace
-from megatron.slipstream.plan.gpus import find_speed
-from megatron.slipstream.plan.layer_costs import Cost, layer_costs
-from megatron.slipstream.plan.model_shapes import Experts, ModelShape, Parallelism
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.simulate import simulate
-from megatron.slipstream.plan.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.trace import StepKind, Trace
 
 SHAPE = ModelShape(

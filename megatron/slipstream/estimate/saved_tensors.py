@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.slipstream.plan.model_shapes import LatentAttention, ModelShape
+from megatron.slipstream.estimate.model_shapes import LatentAttention, ModelShape
 
 MODULES = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),

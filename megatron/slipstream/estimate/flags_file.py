@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.slipstream.plan.file_errors import wrong_with
+from megatron.slipstream.estimate.file_errors import wrong_with
 
 
 def read_flags(path: Path) -> list[str]:

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Union
 
-from megatron.slipstream.plan.gpus import Speed
-from megatron.slipstream.plan.layer_costs import Cost, head_costs, layer_costs
-from megatron.slipstream.plan.model_shapes import Chunk, ModelShape
-from megatron.slipstream.plan.saved_tensors import (
+from megatron.slipstream.estimate.gpus import Speed
+from megatron.slipstream.estimate.layer_costs import Cost, head_costs, layer_costs
+from megatron.slipstream.estimate.model_shapes import Chunk, ModelShape
+from megatron.slipstream.estimate.saved_tensors import (
     SavedTensor,
     marked_modules,
     saved_tensors,
 )
-from megatron.slipstream.plan.schedules import Pass, Schedule, idle_ms, rank_schedule
+from megatron.slipstream.estimate.schedules import Pass, Schedule, idle_ms, rank_schedule
 from megatron.slipstream.plan.trace import (
     BACKWARD,
     OUTPUT_LAYER,

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron.slipstream.estimate.frontier import Frontier, FrontierPoint
 from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.frontier import Frontier, FrontierPoint
 from megatron.slipstream.plan.operations import Queue
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.simulate import Simulation, Span

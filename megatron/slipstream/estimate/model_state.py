@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.slipstream.plan.model_shapes import ModelShape
+from megatron.slipstream.estimate.model_shapes import ModelShape
 
 OPTIMIZER_BYTES = 12
 """Of each parameter: Adam's two moments, and the master copy of a 16-bit weight, in float32."""

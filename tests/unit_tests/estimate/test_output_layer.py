@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from make_trace import DEFAULT_NBYTES, Model, one_pass, timed, with_saved_bytes_as_memory
 
-from megatron.slipstream.plan.bound import physical_bound_ms
+from megatron.slipstream.estimate.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Action, ActionKind, Plan, build_plan
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.policy import PolicyOptions

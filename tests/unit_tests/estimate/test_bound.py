@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from make_trace import Model, one_f_one_b, one_pass, trace_of, with_saved_bytes_as_memory
 
-from megatron.slipstream.plan.bound import physical_bound_ms
+from megatron.slipstream.estimate.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Plan, build_plan
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.simulate import simulate
