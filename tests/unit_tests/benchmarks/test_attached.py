@@ -18,7 +18,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant", "reentrant"])
-def test_tiny_run(checkpointing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_run(
+    checkpointing: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # Long times would wrap the words that are looked for.
     output = tmp_path / "rows.jsonl"
     arguments = f"--size tiny --warmup 2 --iterations 4 --checkpointing {checkpointing}".split()
     assert attached.main([*arguments, "--output", str(output)]) == 0
