@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Optional
 
 import pytest
@@ -162,6 +163,28 @@ def test_options_that_change_within_an_iteration_lose_none_of_its_steps() -> Non
     manager.init_model_chunk_offload_handler = changing  # type: ignore[method-assign]
     run_schedule(chunks, schedule, manager)
     assert manager.plan.trace.steps == steps
+
+
+def test_what_a_plan_keeps_is_in_the_plan_of_an_iteration_that_departs_from_it() -> None:
+    """The engine does not look at what kept groups save: the plan's trace tells."""
+    saved = []
+    for counts in ([3], [2, 2, 3]):
+        manager = make_engine()
+        enter = manager.init_model_chunk_offload_handler
+        manager.init_model_chunk_offload_handler = partial(  # type: ignore[method-assign]
+            enter, activation_offload_fraction=0.5
+        )
+        run(manager, counts)
+        plan = manager.plan
+        assert plan is not None
+        moving = [group.moves for group in plan.groups]
+        assert True in moving
+        assert False in moving
+        trace = plan.trace
+        saved.append(
+            [[trace.storages[index].nbytes for index in group.storages] for group in trace.groups]
+        )
+    assert saved[0] == saved[1]
 
 
 def test_a_run_that_ends_without_the_engine_tells_what_moved_with_it() -> None:
