@@ -115,6 +115,11 @@ class EntryOptions:
     evaluation losses, digests of the last gradients and the final weights. '{rank}' in the name is
     replaced by the rank; otherwise '.rank<N>' is inserted for ranks above 0."""
 
+    output_interval: int = 100
+    """Iterations between two writings of the report, the trace and the run record, which are
+    written at every end of the training as well; 0 for its end only. A report that is a page
+    (.html) is written at the end."""
+
 
 _GROUPS: tuple[tuple[type, str], ...] = (
     (OffloadConfig, "slipstream"),
@@ -358,7 +363,12 @@ def _check_packed_attention(args: Any) -> None:
 
 
 def _check_outputs(args: Any) -> None:
-    """The files that a training writes in the end."""
+    """The files that a training writes."""
+    if args.output_interval < 0:
+        raise ValueError(
+            f"output_interval={args.output_interval} is no number of iterations; set 1 or more, or "
+            "0 to write at the end only"
+        )
     for option in ("offload_report_path", "offload_trace_path", "run_record_path"):
         path = getattr(args, option)
         if path is not None:

@@ -50,6 +50,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             without an engine.
         evaluation_length: Micro-batches of one evaluation on this rank, which tells evaluations
             in a row apart; 0 if unknown.
+        between_iterations: Called before an iteration begins, with this monitor and the number of
+            the last complete one, of which the engine's figures are known by then.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         evaluation_length: int = 0,
         log_interval: int = 1,
         backend: Optional[Backend] = None,
+        between_iterations: Optional[Callable[[Monitor, int], None]] = None,
     ) -> None:
+        self._between_iterations = between_iterations
         self._evaluation_length = evaluation_length
         self._num_iterations = num_iterations
         self._iteration_now = iteration
@@ -112,6 +116,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         if not torch.is_grad_enabled() or self._in_iteration:
             return
         self._settle()
+        if self._between_iterations is not None and self._num_done > 0:
+            self._between_iterations(self, self._num_done)
         self._in_iteration = True
         if self._record:
             _synchronize()
@@ -187,10 +193,16 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     # Results
 
-    def save(self, path: str) -> None:
-        """Write the figures of this rank as JSON; complete or not at all."""
+    def save(self, path: str, is_end: bool = True) -> None:
+        """Write the figures of this rank as JSON; complete or not at all.
+
+        Args:
+            path: Of the file.
+            is_end: Training has ended well: the weights are its result, and their digest is a
+                figure.
+        """
         self._settle()
-        if self._model is not None:
+        if is_end and self._model is not None:
             weights = (p.detach() for chunk in self._model for p in chunk.parameters())
             self.figures["weights_sha256"] = _digest(weights)
         self.figures["torch_num_threads"] = torch.get_num_threads()

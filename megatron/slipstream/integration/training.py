@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, update_wrapper
-from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 import torch
@@ -36,13 +35,12 @@ from megatron.slipstream.integration.environment import settings
 from megatron.slipstream.integration.messages import show_messages
 from megatron.slipstream.integration.monitor import Monitor, progress_kind
 from megatron.slipstream.integration.ports import free_port
+from megatron.slipstream.integration.run_files import RunFiles
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.patches.training_loop import bound
 from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.whole_files import is_stream
-from megatron.slipstream.report_page import PAGE_SUFFIXES
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +155,7 @@ def _bind_pretrain(args: Any, model_config: Optional[Callable[[Any], Any]]) -> c
 
 
 def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
-    """Train as the arguments say, with the engine they ask for, and report at the end.
+    """Train as the arguments say, with the engine they ask for, and report at every end.
 
     Args:
         args: From :func:`parse_and_validate`.
@@ -168,6 +166,7 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
 
     table.apply(Feature.FUSED_ROTATION)  # with the engine off too, so that the two can be compared
     engine = _install_engine(args, config)
+    files = RunFiles(args, config, _rank(), engine)
     monitor = Monitor(
         num_iterations=args.train_iters or 0,
         iteration=lambda: args.curr_iteration + 1,
@@ -177,20 +176,43 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
         evaluation_length=_evaluation_length(args),
         log_interval=args.log_interval,
         backend=None if engine is None else engine.backend,
+        between_iterations=files.write_between,
     )
     patches = [bound(table.EVALUATE_FIRST, args)] if args.eval_before_training else []
     step = partial(providers.forward_step, monitor=monitor)
     update_wrapper(step, providers.forward_step)
     try:
-        with contextlib.nullcontext() if engine is None else contextlib.closing(engine):
-            with monitor, applied(patches):
-                pretrain(providers.datasets, step, monitor.finalizing)
-            _report(args, config, monitor, engine)
-    except SystemExit:  # Megatron ends a training so that was given so much time.
+        with (
+            contextlib.nullcontext() if engine is None else contextlib.closing(engine),
+            _writing_at_end(files, monitor),
+            monitor,
+            applied(patches),
+        ):
+            pretrain(providers.datasets, step, monitor.finalizing)
+    except SystemExit:
         _leave_process_groups()
         raise
     # A rank that fails does not come here: leaving would wait for work that others never do.
     _leave_process_groups()
+
+
+@contextlib.contextmanager
+def _writing_at_end(files: RunFiles, monitor: Monitor) -> Iterator[None]:
+    """Around a training, which leaves its files however it ends."""
+    try:
+        yield
+    except SystemExit as end:
+        # Megatron ends a training so at an iteration, after some time, or on a signal: all ranks
+        # come here. With another code one rank may have come alone.
+        if end.code:
+            files.write_alone(monitor)
+        else:
+            files.write(monitor)
+        raise
+    except BaseException:
+        files.write_alone(monitor)
+        raise
+    files.write(monitor)
 
 
 def _leave_process_groups() -> None:
@@ -255,51 +277,3 @@ def _install_engine(args: Any, config: OffloadConfig) -> Optional[_Engine]:
     if args.fine_grained_activation_offloading and config.offload_engine == "slipstream":
         return _Engine(args, config)
     return None
-
-
-def _report(args: Any, config: OffloadConfig, monitor: Monitor, engine: Optional[_Engine]) -> None:
-    if engine is not None:
-        report = engine.gather_report()
-        if _rank() == 0:
-            logger.info("%s", report.render())
-        if config.offload_report_path is not None:
-            with _telling("offload_report_path"):
-                _save_report(config.offload_report_path, report, engine)
-        if config.offload_trace_path is not None:
-            with _telling("offload_trace_path"):
-                engine.save_trace(rank_path(config.offload_trace_path, _rank()))
-    if args.run_record_path is not None:
-        with _telling("run_record_path"):
-            monitor.save(rank_path(args.run_record_path, _rank()))
-
-
-@contextlib.contextmanager
-def _telling(option: str) -> Iterator[None]:
-    """A file that cannot be written is no end to a training that has ended well."""
-    try:
-        yield
-    except OSError as error:
-        logger.error("%s: nothing is written, since %s", option, error)
-
-
-def _save_report(path: str, report: Report, engine: _Engine) -> None:
-    """Each rank its own figures as JSON; or, if a page is asked for, the first rank all of them."""
-    if Path(path).suffix not in PAGE_SUFFIXES:
-        engine.report().save(rank_path(path, _rank()))
-    elif _rank() == 0:
-        from megatron.slipstream.report_page.page import save_page
-
-        save_page(path, report, engine.plans())
-
-
-def rank_path(path: str, rank: int) -> str:
-    """One file per rank: '{rank}' is replaced; without it ranks above 0 get '.rank<N>'.
-
-    A device or a pipe is that of all ranks.
-    """
-    if "{rank}" in path:
-        return path.replace("{rank}", str(rank))
-    plain = Path(path)
-    if rank == 0 or is_stream(plain):
-        return path
-    return str(plain.with_name(f"{plain.stem}.rank{rank}{plain.suffix}"))

@@ -18,8 +18,10 @@ from reported_runs import make_run
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import mcore, training
+from megatron.slipstream.integration import mcore
 from megatron.slipstream.integration.environment import MODEL_SETTINGS, environment, settings
+from megatron.slipstream.integration.monitor import Monitor
+from megatron.slipstream.integration.run_files import RunFiles
 from megatron.slipstream.report_page.page import render_page
 
 
@@ -76,18 +78,27 @@ class Engine:
     def report(self) -> Report:
         return self._run.report
 
+    def gather_report(self) -> Report:
+        return Report([make_run(rank=0).rank, make_run(rank=1).rank])
+
     def plans(self) -> dict[int, Any]:
         return {self._run.rank.rank: self._run.plan}
+
+    def save_trace(self, path: str) -> None:
+        raise AssertionError("no trace is asked for")
 
 
 @pytest.mark.parametrize("name", ["report.json", "report.html"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_writes_its_report_as_what_its_name_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, name: str
+    tmp_path: Path, rank: int, name: str
 ) -> None:
-    monkeypatch.setenv("RANK", str(rank))
-    both = Report([make_run(rank=0).rank, make_run(rank=1).rank])
-    training._save_report(str(tmp_path / name), both, Engine(rank))  # type: ignore[arg-type]
+    args = SimpleNamespace(run_record_path=None, output_interval=0)
+    config = OffloadConfig(offload_report_path=str(tmp_path / name))
+    engine = Engine(rank)
+    monitor = Monitor(num_iterations=1, iteration=lambda: 1, progress="none", record=False)
+    RunFiles(args, config, rank, engine).write(monitor)
+    both = engine.gather_report()
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}
     if name == "report.json":
         (only,) = written

@@ -456,13 +456,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(folder: Path) 
 
 
 def test_a_disk_that_is_full_at_the_end_is_told_and_loses_one_file(folder: Path) -> None:
-    from megatron.slipstream.integration import training
+    from megatron.slipstream.fine_grained_activation_offload.report import Report
 
     def fill_the_disk() -> None:
         def fail(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        training._save_report = fail  # type: ignore[assignment]
+        Report.save = fail  # type: ignore[assignment]
 
     paths = ["--run-record-path", "record.json", "--offload-report-path", "report.json"]
     flags = [*MODEL, *MOCK, *paths, *OFFLOAD, "core_attn", "attn_proj"]

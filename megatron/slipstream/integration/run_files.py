@@ -1,0 +1,155 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The files that a training leaves: report, trace and run record.
+
+They are written at every end that Python sees, and between iterations, so that a training that is
+killed leaves the figures of some iterations before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional, Protocol
+
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.fine_grained_activation_offload.report import Report
+from megatron.slipstream.integration.monitor import Monitor
+from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.whole_files import is_stream
+from megatron.slipstream.report_page import PAGE_SUFFIXES
+
+logger = logging.getLogger(__name__)
+
+
+class ReportingEngine(Protocol):
+    """What the files are made of, from the installed engine."""
+
+    def report(self) -> Report:
+        """This rank's figures."""
+
+    def gather_report(self) -> Report:
+        """All ranks' figures; a collective."""
+
+    def plans(self) -> dict[int, Plan]:
+        """This rank's plan, by rank; nothing if no iteration has been recorded."""
+
+    def save_trace(self, path: str) -> None:
+        """Write the trace of the last complete iteration."""
+
+
+class RunFiles:
+    """Writes the files of one rank.
+
+    Args:
+        args: With ``run_record_path`` and ``output_interval``.
+        config: With the paths of report and trace.
+        rank: Of this process.
+        engine: None for a training without it, which has a run record only.
+    """
+
+    def __init__(
+        self, args: Any, config: OffloadConfig, rank: int, engine: Optional[ReportingEngine]
+    ) -> None:
+        self._record_path: Optional[str] = args.run_record_path
+        self._interval: int = args.output_interval
+        self._config = config
+        self._rank = rank
+        self._engine = engine
+        self._written: list[str] = []
+
+    def write_between(self, monitor: Monitor, num_done: int) -> None:
+        """Write this rank's files if it is time to. No collective, and no page, which takes long.
+
+        Args:
+            monitor: Has the run record.
+            num_done: Number of the iteration that is complete.
+        """
+        if self._interval and num_done % self._interval == 0:
+            self._write_own(monitor, is_end=False)
+
+    def write(self, monitor: Monitor) -> None:
+        """Log the report and write the files where all ranks end well. A collective."""
+        report = None if self._engine is None else self._engine.gather_report()
+        if report is not None and self._rank == 0:
+            logger.info("%s", report.render())
+        self._write_own(monitor, is_end=True, report=report)
+        self._tell()
+
+    def write_alone(self, monitor: Monitor) -> None:
+        """Write what this rank knows where others may not come: it fails, or is interrupted.
+
+        Raises nothing, since an exception is on its way that says more.
+        """
+        try:
+            report = None if self._engine is None else self._engine.report()
+            self._write_own(monitor, is_end=False, report=report)
+        except Exception:
+            logger.exception("the files of the training are incomplete")
+        self._tell()
+
+    def _write_own(self, monitor: Monitor, is_end: bool, report: Optional[Report] = None) -> None:
+        """Write this rank's files.
+
+        Args:
+            monitor: Has the run record.
+            is_end: Whether the weights are those of a training that has ended.
+            report: For a page, of which the first rank writes one; None for none.
+        """
+        self._written.clear()
+        config, engine = self._config, self._engine
+        if engine is not None and config.offload_report_path is not None:
+            self._save_report("offload_report_path", config.offload_report_path, engine, report)
+        if engine is not None and config.offload_trace_path is not None:
+            with self._writing("offload_trace_path", config.offload_trace_path) as path:
+                engine.save_trace(path)
+        if self._record_path is not None:
+            with self._writing("run_record_path", self._record_path) as path:
+                monitor.save(path, is_end)
+
+    def _save_report(
+        self, option: str, given: str, engine: ReportingEngine, report: Optional[Report]
+    ) -> None:
+        """Each rank its own figures as JSON, or the first rank a page of all that are known."""
+        if Path(given).suffix not in PAGE_SUFFIXES:
+            with self._writing(option, given) as path:
+                engine.report().save(path)
+        elif self._rank == 0 and report is not None:
+            from megatron.slipstream.report_page.page import save_page
+
+            with self._writing(option, given):
+                save_page(given, report, engine.plans())
+
+    @contextlib.contextmanager
+    def _writing(self, option: str, given: str) -> Iterator[str]:
+        """Around the writing of a file, whose path for this rank it gives.
+
+        One that cannot be written is no end to a training that has ended well.
+        """
+        path = rank_path(given, self._rank)
+        try:
+            yield path
+        # RuntimeError: no iteration has been recorded.
+        except (OSError, RuntimeError) as error:
+            logger.error("%s: nothing is written, since %s", option, error)
+        else:
+            self._written.append(f"{option}={path}")
+
+    def _tell(self) -> None:
+        if self._written and self._rank == 0:
+            logger.info("written: %s", ", ".join(self._written))
+
+
+def rank_path(path: str, rank: int) -> str:
+    """One file per rank: '{rank}' is replaced; without it ranks above 0 get '.rank<N>'.
+
+    A device or a pipe is that of all ranks.
+    """
+    if "{rank}" in path:
+        return path.replace("{rank}", str(rank))
+    plain = Path(path)
+    if rank == 0 or is_stream(plain):
+        return path
+    return str(plain.with_name(f"{plain.stem}.rank{rank}{plain.suffix}"))
