@@ -146,6 +146,7 @@ class ActivationStore:
         return (
             self.backend.manages(tensor)
             and tensor.layout is torch.strided
+            and not tensor.is_nested
             and tensor.numel() > 0
             and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
             and not _has_tangent(tensor)

@@ -43,6 +43,10 @@ class PlanCache:
         if len(self._entries) > MAX_PLANS:
             del self._entries[next(iter(self._entries))]
 
+    def forget(self, plan: Plan) -> None:
+        """Keep no plan for the steps of this one, so that the next iteration of them makes one."""
+        self._entries.pop(plan.trace.steps, None)
+
     def entry_of(self, plan: Optional[Plan]) -> Optional[PlanEntry]:
         """What is known of a plan; None if it is kept no longer."""
         entry = self._entries.get(plan.trace.steps) if plan is not None else None

@@ -351,8 +351,11 @@ def test_the_engine_is_not_compiled_with_a_training_step(checkpointing: Optional
     assert equal(run("layers.*"), expected)
     codes = [code for reference in input_codes.seen if (code := reference()) is not None]
     own = [code.co_name for code in codes if code.co_filename.startswith(ENGINE)]
-    # A finaliser has no effect that a compiler could change, and runs where it happens to.
-    assert set(own) <= {"__del__"}
+    # A finaliser has no effect that a compiler could change, and runs where it happens to. A hook
+    # only asks whether it may cut the graph, and cuts it there.
+    assert {name for name in own if not name.endswith("__call__") and "___call___" not in name} <= {
+        "__del__"
+    }
     assert codes
 
 

@@ -15,6 +15,12 @@ told by its :class:`Anchor` objects, which die with its graph. An iteration ends
 
 Passes of which backward reached nothing (a forward for a metric, an exception) teach nothing: an
 iteration of only such ones is dropped and the plan stays what it was.
+
+[Note: Groups that grow]
+One iteration may be unlike another: the first one may be of a short sequence, or of tensors that
+stay, as nested ones do. A plan of it would keep for good what it never saw. So groups that the plan
+keeps because they saved nothing are looked at all the same, and one that saves twice the bytes that
+its plan knows of ends the plan: the iteration goes on without, and makes another.
 """
 
 from __future__ import annotations
@@ -43,9 +49,19 @@ forwards (an evaluation that forgot ``no_grad``), not a part of training."""
 NO_GRAPH_TASK = -1
 
 
+MIN_GROWTH = 2
+"""A group that saves so many times the bytes that its plan knows of gets another plan."""
+
+
 def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` (``jvp``, ``vmap``, ``grad``, ...) runs."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of ``torch.func`` (``jvp``, ``vmap``, ``grad``, ...) or a tracer runs.
+
+    ``torch.func.linearize`` traces operations on tensors without a transform around them.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.fx.experimental.proxy_tensor.get_proxy_mode() is not None
+    )
 
 
 class Kept:
@@ -133,6 +149,7 @@ class AttachedEngine(OffloadEngine):
         options: How groups are chosen and timed.
         rank: Global rank, for the report.
         num_verified_iterations: See ``OffloadConfig.offload_verify``.
+        model: Its parameters and buffers stay, be they saved under another name.
         min_offloaded_tensor_size: Tensors of fewer elements stay on the device.
         activation_offload_fraction: Fraction of a pass's groups that may move.
     """
@@ -144,11 +161,18 @@ class AttachedEngine(OffloadEngine):
         rank: int = 0,
         num_verified_iterations: int = 0,
         *,
+        model: torch.nn.Module,
         min_offloaded_tensor_size: int,
         activation_offload_fraction: float,
     ) -> None:
         self._thread = _Thread()
         super().__init__(backend, options, rank, num_verified_iterations)
+        self._model = weakref.ref(model)
+        self._constants: Optional[frozenset[int]] = None
+        """Storages of the model's parameters and buffers; None where nobody has asked in this
+        pass, since wrappers give parameters other memory."""
+        self._largest: dict[int, int] = {}
+        """Bytes of groups that have grown, by their place in the pass."""
         self._min_numel = min_offloaded_tensor_size
         self._fraction = activation_offload_fraction
         self._own_passes: list[_Pass] = []
@@ -241,6 +265,7 @@ class AttachedEngine(OffloadEngine):
         group = self.commit_group(name)
         if group is None:
             return True
+        self._end_plan_if_grown(group)
         anchor = Anchor(self, group)
         is_anchored = False
         for node in nodes:
@@ -262,12 +287,34 @@ class AttachedEngine(OffloadEngine):
         self.commit_group(name)
         self._own_passes[-1].add(group, anchor)
 
+    def _stays(self, group: OffloadTensorGroup) -> bool:
+        plan = self._now.plan
+        if plan is not None and not plan.trace.group_by_key[group.key].storages:
+            return False  # [Note: Groups that grow]
+        return super()._stays(group)
+
+    def _end_plan_if_grown(self, group: OffloadTensorGroup) -> None:
+        """See [Note: Groups that grow]."""
+        plan = self._now.plan
+        if plan is None or group.key in self._now.unwatched:
+            return
+        nbytes = sum(group.nbytes.values())
+        storages = plan.trace.group_by_key[group.key].storages
+        known = sum(plan.trace.storages[index].nbytes for index in storages)
+        # What has been seen once is known, even if a plan leaves some of it out.
+        known = max(known, self._largest.get(group.key.group, 0))
+        if nbytes >= MIN_GROWTH * known and nbytes > 0:
+            self._largest[group.key.group] = nbytes
+            self._cache.forget(plan)
+            self._executor.leave_plan(self._now, self._now.num_steps)
+
     def _open_group(self, name: str) -> Optional[OffloadTensorGroup]:
         self.start_group(name)
         group, self._now.started = self._now.started, None
         return group
 
     def _open_pass(self) -> None:
+        self._constants = None
         newest = self._own_passes[-1] if self._own_passes else None
         if newest is not None and (newest.is_used or not newest.waits):
             self._finish_or_clear()
@@ -283,8 +330,25 @@ class AttachedEngine(OffloadEngine):
     @torch.compiler.disable
     def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor`` on account of ``group``. Returns what it keeps instead."""
+        if self._is_constant(tensor):
+            return Kept(tensor)
         saved = self.store.save(group, tensor)
         return Kept(saved) if isinstance(saved, torch.Tensor) else saved
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a parameter or buffer of the model's, or a detached one."""
+        if tensor.grad_fn is not None or type(tensor) is not torch.Tensor:
+            return False
+        if self._constants is None:
+            model = self._model()
+            own = () if model is None else (*model.parameters(), *model.buffers())
+            self._constants = frozenset(
+                entry.untyped_storage()._cdata
+                for entry in own
+                if type(entry) in (torch.Tensor, torch.nn.Parameter)
+                and entry.layout is torch.strided
+            )
+        return not tensor.is_nested and tensor.untyped_storage()._cdata in self._constants
 
     @torch.compiler.disable
     def read(self, saved: Any) -> torch.Tensor:

@@ -23,6 +23,7 @@ thread.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import logging
@@ -127,21 +128,38 @@ class _Hook:
         self._function = function
         self._hooked = hooked
 
+    def __call__(self, *arguments: Any) -> None:
+        # torch.export makes one graph, too, without the compiler.
+        if torch.compiler.is_compiling() and (
+            not torch.compiler.is_dynamo_compiling() or _is_one_graph()
+        ):
+            return
+        self._run(*arguments)
+
     # torch.compile must neither trace the engine nor run it once and for all: the graph ends here.
     @torch.compiler.disable
-    def __call__(self, *arguments: Any) -> None:
+    def _run(self, *arguments: Any) -> None:
         self._function(self._hooked, *arguments)
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _hook_of_a_copy, ()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        # A method of Python's own that takes anything and does nothing: whoever loads the copy
+        # need not have this package.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def _hook_of_a_copy() -> Callable[..., None]:
-    return _do_nothing
+@torch._dynamo.assume_constant_result
+def _is_one_graph() -> bool:
+    """Whether the code that is compiled must become one graph, which no hook may cut.
 
-
-def _do_nothing(*_: object) -> None:
-    pass
+    Called by the compiler.
+    """
+    compiled = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    if compiled.one_graph:
+        logger.warning(
+            "attach(): modules are compiled with fullgraph=True, so nothing of them moves; leave "
+            "fullgraph out, or compile the modules before attach()"
+        )
+    return compiled.one_graph
 
 
 class ForwardHooks:

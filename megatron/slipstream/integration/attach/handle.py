@@ -136,6 +136,7 @@ def attach(
         _policy_options(config),
         _rank(),
         config.offload_verify,
+        model=model,
         min_offloaded_tensor_size=min_offloaded_tensor_size,
         activation_offload_fraction=activation_offload_fraction,
     )

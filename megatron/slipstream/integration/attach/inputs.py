@@ -53,7 +53,7 @@ def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
 class CheckpointInputs:
