@@ -49,6 +49,9 @@ class Cost(NamedTuple):
 class GraphBackend(abc.ABC):
     """Makes graphs."""
 
+    is_imitation = False
+    """Whether its graphs only stand for CUDA graphs."""
+
     @abc.abstractmethod
     def session(self) -> contextlib.AbstractContextManager[None]:
         """Around everything that is warmed up and recorded together.
@@ -205,6 +208,8 @@ class ImitatedGraphs(GraphBackend):
     What a graph would bake in is therefore not baked in; everything around graphs is as with them:
     static inputs and outputs, slots, gradients that autograd does not see.
     """
+
+    is_imitation = True
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:

@@ -334,7 +334,10 @@ class ChunkGraphs:
             slot_bytes=held_bytes // self.num_slots,
             seconds=seconds + time.perf_counter() - started,
         )
-        logger.info("CUDA graphs of %s: %s", self.chunk.name, self.figures.render())
+        if self._backend.is_imitation:
+            logger.info("imitated graphs of %s: %d slots", self.chunk.name, self.num_slots)
+        else:
+            logger.info("CUDA graphs of %s: %s", self.chunk.name, self.figures.render())
         offloading = self.chunk.offloading
         if offloading is not None:
             logger.info(

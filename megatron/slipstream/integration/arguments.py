@@ -340,10 +340,29 @@ def _check_engine(args: Any, config: OffloadConfig) -> None:
         )
 
 
+_GRAPHS = {
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "optimizer_cuda_graph": False,
+}
+"""Megatron's options that ask for CUDA graphs, with the values that do not. (Graphs of whole chunks
+are imitated without a GPU.)"""
+
+
 def _check_device(args: Any) -> None:
-    if args.transformer_impl != "transformer_engine":
+    if torch.cuda.is_available():
         return
-    if not torch.cuda.is_available():
+    # Packed sequences go with no graphs of layers, with a GPU either: their rules say so.
+    has_other_rules = args.cuda_graph_granularity == "chunk" or args.sequence_packing is not None
+    for option, off in _GRAPHS.items() if not has_other_rules else ():
+        value = getattr(args, option, None)
+        if value and value != off:
+            raise ValueError(
+                f"{option}={value!r} is not supported without a GPU because CUDA graphs are "
+                f"captured from a GPU's streams; set {option}={off!r}, or leave it out"
+            )
+    if args.transformer_impl == "transformer_engine":
         raise ValueError(
             "transformer_impl='transformer_engine' is not supported without a GPU because its "
             "kernels run on CUDA only; set --transformer-impl local"

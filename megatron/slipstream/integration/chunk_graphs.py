@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -77,6 +78,11 @@ def prepare_arguments(args: Any) -> None:
     check_chunk_graphs(args, has_gpu)
     if args.cuda_graph_granularity != "chunk":
         return
+    if not has_gpu and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "cuda_graph_granularity=chunk: without a GPU graphs are imitated, and a replay runs "
+            "the chunk once more; that tries the options out and makes nothing faster"
+        )
     # Else layers would be captured by megatron-core as well.
     args.cuda_graph_impl = "none"
     if has_gpu and not args.te_rng_tracker:

@@ -228,7 +228,7 @@ def test_graphs_are_captured_again_after_they_were_deleted(
             training.iteration("FB", number)
     assert [record.getMessage()[:33] for record in caplog.records] == [
         "CUDA graphs of chunk 0 are delete",
-        "CUDA graphs of chunk 0: 1 slots o",
+        "imitated graphs of chunk 0: 1 slo",
     ]
     assert equal(training, _eager_like(5))
     assert training.graphs.num_replays == 3
