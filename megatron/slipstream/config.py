@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Optional, Union
+from typing import Any, Literal, NamedTuple, Optional, Union, get_type_hints
 
 MODULE_NAMES: Mapping[str, str] = {
     "attn_norm": "input layer norm (saves the layer input, [s, b, h])",
@@ -115,6 +117,7 @@ class OffloadConfig:
     the host some ten microseconds a group."""
 
     def __post_init__(self) -> None:
+        _check_types(self)
         check_rules(RULES, self)
 
     @property
@@ -122,6 +125,35 @@ class OffloadConfig:
         """``offload_max_overhead_percent`` as a number."""
         given = self.offload_max_overhead_percent
         return parse_percent(given) if isinstance(given, str) else given
+
+
+@cache
+def _type_checks() -> dict[str, Any]:
+    """What checks the type of each setting, but for those with a choice, whose rules list it."""
+    # To make them takes tens of milliseconds, so not on import.
+    from pydantic import TypeAdapter
+
+    hints = get_type_hints(OffloadConfig)
+    return {name: TypeAdapter(hint) for name, hint in hints.items() if "Literal" not in str(hint)}
+
+
+def _check_types(config: OffloadConfig) -> None:
+    """Refuse a value of another type, be it one that could be converted.
+
+    Raises:
+        ValueError: There is one. The message names the setting.
+    """
+    from pydantic import ValidationError
+
+    for name, check in _type_checks().items():
+        value = getattr(config, name)
+        try:
+            # Strictly: '2', 1.5 or True for a number is seldom what was meant.
+            check.validate_python(value, strict=True)
+        except ValidationError as error:
+            expected = (item["msg"].removeprefix("Input should be ") for item in error.errors())
+            cure = " or ".join(dict.fromkeys(expected))
+            raise ValueError(f"{name}={value!r} has the wrong type; set {cure}") from error
 
 
 AUTO_OVERHEAD_PERCENT = 1.0
@@ -159,7 +191,7 @@ def _always(_: Any) -> bool:
 
 
 def _is_at_least_0(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value >= 0
+    return type(value) in (int, float) and 0 <= value < math.inf
 
 
 def _offloading(facts: Any) -> bool:
@@ -236,9 +268,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "offload_target_memory_gib",
         _always,
-        lambda c: c.offload_target_memory_gib is None or c.offload_target_memory_gib > 0,
+        lambda c: c.offload_target_memory_gib is None or 0 < c.offload_target_memory_gib < math.inf,
         "offload_target_memory_gib={offload_target_memory_gib} is no device peak; set the GiB "
-        "(above 0) that each rank may use at most, or leave it out to move everything that may",
+        "(above 0, and finite) that each rank may use at most, or leave it out to move everything "
+        "that may",
     ),
     Rule(
         "offload_max_overhead_percent",
@@ -472,13 +505,46 @@ def num_local_ranks() -> int:
     Raises:
         ValueError: The launcher's variable is not a positive number.
     """
-    text = os.environ.get(LOCAL_RANKS_VARIABLE, "1")
-    if not text.strip().isdecimal() or int(text) < 1:
+    return launcher_number(LOCAL_RANKS_VARIABLE, 1, at_least=1)
+
+
+def launcher_number(variable: str, default: int, at_least: int = 0) -> int:
+    """A number that the launcher tells by a variable of the environment.
+
+    Args:
+        variable: Its name, such as ``RANK``.
+        default: Where it is not set.
+        at_least: Less makes no sense.
+
+    Raises:
+        ValueError: It is no whole number, or less.
+    """
+    text = os.environ.get(variable, str(default))
+    if not text.strip().isdecimal() or int(text) < at_least:
         raise ValueError(
-            f"{LOCAL_RANKS_VARIABLE}={text!r} is not supported because it is no number of "
-            "processes; set it to how many this node runs, or leave it unset"
+            f"{variable}={text!r} is not supported because it is no {_LAUNCHER[variable]}; set it "
+            "to one, as torchrun does, or leave it unset"
         )
     return int(text)
+
+
+_LAUNCHER = {
+    "RANK": "number of a process",
+    "LOCAL_RANK": "number of a process on its node",
+    "WORLD_SIZE": "number of processes",
+    LOCAL_RANKS_VARIABLE: "number of processes on a node",
+}
+"""Variables that launchers set, and what they hold."""
+
+
+def check_launcher() -> None:
+    """Refuse variables of a launcher that are none.
+
+    Raises:
+        ValueError: One is no number.
+    """
+    for variable in _LAUNCHER:
+        launcher_number(variable, 1, at_least=int("SIZE" in variable))
 
 
 def check_is_config(config: object) -> None:

@@ -238,6 +238,7 @@ def check(args: Any, facts: preflight.Facts) -> None:
         _tell_what_is_recomputed(args)
     preflight.require(preflight.check_process(facts, args.fine_grained_activation_offloading))
     _check_device(args)
+    check_evaluation(args)
     _check_packed_attention(args)
     _check_outputs(args)
     # Only for the tokenizer that stands for tokens made elsewhere is their range known here.
@@ -337,6 +338,20 @@ def _check_engine(args: Any, config: OffloadConfig) -> None:
         raise ValueError(
             "offload_backend='cuda' is not supported without a GPU because there is no device "
             "memory to leave; set offload_backend='auto' or 'cpu'"
+        )
+
+
+def check_evaluation(args: Any) -> None:
+    """Megatron 0.19 divides by ``eval_interval``, which has no default there.
+
+    Raises:
+        ValueError: It is not set.
+    """
+    if args.eval_interval is None and not (args.full_validation or args.skip_train):
+        raise ValueError(
+            "eval_interval is not set, and megatron-core divides by it even if nothing is "
+            "evaluated; set --eval-interval to the iterations between evaluations (with "
+            "--eval-iters 0 there is none)"
         )
 
 

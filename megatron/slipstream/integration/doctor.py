@@ -28,6 +28,7 @@ from megatron.slipstream.config import (
     RULES,
     check_module_names,
     check_rules,
+    launcher_number,
     modules_at_the_edge_of_graphs,
 )
 from megatron.slipstream.context_parallel.options import check_dynamic_context_parallel
@@ -65,7 +66,7 @@ def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Ch
         num_processes: How many processes the training has; None for as many as the launcher of
             this process says, or else the fewest that the model parallelism needs.
     """
-    num_processes = num_processes or int(os.environ.get("WORLD_SIZE", "0"))
+    num_processes = num_processes or launcher_number("WORLD_SIZE", 0)
     # Megatron's warnings and tables are about a training that starts.
     with _quiet(), _environment({"NVTE_CPU_OFFLOAD_V1": "1", "RANK": "0", "WORLD_SIZE": "1"}):
         try:
@@ -138,6 +139,7 @@ def _check(args: Any) -> tuple[list[str], list[preflight.Finding]]:
         lambda: check_dynamic_context_parallel(args),
         check_engine,
         lambda: arguments._check_device(args),
+        lambda: arguments.check_evaluation(args),
         lambda: arguments._check_packed_attention(args),
         check_data,
         lambda: arguments._check_outputs(args),

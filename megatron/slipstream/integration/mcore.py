@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Optional
@@ -22,7 +21,7 @@ import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
 from megatron.slipstream import preflight
-from megatron.slipstream.config import OffloadConfig, check_is_config
+from megatron.slipstream.config import OffloadConfig, check_is_config, launcher_number
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
@@ -262,12 +261,12 @@ def gather_report() -> Report:
 def _rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    return launcher_number("RANK", 0)
 
 
 def _local_gpu() -> int:
     """The GPU this process will use: install() may come before anybody has made it current."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = launcher_number("LOCAL_RANK", 0)
     # Launchers that show each process one GPU only number the processes all the same.
     return local_rank if local_rank < torch.cuda.device_count() else torch.cuda.current_device()
 

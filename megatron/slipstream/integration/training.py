@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Optional
 
 import torch
 
-from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.config import OffloadConfig, check_launcher, launcher_number
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
@@ -65,6 +65,7 @@ def main(
         print_help(everything="--help-all" in arguments)
         return 0
     try:
+        check_launcher()
         _set_single_process_environment()
         args = parse_and_validate(arguments)
         config = offload_config(args)
@@ -134,11 +135,11 @@ def _end_at_once() -> NoReturn:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return launcher_number("RANK", 0)
 
 
 def _is_last_rank() -> bool:
-    return _rank() == int(os.environ.get("WORLD_SIZE", "1")) - 1
+    return _rank() == launcher_number("WORLD_SIZE", 1) - 1
 
 
 # Training

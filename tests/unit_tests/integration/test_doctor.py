@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16
     --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
-    --train-iters 1
+    --train-iters 1 --eval-interval 1
 """.split()
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64".split()
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules".split()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import weakref
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from megatron.slipstream.config import (
     Rule,
     check_is_config,
     check_rules,
+    launcher_number,
 )
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
@@ -255,4 +255,4 @@ def _check_one_gpu(model: torch.nn.Module) -> None:
 def _rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    return launcher_number("RANK", 0)
