@@ -14,6 +14,7 @@ import torch
 from hand_driven import HandDriven
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
@@ -333,6 +334,14 @@ def test_a_tensor_that_was_changed_before_it_was_saved_leaves(bench: HandDriven)
     bench.send(group)
     assert bench.copies == 1
     assert gone() is None
+
+
+def test_a_dual_tensor_of_forward_mode_differentiation_stays(bench: HandDriven) -> None:
+    with forward_ad.dual_level():
+        tangent = torch.ones(64)
+        saved = bench.save(bench.group(), forward_ad.make_dual(torch.randn(64), tangent))
+        assert torch.equal(forward_ad.unpack_dual(bench.store.read(saved)).tangent, tangent)
+        assert isinstance(bench.save(bench.group(), torch.randn(64)), SavedTensor)
 
 
 def test_needed_before_it_was_released_it_stays(bench: HandDriven) -> None:
