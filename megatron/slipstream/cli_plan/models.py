@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.slipstream.cli_plan.options import TRAINING
 from megatron.slipstream.estimate.flags_file import read_flags
 from megatron.slipstream.estimate.gpus import DEFAULT_ACHIEVED_SHARE, Speed, find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
@@ -56,6 +57,7 @@ def _by_hub_config(options: argparse.Namespace) -> Configured:
             "--seq-length is not set, and the config.json does not say how long sequences are in "
             "training; set it"
         )
+    _refuse_without_effect(model.fields, options)
     shape = _hub_shape(model.fields, options)
     count = options.num_micro_batches
     given = {"min_numel": options.min_offloaded_tensor_size}
@@ -67,6 +69,26 @@ def _by_hub_config(options: argparse.Namespace) -> Configured:
         notes=model.notes,
         **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def _refuse_without_effect(fields: dict[str, Any], options: argparse.Namespace) -> None:
+    """Refuse what the plan would not show."""
+    minimum = options.min_offloaded_tensor_size
+    if minimum is not None and minimum < 0:
+        raise ValueError(
+            f"--min-offloaded-tensor-size={minimum} is negative; set a number of elements (not "
+            "bytes), 0 to move every tensor"
+        )
+    if fields.get("experts") is not None:
+        return
+    for name in ("ep", "etp"):
+        value = getattr(options, name)
+        if value is not None and value != 1:
+            flag = TRAINING[name][0][0]
+            raise ValueError(
+                f"{flag}={value} is not supported with a model without experts because there are "
+                f"none to divide; leave {flag} out"
+            )
 
 
 def _hub_shape(fields: dict[str, Any], options: argparse.Namespace) -> ModelShape:
