@@ -71,7 +71,7 @@ class ActivationStore:
         for every tensor that is saved.)"""
 
     def end_iteration(self) -> None:
-        """Figures begin anew, and storages that are gone are forgotten."""
+        """Reset the figures, and forget storages that are gone."""
         self.modules = defaultdict(ModuleCounters)
         self.late_groups = {}
         for memory, known in list(self._by_memory.items()):
@@ -243,7 +243,7 @@ class ActivationStore:
                     self._recorder.set_absent(storage)
 
     def before_discard(self, tensor: torch.Tensor) -> None:
-        """Somebody empties the storage of ``tensor`` now, and fills it again before backward reads.
+        """The storage of ``tensor`` is emptied now, and filled again before backward reads it.
 
         A copy out that has begun is of no use: it may read what others write there from now on.
         """
@@ -265,8 +265,8 @@ class ActivationStore:
     def _call_back(self, storage: SavedStorage) -> None:
         """OFFLOADING to STAYS.
 
-        The copy out may still be reading, so what comes after this waits for it, before somebody
-        releases the memory.
+        The copy out may still be reading, so what follows waits for it, before the memory is
+        released.
         """
         self.copy_streams.follow_copy_out(storage.out_signal, storage.streams, storage.owner.name)
         storage.move_to(Residence.STAYS)
@@ -289,7 +289,7 @@ class ActivationStore:
             if original is None:
                 returning.append(storage)
                 continue
-            # Somebody else kept the memory, so it is what backward would have read without us,
+            # Another reference kept the memory, so it is what backward would have read without us,
             # whatever has been done to it since. It may be empty for now, until a recomputation
             # fills it. The host buffer is kept until backward reads.
             storage.returned = original
@@ -331,7 +331,7 @@ class ActivationStore:
         in_use = self._allocate_to_measure()
         if in_use is None:
             if meeting is not None:
-                meeting.attend(NUM_BARRIERS)  # so that nobody waits for this one in vain
+                meeting.attend(NUM_BARRIERS)  # so that no rank waits for this one
             return None
         device, allocation = in_use
         buffer = allocation.buffer.first(BANDWIDTH_NBYTES)
@@ -402,7 +402,7 @@ class ActivationStore:
             counters.h2d_copies += 1
 
     def _settle_original(self, storage: SavedStorage) -> None:
-        """Read the original memory that somebody kept, unless it has been emptied for good."""
+        """Read the original memory that was kept, unless it has been emptied for good."""
         if storage.returned is not None and storage.returned.nbytes() == storage.storage_nbytes:
             storage.move_to(Residence.RELOADED)
             storage.pool.free(storage.take_allocation())

@@ -115,7 +115,7 @@ class Backend(ABC):
     gradients: Optional[GradientWatch] = None
     """None where the parameters are unknown."""
     poisons_dropped = False
-    """Whether device memory that the engine drops, and nobody else holds, is filled with NaN."""
+    """Whether dropped device memory is filled with NaN if it has no other reference."""
     cure_of_slow_copies: Optional[str] = None
     """What the user may set so that copies are as fast during iterations as between them."""
 
@@ -165,7 +165,7 @@ class Backend(ABC):
 
     @abstractmethod
     def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """When the tensor's memory has gone, nobody gets it before ``stream`` has come so far.
+        """The tensor's memory is not allocated again before ``stream`` has come so far.
 
         Only for streams other than the one that the memory was allocated for.
         """
@@ -208,7 +208,7 @@ class Backend(ABC):
         storage.resize_(0)
 
     def drop_host_contents(self, copies: Sequence[Copy], stream: Stream) -> None:
-        """Nobody needs what host buffers hold that ``copies``, now in ``stream``, have read."""
+        """The host buffers that ``copies``, now in ``stream``, have read are no longer needed."""
 
     def memory(self) -> Optional[tuple[int, int]]:
         """Device bytes allocated now and at most, or None where nothing counts them."""
@@ -236,7 +236,7 @@ class Backend(ABC):
         return 0 if reading is None else reading[0]
 
     def peak_bytes(self) -> int:
-        """The most device bytes allocated at once since :meth:`begin_peak`; 0 if nobody counts."""
+        """The most device bytes allocated at once since :meth:`begin_peak`; 0 if uncounted."""
         reading = self.memory()
         return self._past_peak_bytes if reading is None else max(self._past_peak_bytes, reading[1])
 

@@ -6,7 +6,7 @@
 Bandwidth is measured between two iterations, where nothing else happens. During one, kernels use
 the same device memory, launches go over the same link, and other processes copy from the same host
 memory: in an expert model that keeps an H200 busy copies took 5 to 8% longer than measured, as much
-as makes compute wait where the copies of a pass nearly fill it. So a plan that is made anew from an
+as makes compute wait where the copies of a pass nearly fill it. A plan that is made again from an
 iteration's times is made for the rates of that iteration's copies.
 """
 

@@ -19,7 +19,7 @@ E4    compute, where a copy in   h2d, before the copies in    the copy's destina
 E5    h2d, after the copies in   the consumer's stream,       the returned tensors: they are read
                                  before backward reads them   when written
 E6    h2d, after the copies in   compute, before memory that  the destination of a copy in that
-                                 nobody came for is released    nobody came for: reused when written
+                                 was never read is released   was never read: reused when written
 E7    d2h and h2d, at the end    the host, before pinned      host buffers: returned to the system
                                  memory is unpinned           when no copy uses them
 E8    the consumer's stream,     the allocator, before it     the returned tensors: their memory is
@@ -40,7 +40,7 @@ idle. So a wait for a signal of another graph, or across the border of a capture
 [Note: Memory belongs to a stream]
 The allocator gives freed memory away again on the stream that it was allocated for, at once, since
 whatever used it there comes first. Returned memory is allocated where its copy in is started. If
-backward reads it on another stream, nobody orders that stream's reads before the next use; so the
+backward reads it on another stream, nothing orders that stream's reads before the next use; so the
 allocator is told (E8), and asks that stream when the memory has gone. What computed and used the
 memory before it left needs no such edge: that is the model's own business, as without offloading.
 
@@ -275,7 +275,7 @@ class CopyStreams:
     ) -> None:
         """Order the current stream, and those that may be given the memory next, after a copy out.
 
-        As :meth:`let_go`, where the memory goes at a time that nobody will tell us.
+        As :meth:`release`, where the memory goes at a time that is not known here.
         """
         if copied_out is not None:
             stream_id = self._backend.current_stream_id()
@@ -293,14 +293,14 @@ class CopyStreams:
         """Copy host buffers into device memory of the current stream, on the h2d stream.
 
         Args:
-            moves: Pairs of device bytes to write and the buffer to read. Nobody reads the buffers
+            moves: Pairs of device bytes to write and the buffer to read. Nothing reads the buffers
                 after that.
             copied_out: The signals after the copies out that wrote the buffers.
             here: The current stream.
             after: Called when the copies are in the h2d stream.
 
         Returns:
-            The signal after the copies. The device memory must be kept until somebody has waited
+            The signal after the copies. The device memory must be kept until something has waited
             for it (:meth:`before_use` or :meth:`abandon`).
         """
         current_id, current = here
@@ -341,7 +341,7 @@ class CopyStreams:
         copied_in: Optional[Signal],
         allocated_for: Optional[Here],
     ) -> None:
-        """Release returned device memory that nobody came for.
+        """Release reloaded device memory that was never read.
 
         Args:
             memory: What the copy writes; the caller deletes its last reference.
@@ -357,7 +357,7 @@ class CopyStreams:
     def outlast(self, signals: Iterable[Signal]) -> None:
         """Block the host until the copies before ``signals`` have ended. Orders nothing.
 
-        Those of graphs are passed over: nobody outside of the graph can wait for them.
+        Those of graphs are passed over: nothing outside of the graph can wait for them.
         """
         for signal in _latest(signals):
             if signal.graph == self._graph == 0:
@@ -395,8 +395,8 @@ class CopyStreams:
         Blocks the host for about ten copies.
 
         Args:
-            device: Device memory that nobody uses.
-            host: Host memory of that length that nobody uses.
+            device: Unused device memory.
+            host: Unused host memory of that length.
             meeting: Of the ranks of this host, which measure at the same moment; None to measure
                 without regard to them.
         """

@@ -28,7 +28,7 @@ MAX_PAIRS = 24
 """Iterations of each kind. More than the least are run where times vary too much to tell."""
 
 MAX_TRIALS = 4
-"""Plans of a sequence of marks that are tried. If the last one is too dear too, nothing moves."""
+"""Plans tried for a sequence of marks. If the last one exceeds the limit, nothing moves."""
 
 MARGIN = 0.1
 """What the next plan stays below its limit by, as a share of what this one cost: a trial errs by
@@ -99,9 +99,9 @@ class CostTrial:
 
 
 def trace_after(plan: Plan, trial: CostTrial, number: int) -> Trace:
-    """What to make the next plan from, after one was too dear.
+    """The trace for the next plan, after one exceeded the limit.
 
-    Whether it is groups or bytes that cost so much nobody knows. Of both a part costs a part.
+    Whether groups or bytes cost that much is unknown, so the cost is shared among both.
 
     Args:
         plan: That was tried.
@@ -111,7 +111,7 @@ def trace_after(plan: Plan, trial: CostTrial, number: int) -> Trace:
     off_ms = statistics.median(trial.off_ms)
     cost_ms = trial.overhead.percent / 100 * off_ms
     if number == 1:
-        # The next plan foresees its own waits. If that is too dear, too, it pays for all.
+        # The next plan foresees its own waits. If it exceeds the limit too, it pays for all.
         cost_ms = max(0.0, cost_ms - simulate(plan).stall_ms)
     cost_ms *= 1 + MARGIN
     per_group_ms = cost_ms / sum(group.moves for group in plan.groups)

@@ -2,7 +2,7 @@
 
 """A device imitated in host memory: an obliging one, and an adversary.
 
-``cpu`` copies at once, in order. ``cpu-lazy`` runs a copy only when somebody waits for it and
+``cpu`` copies at once, in order. ``cpu-lazy`` runs a copy only when something waits for it and
 poisons what must not be read, so that an engine with a missing wait computes NaN instead of being
 right by luck.
 """
@@ -104,7 +104,7 @@ class _LazyEvent(NamedTuple):
 
 
 class _LazyStream:
-    """A copy stream whose operations run when somebody waits for them; FIFO."""
+    """A copy stream whose operations run when something waits for them; FIFO."""
 
     def __init__(self, is_compute: bool = False) -> None:
         self.is_compute = is_compute
@@ -151,7 +151,7 @@ class LazyCpuBackend(CpuBackend):
       an event recorded after it. Until then its destination holds NaN or older bytes.
     - A copy put into a stream that does not wait for the newest compute event writes NaN: its
       source may not have been computed, or its destination may still be in use.
-    - Device memory that the engine drops is filled with NaN if nobody else holds it, so that a
+    - Device memory that the engine drops is filled with NaN if it has no other reference, so that a
       copy out that has not run yet copies NaN.
     - Dropping device memory that a copy in has yet to write raises ``RuntimeError``: the copy
       would overwrite whatever the memory is used for next. So does returning host memory without

@@ -42,7 +42,7 @@ class CudaBackend(Backend):
     Making an event takes the host several microseconds, so each stream has a ring of them. Whoever
     still waits for an event when its turn comes again waits for a later point of the same stream,
     which covers the earlier one, and which has been issued by then: no circle can come of it.
-    Captured events are new ones, since nobody outside of the capture may wait for them.
+    Captured events are new ones, since nothing outside of the capture may wait for them.
     """
 
     name = "cuda"
@@ -53,7 +53,7 @@ class CudaBackend(Backend):
 
     def __init__(self) -> None:
         self.place_host_memory: Optional[Callable[[int, int], None]] = None
-        """Called with address and length (bytes) of new host memory before anybody touches it."""
+        """Called with address and length (bytes) of new host memory before it is touched."""
         self._registered: dict[int, weakref.finalize[Any, Any]] = {}
         self._events: dict[Hashable, Iterator[Event]] = {}
         """By id of the stream: [Note: Events are used again]."""
@@ -186,7 +186,7 @@ class CudaBackend(Backend):
         except RuntimeError:
             _forget_last_error()
             raise
-        # Should nobody return the buffer: its addresses go back to the system with it, and could
+        # If the buffer is never returned: its addresses go back to the system with it, and could
         # not be registered again as long as they are.
         forgotten = weakref.finalize(buffer, _unregister_forgotten, address)
         forgotten.atexit = False
@@ -230,9 +230,9 @@ class CudaBackend(Backend):
 
 
 def _forget_last_error() -> None:
-    """Let nobody else stumble over an error that has been raised and is being handled.
+    """Clear an error that has been raised and is being handled.
 
-    The runtime keeps a failed call's error until somebody takes it, which torch does after the
+    The runtime keeps a failed call's error until it is read, which torch does after the
     next kernel launch, whatever that launch did.
     """
     with contextlib.suppress(RuntimeError):

@@ -205,7 +205,7 @@ class OffloadEngine:
         self._now = Iteration()
 
     def _stays(self, group: OffloadTensorGroup) -> bool:
-        """Whether the plan keeps the group, so that nobody needs to know what it saves."""
+        """Whether the plan keeps the group, so that what it saves need not be known."""
         plan = self._now.plan
         if plan is None or plan.group_by_key[group.key].moves:
             return False
@@ -417,7 +417,7 @@ class OffloadEngine:
             plan = self._cache.find(tuple(self._recorder.steps)) or self._make_plan()
         self._cache.note_order(plan, now.num_entered)
         self._tuner.read_clocks()
-        # The one for the same steps: it may have been made anew.
+        # The one for the same steps: it may have been made again.
         self._last_plan = self._cache.find(plan.trace.steps)
         self._next_plan = self._cache.plan_after(plan)
         self.report.is_left_out = False
@@ -484,9 +484,9 @@ class OffloadEngine:
         self._now = Iteration()
 
     def _restart_if_abandoned(self) -> None:
-        """Start afresh if the iteration so far ended in an exception.
+        """Drop the iteration so far if it ended in an exception.
 
-        Nobody tells us of one. It shows in passes whose saved tensors autograd has freed before
+        No call tells of one. It shows in passes whose saved tensors autograd has freed before
         their backward, while nothing of any other pass waits for backward either.
         """
         passes = self._now.passes

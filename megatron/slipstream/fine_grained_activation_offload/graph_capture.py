@@ -39,7 +39,7 @@ from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD
 logger = logging.getLogger(__name__)
 
 SLACK = 1 / 8
-"""Host memory beside what the plan needs at once: where buffers lie is decided anew."""
+"""Host memory beside what the plan needs at once: the layout of buffers is another one."""
 
 
 class GraphedLayer:

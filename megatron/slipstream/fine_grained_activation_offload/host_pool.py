@@ -207,7 +207,7 @@ class HostPool:
     def _free_buffer(self, allocation: HostAllocation) -> None:
         in_use = self._in_use.pop(id(allocation), None)
         if in_use is None:
-            return  # Lent before the pool was closed, so it is no staging memory any more.
+            return  # Allocated before the pool was closed, so it is not of the pool any more.
         size = allocation.buffer.nbytes
         self.in_use_bytes -= size
         self._requested_bytes -= in_use.nbytes

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Host memory that nobody needs any more goes back to the system.
+"""Host memory that is no longer needed goes back to the system.
 
 The first iterations move all that may move, and the pool grows by slabs of many buffers. A plan for
 a target or an allowed overhead may need a tenth of that, or nothing. What it needs is known to the
@@ -24,12 +24,12 @@ from megatron.slipstream.plan.render import format_bytes
 logger = logging.getLogger(__name__)
 
 MIN_SHARE = 0.2
-"""Which part of the host memory has to be of no use. To pin the rest anew takes a while."""
+"""Share of the host memory that has to be unused, since pinning the rest again takes a while."""
 MAX_TIMES = 3
 """Most times that memory is trimmed: pinning it again takes long where plans never settle."""
 NUM_ALIKE = 3
-"""How many iterations in a row have to lend what was planned. Where sizes vary from one to the
-next, nobody knows what the next one needs, and the pool stays as it is."""
+"""Iterations in a row that have to use what was planned. Where sizes vary from one to the next,
+the need of the next one is unknown, and the pool stays as it is."""
 
 
 class HostTrimmer:

@@ -198,7 +198,7 @@ class PipelineOffloadManager(OffloadEngine):
         self._regions.append((region, hooks))
 
     def _others_save(self) -> bool:
-        """Whether somebody else decides about saved tensors here, and has to find the same again.
+        """Whether other saved-tensor hooks are active, which have to see the same tensors again.
 
         A checkpoint without reentry counts what is saved, in forward and in recomputation: hidden
         from it in one of them, it would hand the wrong tensors to backward.

@@ -90,7 +90,7 @@ class PlanEntry:
     host_sync_points: HostSyncPoints = field(default_factory=dict)
     """Where the host waits too."""
     num_rounds: int = 0
-    """How often it has been made anew from times."""
+    """How often it has been made again from times."""
     phase: Phase = Phase.WARM_UP
     num_in_phase: int = 0
     """Iterations that have followed the plan to its end since the phase began."""

@@ -48,7 +48,7 @@ class RankBarrier:
         self._name = f"slipstream/measure/{next(_numbers)}/{host}"
         self._num_met = 0
         self.is_alone = self._store is None or self._num_ranks < 2
-        """Whether nobody is waited for: there are no others, or not all of them came."""
+        """Whether no rank is waited for: there are no others, or not all of them came."""
 
     def meet(self) -> None:
         """Until every rank of the host has come here as often as this one, or is given up."""

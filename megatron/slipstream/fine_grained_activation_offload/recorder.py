@@ -8,7 +8,7 @@ has only one peak counter. In the iteration that is recorded (the first), and in
 the first plan (the third), it is read and reset at each mark, so
 ``torch.cuda.max_memory_allocated()`` then only covers the time since (:meth:`Backend.peak_bytes`
 covers all). Other iterations leave it alone. The second reading is there because the first
-iteration is unlike the others: gradients that nobody allocated before appear in its backward pass.
+iteration is unlike the others: gradients that did not exist before appear in its backward pass.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class RankReport:
     tried_standard_error: float = 0.0
     """Of that figure, in percent."""
     tried: list[TriedPlan] = field(default_factory=list)
-    """What was tried for the newest options, the first one first: most too dear, or all of them."""
+    """Plans tried for the newest options, oldest first. Most or all of them exceed the limit."""
     host_allocated_bytes: int = 0
     """Host memory that the pool holds."""
     host_growth_bytes: int = 0

@@ -19,7 +19,7 @@ NUM_TIMED = 3
 """Iterations of a plan that are timed. Of each step the median counts."""
 
 MAX_ROUNDS = 3
-"""How often a plan is made anew from times. The first times are those of a plan that was made
+"""How often a plan is made again from times. The first times are those of a plan that was made
 without any: compute that stands still between its steps runs cooler, hence faster, and its host
 has time to run ahead."""
 
@@ -31,7 +31,7 @@ where the host sets the pace times vary by several percent. (An expert model was
 time at all without its 92 groups, and 550 ms with them where 409 were measured.)"""
 
 TOLERANCE = 0.01
-"""A plan whose iterations take as long as it predicted, within this share, is not made anew."""
+"""A plan whose iterations take as long as it predicted, within this share, is not made again."""
 
 PEAK_TOLERANCE = 0.001
 """Nor is one whose device peak is what it predicted, within this share."""
@@ -97,7 +97,7 @@ class StepClock:
         for copies in self.timings.copies:
             start_ms = self._backend.elapsed_ms(begin, copies.start)
             stop_ms = self._backend.elapsed_ms(begin, copies.stop)
-            # The device has come to the end of the iteration; a copy that nobody waits for may not.
+            # The iteration has ended on the device; a copy that nothing waits for may not have.
             if start_ms is not None and stop_ms is not None:
                 yield CopyTime(copies.is_out, copies.nbytes, start_ms, stop_ms)
 

@@ -133,7 +133,7 @@ class SavedStorage:
         self.returned_on: Optional[Here] = None
         """The stream that the returned memory was allocated for; None if the engine did not."""
         self.is_given_up = False
-        """Whether the memory is taken from under whoever keeps it, when it is released."""
+        """Whether a release frees the memory even if others refer to it."""
         self.copied_versions: list[int] = []
         """The version of each alias when the copy out began: [Note: Changes in place]."""
         self.copied_address = 0
@@ -143,7 +143,7 @@ class SavedStorage:
         self._leaves: dict[int, LeafReference] = {}
         """Saved leaves by their index; once the memory is released, those that gave it up."""
         self._original: Optional[StorageWeakRef] = None
-        """Tells whether somebody else still holds the memory after we released it."""
+        """Tells whether the memory has another reference after its release."""
         self.pool = pool
         """Where its host buffer comes from."""
         self._copies = copies
@@ -277,7 +277,7 @@ class SavedStorage:
 
     @property
     def is_memory_gone(self) -> bool:
-        """Whether nobody holds the device memory any more that was released."""
+        """Whether the released device memory has no reference left."""
         if self.is_given_up:
             return not self.is_on_device
         return self._original is not None and self._original.expired()
@@ -289,7 +289,7 @@ class SavedStorage:
         return original is not None and original.nbytes() != self.storage_nbytes
 
     def live_original(self) -> Optional[torch.UntypedStorage]:
-        """The original storage if somebody else has kept it alive."""
+        """The original storage, if another reference keeps it alive."""
         if self._original is None or self._original.expired():
             return None
         return torch.UntypedStorage._new_with_weak_ptr(self._original.cdata)

@@ -185,7 +185,7 @@ class Tuner:
         return backend.timed_event(backend.current_stream())
 
     def _enter_trial(self, entry: PlanEntry) -> None:
-        """Try out what a plan costs that was made for an allowed overhead, if that is possible."""
+        """Measure the overhead of a plan that was made for an allowed one, if that is possible."""
         entry.phase = Phase.SETTLED
         max_percent = entry.plan.options.max_overhead_percent
         if max_percent is None or not entry.planned_ms or not entry.num_moving:
@@ -319,7 +319,7 @@ class Tuner:
         return peak_drop(plan, resident_bytes or 0)
 
     def read_clocks(self) -> None:
-        """Take the times of iterations that the device has ended; plan anew from enough of them."""
+        """Read the times of iterations that the device has ended; plan again from enough."""
         self._read_trials()
         later, self._read_later = self._read_later, []
         for plan, clock in later:
@@ -333,7 +333,7 @@ class Tuner:
                     self._enter_trial(entry)
 
     def _improve(self, entry: PlanEntry) -> bool:
-        """Make the plan anew from what following it took. Says whether that was called for."""
+        """Make the plan again from measured times. Returns whether that was called for."""
         if entry.num_rounds >= MAX_ROUNDS or entry.is_as_predicted:
             return False
         if self._bandwidth is None:
