@@ -149,7 +149,7 @@ class ActivationStore:
             and not tensor.is_nested
             and tensor.numel() > 0
             and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
-            and not _has_tangent(tensor)
+            and not (forward_ad._current_level >= 0 and _has_tangent(tensor))
             # Set by megatron-core on parameters and by Transformer Engine on weights.
             and not attributes.get("_do_not_offload", False)
             and not attributes.get("_TE_do_not_offload", False)
@@ -422,7 +422,7 @@ class ActivationStore:
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
     """Whether it is a dual tensor of forward-mode differentiation."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:

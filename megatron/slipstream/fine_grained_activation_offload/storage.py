@@ -241,8 +241,11 @@ class SavedStorage:
     @property
     def is_copy_current(self) -> bool:
         """Whether no saved tensor was changed in place since the copy out began."""
-        pairs = zip(self.aliases, self.copied_versions, strict=True)
-        return all(alias._version == copied for (alias, _), copied in pairs)
+        # A loop: a generator would be a Python call for each saved tensor, of each group.
+        for (alias, _), copied in zip(self.aliases, self.copied_versions, strict=True):
+            if alias._version != copied:
+                return False
+        return True
 
     @property
     def is_emptied(self) -> bool:
