@@ -188,7 +188,7 @@ def test_plan_takes_targets_in_gib_and_percent(trace_file: Path) -> None:
 def test_plan_says_if_a_target_is_missed(
     trace_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert show("plan", trace_file, "--target-memory", 1e-9) == 0
+    assert show("plan", trace_file, "--target-memory", 1e-9) == 3
     assert "cannot be met: the lowest peak" in capsys.readouterr().out
 
 

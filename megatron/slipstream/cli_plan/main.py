@@ -25,14 +25,20 @@ if TYPE_CHECKING:
 GRID_ROWS = 16
 """Of the grid of a plan that nobody has run: enough to see two layers."""
 
+TARGET_NOT_MET = 3
+"""Exit status where no plan keeps to --target-memory; what is shown has the lowest peak."""
+
+GOAL_NOT_FOLLOWED = 4
+"""Exit status where the trace lacks what --target-memory or --max-overhead is decided by."""
+
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command."""
     add_options(commands, show_plan)
 
 
-def show_plan(options: argparse.Namespace) -> None:
-    """Plan what the options name, and show it."""
+def show_plan(options: argparse.Namespace) -> int:
+    """Plan what the options name, and show it. Returns the exit status."""
     # None of what is imported below imports torch, megatron's flags apart: a plan can be made where
     # it is not installed.
     _check_files(options)
@@ -58,8 +64,7 @@ def show_plan(options: argparse.Namespace) -> None:
         _refuse(options, tuple(TRAINING), given[0], "its own")
     if is_trace:
         _refuse(options, UNTIMED, given[0], "times and sizes of its own")
-        _show_trace(Path(words[0]), options)
-        return
+        return _show_trace(Path(words[0]), options)
 
     from megatron.slipstream.cli_plan.models import configured_by
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
@@ -67,7 +72,7 @@ def show_plan(options: argparse.Namespace) -> None:
     with bar_on_stderr() as progress:
         progress.add_task("reading the configuration", total=None)
         configured = configured_by(words, options)
-    _show_configured(configured, options)
+    return _show_configured(configured, options)
 
 
 def _refuse(options: argparse.Namespace, names: tuple[str, ...], given: str, has: str) -> None:
@@ -95,7 +100,7 @@ def _check_files(options: argparse.Namespace) -> None:
 # A trace
 
 
-def _show_trace(path: Path, options: argparse.Namespace) -> None:
+def _show_trace(path: Path, options: argparse.Namespace) -> int:
     from megatron.slipstream.estimate.file_errors import wrong_with
     from megatron.slipstream.plan.files import load_trace
 
@@ -113,6 +118,18 @@ def _show_trace(path: Path, options: argparse.Namespace) -> None:
     plan, simulation = _plan(trace, policy, bool(options.timeline or options.frontier))
     _show(plan, simulation, 64)
     _write(plan, simulation, policy, options)
+    return _status(plan)
+
+
+def _status(plan: Plan) -> int:
+    """The exit status of a plan: whether it does what it was asked for."""
+    from megatron.slipstream.plan.selection import why_not_followed
+
+    if why_not_followed(plan.trace, plan.options):
+        return GOAL_NOT_FOLLOWED
+    # A plan that follows a target has notes only where that cannot be met.
+    has_target = plan.options.target_memory_bytes is not None
+    return TARGET_NOT_MET if has_target and plan.notes else 0
 
 
 def _plan(
@@ -216,7 +233,7 @@ def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
 # A configuration
 
 
-def _show_configured(configured: Configured, options: argparse.Namespace) -> None:
+def _show_configured(configured: Configured, options: argparse.Namespace) -> int:
     from megatron.slipstream.cli_plan.models import speed_for
     from megatron.slipstream.estimate.shape_tables import describe, layer_tables, rank_table, write
 
@@ -237,7 +254,7 @@ def _show_configured(configured: Configured, options: argparse.Namespace) -> Non
             f"\nPipeline rank {shown.pp_rank} has no layer with one of the modules; the table "
             "above shows which there are, for --offload-modules.\n"
         )
-        return
+        return 0
     sys.stdout.write(f"\nPlan of pipeline rank {shown.pp_rank}\n")
     _show(shown.plan, shown.simulation, GRID_ROWS)
     _write(shown.plan, shown.simulation, policy, options)
@@ -245,6 +262,7 @@ def _show_configured(configured: Configured, options: argparse.Namespace) -> Non
         sys.stdout.write(
             "\n--frontier FILE.png weighs memory against time; --max-overhead 1 moves what hides\n"
         )
+    return max(_status(rank.plan) for rank in ranks if rank.plan is not None)
 
 
 def _plan_ranks(

@@ -42,6 +42,9 @@ Examples before the first run, without a GPU (sizes follow from shapes, times ar
 
 A timeline as .json opens in https://ui.perfetto.dev. A frontier as .json holds every plan of the
 sweep. Times are simulated from those in the trace: a real step stalls at least as long.
+
+The exit status is 0, 2 for a wrong call, 3 where no plan keeps to --target-memory (what is shown
+has the lowest peak), and 4 where the trace lacks the times or memory that a goal needs.
 """
 
 TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -120,7 +123,7 @@ UNTIMED = ("gpu", "achieved_share", "tflops", "gb_per_s", "num_micro_batches", "
 
 def add_options(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    run: Callable[[argparse.Namespace], None],
+    run: Callable[[argparse.Namespace], int],
 ) -> None:
     """Add the sub-command, which calls ``run`` with the options."""
     plan = commands.add_parser(

@@ -85,7 +85,7 @@ def select(
         kept: Their reason for every other group.
     """
     by_count = _select_by_count(trace, options, moving, kept)
-    why_not = _why_not_followed(trace, options)
+    why_not = why_not_followed(trace, options)
     if why_not:
         options = replace(options, target_memory_bytes=None, max_overhead_percent=None)
     if not is_timed(trace):
@@ -172,7 +172,7 @@ def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tupl
     return steps
 
 
-def _why_not_followed(trace: Trace, options: PolicyOptions) -> tuple[str, ...]:
+def why_not_followed(trace: Trace, options: PolicyOptions) -> tuple[str, ...]:
     """Why an option cannot be followed in this trace, if it cannot."""
     lacks = "" if is_timed(trace) else "times of computation and copies"
     if options.target_memory_bytes is not None:
