@@ -74,7 +74,7 @@ def test_a_change_of_the_configuration_makes_the_page_stale(
 
 
 def test_another_text_of_an_error_makes_the_page_of_messages_stale(tmp_path: Path) -> None:
-    source = copy_of_sources(tmp_path) / "megatron" / "slipstream" / "plan" / "pictures.py"
+    source = copy_of_sources(tmp_path) / "megatron" / "slipstream" / "estimate" / "pictures.py"
     source.write_text(source.read_text().replace("so no picture can be drawn", "so none can be"))
     result = check_pages(tmp_path)
     assert result.returncode == 1

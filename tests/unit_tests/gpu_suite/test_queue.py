@@ -26,7 +26,11 @@ def _memory_for_twelve_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 NOTES = """
 import json, os, sys, time
 begun = time.monotonic()
+open(f"{sys.argv[1]}/begun", "w").close()
 time.sleep(float(sys.argv[2]))
+# On a busy machine the other job may begin much later.
+while sys.argv[5] and not os.path.exists(f"{sys.argv[1]}/../{sys.argv[5]}/begun"):
+    time.sleep(0.01)
 note = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"], "begun": begun, "ended": time.monotonic()}
 open(f"{sys.argv[1]}/note.json", "w").write(json.dumps(note))
 print("workers", sys.argv[3])
@@ -41,8 +45,9 @@ def job(
     status: int = 0,
     seconds: int = 1,
     shares: int = SHARES,
+    awaits: str = "",
 ) -> Job:
-    words = (sys.executable, "-c", NOTES, OUTPUT, str(naps_s), NUM_WORKERS, str(status))
+    words = (sys.executable, "-c", NOTES, OUTPUT, str(naps_s), NUM_WORKERS, str(status), awaits)
     return Job(name, num_gpus, seconds, words, shares=shares)
 
 
@@ -72,7 +77,8 @@ def test_jobs_that_need_a_gpu_to_themselves_have_it(tmp_path: Path) -> None:
 
 def test_jobs_that_may_share_a_gpu_do_and_others_wait(tmp_path: Path) -> None:
     half = SHARES // 2
-    sharing = [job(name, 1, 1.0, shares=half) for name in ("a", "b")]
+    pairs = (("a", "b"), ("b", "a"))
+    sharing = [job(name, 1, 0.0, seconds=30, shares=half, awaits=other) for name, other in pairs]
     results = run_jobs([job("alone", 1, 0.0), *sharing], [0], tmp_path, 60)
     assert set(states(results).values()) == {State.PASSED}
     a, b, alone = notes(tmp_path, "a", "b", "alone")
