@@ -186,7 +186,9 @@ def test_nothing_of_an_earlier_run_is_left_in_a_jobs_folder(tmp_path: Path) -> N
     (tmp_path / "again").mkdir()
     (tmp_path / "again" / "rows.jsonl").write_text("old\n")
     run_jobs([job("again", 1, 0.0)], [0], tmp_path, 60)
-    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["log.txt", "note.json"]
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == [
+        *("begun", "log.txt", "note.json")
+    ]
 
 
 def test_more_gpus_than_there_are_is_an_error(tmp_path: Path) -> None:
