@@ -58,11 +58,17 @@ logger = logging.getLogger(__name__)
 Replayed = Union[ChunkGraphs, GraphBank]
 """The graphs of a model chunk: of one size, or of each."""
 
-_replayed: weakref.WeakSet[Replayed] = weakref.WeakSet()
-"""Of all models of this process."""
 
-_undo: list[Callable[[], None]] = []
-"""Gives their chunks the methods back that have been replaced."""
+class _ReplayedChunk:
+    """The graphs of a chunk, and what gives the chunk its methods back. The chunk refers to it."""
+
+    def __init__(self, graphs: Replayed) -> None:
+        self.graphs = graphs
+        self.undo: list[Callable[[], None]] = []
+
+
+_replayed: weakref.WeakSet[_ReplayedChunk] = weakref.WeakSet()
+"""Of all models of this process that still exist."""
 
 
 def prepare_arguments(args: Any) -> None:
@@ -158,7 +164,6 @@ def replay_chunks(
             graphs = GraphBank(of_size, num_slots, num_warmup_iterations, backend, sizes)
         _replace_methods(wrapper, graphs)
         replayed.append(graphs)
-    _replayed.update(replayed)
     return replayed
 
 
@@ -168,11 +173,11 @@ def close_graphs() -> None:
     Called before process groups are destroyed: NCCL keeps a communicator as long as a graph has
     collectives of it, and ``destroy_process_group`` would wait for it without end.
     """
-    for graphs in _replayed:
-        graphs.close()
+    for chunk in list(_replayed):
+        chunk.graphs.close()
+        for undo in chunk.undo:
+            undo()
     _replayed.clear()
-    while _undo:
-        _undo.pop()()
     gc.collect()
 
 
@@ -220,12 +225,13 @@ def _chunk(
 def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
     block = get_attr_wrapped_model(wrapper, "decoder")
     parallel = _DataParallel(wrapper, block)
+    replayed = _ReplayedChunk(graphs)
 
     def forward(hidden_states: Optional[torch.Tensor], **arguments: Any) -> torch.Tensor:
         # On later stages the schedule has put what arrived into the block.
         hidden = hidden_states if block.pre_process else block.input_tensor
         assert hidden is not None
-        return graphs(hidden, arguments)
+        return replayed.graphs(hidden, arguments)
 
     zero_grad_buffer = wrapper.zero_grad_buffer
 
@@ -234,8 +240,11 @@ def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
             graphs.begin_iteration()
         zero_grad_buffer()
 
-    _undo.append(replace_on(block, "forward", forward))
-    _undo.append(replace_on(wrapper, "zero_grad_buffer", begin_iteration))
+    replayed.undo = [
+        replace_on(block, "forward", forward),
+        replace_on(wrapper, "zero_grad_buffer", begin_iteration),
+    ]
+    _replayed.add(replayed)
 
 
 def _run(

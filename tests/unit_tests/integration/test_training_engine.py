@@ -4,6 +4,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from toy_model import make_manager
@@ -22,7 +27,7 @@ def test_what_moves_inside_graphs_is_offloaded_too() -> None:
     assert engine.bytes_offloaded() == 7
 
 
-def test_graphs_are_let_go_of_before_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_released_before_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL keeps a communicator as long as a graph has collectives of it, and waits for that."""
 
     class Captured:
@@ -33,7 +38,8 @@ def test_graphs_are_let_go_of_before_process_groups(monkeypatch: pytest.MonkeyPa
 
     graphs = Captured()
     seen: list[bool] = []
-    chunk_graphs._replayed.add(graphs)  # type: ignore[arg-type]
+    replayed = chunk_graphs._ReplayedChunk(graphs)  # type: ignore[arg-type]
+    chunk_graphs._replayed.add(replayed)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(
         torch.distributed, "destroy_process_group", lambda: seen.append(graphs.is_captured)
@@ -41,3 +47,38 @@ def test_graphs_are_let_go_of_before_process_groups(monkeypatch: pytest.MonkeyPa
     training._leave_process_groups()
     assert seen == [False]
     assert not chunk_graphs._replayed
+
+
+class _Wrapper(torch.nn.Module):
+    """As much of the data parallel wrapper around a chunk as its graphs ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = torch.nn.Linear(2, 2)
+        self.param_to_bucket_group: dict[torch.nn.Parameter, Any] = {}
+
+    def zero_grad_buffer(self) -> None:
+        pass
+
+
+def _replayed_chunk() -> _Wrapper:
+    wrapper = _Wrapper()
+    graphs: Any = SimpleNamespace(close=lambda: None)
+    chunk_graphs._replace_methods(wrapper, graphs)
+    return wrapper
+
+
+def test_a_chunk_has_its_own_methods_again_once_its_graphs_are_released() -> None:
+    wrapper = _replayed_chunk()
+    assert "forward" in vars(wrapper.decoder)
+    assert "zero_grad_buffer" in vars(wrapper)
+    chunk_graphs.close_graphs()
+    assert "forward" not in vars(wrapper.decoder)
+    assert "zero_grad_buffer" not in vars(wrapper)
+
+
+def test_a_model_of_replayed_chunks_can_go() -> None:
+    gone = weakref.ref(_replayed_chunk())
+    gc.collect()
+    assert gone() is None
+    chunk_graphs.close_graphs()
