@@ -130,7 +130,7 @@ def behind_the_seam(manager: Any, chunks: Chunks = ()) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     if use_gpu() and isinstance(manager, PipelineOffloadManager):
         table.apply(Feature.ENGINE_ON_GPU)
-        undo = [let_host_run_ahead(chunk.config) for chunk in chunks]
+        undo = [let_host_run_ahead(chunk) for chunk in chunks]
     try:
         yield
     finally:

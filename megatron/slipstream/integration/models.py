@@ -112,7 +112,7 @@ class _Model:
         """
         self._chunks.append(weakref.ref(chunk))
         if copies_beside_compute:
-            self._undo.append(let_host_run_ahead(chunk.config))
+            self._undo.append(let_host_run_ahead(chunk))
         output_layer = getattr(chunk, "output_layer", None)
         # Engines that take turns with one model, as in benchmarks, share its hooks.
         if isinstance(output_layer, torch.nn.Module) and not _is_marked(output_layer):

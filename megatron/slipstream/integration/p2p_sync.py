@@ -12,22 +12,30 @@ interleaved schedule.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 
-def let_host_run_ahead(config: Any) -> Callable[[], None]:
+def let_host_run_ahead(chunk: Any) -> Callable[[], None]:
     """Set ``batch_p2p_sync=False``, which stages read at every exchange.
 
     Args:
-        config: A model's ``TransformerConfig``. Unchanged with ``use_ring_exchange_p2p``, whose
+        chunk: A model chunk. Its ``config`` is unchanged with ``use_ring_exchange_p2p``, whose
             streams are not PyTorch's.
 
     Returns:
-        A function that undoes it.
+        A function that undoes it. It does not keep the chunk alive.
     """
-    if not config.batch_p2p_sync or config.use_ring_exchange_p2p:
+    if not chunk.config.batch_p2p_sync or chunk.config.use_ring_exchange_p2p:
         return lambda: None
-    config.batch_p2p_sync = False
-    return partial(setattr, config, "batch_p2p_sync", True)
+    chunk.config.batch_p2p_sync = False
+    # Weakly, and not the configuration: schedules put methods of the chunks into that.
+    reference = weakref.ref(chunk)
+
+    def restore() -> None:
+        chunk = reference()
+        if chunk is not None:
+            chunk.config.batch_p2p_sync = True
+
+    return restore

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -86,7 +88,7 @@ def _exchange(
     communicator = P2PCommunicator(group, config)
     with applied(table.COPIES if is_installed else ()):
         if is_installed:
-            let_host_run_ahead(config)
+            let_host_run_ahead(_chunk(config))
         return [_pass_two(communicator, rank, is_variable) for _ in range(NUM_TRIES)]
 
 
@@ -169,13 +171,20 @@ def test_the_host_runs_ahead_of_what_stages_exchange() -> None:
         assert all(one.ends_with_compute for one in seen), "the premise holds no longer"
 
 
+def _chunk(config: SimpleNamespace) -> Any:
+    chunk: Any = torch.nn.Identity()
+    chunk.config = config
+    return chunk
+
+
 @pytest.mark.parametrize("syncs", [True, False])
 @pytest.mark.parametrize("is_ring", [True, False])
 def test_the_configuration_is_as_it_was_afterwards(syncs: bool, is_ring: bool) -> None:
     config = SimpleNamespace(batch_p2p_sync=syncs, use_ring_exchange_p2p=is_ring)
-    restore = let_host_run_ahead(config)
+    chunk = _chunk(config)
+    restore = let_host_run_ahead(chunk)
     assert config.batch_p2p_sync is (syncs and is_ring)
-    let_host_run_ahead(config)()  # of another chunk with the same configuration
+    let_host_run_ahead(_chunk(config))()  # another one with the same configuration
     assert config.batch_p2p_sync is (syncs and is_ring)
     restore()
     assert config.batch_p2p_sync is syncs
@@ -189,9 +198,19 @@ def test_stages_of_a_trained_model_do_not_wait(
     monkeypatch.setattr(models, "CudaBackend", CpuBackend if is_on_gpu else type(None))
     manager = mcore.install(OffloadConfig(offload_backend="cpu"))
     config = SimpleNamespace(batch_p2p_sync=True, use_ring_exchange_p2p=False)
-    chunk: Any = torch.nn.Identity()
-    chunk.config = config
+    chunk = _chunk(config)
     manager.router.bind([chunk])
     assert config.batch_p2p_sync is not is_on_gpu
     mcore.uninstall()
     assert config.batch_p2p_sync is True
+
+
+def test_a_chunk_that_its_own_configuration_refers_to_is_not_kept() -> None:
+    config = SimpleNamespace(batch_p2p_sync=True, use_ring_exchange_p2p=False)
+    chunk = _chunk(config)
+    config.no_sync_func = chunk.forward  # as megatron's training loop sets
+    restore, gone = let_host_run_ahead(chunk), weakref.ref(chunk)
+    del chunk, config
+    gc.collect()
+    assert gone() is None
+    restore()
