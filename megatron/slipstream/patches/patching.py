@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Optional
 
@@ -63,27 +64,11 @@ class Patch:
         return owner, name
 
 
-class _Target(NamedTuple):
+class _Applied(NamedTuple):
     owner: Any
     name: str
-
-
-class _Applied(NamedTuple):
-    target: _Target
-    before: Any
     after: Any
-
-    def undo(self, patch: Patch) -> None:
-        owner, name = self.target
-        if vars(owner).get(name) is not self.after:
-            logger.warning(
-                "%s has been replaced again since Slipstream patched it, and stays as it is",
-                patch.target,
-            )
-        elif self.before is _INHERITED:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, self.before)
+    undo: Callable[[], None]
 
 
 _applied: dict[Patch, _Applied] = {}
@@ -92,24 +77,29 @@ _users: dict[Patch, set[Hashable]] = {}
 
 
 def apply(patches: Iterable[Patch], user: Hashable) -> None:
+    """Apply the patches of one user: see :func:`apply_all`."""
+    apply_all({user: patches})
+
+
+def apply_all(wanted: Mapping[Hashable, Iterable[Patch]]) -> None:
     """Apply those that the installed packages need; again does nothing.
 
     Args:
-        patches: All are resolved before the first is applied.
-        user: Who needs them. A patch stays until all users have called :func:`undo`.
+        wanted: Patches by who needs them. A patch stays until all its users have called
+            :func:`undo`. All are resolved before the first is applied.
 
     Raises:
         RuntimeError: A target does not exist, or takes other parameters. Nothing has changed then.
     """
-    needed = [patch for patch in patches if patch.is_needed()]
-    targets = {patch: patch.check() for patch in needed if patch not in _applied}
+    needed = {user: [p for p in patches if p.is_needed()] for user, patches in wanted.items()}
+    each = dict.fromkeys(patch for patches in needed.values() for patch in patches)
+    targets = {patch: patch.check() for patch in each if patch not in _applied}
     for patch, (owner, name) in targets.items():
-        before = vars(owner).get(name, _INHERITED)
         after = patch.replace(getattr(owner, name))
-        setattr(owner, name, after)
-        _applied[patch] = _Applied(_Target(owner, name), before, after)
-    for patch in needed:
-        _users.setdefault(patch, set()).add(user)
+        _applied[patch] = _Applied(owner, name, after, replace_on(owner, name, after))
+    for user, patches in needed.items():
+        for patch in patches:
+            _users.setdefault(patch, set()).add(user)
 
 
 def undo(user: Hashable) -> None:
@@ -117,9 +107,17 @@ def undo(user: Hashable) -> None:
     for patch in reversed(list(_applied)):
         users = _users[patch]
         users.discard(user)
-        if not users:
-            _applied.pop(patch).undo(patch)
-            del _users[patch]
+        if users:
+            continue
+        del _users[patch]
+        change = _applied.pop(patch)
+        if vars(change.owner).get(change.name) is change.after:
+            change.undo()
+        else:
+            logger.warning(
+                "%s has been replaced again since Slipstream patched it, and stays as it is",
+                patch.target,
+            )
 
 
 @contextlib.contextmanager
@@ -138,18 +136,19 @@ def active() -> list[Patch]:
     return list(_applied)
 
 
-def replace_on(instance: Any, name: str, replacement: Any) -> Callable[[], None]:
-    """Replace a method on one object only. Returns a function that undoes it."""
-    before = vars(instance).get(name, _INHERITED)
-    setattr(instance, name, replacement)
+def replace_on(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
+    """Replace what one object has under a name. Returns a function that undoes it.
 
-    def undo_it() -> None:
-        if before is _INHERITED:
-            vars(instance).pop(name, None)
-        else:
-            setattr(instance, name, before)
-
-    return undo_it
+    Args:
+        owner: An instance, a class or a module. What it inherits is inherited again afterwards.
+        name: Of the attribute.
+        replacement: Its value from now on.
+    """
+    before = vars(owner).get(name, _INHERITED)
+    setattr(owner, name, replacement)
+    if before is _INHERITED:
+        return partial(delattr, owner, name)
+    return partial(setattr, owner, name, before)
 
 
 def resolve(path: str, reason: str = "") -> tuple[Any, str]:

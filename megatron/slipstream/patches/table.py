@@ -229,12 +229,7 @@ def apply(*features: Feature) -> None:
     Raises:
         RuntimeError: A target has moved. Nothing has changed then.
     """
-    for feature in features:
-        for patch in TABLE[feature]:
-            if patch.is_needed():
-                patch.check()
-    for feature in features:
-        patching.apply(TABLE[feature], feature)
+    patching.apply_all({feature: TABLE[feature] for feature in features})
 
 
 def undo(*features: Feature) -> None:

@@ -236,8 +236,9 @@ class AttachedEngine(OffloadEngine):
         """
         if self._now.chunk is None and self.is_training_forward:
             self._open_pass()
-        group = self._open_group(name)
-        if group is not None and not self._stays(group):
+        self.start_group(name)
+        group = self.take_started()
+        if group is not None:
             self._hooks = saved_tensors_hooks(partial(self.save, group), self.read)
             self._hooks.__enter__()
 
