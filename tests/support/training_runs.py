@@ -47,7 +47,7 @@ def train_on_ranks(
 
 
 def prepare_training() -> None:
-    """What each training would do anew, once for all that fork: imports, and megatron-core's
+    """What each training would repeat, once for all that fork: imports, and megatron-core's
     reading of its options' texts from its own source."""
     from megatron.training import argument_utils, arguments
 

@@ -86,7 +86,7 @@ NO_GRAPH_MIXING = Problem(
     "no-graph-mixing",
     "warning",
     f"{MIXING}=0 lets NCCL assume that no operation of a graph is under way beside another one, "
-    "and graphs of single layers have others beside them: they may wait for each other permanently",
+    "and graphs of single layers have others beside them: they may deadlock",
     f"unset {MIXING}",
 )
 _SCRIPT_SETS_IT = ", as ./run train (pretrain_gpt.py) does by itself"

@@ -486,7 +486,7 @@ class OffloadEngine:
     def _restart_if_abandoned(self) -> None:
         """Drop the iteration so far if it ended in an exception.
 
-        No call tells of one. It shows in passes whose saved tensors autograd has freed before
+        It is detected by passes whose saved tensors autograd has freed before
         their backward, while nothing of any other pass waits for backward either.
         """
         passes = self._now.passes

@@ -142,7 +142,7 @@ class PlanExecutor:
             return
         logger.info(
             "step %d, %s, is not in the plan: deciding group by group until the iteration ends, "
-            "then planning anew",
+            "then making a new plan",
             index,
             step,
         )

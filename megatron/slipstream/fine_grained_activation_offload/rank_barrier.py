@@ -7,7 +7,7 @@ measure of what it reaches in training, where all of them copy at once.
 
 [Note: Why no collective]
 A rank may never come: nothing may be marked in its pipeline stage, or its iteration may have gone
-another way. In a collective the others would wait for it permanently. So ranks leave a note in the
+another way. In a collective the others would hang. So ranks leave a note in the
 store that the process group was made with, and wait for the others' notes for a limited time. That
 is done before the first measurement only, between iterations, and is no part of any step.
 """

@@ -95,7 +95,7 @@ class RankReport:
     host_high_water_bytes: int = 0
     """The most that was in use at once, since host memory was last given back."""
     host_waste_bytes: int = 0
-    """Of what the pool holds at the high-water mark, what could serve nobody: see [Note: Waste of
+    """Unusable bytes of what the pool holds at the high-water mark: see [Note: Waste of
     host memory] in ``host_pool``."""
     host_memory_limit_bytes: Optional[int] = None
     """The most that the pool may hold; None for no limit."""

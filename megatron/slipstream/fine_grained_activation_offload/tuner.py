@@ -364,7 +364,7 @@ class Tuner:
         report = self._report
         if report.rank == 0:
             logger.info(
-                "planned anew from the times of %d iterations: %d of %d groups move, %.1f ms from "
+                "planned again from the times of %d iterations: %d of %d groups move, %.1f ms from "
                 "the first mark to the end (%.1f were measured); the host waits at %d steps",
                 NUM_TIMED,
                 improved.num_moving,

@@ -536,7 +536,7 @@ def _gpu_defaults(argv: Sequence[str]) -> list[str]:
     """Flags that a GPU run needs for want of Apex and the user did not give; logs them.
 
     Megatron takes Apex's fused weight gradient for granted and raises in the first forward of the
-    output layer without it, on that pipeline stage alone; the others then wait permanently.
+    output layer without it, on that pipeline stage alone; the others then hang.
     """
     flag = "--no-gradient-accumulation-fusion"
     if flag in argv or preflight.is_installed(_APEX_FUSED_WEIGHT_GRADIENT):

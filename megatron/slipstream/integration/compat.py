@@ -116,7 +116,7 @@ def graph_modules_option() -> str:
 def keep_what_graphs_hand_on(layer: Any) -> None:
     """Do not mark norms whose input a graph of the layer takes in or gives out.
 
-    A graph keeps that memory permanently; and where the router ends a graph, the group of the norm
+    A graph keeps that memory; and where the router ends a graph, the group of the norm
     before it would begin inside and end outside. From 0.19 on layers do this themselves.
 
     Args:

@@ -6,7 +6,7 @@
 megatron-core tells each linear layer whether a micro-batch is the first one since the optimizer's
 step. In the first, Transformer Engine quantizes the weight into memory that it keeps, and the
 weight's gradient overwrites the main gradient. In all others it takes what it has kept, and adds.
-A graph would do permanently what the pass did that was captured: keep the gradient of the last
+A graph repeats what the captured pass did: keep the gradient of the last
 micro-batch alone, or go on with the weights of the step in which it was captured.
 
 A layer that is told nothing (``disable_parameter_transpose_cache``) quantizes its weight in every

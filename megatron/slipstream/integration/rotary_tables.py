@@ -3,7 +3,7 @@
 """Rotary tables that are held for CUDA graphs.
 
 Multi-latent attention asks for its table in every forward pass, inside the graph. megatron-core
-computes it once and keeps it, but not permanently: in a cache of 32 tables for all layers of all
+computes it once and may drop it again: it keeps it in a cache of 32 tables for all layers of all
 models together, or (fused) in a buffer that a longer one replaces. A graph that was captured with
 such a table goes on to read its memory. And if the table was missing when a graph was captured, it
 would lie in that graph's memory, from where the next one would take it.

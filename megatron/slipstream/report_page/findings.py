@@ -184,7 +184,7 @@ def _host_waste(rank: RankReport) -> Iterator[Found]:
         yield Found(
             "note",
             "Host memory is used badly",
-            f"{format_bytes(rank.host_waste_bytes)} could serve nobody when most was in use "
+            f"{format_bytes(rank.host_waste_bytes)} was unusable at the peak of use "
             f"({rank.host_waste_fraction:.0%} of it)",
             "Sizes that differ much share badly; leave out the module that moves the smallest "
             "tensors, or raise --min-offloaded-tensor-size.",

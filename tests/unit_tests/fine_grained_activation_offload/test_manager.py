@@ -429,7 +429,7 @@ def test_what_the_last_group_saved_and_others_hold_for_a_while_is_learnt_too(bac
     begins = next(i for i, s in enumerate(trace.steps) if s.kind is StepKind.BACKWARD_START)
     lingers = [storage.lingers_until for storage in trace.storages]
     assert lingers[-1] == begins
-    assert set(lingers[1:-1]) == {0}  # The first one is the input, which nobody releases it.
+    assert set(lingers[1:-1]) == {0}  # The first one is the input, which has another reference.
 
 
 def test_a_commit_without_a_start_is_ignored(backend: str) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Ranks of one host measure their links at the same moment, and nobody waits permanently."""
+"""Ranks of one host measure their links at the same moment, and no rank waits without end."""
 
 from __future__ import annotations
 

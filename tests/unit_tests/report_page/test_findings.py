@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "waste": (
         {"host_waste_bytes": GIB, "host_high_water_bytes": 2 * GIB},
         "Host memory is used badly",
-        "1.0 GiB could serve nobody when most was in use (50% of it)",
+        "1.0 GiB was unusable at the peak of use (50% of it)",
     ),
     "unfreed": (
         {"modules": {"core_attn": replace(MODULE, freed_bytes=90)}},

@@ -169,7 +169,7 @@ class AttachedEngine(OffloadEngine):
         super().__init__(backend, options, rank, num_verified_iterations)
         self._model = weakref.ref(model)
         self._constants: Optional[frozenset[int]] = None
-        """Storages of the model's parameters and buffers; None where nobody has asked in this
+        """Storages of the model's parameters and buffers; None if not collected in this
         pass, since wrappers give parameters other memory."""
         self._largest: dict[int, int] = {}
         """Bytes of groups that have grown, by their place in the pass."""
