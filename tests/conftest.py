@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,12 +59,35 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return min(os.cpu_count() or 1, num_tests_per_gpu())
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """With ``--results-dir``, the process that shows results keeps a row per test."""
+    folder: Path | None = config.getoption("--results-dir")
+    if folder is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_TestRows(folder / "tests.jsonl"))
+
+
+class _TestRows:
+    """Appends a row per test that has run: name, outcome, seconds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and not (report.when == "setup" and report.failed):
+            return
+        row = {"test": report.nodeid, "outcome": report.outcome, "s": round(report.duration, 1)}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ours."""
     parser.addoption(
         "--results-dir",
         type=Path,
-        help="keep the rows that tests measure here, one JSON line each, for benchmarks/results",
+        help="keep a row per test (tests.jsonl), and the rows that tests measure, in this folder, "
+        "one JSON line each, for benchmarks/results",
     )
     parser.addoption(
         "--soak-iterations",
@@ -71,6 +95,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=100,
         help="length of the soak test on a GPU (%(default)s; 2000 is the full length)",
     )
+
+
+@pytest.fixture(autouse=True)
+def _device_memory_is_returned() -> Iterator[None]:
+    """Processes that share a GPU do not keep what torch's allocator caches after a test."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

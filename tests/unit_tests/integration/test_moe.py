@@ -112,7 +112,7 @@ def test_values_arrive_and_stay_as_long_as_somebody_has_them(
     for moved, expected in kept:
         assert torch.equal(torch.as_tensor(moved), expected)
     # One for each that is kept, and one that went from hand to hand.
-    assert sum(map(len, copies._free.values())) + len(copies._lent) <= len(kept) + 1
+    assert sum(map(len, copies._free.values())) + len(copies._in_use) <= len(kept) + 1
 
 
 @pytest.mark.gpu
