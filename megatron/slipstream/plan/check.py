@@ -35,10 +35,10 @@ from megatron.slipstream.plan.operations import (
     derive_schedule,
     device_bytes,
 )
-from megatron.slipstream.plan.rules import PlanError, Rule
+from megatron.slipstream.plan.safety import PlanError, SafetyProperty
 from megatron.slipstream.plan.trace import GroupKey
 
-__all__ = ["PlanError", "PlanFacts", "Rule", "check_plan"]
+__all__ = ["PlanError", "PlanFacts", "SafetyProperty", "check_plan"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def check_plan(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> PlanFacts:
         Facts of the plan.
 
     Raises:
-        PlanError: The plan breaks a :class:`Rule`.
+        PlanError: The plan breaks a :class:`SafetyProperty`.
     """
     schedule = derive_schedule(plan)
     _check_statements(plan, schedule)
@@ -88,16 +88,16 @@ def _check_statements(plan: Plan, schedule: Schedule) -> None:
     for storage in plan.storages:
         if not 0 <= storage.index < len(plan.trace.storages):
             detail = f"there is no storage {storage.index}"
-            raise PlanError(Rule.KNOWN_STORAGE, f"storage {storage.index}", plan, detail)
+            raise PlanError(SafetyProperty.KNOWN_STORAGE, f"storage {storage.index}", plan, detail)
         if storage.index in stated:
             detail = f"storage {storage.index} moves twice"
-            raise PlanError(Rule.ONCE, _first_d2h(plan, storage.index), plan, detail)
+            raise PlanError(SafetyProperty.ONCE, _first_d2h(plan, storage.index), plan, detail)
         stated[storage.index] = storage
     derived = {storage.index: storage for storage in schedule.storages}
     for index in sorted(stated.keys() | derived.keys()):
         if stated.get(index) != derived.get(index):
             detail = f"stated is {stated.get(index)}, but the actions do {derived.get(index)}"
-            raise PlanError(Rule.AS_STATED, _first_d2h(plan, index), plan, detail)
+            raise PlanError(SafetyProperty.AS_STATED, _first_d2h(plan, index), plan, detail)
     moved_nbytes: dict[GroupKey, int] = {}
     for storage in schedule.storages:
         first = plan.trace.storages[storage.index].holders[0]
@@ -107,7 +107,7 @@ def _check_statements(plan: Plan, schedule: Schedule) -> None:
         if group.moved_nbytes != nbytes:
             action = Action(ActionKind.D2H, group.key, group.name)
             detail = f"stated are {group.moved_nbytes} bytes, but the actions move {nbytes}"
-            raise PlanError(Rule.AS_STATED, action, plan, detail)
+            raise PlanError(SafetyProperty.AS_STATED, action, plan, detail)
 
 
 def _check_host_memory(plan: Plan, schedule: Schedule) -> None:
@@ -116,7 +116,7 @@ def _check_host_memory(plan: Plan, schedule: Schedule) -> None:
         in_use = schedule.host_bytes[operation.step]
         if limit is not None and operation.kind is OpKind.COPY_OUT and in_use > limit:
             detail = f"{in_use} bytes are in use from step {operation.step} on, {limit} are allowed"
-            raise PlanError(Rule.WITHIN_HOST_MEMORY, operation.cause, plan, detail)
+            raise PlanError(SafetyProperty.WITHIN_HOST_MEMORY, operation.cause, plan, detail)
 
 
 def _check_inflight(plan: Plan) -> None:
@@ -137,7 +137,7 @@ def _check_inflight(plan: Plan) -> None:
                     f"{len(in_flight[action.name])} copies out of {action.name} are in flight from "
                     f"step {index} on, {limit} are allowed"
                 )
-                raise PlanError(Rule.WITHIN_INFLIGHT, action, plan, detail)
+                raise PlanError(SafetyProperty.WITHIN_INFLIGHT, action, plan, detail)
 
 
 def _first_d2h(plan: Plan, storage: int) -> Action:
@@ -164,7 +164,7 @@ class _Access(NamedTuple):
 
     memory: _Memory
     writes: bool
-    rule: Rule | None = None
+    rule: SafetyProperty | None = None
     """The rule that is broken where an earlier access may still be running; None where both are
     on the compute queue, which runs in order."""
 
@@ -174,18 +174,18 @@ _ACCESSES: dict[OpKind, tuple[_Access, ...]] = {
     OpKind.WRITE: (_Access(_Memory.ORIGINAL, True),),
     OpKind.SAVE: (_Access(_Memory.ORIGINAL, False),),
     OpKind.COPY_OUT: (
-        _Access(_Memory.ORIGINAL, False, Rule.COPY_OUT_READS_WRITTEN),
-        _Access(_Memory.BUFFER, True, Rule.BUFFER_REUSED_AFTER_COPY),
+        _Access(_Memory.ORIGINAL, False, SafetyProperty.COPY_OUT_READS_WRITTEN),
+        _Access(_Memory.BUFFER, True, SafetyProperty.BUFFER_REUSED_AFTER_COPY),
     ),
-    OpKind.LET_GO: (_Access(_Memory.ORIGINAL, True, Rule.REUSED_AFTER_COPY_OUT),),
+    OpKind.LET_GO: (_Access(_Memory.ORIGINAL, True, SafetyProperty.REUSED_AFTER_COPY_OUT),),
     # Memory that is new to the storage was somebody's until here.
     OpKind.START_IN: (_Access(_Memory.RETURNED, True),),
     OpKind.COPY_IN: (
-        _Access(_Memory.BUFFER, False, Rule.COPY_IN_READS_WRITTEN),
-        _Access(_Memory.RETURNED, True, Rule.COPY_IN_AFTER_LAST_USE),
+        _Access(_Memory.BUFFER, False, SafetyProperty.COPY_IN_READS_WRITTEN),
+        _Access(_Memory.RETURNED, True, SafetyProperty.COPY_IN_AFTER_LAST_USE),
     ),
-    OpKind.USE: (_Access(_Memory.RETURNED, False, Rule.BACKWARD_READS_WRITTEN),),
-    OpKind.ABANDON: (_Access(_Memory.RETURNED, True, Rule.UNREAD_REUSED_AFTER_COPY_IN),),
+    OpKind.USE: (_Access(_Memory.RETURNED, False, SafetyProperty.BACKWARD_READS_WRITTEN),),
+    OpKind.ABANDON: (_Access(_Memory.RETURNED, True, SafetyProperty.UNREAD_REUSED_AFTER_COPY_IN),),
 }
 
 _Clock = list[int]
@@ -276,7 +276,7 @@ class _Proof:
             for signal in self._waits[index]:
                 if signal >= index:
                     detail = f"its {kind.name} waits for what is issued after it"
-                    raise PlanError(Rule.NO_CYCLE, operation.cause, self._plan, detail)
+                    raise PlanError(SafetyProperty.NO_CYCLE, operation.cause, self._plan, detail)
                 for other, count in enumerate(self._ended[signal]):
                     if count > clock[other]:
                         clock[other] = count

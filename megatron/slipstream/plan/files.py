@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.check import check_plan
-from megatron.slipstream.plan.rules import PlanError
+from megatron.slipstream.plan.safety import PlanError
 from megatron.slipstream.plan.trace import Step, StepKind, Trace
 from megatron.slipstream.plan.whole_files import write_whole
 

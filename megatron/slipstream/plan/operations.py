@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from megatron.slipstream.plan.build import Action, ActionKind, GroupPlan, Plan, StoragePlan
 from megatron.slipstream.plan.host_ledger import HostBuffer, HostLedger
-from megatron.slipstream.plan.rules import PlanError, Rule
+from megatron.slipstream.plan.safety import PlanError, SafetyProperty
 from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
 from megatron.slipstream.plan.workload import saved_bytes
 
@@ -174,34 +174,34 @@ def _check_references(plan: Plan) -> None:
         d2h = Action(ActionKind.D2H, group.key, group.name)
         if group.key in seen:
             # From here on, once each way is ensured by what the walk allows from which state.
-            raise PlanError(Rule.ONCE, d2h, plan, "the group has two plans")
+            raise PlanError(SafetyProperty.ONCE, d2h, plan, "the group has two plans")
         seen.add(group.key)
         if group.key not in trace.group_by_key:
-            raise PlanError(Rule.KNOWN_GROUP, d2h, plan, "the trace has no such group")
+            raise PlanError(SafetyProperty.KNOWN_GROUP, d2h, plan, "the trace has no such group")
         if not group.moves:
             continue
         num_storages = len(trace.group_by_key[group.key].storages)
         for position in group.kept_storages:
             if not 0 <= position < num_storages:
                 detail = f"storage {position} stays, but the group has {num_storages}"
-                raise PlanError(Rule.KNOWN_STORAGE, d2h, plan, detail)
+                raise PlanError(SafetyProperty.KNOWN_STORAGE, d2h, plan, detail)
         commit = index.get((StepKind.FORWARD_COMMIT, group.key))
         for action, step in _planned_actions(group):
             if not 0 <= step < len(trace.steps):
                 detail = f"step {step} is none of the trace's {len(trace.steps)}"
-                raise PlanError(Rule.KNOWN_STEP, action, plan, detail)
+                raise PlanError(SafetyProperty.KNOWN_STEP, action, plan, detail)
             if commit is None or step < commit:
                 detail = f"it is due at step {step}, the group's commit is at {commit}"
-                raise PlanError(Rule.AFTER_COMMIT, action, plan, detail)
+                raise PlanError(SafetyProperty.AFTER_COMMIT, action, plan, detail)
         use = index.get((StepKind.BACKWARD_USE, group.key))
         if use is None or use != group.use_step:
             detail = f"the plan has its use at step {group.use_step}, the trace at {use}"
             mark = Step(StepKind.BACKWARD_USE, group.key, group.name)
-            raise PlanError(Rule.KNOWN_USE, mark, plan, detail)
+            raise PlanError(SafetyProperty.KNOWN_USE, mark, plan, detail)
     for missing in trace.groups:
         if missing.key not in plan.group_by_key:
             action = Action(ActionKind.D2H, missing.key, missing.name)
-            raise PlanError(Rule.KNOWN_GROUP, action, plan, "the plan has no such group")
+            raise PlanError(SafetyProperty.KNOWN_GROUP, action, plan, "the plan has no such group")
 
 
 class _Where(enum.Enum):
@@ -289,7 +289,7 @@ class _Walk:
         if action.kind is not ActionKind.H2D and index >= use_step:
             # The engine would pass over it.
             detail = f"it is due at step {index}, the group is used at {use_step}"
-            raise self._error(Rule.LEAVES_BEFORE_USE, action, detail)
+            raise self._error(SafetyProperty.LEAVES_BEFORE_USE, action, detail)
         if action.kind is ActionKind.D2H:
             self._copy_out(index, action)
         elif action.kind is ActionKind.FREE:
@@ -311,18 +311,20 @@ class _Walk:
 
     def _check_may_leave(self, storage: int, action: Action) -> None:
         if self._trace.storages[storage].held_outside:
-            raise self._error(Rule.HELD_OUTSIDE, action, f"storage {storage} is held outside")
+            raise self._error(
+                SafetyProperty.HELD_OUTSIDE, action, f"storage {storage} is held outside"
+            )
         for key in self._trace.storages[storage].holders:
             if storage not in self._moved.get(key, ()):
                 detail = f"storage {storage} is also held by group {key}, which keeps it"
-                raise self._error(Rule.ALL_LET_GO, action, detail)
+                raise self._error(SafetyProperty.ALL_LET_GO, action, detail)
 
     def _free(self, index: int, action: Action) -> None:
         gone = []
         for storage in self._moved[action.key]:
             if self._where[storage] is not _Where.OFFLOADING:
                 detail = f"storage {storage}: {self._where[storage].value}"
-                raise self._error(Rule.D2H_BEFORE_FREE, action, detail)
+                raise self._error(SafetyProperty.D2H_BEFORE_FREE, action, detail)
             self._waits_for[storage].discard(action.key)
             if not self._waits_for[storage]:
                 self._where[storage] = _Where.HOST
@@ -337,7 +339,7 @@ class _Walk:
                 continue  # Another group has started it.
             if self._where[storage] is not _Where.HOST:
                 detail = f"storage {storage}: {self._where[storage].value}"
-                raise self._error(Rule.FREE_BEFORE_H2D, action, detail)
+                raise self._error(SafetyProperty.FREE_BEFORE_H2D, action, detail)
             self._where[storage] = _Where.RETURNED
             self._steps[storage]["h2d_step"] = index
             returning.append(storage)
@@ -351,7 +353,7 @@ class _Walk:
             if self._where[storage] is not _Where.RETURNED:
                 action = Action(ActionKind.H2D, step.key, step.name)
                 detail = f"at {step}, step {index}, storage {storage}: {self._where[storage].value}"
-                raise self._error(Rule.BACK_BEFORE_USE, action, detail)
+                raise self._error(SafetyProperty.BACK_BEFORE_USE, action, detail)
             self._steps[storage].setdefault("use_step", index)
         self._issue(index, step, self._moved[step.key], OpKind.USE)
 
@@ -362,5 +364,5 @@ class _Walk:
         if storages:
             self._operations += [Operation(kind, index, cause, tuple(storages)) for kind in kinds]
 
-    def _error(self, rule: Rule, action: Action | Step, detail: str) -> PlanError:
+    def _error(self, rule: SafetyProperty, action: Action | Step, detail: str) -> PlanError:
         return PlanError(rule, action, self._plan, detail)

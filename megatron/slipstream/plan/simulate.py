@@ -29,7 +29,7 @@ from megatron.slipstream.plan.operations import (
     device_bytes,
 )
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.plan.rules import PlanError, Rule
+from megatron.slipstream.plan.safety import PlanError, SafetyProperty
 from megatron.slipstream.plan.trace import Bandwidth, Step, Trace
 
 
@@ -347,4 +347,4 @@ class _Clock:
         if heads:
             detail = ", ".join(f"{op.cause} ({op.kind.name})" for op in heads)
             detail = f"the queues stand still at {detail}"
-            raise PlanError(Rule.NO_CYCLE, heads[0].cause, self._plan, detail)
+            raise PlanError(SafetyProperty.NO_CYCLE, heads[0].cause, self._plan, detail)

@@ -22,7 +22,7 @@ from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edg
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.plan import operations
 from megatron.slipstream.plan.build import GroupPlan, Plan, StoragePlan, build_plan
-from megatron.slipstream.plan.check import PlanError, PlanFacts, Rule, check_plan
+from megatron.slipstream.plan.check import PlanError, PlanFacts, SafetyProperty, check_plan
 from megatron.slipstream.plan.host_ledger import HostBuffer, HostLedger
 from megatron.slipstream.plan.host_memory import MIN_BUFFER_BYTES, size_class_bytes
 from megatron.slipstream.plan.operations import (
@@ -79,7 +79,7 @@ def refusal(plan: Plan, *edges: EdgeRule) -> PlanError:
     return caught.value
 
 
-def assert_refused(plan: Plan, rule: Rule, action: str, *edges: EdgeRule) -> PlanError:
+def assert_refused(plan: Plan, rule: SafetyProperty, action: str, *edges: EdgeRule) -> PlanError:
     """The error names the rule and the action, and points at the group's row of the plan."""
     error = refusal(plan, *edges)
     assert error.rule is rule
@@ -97,13 +97,13 @@ def assert_refused(plan: Plan, rule: Rule, action: str, *edges: EdgeRule) -> Pla
 def test_a_plan_has_no_group_that_the_trace_has_not() -> None:
     stranger = dataclasses.replace(FOUR_LAYERS.group_by_key[FIRST], key=GroupKey(7, 3))
     plan = dataclasses.replace(FOUR_LAYERS, groups=(*FOUR_LAYERS.groups, stranger))
-    assert_refused(plan, Rule.KNOWN_GROUP, "7.3.core_attn:D2H")
+    assert_refused(plan, SafetyProperty.KNOWN_GROUP, "7.3.core_attn:D2H")
 
 
 def test_a_plan_has_every_group_of_the_trace() -> None:
     plan = dataclasses.replace(FOUR_LAYERS, groups=FOUR_LAYERS.groups[1:])
     error = refusal(plan)
-    assert (error.rule, error.action) == (Rule.KNOWN_GROUP, "0.0.core_attn:D2H")
+    assert (error.rule, error.action) == (SafetyProperty.KNOWN_GROUP, "0.0.core_attn:D2H")
 
 
 @pytest.mark.parametrize("step", [-1, 12, 1000])
@@ -112,24 +112,24 @@ def test_a_plan_has_every_group_of_the_trace() -> None:
 )
 def test_an_action_is_due_at_a_step_of_the_trace(step: int, name: str, action: str) -> None:
     plan = change_group(FOUR_LAYERS, SECOND, **{name: step})
-    assert_refused(plan, Rule.KNOWN_STEP, f"0.1.core_attn:{action}")
+    assert_refused(plan, SafetyProperty.KNOWN_STEP, f"0.1.core_attn:{action}")
 
 
 def test_a_storage_that_stays_is_one_of_its_group() -> None:
     plan = change_group(FOUR_LAYERS, FIRST, kept_storages={1: "a reason"})
-    assert_refused(plan, Rule.KNOWN_STORAGE, "0.0.core_attn:D2H")
+    assert_refused(plan, SafetyProperty.KNOWN_STORAGE, "0.0.core_attn:D2H")
 
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_a_storage_that_moves_is_one_of_the_trace(index: int) -> None:
     plan = change_storage(FOUR_LAYERS, 0, index=index)
     error = refusal(plan)
-    assert (error.rule, error.action) == (Rule.KNOWN_STORAGE, f"storage {index}")
+    assert (error.rule, error.action) == (SafetyProperty.KNOWN_STORAGE, f"storage {index}")
 
 
 def test_a_group_is_used_when_the_trace_uses_it() -> None:
     plan = change_group(FOUR_LAYERS, FIRST, use_step=10)
-    assert_refused(plan, Rule.KNOWN_USE, "0.0.core_attn:BU")
+    assert_refused(plan, SafetyProperty.KNOWN_USE, "0.0.core_attn:BU")
 
 
 def test_a_group_that_moves_is_used_at_all() -> None:
@@ -137,7 +137,7 @@ def test_a_group_that_moves_is_used_at_all() -> None:
     steps = FOUR_LAYERS.trace.steps[:-1] + FOUR_LAYERS.trace.steps[-2:-1]
     trace = dataclasses.replace(FOUR_LAYERS.trace, steps=steps)
     plan = dataclasses.replace(FOUR_LAYERS, trace=trace)
-    assert_refused(plan, Rule.KNOWN_USE, "0.0.core_attn:BU")
+    assert_refused(plan, SafetyProperty.KNOWN_USE, "0.0.core_attn:BU")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_group_that_moves_is_used_at_all() -> None:
 )
 def test_nothing_is_done_for_a_group_before_its_commit(name: str, action: str) -> None:
     plan = change_group(FOUR_LAYERS, SECOND, **{name: 2})
-    assert_refused(plan, Rule.AFTER_COMMIT, f"0.1.core_attn:{action}")
+    assert_refused(plan, SafetyProperty.AFTER_COMMIT, f"0.1.core_attn:{action}")
 
 
 # The order of a storage's moves.
@@ -153,7 +153,7 @@ def test_nothing_is_done_for_a_group_before_its_commit(name: str, action: str) -
 
 def test_memory_is_not_let_go_before_its_copy_out_was_started() -> None:
     plan = change_group(FOUR_LAYERS, FIRST, commit_step=5)
-    assert_refused(plan, Rule.D2H_BEFORE_FREE, "0.0.core_attn:FREE")
+    assert_refused(plan, SafetyProperty.D2H_BEFORE_FREE, "0.0.core_attn:FREE")
 
 
 @pytest.mark.parametrize("free_step, h2d_step", [(10, 9), (3, 2), (3, 1)])
@@ -161,13 +161,13 @@ def test_a_copy_back_does_not_start_before_the_memory_was_let_go(
     free_step: int, h2d_step: int
 ) -> None:
     plan = change_group(FOUR_LAYERS, FIRST, free_step=free_step, h2d_step=h2d_step)
-    assert_refused(plan, Rule.FREE_BEFORE_H2D, "0.0.core_attn:H2D")
+    assert_refused(plan, SafetyProperty.FREE_BEFORE_H2D, "0.0.core_attn:H2D")
 
 
 def test_a_shared_storage_does_not_come_back_before_its_last_group_let_go() -> None:
     first = SHARED.group_by_key[FIRST]
     plan = change_group(SHARED, SECOND, free_step=first.h2d_step + 1)
-    assert_refused(plan, Rule.FREE_BEFORE_H2D, "0.1.core_attn:H2D")
+    assert_refused(plan, SafetyProperty.FREE_BEFORE_H2D, "0.1.core_attn:H2D")
 
 
 @pytest.mark.parametrize("commit_step, action", [(1, "FREE"), (11, "D2H")])
@@ -176,24 +176,24 @@ def test_nothing_of_a_group_leaves_once_backward_has_reached_it(
 ) -> None:
     # At its own use the engine would start no copy out, nor let go.
     plan = change_group(FOUR_LAYERS, FIRST, commit_step=commit_step, free_step=11, h2d_step=11)
-    assert_refused(plan, Rule.LEAVES_BEFORE_USE, f"0.0.core_attn:{action}")
+    assert_refused(plan, SafetyProperty.LEAVES_BEFORE_USE, f"0.0.core_attn:{action}")
 
 
 def test_a_group_is_not_used_before_it_is_back() -> None:
     plan = change_group(FOUR_LAYERS, SECOND, h2d_step=11)
-    assert_refused(plan, Rule.BACK_BEFORE_USE, "0.1.core_attn:H2D")
+    assert_refused(plan, SafetyProperty.BACK_BEFORE_USE, "0.1.core_attn:H2D")
 
 
 def test_a_storage_does_not_move_twice_for_two_plans_of_its_group() -> None:
     plan = dataclasses.replace(FOUR_LAYERS, groups=FOUR_LAYERS.groups + FOUR_LAYERS.groups[:1])
     error = refusal(plan)
-    assert (error.rule, error.action) == (Rule.ONCE, "0.0.core_attn:D2H")
+    assert (error.rule, error.action) == (SafetyProperty.ONCE, "0.0.core_attn:D2H")
     assert str(error).count("<-- here") == 2
 
 
 def test_a_storage_does_not_move_twice_for_two_entries_of_its_own() -> None:
     plan = dataclasses.replace(FOUR_LAYERS, storages=FOUR_LAYERS.storages + FOUR_LAYERS.storages)
-    assert_refused(plan, Rule.ONCE, "0.0.core_attn:D2H")
+    assert_refused(plan, SafetyProperty.ONCE, "0.0.core_attn:D2H")
 
 
 # Who holds a storage.
@@ -204,26 +204,26 @@ def test_a_storage_is_not_moved_while_a_group_that_holds_it_stays() -> None:
     stays = dataclasses.replace(GroupPlan(SECOND, second.name, False), reason="none")
     groups = tuple(stays if group.key == SECOND else group for group in SHARED.groups)
     plan = dataclasses.replace(SHARED, groups=groups)
-    error = assert_refused(plan, Rule.ALL_LET_GO, "0.0.core_attn:D2H")
+    error = assert_refused(plan, SafetyProperty.ALL_LET_GO, "0.0.core_attn:D2H")
     assert "group 0.1" in str(error)
 
 
 def test_a_storage_is_not_moved_by_one_group_and_kept_by_another() -> None:
     plan = change_group(SHARED, SECOND, kept_storages={0: "none"})
-    assert_refused(plan, Rule.ALL_LET_GO, "0.0.core_attn:D2H")
+    assert_refused(plan, SafetyProperty.ALL_LET_GO, "0.0.core_attn:D2H")
 
 
 def test_no_more_host_memory_is_lent_than_the_options_allow() -> None:
     limit = 2 * MIN_BUFFER_BYTES
     options = dataclasses.replace(FOUR_LAYERS.options, host_memory_limit_bytes=limit)
     plan = dataclasses.replace(FOUR_LAYERS, options=options)
-    assert_refused(plan, Rule.WITHIN_HOST_MEMORY, "0.2.core_attn:D2H")
+    assert_refused(plan, SafetyProperty.WITHIN_HOST_MEMORY, "0.2.core_attn:D2H")
     assert check_plan(build_plan(plan.trace, options)).peak_host_bytes <= limit
 
 
 def test_a_storage_that_something_else_holds_is_not_moved() -> None:
     plan = change_storage_trace(FOUR_LAYERS, 1, held_outside=True)
-    assert_refused(plan, Rule.HELD_OUTSIDE, "0.1.core_attn:D2H")
+    assert_refused(plan, SafetyProperty.HELD_OUTSIDE, "0.1.core_attn:D2H")
 
 
 # What the plan states.
@@ -233,24 +233,24 @@ def test_a_storage_that_something_else_holds_is_not_moved() -> None:
 def test_storages_move_when_the_plan_states(name: str) -> None:
     value = getattr(FOUR_LAYERS.storages[1], name) + 1
     plan = change_storage(FOUR_LAYERS, 1, **{name: value})
-    assert_refused(plan, Rule.AS_STATED, "0.1.core_attn:D2H")
+    assert_refused(plan, SafetyProperty.AS_STATED, "0.1.core_attn:D2H")
 
 
 def test_no_storage_moves_that_the_plan_does_not_state() -> None:
     plan = dataclasses.replace(FOUR_LAYERS, storages=FOUR_LAYERS.storages[1:])
-    assert_refused(plan, Rule.AS_STATED, "0.0.core_attn:D2H")
+    assert_refused(plan, SafetyProperty.AS_STATED, "0.0.core_attn:D2H")
 
 
 def test_no_storage_is_stated_that_does_not_move() -> None:
     plan = dataclasses.replace(
         FOUR_LAYERS, storages=(*FOUR_LAYERS.storages, StoragePlan(3, 1000, 7, 8, 9, 10))
     )
-    assert_refused(plan, Rule.AS_STATED, "0.3.core_attn:D2H")
+    assert_refused(plan, SafetyProperty.AS_STATED, "0.3.core_attn:D2H")
 
 
 def test_a_group_moves_the_bytes_that_the_plan_states() -> None:
     plan = change_group(FOUR_LAYERS, SECOND, moved_nbytes=999)
-    assert_refused(plan, Rule.AS_STATED, "0.1.core_attn:D2H")
+    assert_refused(plan, SafetyProperty.AS_STATED, "0.1.core_attn:D2H")
 
 
 # The edges.
@@ -270,15 +270,17 @@ def test_the_edges_are_those_of_the_engine() -> None:
 @pytest.mark.parametrize(
     "edge_id, rule, action",
     [
-        ("E1", Rule.COPY_OUT_READS_WRITTEN, "0.0.core_attn:D2H"),
-        ("E2", Rule.BUFFER_REUSED_AFTER_COPY, "3.0.core_attn:D2H"),
-        ("E3", Rule.REUSED_AFTER_COPY_OUT, "0.0.core_attn:FREE"),
-        ("E4", Rule.COPY_IN_READS_WRITTEN, "0.2.core_attn:H2D"),
-        ("E5", Rule.BACKWARD_READS_WRITTEN, "0.2.core_attn:BU"),
-        ("E6", Rule.UNREAD_REUSED_AFTER_COPY_IN, "3.1.core_attn:H2D"),
+        ("E1", SafetyProperty.COPY_OUT_READS_WRITTEN, "0.0.core_attn:D2H"),
+        ("E2", SafetyProperty.BUFFER_REUSED_AFTER_COPY, "3.0.core_attn:D2H"),
+        ("E3", SafetyProperty.REUSED_AFTER_COPY_OUT, "0.0.core_attn:FREE"),
+        ("E4", SafetyProperty.COPY_IN_READS_WRITTEN, "0.2.core_attn:H2D"),
+        ("E5", SafetyProperty.BACKWARD_READS_WRITTEN, "0.2.core_attn:BU"),
+        ("E6", SafetyProperty.UNREAD_REUSED_AFTER_COPY_IN, "3.1.core_attn:H2D"),
     ],
 )
-def test_without_any_one_edge_the_proof_fails(edge_id: str, rule: Rule, action: str) -> None:
+def test_without_any_one_edge_the_proof_fails(
+    edge_id: str, rule: SafetyProperty, action: str
+) -> None:
     assert_refused(IN_FLIGHT, rule, action, *without(edge_id))
 
 
@@ -286,7 +288,7 @@ def test_an_edge_from_a_copy_out_to_its_copy_in_would_not_replace_the_wait_for_c
     # It would order the host buffer; the memory that the copy back writes is compute's until then.
     shortcut = EdgeRule("E4", OpKind.COPY_OUT, OpKind.COPY_IN)
     edges = (*without("E4"), shortcut)
-    assert_refused(IN_FLIGHT, Rule.COPY_IN_AFTER_LAST_USE, "0.2.core_attn:H2D", *edges)
+    assert_refused(IN_FLIGHT, SafetyProperty.COPY_IN_AFTER_LAST_USE, "0.2.core_attn:H2D", *edges)
 
 
 def test_a_copy_in_needs_no_edge_to_its_own_copy_out() -> None:
@@ -305,7 +307,7 @@ def test_a_plan_whose_buffers_serve_once_is_proved_without_their_edge() -> None:
 
 def test_no_queue_waits_for_what_is_issued_later() -> None:
     circle = EdgeRule("circle", OpKind.COPY_OUT, OpKind.START_OUT)
-    assert_refused(FOUR_LAYERS, Rule.NO_CYCLE, "0.0.core_attn:D2H", *EDGES, circle)
+    assert_refused(FOUR_LAYERS, SafetyProperty.NO_CYCLE, "0.0.core_attn:D2H", *EDGES, circle)
 
 
 # What is derived.
@@ -384,7 +386,7 @@ def test_a_host_buffer_that_is_lent_while_another_copy_reads_it_is_found() -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "HostLedger", ForgetfulLedger)
-        assert_refused(IN_FLIGHT, Rule.BUFFER_REUSED_AFTER_COPY, "3.0.core_attn:D2H")
+        assert_refused(IN_FLIGHT, SafetyProperty.BUFFER_REUSED_AFTER_COPY, "3.0.core_attn:D2H")
 
 
 @pytest.mark.parametrize("shift", [0, MIN_BUFFER_BYTES // 2])
@@ -406,7 +408,7 @@ def test_a_host_buffer_that_is_lent_twice_at_once_is_found(shift: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "HostLedger", OverlappingLedger)
         error = refusal(FOUR_LAYERS)
-        assert error.rule is Rule.COPY_IN_READS_WRITTEN
+        assert error.rule is SafetyProperty.COPY_IN_READS_WRITTEN
         assert "overwritten" in str(error)
 
 
@@ -461,7 +463,7 @@ def test_the_row_of_the_group_is_shown_however_long_the_plan(place: int) -> None
     plan = plan_of(one_pass(Model(num_layers=101)))
     key = GroupKey(0, place)
     broken = change_group(plan, key, free_step=0)
-    assert_refused(broken, Rule.AFTER_COMMIT, f"0.{place}.core_attn:FREE")
+    assert_refused(broken, SafetyProperty.AFTER_COMMIT, f"0.{place}.core_attn:FREE")
 
 
 def test_the_engine_follows_no_plan_that_was_not_proved() -> None:

@@ -15,7 +15,7 @@ from megatron.slipstream.fine_grained_activation_offload.cpu_backends import Cpu
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.plan.build import ActionKind, Plan, build_plan
-from megatron.slipstream.plan.check import PlanError, Rule, check_plan
+from megatron.slipstream.plan.check import PlanError, SafetyProperty, check_plan
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import Trace
 
@@ -69,7 +69,7 @@ def test_a_plan_beyond_the_limit_is_refused() -> None:
     beyond = replace(plan, options=replace(plan.options, max_inflight_offloads=2))
     with pytest.raises(PlanError) as refused:
         check_plan(beyond)
-    assert refused.value.rule is Rule.WITHIN_INFLIGHT
+    assert refused.value.rule is SafetyProperty.WITHIN_INFLIGHT
     assert "copies out of core_attn are in flight" in str(refused.value)
 
 

@@ -18,7 +18,7 @@ import pytest
 from make_trace import Model, one_f_one_b, one_pass, trace_of
 
 from megatron.slipstream.plan.build import GroupPlan, Plan, StoragePlan, build_plan
-from megatron.slipstream.plan.check import PlanError, Rule, check_plan
+from megatron.slipstream.plan.check import PlanError, SafetyProperty, check_plan
 from megatron.slipstream.plan.operations import EDGES, EdgeRule, OpKind, Queue
 from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.simulate import MemoryAt, Simulation, simulate
@@ -158,7 +158,7 @@ def test_a_wait_of_a_queue_that_waits_for_it_is_a_deadlock() -> None:
         PlanError, match=r"stand still at 0\.0\.core_attn:D2H \(START_OUT\)"
     ) as caught:
         simulate(measured(THREE_LAYERS, [1.0] * 9, 1.0, 1.0), (*EDGES, circle))
-    assert caught.value.rule is Rule.NO_CYCLE
+    assert caught.value.rule is SafetyProperty.NO_CYCLE
 
 
 def test_an_empty_plan_takes_no_time() -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a plan must satisfy, and the error that names the rule, the action and the place."""
+"""What a plan must satisfy, and the error that names the property, the action and the place."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.trace import GroupKey, Step
 
 
-class Rule(enum.Enum):
-    """The rules. Those of the second part name the edge of ``copy_streams`` that ensures them."""
+class SafetyProperty(enum.Enum):
+    """The properties; the second part names the edge of ``copy_streams`` behind each."""
 
     KNOWN_GROUP = "every group of the trace, and no other, has a plan"
     KNOWN_STEP = "an action is due at a step of the trace"
@@ -53,7 +53,9 @@ class PlanError(ValueError):
         detail: What was found, in words.
     """
 
-    def __init__(self, rule: Rule, action: Action | Step | str, plan: Plan, detail: str) -> None:
+    def __init__(
+        self, rule: SafetyProperty, action: Action | Step | str, plan: Plan, detail: str
+    ) -> None:
         marked: GroupKey | None = None if isinstance(action, str) else action.key
         super().__init__(
             f"plan refused at {action}: {detail}; the rule is: {rule.value}\n"
