@@ -223,7 +223,7 @@ def make_engine(
 
 def _make_slipstream(options: Mapping[str, Any]) -> Any:
     from megatron.slipstream.config import OffloadConfig
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     names = [field.name for field in dataclasses.fields(OffloadConfig)]
     for name in options:
@@ -233,7 +233,7 @@ def _make_slipstream(options: Mapping[str, Any]) -> Any:
             raise ValueError(f"OffloadConfig has no option {name!r}{hint}")
     # An engine that install() finds at the seam would be replaced, and closed.
     with behind_the_seam(None):
-        return mcore.install(OffloadConfig(**options))  # behind_the_seam() says when it is on
+        return install.install(OffloadConfig(**options))  # behind_the_seam() says when it is on
 
 
 def release_host_memory() -> None:

@@ -39,7 +39,7 @@ from megatron.slipstream.context_parallel.scheduler import (
     schedule,
     share_of,
 )
-from megatron.slipstream.integration.ports import free_port
+from megatron.slipstream.integration.free_port import free_port
 from megatron.slipstream.packed_sequences.packing import Piece
 from megatron.slipstream.plan.render import format_bytes
 

@@ -28,7 +28,7 @@ from benchmarks.cases import (
 from benchmarks.rows import RowWriter, finished, read_rows
 from benchmarks.shared_gpus import VARIABLE, num_places, share_a_gpu
 from benchmarks.worker import EXIT_ENGINE_FAILED, Job, work
-from megatron.slipstream.integration.ports import free_port
+from megatron.slipstream.integration.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("off", "megatron", "slipstream")

@@ -77,16 +77,16 @@ class EngineInPlace:
         """Around each test. Its environment variables are as before when it has ended."""
         from megatron.core.pipeline_parallel import fine_grained_activation_offload as builtin
 
-        from megatron.slipstream.integration import mcore
+        from megatron.slipstream.integration import install
 
         environment = dict(os.environ)
         if self._engine == "slipstream":
             monkeypatch.setattr(builtin.PipelineOffloadManager, "reset_instance", self._install)
         yield
-        manager = mcore.installed()
+        manager = install.installed()
         moved = manager.report.d2h_bytes / 2**20 if manager is not None else None
         self._moved[request.node.nodeid] = moved
-        mcore.uninstall()
+        install.uninstall()
         builtin.PipelineOffloadManager.OFFLOAD_MGR = None
         os.environ.clear()
         os.environ.update(environment)
@@ -95,10 +95,10 @@ class EngineInPlace:
     def _install(self) -> None:
         """Takes the place of the built-in ``reset_instance``: a new engine that knows nothing."""
         from megatron.slipstream.config import OffloadConfig
-        from megatron.slipstream.integration import mcore
+        from megatron.slipstream.integration import install
 
-        mcore.uninstall()
-        mcore.install(OffloadConfig(offload_backend=self._backend))
+        install.uninstall()
+        install.install(OffloadConfig(offload_backend=self._backend))
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

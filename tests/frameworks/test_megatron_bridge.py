@@ -69,12 +69,12 @@ def _run_page(block: str) -> Any:
 def _train(rank: int, world_size: int, port: int) -> list[int]:
     """Trains a model without, and two with, the page's lines; gives the bytes that those move."""
     from megatron.slipstream import OffloadConfig, install, report
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration.install import installed
 
     initialize(CASE)
     plain = _model(_provider())
     expected = train(CASE, plain.config, [plain], [2, 2, 2])
-    assert mcore.installed() is None
+    assert installed() is None
     install(OffloadConfig(offload_backend="cpu-lazy"))
     moved = []
     for _ in range(2):
@@ -84,7 +84,7 @@ def _train(rank: int, world_size: int, port: int) -> list[int]:
         (figures,) = report(model).ranks
         assert figures.num_iterations == 3
         moved.append((model, figures.d2h_bytes))
-    engine = mcore.installed()
+    engine = installed()
     assert engine is not None
     assert len(engine.router.managers) == 2
     return [num_bytes for _, num_bytes in moved]

@@ -65,9 +65,9 @@ def test_the_plugin_file_gets_ready() -> None:
         "import sys\n"
         "from swift.utils.utils import import_external_file\n"
         "import_external_file(sys.argv[1])\n"
-        "from megatron.slipstream.integration import mcore\n"
+        "from megatron.slipstream.integration import install\n"
         "from megatron.slipstream.patches import model_calls\n"
-        "print(model_calls.before_first_call is not None, mcore.installed())"
+        "print(model_calls.before_first_call is not None, install.installed())"
     )
     assert _python(code, str(PLUGIN)) == "True None"
 
@@ -143,8 +143,7 @@ def _train(rank: int, world_size: int, port: int) -> list[int]:
     from mcore_bridge.model.gpt_model import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from megatron.slipstream import OffloadConfig, install
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream import OffloadConfig, install, uninstall
 
     def model(extra: dict[str, Any]) -> Any:
         torch.manual_seed(0)
@@ -159,10 +158,10 @@ def _train(rank: int, world_size: int, port: int) -> list[int]:
     expected = train(CASE, plain.config, [plain], [2, 2, 2])
     moved = []
     for is_seen in (True, False):
-        mcore.uninstall()
+        uninstall()
         manager = install(OffloadConfig(offload_backend="cpu-lazy"))
         if not is_seen:
-            mcore.uninstall()
+            uninstall()
         offloading = model({**OPTIONS, "min_offloaded_tensor_size": 1})
         actual = train(CASE, offloading.config, [offloading], [2, 2, 2])
         assert first_difference(expected, actual) is None

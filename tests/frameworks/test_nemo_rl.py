@@ -108,7 +108,7 @@ def test_the_switch_of_transformer_engine_is_a_string_as_ray_wants_it() -> None:
 def _guarded(rank: int, world_size: int, port: int) -> list[Any]:
     """Log-probabilities behind NeMo-RL's guard between training steps; ends with the figures."""
     from megatron.slipstream import OffloadConfig, install
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration.install import installed
 
     train_module = importlib.import_module("nemo_rl.models.megatron.train")
     case = ModelCase("dense")
@@ -123,7 +123,7 @@ def _guarded(rank: int, world_size: int, port: int) -> list[Any]:
             assert not config.fine_grained_activation_offloading
             run_step(case, config, chunks, step, 2, forward_only=True)  # with gradients, even
         assert manager.do_offload
-    engine = mcore.installed()
+    engine = installed()
     assert engine is manager
     report = manager.report
     return [report.num_iterations, report.num_plans, report.total.num_late, report.d2h_bytes > 0]

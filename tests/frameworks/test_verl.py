@@ -109,9 +109,9 @@ def test_rays_workers_get_the_variables_of_the_page() -> None:
 def test_importing_verl_gets_ready_and_installs_nothing() -> None:
     code = (
         "import verl\n"
-        "from megatron.slipstream.integration import mcore\n"
+        "from megatron.slipstream.integration import install\n"
         "from megatron.slipstream.patches import model_calls\n"
-        "print(model_calls.before_first_call is not None, mcore.installed())"
+        "print(model_calls.before_first_call is not None, install.installed())"
     )
     variables = framework_pages.variables("verl", "export VERL_USE_EXTERNAL_MODULES")
     results = [

@@ -79,12 +79,12 @@ def test_losses_stay_equal_and_memory_stays_flat(
     request: pytest.FixtureRequest, record_row: Callable[..., None]
 ) -> None:
     from megatron.slipstream.config import OffloadConfig
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     num_iterations = request.config.getoption("--soak-iterations")
     initialize(CASE)
-    mcore.uninstall()
-    manager = mcore.install(OffloadConfig(offload_backend="cuda"))
+    install.uninstall()
+    manager = install.install(OffloadConfig(offload_backend="cuda"))
     off_config, on_config = make_config(CASE), make_config(CASE, MOE_MODULES)
     off, on = build_chunks(CASE, off_config), build_chunks(CASE, on_config)
     stalls = RandomStalls(manager.store, seed=1)
@@ -120,4 +120,4 @@ def test_losses_stay_equal_and_memory_stays_flat(
     assert max(device for device, _, _ in half) - min(device for device, _, _ in half) < 1 << 20
     assert half[0][1] == half[-1][1], "host memory still grows"
     assert stalls.num_stalls > num_iterations
-    mcore.uninstall()
+    install.uninstall()

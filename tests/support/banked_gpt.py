@@ -32,7 +32,7 @@ from tiny_gpt import build_chunks, first_difference, initialize, make_config, us
 from benchmarks.models import wrap
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.context_parallel.scheduler import share_of
-from megatron.slipstream.integration import compat, mcore
+from megatron.slipstream.integration import compat, install
 
 Steps = Sequence[Sequence[int]]
 """The sizes of each iteration's micro-batches."""
@@ -104,7 +104,7 @@ def compare_bank(
         torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
     expected = Training(setting, False, wrapper or {}).run(steps)
     if offload_modules:
-        mcore.install(OffloadConfig(offload_backend=backend))
+        install.install(OffloadConfig(offload_backend=backend))
     banked = Training(setting, True, wrapper or {}, offload_modules)
     actual = banked.run(steps)
     graphs = [(size, one) for bank in banked.graphs for size, one in bank.of_size.items()]

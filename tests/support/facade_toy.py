@@ -25,12 +25,12 @@ def select_engine(name: str) -> Any:
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
 
     from megatron.slipstream.config import OffloadConfig
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
-    mcore.uninstall()
+    install.uninstall()
     facade.PipelineOffloadManager.OFFLOAD_MGR = None
     if name == "slipstream":
-        return mcore.install(OffloadConfig(offload_backend="cuda"))
+        return install.install(OffloadConfig(offload_backend="cuda"))
     if not torch.distributed.is_initialized():  # its table is gathered over all ranks
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         torch.distributed.init_process_group(

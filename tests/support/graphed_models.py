@@ -19,7 +19,7 @@ from benchmarks.measure import give_back_unused_memory
 from benchmarks.models import make_config, micro_batches, run_schedule
 from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration import install
 
 NUM_EAGER_STEPS = 3
 MEMORY_NEEDED_BYTES = 16 << 30
@@ -58,7 +58,7 @@ class Training:
     ) -> None:
         initialize(case, rank, world_size, port)
         self.case = case
-        self.engine = mcore.install(OffloadConfig()) if offload_modules else None
+        self.engine = install.install(OffloadConfig()) if offload_modules else None
         self._num_micro_batches = num_micro_batches
         self._learning_rate = learning_rate
         self._config = make_config(case, offload_modules, **offload)
@@ -75,7 +75,7 @@ class Training:
     def __exit__(self, *_: object) -> None:
         if self._graphs is not None:
             self.delete_graphs()
-        mcore.uninstall()
+        install.uninstall()
         self.chunks.clear()
         self._accumulators.clear()
         give_back_unused_memory()

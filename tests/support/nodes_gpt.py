@@ -71,7 +71,7 @@ def compare_in_nodes(
         num_iterations: Of two micro-batches each.
     """
     from megatron.slipstream.config import OffloadConfig
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     case = CASE
     if not recomputes:
@@ -80,14 +80,14 @@ def compare_in_nodes(
     # megatron-core makes masks and tables once in a process, which would count for one run only.
     _train(case, (), CpuBackend(), 1)
     expected, peak_without = _train(case, (), CpuBackend(), num_iterations)
-    mcore.uninstall()
-    manager = mcore.install(OffloadConfig(offload_backend=backend))
+    install.uninstall()
+    manager = install.install(OffloadConfig(offload_backend=backend))
     actual, peak = _train(case, modules, manager.store.backend, num_iterations)
     claimed = manager.offload_summary_total_bytes
     manager.finish_report()
     pairs = list(zip(expected, actual, strict=True))
     report = manager.report
-    mcore.uninstall()
+    install.uninstall()
     return InNodes(
         difference=sum(not torch.equal(a, b) for a, b in pairs),
         num_tensors=len(pairs),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.shared_gpus import take_place
-from megatron.slipstream.integration.ports import free_port
+from megatron.slipstream.integration.free_port import free_port
 
 TIMEOUT_S = 300
 

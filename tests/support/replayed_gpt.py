@@ -14,7 +14,7 @@ from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make
 
 from benchmarks.models import use_gpu, wrap
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import compat, mcore
+from megatron.slipstream.integration import compat, install
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 """Experts with static shapes."""
@@ -72,13 +72,13 @@ def compare(
     expected, _ = _train(case, counts, False, wrapper or {})
     poison = Poison()
     if offload_modules:
-        mcore.install(
+        install.install(
             OffloadConfig(offload_backend=backend, offload_host_memory_limit_bytes=host_limit_bytes)
         )
     actual, graphs = _train(case, counts, True, wrapper or {}, poison, offload_modules)
     slots = [slot for graph in graphs for slot in slots_of(graph)]
     host_bytes = [slot.around.host_bytes for slot in slots if offload_modules]
-    engine = mcore.installed()
+    engine = install.installed()
     eager_bytes = 0 if engine is None else engine.store.host_pool.allocated_bytes
     for graph in graphs:
         graph.delete()

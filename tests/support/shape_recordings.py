@@ -45,7 +45,7 @@ def _record(
     rank: int, world_size: int, port: int, case: ModelCase, modules: Sequence[str], count: int
 ) -> Recording:
     from megatron.slipstream.config import OffloadConfig
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
     from megatron.slipstream.integration.model_arguments import shape_of_config
 
     initialize(case, rank, world_size, port)
@@ -58,12 +58,12 @@ def _record(
         attention_backend="local",
     )
     saved_bytes = _saved_bytes(case, build_chunks(case, config)[0])
-    mcore.uninstall()
-    manager: Any = mcore.install(OffloadConfig(offload_backend="cpu"))
+    install.uninstall()
+    manager: Any = install.install(OffloadConfig(offload_backend="cpu"))
     config = make_config(case, modules)
     train(case, config, build_chunks(case, config), (count, count))
     trace, d2h_bytes = manager.plan.trace, manager.report.d2h_bytes
-    mcore.uninstall()
+    install.uninstall()
     return Recording(shape, trace, d2h_bytes, saved_bytes)
 
 

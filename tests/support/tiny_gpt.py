@@ -165,7 +165,7 @@ def compare(
         without: What :func:`train_without` returned on each rank, with the engine off.
     """
     from megatron.slipstream.config import OffloadConfig
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     initialize(case, rank, world_size, port)
     offload = dict(offload or {})
@@ -176,8 +176,8 @@ def compare(
     else:
         expected, baseline_peak = torch.load(io.BytesIO(without[rank]))
 
-    mcore.uninstall()
-    manager = mcore.install(OffloadConfig(offload_backend=backend, **own))
+    install.uninstall()
+    manager = install.install(OffloadConfig(offload_backend=backend, **own))
     config = make_config(case, offload_modules, **offload)
     with _counted(manager.store.backend, reads_memory) as memory, _compiled_anew(case):
         chunks = build_chunks(case, config)

@@ -157,7 +157,7 @@ def test_rooms_import_one_way() -> None:
     "file, line",
     [
         ("plan/x.py", "from megatron.slipstream.fine_grained_activation_offload import manager"),
-        ("plan/x.py", "from ..integration import mcore"),
+        ("plan/x.py", "from ..integration import install"),
         ("plan/x.py", "from .. import chunk_graphs"),
         ("plan/x.py", "from ..estimate import synthetic"),
         ("fine_grained_activation_offload/x.py", "from ..estimate import gpus"),
@@ -167,7 +167,7 @@ def test_rooms_import_one_way() -> None:
         ("plan/x.py", "import torch\ntorch.cuda.Event()"),
         ("plan/x.py", "from megatron.core import parallel_state"),
         ("plan/__init__.py", "from ..chunk_graphs import slots"),
-        ("plan/deep/x.py", "from ...integration import mcore"),
+        ("plan/deep/x.py", "from ...integration import install"),
         ("fine_grained_activation_offload/x.py", "import megatron.slipstream.chunk_graphs.slots"),
         ("fine_grained_activation_offload/x.py", "import megatron.core"),
         ("fine_grained_activation_offload/x.py", "def f():\n    from megatron import core"),
@@ -215,7 +215,7 @@ def test_an_import_against_the_way_is_found(tmp_path: Path, file: str, line: str
         ("context_parallel/x.py", "from ..packed_sequences import packing"),
         ("chunk_graphs/x.py", "from ..context_parallel import limits"),
         ("integration/x.py", "from .. import preflight"),
-        ("cli.py", "from megatron.slipstream.integration import mcore"),
+        ("cli.py", "from megatron.slipstream.integration import install"),
     ],
     ids=lambda text: text.replace("\n", " "),
 )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from benchmarks.shared_gpus import ranks_per_gpu
-from megatron.slipstream.integration.ports import free_port
+from megatron.slipstream.integration.free_port import free_port
 from tools.functional_tests.cases import ROOT, Arguments, Case, command_line, without_offloading
 
 SCRIPT = "pretrain_gpt.py"

@@ -40,9 +40,9 @@ from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading, share_o
 from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration import install
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
-from megatron.slipstream.integration.graph_sizes import DynamicSizes
+from megatron.slipstream.integration.cp_graph_inputs import DynamicSizes
 from megatron.slipstream.integration.quantized_weights import (
     quantize_weights_in_every_pass,
     without_fp8_skip_flag,
@@ -276,7 +276,7 @@ def _offloading(config: Any, num_slots: int) -> Optional[ChunkOffloading]:
     """
     if not config.fine_grained_activation_offloading:
         return None
-    installed = mcore.installed()
+    installed = install.installed()
     if installed is None:
         raise ValueError(
             "offloading by megatron-core's own engine is not supported with cuda_graph_granularity="

@@ -38,7 +38,7 @@ def config_from_environment() -> OffloadConfig:
     return load_config(path) if path else OffloadConfig()
 
 
-def tell(config: OffloadConfig) -> None:
+def log_settings(config: OffloadConfig) -> None:
     """Log every setting with the value that is in effect, on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
         path = os.environ.get(VARIABLE)

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from megatron.slipstream import preflight
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphedLayer
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.integration import compat, mcore
+from megatron.slipstream.integration import compat, install
 from megatron.slipstream.integration.specs import replace_classes
 
 
@@ -56,7 +56,7 @@ class GraphOffloadMixin(torch.nn.Module):
             if not manager.graphs.is_open:
                 preflight.require(preflight.check_graphs(preflight.collect()))
                 manager.graphs.open(manager.plan)
-            with mcore.suspended():
+            with install.suspended():
                 outputs = capture(*arguments, **options)
             manager.graphs.reserve()
             return outputs
@@ -126,7 +126,7 @@ def with_graph_offloading(spec: Any) -> Any:
 
 
 def _engine_of(config: Any) -> Optional[PipelineOffloadManager]:
-    return mcore.installed() if config.fine_grained_activation_offloading else None
+    return install.installed() if config.fine_grained_activation_offloading else None
 
 
 class _BackwardGraph(torch.autograd.Function):

@@ -31,11 +31,11 @@ from megatron.slipstream.integration.arguments import (
     print_help,
     refused_by_megatron,
 )
-from megatron.slipstream.integration.environment import settings
-from megatron.slipstream.integration.messages import show_messages
+from megatron.slipstream.integration.free_port import free_port
+from megatron.slipstream.integration.log_setup import log_to_stderr
 from megatron.slipstream.integration.monitor import Monitor, progress_kind
-from megatron.slipstream.integration.ports import free_port
 from megatron.slipstream.integration.run_files import RunFiles
+from megatron.slipstream.integration.run_metadata import settings
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.table import Feature
@@ -95,7 +95,7 @@ def _set_single_process_environment() -> None:
 
 
 def _configure_logging() -> None:
-    show_messages()
+    log_to_stderr()
     keep_warnings()
 
 
@@ -236,10 +236,10 @@ class _Engine:
     """The installed engine as the entry sees it."""
 
     def __init__(self, args: Any, config: OffloadConfig) -> None:
-        from megatron.slipstream.integration import mcore
+        from megatron.slipstream.integration import install
 
-        self._mcore = mcore
-        self._manager = mcore.install(config)
+        self._install = install
+        self._manager = install.install(config)
         self._manager.report.settings = settings(args, config)
 
     def bytes_offloaded(self) -> int:
@@ -256,7 +256,7 @@ class _Engine:
         return self._manager.store.backend
 
     def report(self) -> Report:
-        return self._mcore.report()
+        return self._install.report()
 
     def plans(self) -> dict[int, Plan]:
         """This rank's plan, by rank; nothing if no iteration has been recorded."""
@@ -264,14 +264,14 @@ class _Engine:
         return {} if plan is None else {self._manager.report.rank: plan}
 
     def save_trace(self, path: str) -> None:
-        self._mcore.save_trace(path)
+        self._install.save_trace(path)
 
     def gather_report(self) -> Report:
         """All ranks' figures; a collective."""
-        return self._mcore.gather_report()
+        return self._install.gather_report()
 
     def close(self) -> None:
-        self._mcore.uninstall()
+        self._install.uninstall()
 
 
 def _install_engine(args: Any, config: OffloadConfig) -> Optional[_Engine]:

@@ -13,7 +13,7 @@ import torch
 from forked import run_module, run_script
 
 from megatron.slipstream.config import OffloadConfig, check_launcher, num_local_ranks
-from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration import install
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -83,7 +83,7 @@ def test_a_variable_of_a_launcher_that_is_no_number_is_named(
             num_local_ranks()
     if variable == "RANK":
         with pytest.raises(ValueError, match=message):
-            mcore._rank()
+            install._rank()
 
 
 @no_gpu

@@ -64,7 +64,7 @@ import argparse, json, os, pathlib, sys, tempfile, traceback
 given = json.loads(pathlib.Path(sys.argv[1]).read_text())
 os.chdir(tempfile.mkdtemp())
 
-from megatron.slipstream.integration import arguments, cpu_only, mcore
+from megatron.slipstream.integration import arguments, cpu_only, install
 failures = {}
 for page, blocks in given["pages"].items():
     scope = {"__name__": "__main__"}
@@ -73,7 +73,7 @@ for page, blocks in given["pages"].items():
             exec(compile("\\n" * line + text, page, "exec"), scope)
     except BaseException:
         failures[page] = traceback.format_exc()
-    mcore.uninstall()
+    install.uninstall()
 
 cpu_only.install_training_shims()
 from megatron.training.arguments import add_megatron_arguments

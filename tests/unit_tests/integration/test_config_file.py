@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import config_file, mcore
+from megatron.slipstream.integration import config_file, install
 
 Write = Callable[[str], Path]
 
@@ -95,11 +95,11 @@ def test_a_file_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("config", [{}, {"offload_verify": 1}, "slipstream", 0])
-@pytest.mark.parametrize("install", [mcore.install, mcore.install_at_first_call])
-def test_what_is_no_configuration_is_refused(install: Callable[[Any], Any], config: Any) -> None:
+@pytest.mark.parametrize("take", [install.install, install.install_at_first_call])
+def test_what_is_no_configuration_is_refused(take: Callable[[Any], Any], config: Any) -> None:
     with pytest.raises(ValueError, match=f"^config={re.escape(repr(config))} is no OffloadConfig"):
-        install(config)
-    assert mcore.installed() is None
+        take(config)
+    assert install.installed() is None
 
 
 def test_installing_takes_the_file_and_says_once_what_is_in_effect(
@@ -108,8 +108,8 @@ def test_installing_takes_the_file_and_says_once_what_is_in_effect(
     path = write("offload_backend: cpu\noffload_release_lag: 4\n")
     try:
         with caplog.at_level(logging.INFO):
-            manager = mcore.install()
-            assert mcore.install() is manager
+            manager = install.install()
+            assert install.install() is manager
         assert manager.config == OffloadConfig(offload_backend="cpu", offload_release_lag=4)
         (line,) = [text for text in caplog.messages if text.startswith("settings (")]
         assert f"SLIPSTREAM_CONFIG={path}" in line
@@ -117,16 +117,16 @@ def test_installing_takes_the_file_and_says_once_what_is_in_effect(
         assert given.endswith("offload_backend='cpu', offload_release_lag=4")
         assert "offload_prefetch_depth=1" in defaults
     finally:
-        mcore.uninstall()
+        install.uninstall()
 
 
 def test_settings_that_are_passed_win_over_the_file(write: Write) -> None:
     write("offload_backend: cpu\noffload_release_lag: 4\n")
     try:
-        manager = mcore.install(OffloadConfig(offload_backend="cpu"))
+        manager = install.install(OffloadConfig(offload_backend="cpu"))
         assert manager.config.offload_release_lag == 1
     finally:
-        mcore.uninstall()
+        install.uninstall()
 
 
 def test_other_ranks_keep_quiet(
@@ -135,7 +135,7 @@ def test_other_ranks_keep_quiet(
     write("offload_release_lag: 4\n")
     monkeypatch.setenv("RANK", "3")
     with caplog.at_level(logging.INFO):
-        config_file.tell(config_file.config_from_environment())
+        config_file.log_settings(config_file.config_from_environment())
     assert caplog.messages == []
 
 

@@ -20,7 +20,7 @@ from tiny_gpt import train as train_chunks
 
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import compat, config_file, mcore
+from megatron.slipstream.integration import compat, config_file, install
 from megatron.slipstream.integration.frameworks import loading, slime
 from megatron.slipstream.patches import model_calls, releases
 
@@ -32,7 +32,7 @@ MODULES = ("core_attn", "attn_proj")
 @pytest.fixture(autouse=True)
 def _loaded_by_nobody() -> Any:
     yield
-    mcore.uninstall()
+    install.uninstall()
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _is_ready() -> bool:
-    return mcore.installed() is None and model_calls.before_first_call is not None
+    return install.installed() is None and model_calls.before_first_call is not None
 
 
 def test_loading_installs_nothing_yet() -> None:
     loading.load()
     assert _is_ready()
-    mcore.uninstall()
+    install.uninstall()
     assert not _is_ready()
 
 
@@ -60,9 +60,9 @@ def test_loading_twice_or_beside_an_engine_changes_nothing(settings: Any) -> Non
     loading.load()
     loading.load()
     assert _is_ready()
-    manager = mcore.install(OffloadConfig(offload_backend="cpu"))
+    manager = install.install(OffloadConfig(offload_backend="cpu"))
     loading.load()
-    assert mcore.installed() is manager
+    assert install.installed() is manager
     assert model_calls.before_first_call is None
 
 
@@ -104,7 +104,7 @@ def test_a_switch_that_was_set_too_late_ends_the_first_call(
     assert model_calls.before_first_call is not None
     with pytest.raises(ValueError, match="it was set after Transformer Engine was imported"):
         model_calls.before_first_call()
-    assert mcore.installed() is None
+    assert install.installed() is None
 
 
 # By import.
@@ -121,7 +121,7 @@ def test_a_process_without_megatron_core_is_told_and_left_alone(
 ) -> None:
     """A driver or a sampler may have no Transformer Engine that works, and needs none."""
     importlib.import_module(f"{FRAMEWORKS}.on_import")
-    mcore.uninstall()
+    install.uninstall()
     # Its messages go to stderr from then on, and no further.
     logging.getLogger("megatron.slipstream").addHandler(caplog.handler)
     monkeypatch.setitem(sys.modules, f"{FRAMEWORKS}.loading", None)
@@ -138,7 +138,7 @@ def test_slime_is_told_when_its_flags_leave_nothing_to_move(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("megatron.slipstream"), "propagate", True)
-    monkeypatch.setattr(loading, "show_messages", lambda: None)
+    monkeypatch.setattr(loading, "log_to_stderr", lambda: None)
     slime.init(SimpleNamespace(fine_grained_activation_offloading=False))
     (message,) = caplog.messages
     assert "slime drops flags that it does not know" in message
@@ -222,7 +222,7 @@ def _train_with_spec(
             from megatron.slipstream.integration.frameworks.spec import layer_spec
 
             model = _model(how, args, layer_spec)
-            assert mcore.installed() is None
+            assert install.installed() is None
         else:
             args.fine_grained_activation_offloading = False
             model = _model("called with arguments", args, spec)
@@ -231,7 +231,7 @@ def _train_with_spec(
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         tensors = train_chunks(CASE, model.config, [model], [2, 2])
-        manager = mcore.installed()
+        manager = install.installed()
         results.append(
             {
                 "layers": str(model),
@@ -357,13 +357,13 @@ def _bind(rank: int, world_size: int, port: int) -> list[Any]:
     os.environ[config_file.VARIABLE] = os.devnull
     plain = build_chunks(CASE, make_config(CASE))
     assert bind(plain) == plain
-    assert mcore.installed() is None, "a model without offloading needs no engine"
+    assert install.installed() is None, "a model without offloading needs no engine"
     policy = build_chunks(CASE, make_config(CASE, MODULES))
     critic = build_chunks(CASE, make_config(CASE, MODULES))
     wrapped = [torch.nn.Sequential(critic[0])]
     assert bind(policy) == policy
     assert bind(wrapped) == wrapped
-    engine = mcore.installed()
+    engine = install.installed()
     assert engine is not None
     managers = [engine.router.manager_of(chunks[0]) for chunks in (policy, critic)]
     return [manager is engine.router.default for manager in managers]
@@ -388,7 +388,7 @@ def _pre_wrap_hook(rank: int, world_size: int, port: int) -> bool:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     builder = config.get_builder_cls()(config)
     (chunk,) = builder.build_distributed_models(groups, wrap_with_ddp=False)
-    engine = mcore.installed()
+    engine = install.installed()
     assert engine is not None
     assert "slipstream" not in str(config.as_dict()), "a hook leaves no trace in a checkpoint"
     return chunk in engine.router._model_of

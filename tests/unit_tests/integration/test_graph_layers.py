@@ -101,7 +101,7 @@ def _mask(x: torch.Tensor) -> torch.Tensor:
 
 def _compare(rank: int, world_size: int, port: int, scope: Sequence[str], backend: str) -> Any:
     from megatron.slipstream.config import OffloadConfig
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     case, events = _case("dense", scope), []
     initialize(case, rank, world_size, port)
@@ -112,7 +112,7 @@ def _compare(rank: int, world_size: int, port: int, scope: Sequence[str], backen
         plain = build_chunks(case, make_config(case))[0]
         expected = _eager(plain.decoder.layers, x, grad)
         expected += [p.grad for p in plain.decoder.layers.parameters() if p.grad is not None]
-        manager = mcore.install(OffloadConfig(offload_backend=backend))
+        manager = install.install(OffloadConfig(offload_backend=backend))
         config = make_config(case, ["qkv_linear", "core_attn", "attn_proj"])
         chunks = build_chunks(case, config)
         train(case, config, chunks, (1, 1))
@@ -125,7 +125,7 @@ def _compare(rank: int, world_size: int, port: int, scope: Sequence[str], backen
         run_step(case, config, chunks, 0, 2)  # with what is not captured
         moved = {name: item.num_groups_moved for name, item in manager.graphs.modules.items()}
         kinds = {type(layer).__name__ for layer in layers}
-        mcore.uninstall()
+        install.uninstall()
     equal = [torch.equal(a, b) for a, b in zip(expected, result, strict=True)]
     return equal, moved, kinds, events
 
@@ -133,7 +133,7 @@ def _compare(rank: int, world_size: int, port: int, scope: Sequence[str], backen
 def _replay(rank: int, world_size: int, port: int) -> Any:
     """What layers hand to their graphs, without and with copies in them."""
     from megatron.slipstream.config import OffloadConfig
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     case = _case("dense", ())
     initialize(case, rank, world_size, port)
@@ -146,7 +146,7 @@ def _replay(rank: int, world_size: int, port: int) -> Any:
         return (x,)
 
     with _as_on_a_gpu([]):
-        manager = mcore.install(OffloadConfig(offload_backend="cpu"))
+        manager = install.install(OffloadConfig(offload_backend="cpu"))
         config = make_config(case, ["qkv_linear", "core_attn"])
         chunks = build_chunks(case, config)
         layers, shape = chunks[0].decoder.layers, (case.seq_length, 1, case.hidden_size)
@@ -169,7 +169,7 @@ def _replay(rank: int, world_size: int, port: int) -> Any:
             for options, event in zip(with_copies, events, strict=True)
         ]
         num_events = len(set(map(id, events)) - {id(None)})
-        mcore.uninstall()
+        install.uninstall()
     return without, streams == {id(manager.cuda_graph_stream)}, are_theirs, num_events, flushed
 
 
@@ -247,12 +247,12 @@ def _warm_up_with_an_old_torch(rank: int, world_size: int, port: int) -> str:
 
     from megatron.slipstream import preflight
     from megatron.slipstream.config import OffloadConfig
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     case = _case("dense", ())
     initialize(case, rank, world_size, port)
     with _as_on_a_gpu([]), patch.object(cuda_graphs, "_IS_GRAPH_CAPTURING", True):
-        mcore.install(OffloadConfig(offload_backend="cpu"))
+        install.install(OffloadConfig(offload_backend="cpu"))
         (chunk,) = build_chunks(case, make_config(case, ["core_attn"]))
         facts = dataclasses.replace(preflight.collect(), torch="2.8.0")
         x = torch.zeros(case.seq_length, case.micro_batch_size, case.hidden_size)

@@ -19,7 +19,7 @@ from tiny_gpt import ModelCase, initialize, make_config, use_gpu
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
-from megatron.slipstream.integration import mcore, models
+from megatron.slipstream.integration import install, model_router
 from megatron.slipstream.integration.p2p_sync import let_host_run_ahead
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
@@ -195,13 +195,13 @@ def test_stages_of_a_trained_model_do_not_wait(
     is_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backend says whether copies run beside compute."""
-    monkeypatch.setattr(models, "CudaBackend", CpuBackend if is_on_gpu else type(None))
-    manager = mcore.install(OffloadConfig(offload_backend="cpu"))
+    monkeypatch.setattr(model_router, "CudaBackend", CpuBackend if is_on_gpu else type(None))
+    manager = install.install(OffloadConfig(offload_backend="cpu"))
     config = SimpleNamespace(batch_p2p_sync=True, use_ring_exchange_p2p=False)
     chunk = _chunk(config)
     manager.router.bind([chunk])
     assert config.batch_p2p_sync is not is_on_gpu
-    mcore.uninstall()
+    install.uninstall()
     assert config.batch_p2p_sync is True
 
 

@@ -17,7 +17,7 @@ import torch
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
-from megatron.slipstream.integration import compat, mcore
+from megatron.slipstream.integration import compat, install
 from megatron.slipstream.patches import releases
 from megatron.slipstream.plan.trace import StepKind
 
@@ -110,7 +110,7 @@ def test_models_that_pass_no_rank_are_of_a_release_whose_marks_get_no_name() -> 
 
 
 def test_our_manager_and_mark_have_what_the_wheel_uses() -> None:
-    manager = mcore.install(OffloadConfig(offload_backend="cpu"))
+    manager = install.install(OffloadConfig(offload_backend="cpu"))
     try:
         missing = {
             name
@@ -122,12 +122,12 @@ def test_our_manager_and_mark_have_what_the_wheel_uses() -> None:
         for name in compat.CHUNK_CONTRACT - starts:
             assert callable(getattr(CommitMark, name))
     finally:
-        mcore.uninstall()
+        install.uninstall()
 
 
 def _end_group(tensor: torch.Tensor, name: str, **options: bool) -> torch.Tensor:
     """The facade's function under its name of today, or of 0.17 and 0.18."""
-    facade = mcore.mcore_offload
+    facade = install.mcore_offload
     prefix = "fine_grained_offloading_group_"
     end = getattr(facade, prefix + "offload", None) or getattr(facade, prefix + "commit")
     return end(tensor, name, **options)
@@ -147,21 +147,21 @@ VALUES = {
 
 def _begin_pass(**changed: object) -> None:
     """A model's call, with the arguments that the installed release has."""
-    begin = mcore.mcore_offload.FineGrainedActivationOffloadingInterface.init_chunk_handler
+    begin = install.mcore_offload.FineGrainedActivationOffloadingInterface.init_chunk_handler
     begin(**{name: (VALUES | changed)[name] for name in inspect.signature(begin).parameters})
 
 
 @pytest.fixture
 def manager() -> Iterator[PipelineOffloadManager]:
-    yield mcore.install(OffloadConfig(offload_backend="cpu"))
-    mcore.uninstall()
+    yield install.install(OffloadConfig(offload_backend="cpu"))
+    install.uninstall()
 
 
 def test_the_facade_passes_on_a_tensor_that_nothing_marks(manager: PipelineOffloadManager) -> None:
     """[Note: One mark per group]: a start must leave no trace in the graph."""
     _begin_pass(vp_stage=None)
     tensor = torch.ones(4, requires_grad=True)
-    start = mcore.mcore_offload.fine_grained_offloading_group_start
+    start = install.mcore_offload.fine_grained_offloading_group_start
     assert start(tensor, "core_attn") is tensor
     result = _end_group(tensor, "core_attn")
     assert result is not tensor
@@ -177,7 +177,7 @@ def test_a_group_ends_by_its_name_not_by_its_place(manager: PipelineOffloadManag
     """A layer that recomputes a module marks its end without having marked its start."""
     _begin_pass()
     tensor = torch.ones(4, requires_grad=True)
-    start = mcore.mcore_offload.fine_grained_offloading_group_start
+    start = install.mcore_offload.fine_grained_offloading_group_start
     start(tensor, "attn_norm")
     start(tensor, "attn_proj")
     for name in ("core_attn", "attn_norm", "attn_proj"):
@@ -195,11 +195,11 @@ def test_commits_are_delayed_while_a_graph_is_launched_and_keep_their_order(
     """delay_offload_until_cuda_graph: the host launches the next graph first."""
     if "_in_replay" not in compat.manager_contract():
         pytest.skip(f"{releases.release()} does not say whether a graph is being launched")
-    facade = mcore.mcore_offload.FineGrainedActivationOffloadingInterface
+    facade = install.mcore_offload.FineGrainedActivationOffloadingInterface
     _begin_pass()
     tensor, names = torch.ones(4, requires_grad=True), ["expert_fc1", "moe_act"]
     for name in names:
-        mcore.mcore_offload.fine_grained_offloading_group_start(tensor, name)
+        install.mcore_offload.fine_grained_offloading_group_start(tensor, name)
     facade.enter_replay()
     for name in names:
         tensor = _end_group(tensor, name, delay_offload=True)
@@ -239,8 +239,8 @@ def test_the_pipeline_rank_is_known_though_a_model_does_not_say_it(
 
 
 def test_uninstalling_gives_megatrons_own_marks_back(manager: PipelineOffloadManager) -> None:
-    mcore.uninstall()
-    function = mcore.mcore_offload.FineGrainedOffloadingGroupCommitFunction
+    install.uninstall()
+    function = install.mcore_offload.FineGrainedOffloadingGroupCommitFunction
     assert issubclass(function, torch.autograd.Function)
 
 
@@ -251,56 +251,56 @@ def test_marks_of_megatrons_own_engine_are_its_own(
     ended = []
     mark = SimpleNamespace(on_group_commit_forward=lambda *arguments: ended.append(arguments))
     other = SimpleNamespace(cur_forward_chunk=lambda: mark)
-    monkeypatch.setattr(mcore.mcore_offload.PipelineOffloadManager, "OFFLOAD_MGR", other)
+    monkeypatch.setattr(install.mcore_offload.PipelineOffloadManager, "OFFLOAD_MGR", other)
     _end_group(torch.ones(4, requires_grad=True), "core_attn")
     assert len(ended) == 1
     assert ended[0][-1] == []
 
 
 def test_installing_twice_keeps_the_engine_and_another_config_replaces_it() -> None:
-    first = mcore.install(OffloadConfig(offload_backend="cpu"))
-    assert mcore.install(OffloadConfig(offload_backend="cpu")) is first
-    second = mcore.install(OffloadConfig(offload_backend="cpu", offload_release_lag=2))
+    first = install.install(OffloadConfig(offload_backend="cpu"))
+    assert install.install(OffloadConfig(offload_backend="cpu")) is first
+    second = install.install(OffloadConfig(offload_backend="cpu", offload_release_lag=2))
     assert second is not first
-    assert mcore.installed() is second
-    mcore.uninstall()
-    assert mcore.installed() is None
-    assert mcore.mcore_offload.PipelineOffloadManager.OFFLOAD_MGR is None
+    assert install.installed() is second
+    install.uninstall()
+    assert install.installed() is None
+    assert install.mcore_offload.PipelineOffloadManager.OFFLOAD_MGR is None
 
 
 def test_the_built_in_engine_needs_no_install() -> None:
     with pytest.raises(ValueError, match=r"offload_engine='megatron' is not supported.*set"):
-        mcore.install(OffloadConfig(offload_engine="megatron"))
+        install.install(OffloadConfig(offload_engine="megatron"))
 
 
 def test_suspended_ends_as_it_began() -> None:
-    manager = mcore.install(OffloadConfig(offload_backend="cpu"))
+    manager = install.install(OffloadConfig(offload_backend="cpu"))
     try:
-        with mcore.suspended():
+        with install.suspended():
             assert not manager.do_offload
-            with mcore.suspended():
+            with install.suspended():
                 assert not manager.do_offload
             assert not manager.do_offload
         assert manager.do_offload
     finally:
-        mcore.uninstall()
+        install.uninstall()
 
 
 def test_the_guard_that_nemo_rl_puts_around_forward_only_passes_works() -> None:
     """It reaches for OFFLOAD_MGR, do_offload, disable_offload() and enable_offload()."""
-    mcore.install(OffloadConfig(offload_backend="cpu"))
+    install.install(OffloadConfig(offload_backend="cpu"))
     try:
-        engine = mcore.mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+        engine = install.mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
         assert engine.do_offload
         engine.disable_offload()
         assert not engine.do_offload
         engine.enable_offload()
         assert engine.do_offload
     finally:
-        mcore.uninstall()
+        install.uninstall()
 
 
 def test_a_report_without_an_engine_says_what_to_call() -> None:
-    mcore.uninstall()
+    install.uninstall()
     with pytest.raises(RuntimeError, match=r"call install\(\) first"):
-        mcore.report()
+        install.report()

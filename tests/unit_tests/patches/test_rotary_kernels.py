@@ -11,7 +11,7 @@ import pytest
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration import install
 from megatron.slipstream.patches import rotary_kernels, table
 from megatron.slipstream.patches.table import Feature
 
@@ -75,13 +75,13 @@ def test_heads_are_summed_in_one_order_where_runs_are_to_be_the_same(
 
 def test_installing_is_enough_and_what_was_tuned_is_kept() -> None:
     table.undo(Feature.FUSED_ROTATION)
-    mcore.install(OffloadConfig(offload_backend="cpu"))
+    install.install(OffloadConfig(offload_backend="cpu"))
     assert num_warps_of(rotary_kernels.IN_PLACE) == {1}
     kernel = tuners()[0]
-    mcore.install(OffloadConfig(offload_backend="cpu", offload_release_lag=3))
+    install.install(OffloadConfig(offload_backend="cpu", offload_release_lag=3))
     table.apply(Feature.FUSED_ROTATION)
     assert tuners()[0] is kernel
-    mcore.uninstall()
+    install.uninstall()
     assert tuners()[0] is kernel, "the other feature still needs it"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration import install
 from megatron.slipstream.patches import patching, table
 from megatron.slipstream.patches.patching import Patch
 from megatron.slipstream.patches.table import Feature
@@ -44,13 +44,13 @@ def test_install_applies_its_patches_and_uninstall_undoes_them() -> None:
     assert len(patches) >= 10
     before = {patch: value_of(patch) for patch in patches}
     was_active = set(patching.active())
-    mcore.install_at_first_call(OffloadConfig(offload_backend="cpu"))
-    mcore.install(OffloadConfig(offload_backend="cpu", offload_checkpoint_inputs=True))
+    install.install_at_first_call(OffloadConfig(offload_backend="cpu"))
+    install.install(OffloadConfig(offload_backend="cpu", offload_checkpoint_inputs=True))
     table.apply(Feature.ENGINE_ON_GPU)  # as on a GPU
     assert patches <= set(patching.active())
     for patch in patches - was_active:
         assert value_of(patch) is not before[patch], patch.target
-    mcore.uninstall()
+    install.uninstall()
     for patch in patches:
         assert value_of(patch) is before[patch], patch.target
     assert set(patching.active()) == was_active
@@ -61,6 +61,6 @@ def test_a_target_that_has_moved_stops_the_installation(monkeypatch: pytest.Monk
     monkeypatch.delattr(owner, name)
     was_active = patching.active()
     with pytest.raises(RuntimeError, match=f"{name} does not exist"):
-        mcore.install(OffloadConfig(offload_backend="cpu"))
+        install.install(OffloadConfig(offload_backend="cpu"))
     assert patching.active() == was_active
-    assert mcore.installed() is None
+    assert install.installed() is None

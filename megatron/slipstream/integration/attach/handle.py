@@ -33,7 +33,7 @@ from megatron.slipstream.integration import numa
 from megatron.slipstream.integration.attach.engine import AttachedEngine
 from megatron.slipstream.integration.attach.forward import ForwardHooks
 from megatron.slipstream.integration.attach.names import Match, Pattern, find_modules
-from megatron.slipstream.integration.environment import environment, settings
+from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.policy import PolicyOptions
 

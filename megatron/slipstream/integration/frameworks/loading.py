@@ -16,9 +16,9 @@ from typing import Any, Optional
 
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import mcore
+from megatron.slipstream.integration import install
 from megatron.slipstream.integration.config_file import config_from_environment
-from megatron.slipstream.integration.messages import show_messages
+from megatron.slipstream.integration.log_setup import log_to_stderr
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +33,12 @@ def load(config: Optional[OffloadConfig] = None) -> None:
     Raises:
         ValueError: That file cannot be used.
     """
-    show_messages()
+    log_to_stderr()
     effective = config or config_from_environment()  # What is wrong with it is said now.
     if effective.offload_engine == "megatron":
         logger.info("offload_engine='megatron': the engine of megatron-core stays")
         return
-    mcore.install_at_first_call(config, _check_process)
+    install.install_at_first_call(config, _check_process)
     logger.debug("ready for models with fine_grained_activation_offloading=True")
 
 

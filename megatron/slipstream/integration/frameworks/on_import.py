@@ -24,9 +24,9 @@ def get_ready() -> None:
         from megatron.slipstream.integration.frameworks.loading import load
     # A half-installed Transformer Engine, which megatron-core imports, fails in many ways.
     except Exception as error:
-        from megatron.slipstream.integration.messages import show_messages
+        from megatron.slipstream.integration.log_setup import log_to_stderr
 
-        show_messages()
+        log_to_stderr()
         logger.warning(
             "megatron-core does not import in this process (%s: %s), so no activations move in it",
             type(error).__name__,

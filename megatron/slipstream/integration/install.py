@@ -5,8 +5,8 @@
 megatron-core sends every mark of its layers to the object in the class attribute
 ``PipelineOffloadManager.OFFLOAD_MGR``. :func:`install` puts ours there, so that every model, flag
 and framework that speaks ``fine_grained_activation_offloading`` uses it with nothing added.
-:mod:`compat` says how the marks differ between releases, :mod:`models` which engine is there when a
-process trains several models.
+:mod:`compat` says how the marks differ between releases; :mod:`model_router` gives each of several
+models its own engine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megatron.slipstream.fine_grained_activation_offload.backends import make_ba
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import models, numa
-from megatron.slipstream.integration.config_file import config_from_environment, tell
-from megatron.slipstream.integration.environment import environment, settings
+from megatron.slipstream.integration import model_router, numa
+from megatron.slipstream.integration.config_file import config_from_environment, log_settings
+from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.model_calls import set_before_first_call
 from megatron.slipstream.patches.table import Feature
@@ -72,7 +72,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         )
     seam = mcore_offload.PipelineOffloadManager
     current = seam.OFFLOAD_MGR
-    if isinstance(current, models.RoutedManager):
+    if isinstance(current, model_router.RoutedManager):
         if current.config == config:
             return current.router.default
         current.router.close()
@@ -98,21 +98,21 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         ),
         max_overhead_percent=config.max_overhead_percent,
     )
-    manager = models.Router(partial(_make_manager, config, backend, options)).default
+    manager = model_router.Router(partial(_make_manager, config, backend, options)).default
     table.apply(*features)
     table.undo(*(feature for feature in _FEATURES if feature not in features))
     set_before_first_call(None)
     seam.OFFLOAD_MGR = manager
     logger.info("Slipstream moves activations (backend %s)", manager.store.backend.name)
     if not is_given:
-        tell(config)
+        log_settings(config)
     return manager
 
 
 def _make_manager(
-    config: OffloadConfig, backend: Backend, options: PolicyOptions, router: models.Router
-) -> models.RoutedManager:
-    manager = models.manager_class()(router, backend, options, _rank(), config.offload_verify)
+    config: OffloadConfig, backend: Backend, options: PolicyOptions, router: model_router.Router
+) -> model_router.RoutedManager:
+    manager = model_router.manager_class()(router, backend, options, _rank(), config.offload_verify)
     manager.config = config
     manager.moves_checkpoint_inputs = config.offload_checkpoint_inputs
     manager.report.settings = settings(config)
@@ -153,15 +153,15 @@ def uninstall() -> None:
     current = seam.OFFLOAD_MGR
     set_before_first_call(None)
     table.undo(*_FEATURES)
-    if isinstance(current, models.RoutedManager):
+    if isinstance(current, model_router.RoutedManager):
         seam.OFFLOAD_MGR = None
         current.router.close()
 
 
-def installed() -> Optional[models.RoutedManager]:
+def installed() -> Optional[model_router.RoutedManager]:
     """The engine of the model that was trained last, if :func:`install` has been called."""
     current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    return current if isinstance(current, models.RoutedManager) else None
+    return current if isinstance(current, model_router.RoutedManager) else None
 
 
 def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

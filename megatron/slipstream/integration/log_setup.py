@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Messages of the library on stderr."""
+"""Logging of the library to stderr."""
 
 from __future__ import annotations
 
 import logging
 
 
-def show_messages() -> None:
+def log_to_stderr() -> None:
     """Let our own messages through at INFO; the root logger and its level stay as they are."""
     package = logging.getLogger("megatron.slipstream")
     if not any(isinstance(handler, logging.StreamHandler) for handler in package.handlers):

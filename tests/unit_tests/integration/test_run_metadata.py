@@ -18,10 +18,10 @@ from reported_runs import make_run
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import mcore
-from megatron.slipstream.integration.environment import MODEL_SETTINGS, environment, settings
+from megatron.slipstream.integration import install
 from megatron.slipstream.integration.monitor import Monitor
 from megatron.slipstream.integration.run_files import RunFiles
+from megatron.slipstream.integration.run_metadata import MODEL_SETTINGS, environment, settings
 from megatron.slipstream.report_page.page import render_page
 
 
@@ -58,15 +58,15 @@ def test_versions_are_those_of_what_is_installed() -> None:
 
 
 def test_an_installed_engines_report_has_both() -> None:
-    manager = mcore.install(OffloadConfig(offload_prefetch_depth=2))
+    manager = install.install(OffloadConfig(offload_prefetch_depth=2))
     try:
-        (rank,) = mcore.report().ranks
+        (rank,) = install.report().ranks
         assert rank.settings["offload_prefetch_depth"] == 2
         assert rank.environment == environment()
         assert rank is manager.report
         assert Report.from_json(Report([rank]).to_json()).ranks == [rank]
     finally:
-        mcore.uninstall()
+        install.uninstall()
 
 
 class Engine:

@@ -218,12 +218,12 @@ Order = Callable[[Model, Model, Model, int], list[torch.Tensor]]
 
 def _run_order(rank: int, world_size: int, port: int, order: Order) -> list[dict[str, Any]]:
     """Figures of policy and critic; fails where a bit differs from the engine switched off."""
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     initialize(POLICY)
     plain = [Model(POLICY), Model(CRITIC), Model(POLICY, seed=1)]
     expected = [order(*plain, step) for step in range(STEPS)]  # type: ignore[arg-type]
-    mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    install.install(OffloadConfig(offload_backend="cpu-lazy"))
     moved = [Model(POLICY, MODULES), Model(CRITIC, MODULES), Model(POLICY, MODULES, seed=1)]
     plans_before: list[int] = []
     for step in range(STEPS):
@@ -233,10 +233,10 @@ def _run_order(rank: int, world_size: int, port: int, order: Order) -> list[dict
         assert len(actual) == len(expected[step]) > 10
         for index, (a, b) in enumerate(zip(expected[step], actual, strict=True)):
             assert torch.equal(a, b), f"step {step}, tensor {index}"
-    engine = mcore.installed()
+    engine = install.installed()
     assert engine is not None
     with pytest.raises(ValueError, match="has no engine because it has not been tra"):
-        mcore.report(moved[2].chunks[0])
+        install.report(moved[2].chunks[0])
     assert len(engine.router.managers) == 2
     return [
         {
@@ -256,9 +256,9 @@ def _run_order(rank: int, world_size: int, port: int, order: Order) -> list[dict
 
 
 def _report_of(model: Model) -> Any:
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
-    (report,) = mcore.report(model.chunks[0]).ranks
+    (report,) = install.report(model.chunks[0]).ranks
     return report
 
 
@@ -278,13 +278,13 @@ def test_models_that_take_turns_keep_to_their_plans(order: Order) -> None:
 
 def _stages(rank: int, world_size: int, port: int, own_configs: bool) -> list[int]:
     """How many chunks each engine serves, with two models of two virtual stages on each rank."""
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     case = ModelCase("dense", pp=2, vpp=2)
     initialize(case, rank, world_size, port)
     plain = [Model(case), Model(case, seed=1)]
     expected = [model.run(step) for step in range(3) for model in plain]
-    mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    install.install(OffloadConfig(offload_backend="cpu-lazy"))
     moved = [Model(case, MODULES), Model(case, MODULES, seed=1)]
     for model in moved:
         if own_configs:  # slime makes one for each stage
@@ -293,7 +293,7 @@ def _stages(rank: int, world_size: int, port: int, own_configs: bool) -> list[in
     actual = [model.run(step) for step in range(3) for model in moved]
     for left, right in zip(expected, actual, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-    engine = mcore.installed()
+    engine = install.installed()
     assert engine is not None
     served = [[engine.router.known_manager(c) for c in model.chunks] for model in moved]
     assert len({manager for managers in served for manager in managers}) == 2
@@ -332,13 +332,15 @@ LIMIT_BYTES = 3 << 20
 
 @pytest.fixture
 def router() -> Iterator[Any]:
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
-    mcore.install(OffloadConfig(offload_backend="cpu", offload_host_memory_limit_bytes=LIMIT_BYTES))
-    engine = mcore.installed()
+    install.install(
+        OffloadConfig(offload_backend="cpu", offload_host_memory_limit_bytes=LIMIT_BYTES)
+    )
+    engine = install.installed()
     assert engine is not None
     yield engine.router
-    mcore.uninstall()
+    install.uninstall()
 
 
 def test_bound_chunks_are_one_model(router: Any) -> None:
@@ -404,13 +406,15 @@ def test_who_was_refused_host_memory_does_not_get_to_ask_again(router: Any) -> N
 def test_an_engine_stays_while_backward_can_still_read_what_it_moved(
     router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.slipstream.integration import models
+    from megatron.slipstream.integration import model_router
 
     first, second = Chunk(), Chunk()
     router.manager_of(first)
     late = router.manager_of(second)
     late.store.host_pool.allocate(8192)
-    monkeypatch.setattr(models.RoutedManager, "is_needed", property(lambda self: self is late))
+    monkeypatch.setattr(
+        model_router.RoutedManager, "is_needed", property(lambda self: self is late)
+    )
     del second
     gc.collect()
     third = Chunk()
@@ -464,10 +468,10 @@ def test_an_iteration_of_passes_that_no_call_began_ends_with_its_schedule(router
 
 
 def test_suspending_covers_every_model(router: Any) -> None:
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     first, second = router.manager_of(keep := Chunk()), router.manager_of(other := Chunk())
-    with mcore.suspended():
+    with install.suspended():
         assert not first.do_offload
         assert not second.do_offload
         # A model that begins to train in the meantime.
@@ -499,19 +503,19 @@ def test_graphs_and_a_second_model_are_refused(router: Any) -> None:
 def _calls(rank: int, world_size: int, port: int) -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     initialize(POLICY)
     plain, moved = Model(POLICY), Model(POLICY, MODULES)
     seen = []
-    mcore.install_at_first_call(
+    install.install_at_first_call(
         OffloadConfig(offload_backend="cpu"), lambda: seen.append("checked")
     )
-    assert mcore.installed() is None
+    assert install.installed() is None
     plain.run(0)
-    assert mcore.installed() is None, "a model without offloading needs no engine"
+    assert install.installed() is None, "a model without offloading needs no engine"
     moved.log_probabilities(0)
-    engine = mcore.installed()
+    engine = install.installed()
     assert engine is not None
     assert len(engine.router._model_of) == 0, "a model without gradients needs no plan"
     num_passes: list[int] = []
@@ -520,13 +524,13 @@ def _calls(rank: int, world_size: int, port: int) -> None:
     moved.run(1)
     assert seen == ["checked"]
     assert engine.report.num_iterations == 2
-    with mcore.suspended():
+    with install.suspended():
         moved.run(2)
     assert engine.report.num_iterations == 2
-    mcore.uninstall()
+    install.uninstall()
     assert "__call__" not in vars(LanguageModule)
     expected = plain.run(3)
-    mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    install.install(OffloadConfig(offload_backend="cpu-lazy"))
     # A forward that does not tell the engine that a pass begins, as mcore-bridge's models have.
     chunk: Any = moved.chunks[0]
     own_forward = type(chunk).forward
@@ -540,7 +544,7 @@ def _calls(rank: int, world_size: int, port: int) -> None:
 
     chunk.forward = forward
     assert all(torch.equal(a, b) for a, b in zip(expected, moved.run(3), strict=True))
-    (report,) = mcore.report(chunk).ranks
+    (report,) = install.report(chunk).ranks
     assert report.d2h_bytes > 0
 
 
@@ -550,12 +554,12 @@ def test_the_engine_comes_with_the_first_call_of_a_model_that_is_to_offload() ->
 
 
 def _forward_only_with_gradients(rank: int, world_size: int, port: int) -> tuple[int, int]:
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     initialize(POLICY)
     plain, moved = Model(POLICY), Model(POLICY, MODULES)
     expected = [plain.run(step) for step in range(STEPS)]
-    manager = mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    manager = install.install(OffloadConfig(offload_backend="cpu-lazy"))
     for step in range(STEPS):
         moved.run(step, count=1, forward_only=True)  # nobody has switched gradients off
         before = manager.report.num_plans
@@ -569,15 +573,15 @@ def test_a_schedule_without_backward_leaves_the_plan_alone() -> None:
 
 
 def _marks_of_output_layers(rank: int, world_size: int, port: int) -> None:
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     initialize(POLICY)
     plain, moved = Model(POLICY), Model(POLICY, MODULES)
     expected = [plain.run(step) for step in range(STEPS)]
-    manager = mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    manager = install.install(OffloadConfig(offload_backend="cpu-lazy"))
     for step in range(STEPS):
         moved.log_probabilities(step)
-        with mcore.suspended():
+        with install.suspended():
             moved.run(step)
         actual = moved.run(step)
         assert all(torch.equal(a, b) for a, b in zip(expected[step], actual, strict=True))
@@ -595,7 +599,7 @@ def _marks_of_output_layers(rank: int, world_size: int, port: int) -> None:
         assert kinds[start - 1] is StepKind.FORWARD_COMMIT
         assert kinds[start + 5] is StepKind.BACKWARD_USE
     assert not any(group.name == "output_layer" for group in plan.trace.groups)
-    mcore.uninstall()
+    install.uninstall()
     layer = moved.chunks[0].output_layer
     assert not layer._forward_pre_hooks
     assert not layer._forward_hooks
@@ -607,17 +611,17 @@ def test_the_output_layer_is_marked_between_forward_and_backward() -> None:
 
 
 def test_older_releases_get_the_engine_that_takes_their_calls() -> None:
-    from megatron.slipstream.integration import models
+    from megatron.slipstream.integration import model_router
 
-    assert issubclass(models.manager_class(), compat.manager_class())
+    assert issubclass(model_router.manager_class(), compat.manager_class())
 
 
 def _marks_of_stages(rank: int, world_size: int, port: int) -> list[str]:
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     case = ModelCase("dense", num_layers=4, pp=2)
     initialize(case, rank, world_size, port)
-    manager = mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    manager = install.install(OffloadConfig(offload_backend="cpu-lazy"))
     model = Model(case, MODULES)
     for step in range(2):
         model.run(step)
@@ -652,11 +656,11 @@ def _packed(
 
 
 def _own_outputs(rank: int, world_size: int, port: int) -> list[list[str]]:
-    from megatron.slipstream.integration import mcore
+    from megatron.slipstream.integration import install
 
     initialize(POLICY)
     plain, moved = Model(POLICY), Model(POLICY, MODULES)
-    manager = mcore.install(OffloadConfig(offload_backend="cpu-lazy"))
+    manager = install.install(OffloadConfig(offload_backend="cpu-lazy"))
     chunk: Any = moved.chunks[0]
     own_forward = chunk.forward
     found = []
