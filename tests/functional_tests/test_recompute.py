@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional
 
 import pytest
+from gated_delta_net import OPTIONS, gated_delta_net
 from gpu_models import DENSE, MIN_NUMEL, MLA, MOE, PLAN_TOLERANCE
 from ranks import run_ranks
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, Comparison, ModelCase, compare
@@ -28,8 +29,8 @@ RECOMPUTED = {
     "moe": ("core_attn", "layernorm", "moe", "moe_act", "shared_experts"),
     "mla": ("core_attn", "layernorm", "mla_up_proj", "mlp"),
 }
-"""All that megatron-core 0.19.2 recomputes of such a model. What is left, gdn_norm_out, is of an
-attention whose kernels need a GPU and a package of their own."""
+"""All that megatron-core 0.19.2 recomputes of such a model. What is left, gdn_norm_out, is of
+another attention: see test_gated_delta_net."""
 INSIDE_EXPERTS = ("expert_fc1", "moe_act")
 
 EXPLAINED = {
@@ -37,6 +38,10 @@ EXPLAINED = {
     ("core_attn", "core_attn"): "no group",
     # The group saves the norm's output.
     ("qkv_linear", "layernorm"): "it is discarded in forward and recomputed in backward",
+    # Of other attention.
+    ("qkv_linear", "gdn_norm_out"): "no group",
+    ("core_attn", "gdn_norm_out"): "no group",
+    ("attn_proj", "gdn_norm_out"): "no group",
 }
 """Why a module does not move beside one that is recomputed."""
 
@@ -70,6 +75,13 @@ def pairs(kind: str, is_whole: bool) -> Iterator[Pair]:
             yield Pair(left, moved)
 
 
+GATED_DELTA_NET_PAIRS = tuple(
+    Pair(recomputed, moved)
+    for recomputed in (("gdn_norm_out",), ("gdn_norm_out", "layernorm"))
+    for moved in (("attn_norm",), ("mlp_norm",), DENSE_MODULES)
+)
+
+
 def compare_all(
     rank: int,
     world_size: int,
@@ -89,6 +101,12 @@ def compare_all(
         )
         for pair in chosen
     ]  # fmt: skip
+
+
+def compare_gated_delta_net(*arguments: Any) -> list[Comparison]:
+    """:func:`compare_all` for models with that attention."""
+    with gated_delta_net():
+        return compare_all(*arguments)
 
 
 def check(pair: Pair, result: Comparison, kind: str) -> None:
@@ -140,6 +158,16 @@ def test_pipelines(kind: str, shape: tuple[int, Optional[int]]) -> None:
             check(pair, result, kind)
 
 
+@pytest.mark.releases
+def test_gated_delta_net() -> None:
+    case = ModelCase("dense", overrides=OPTIONS)
+    arguments = (case, GATED_DELTA_NET_PAIRS, "cpu", (2, 2), None, True)
+    (results,) = run_ranks(1, compare_gated_delta_net, *arguments)
+    for pair, result in zip(GATED_DELTA_NET_PAIRS, results, strict=True):
+        check(pair, result, "gated delta net")
+        assert result.peak_drop_bytes == result.planned_drop_bytes > 0, pair
+
+
 GPU_CASES = {
     "dense": replace(DENSE, num_layers=4),
     "moe": replace(
@@ -164,6 +192,22 @@ def test_one_gpu(kind: str) -> None:
         case = chosen.case(GPU_CASES[kind])
         result = compare(0, 1, 0, case, moved, "cuda", (2, 2, 2), dict(MIN_NUMEL))
         check(chosen, result, kind)
+        assert result.peak_drop_bytes == pytest.approx(
+            result.planned_drop_bytes, rel=PLAN_TOLERANCE, abs=4096
+        )
+
+
+@pytest.mark.gpu
+def test_gated_delta_net_on_a_gpu() -> None:
+    case = replace(GPU_CASES["dense"], overrides=OPTIONS)
+    for pair in GATED_DELTA_NET_PAIRS:
+        moved = tuple(name for name in pair.moved if name != "mlp_norm")  # fused by its linear
+        if not moved:
+            continue
+        chosen = Pair(pair.recomputed, moved)
+        with gated_delta_net():
+            result = compare(0, 1, 0, chosen.case(case), moved, "cuda", (2, 2, 2), dict(MIN_NUMEL))
+        check(chosen, result, "gated delta net")
         assert result.peak_drop_bytes == pytest.approx(
             result.planned_drop_bytes, rel=PLAN_TOLERANCE, abs=4096
         )
