@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Gated delta net attention (megatron-core 0.19) in small models, without the package of its kernels.
+"""Gated delta net attention of megatron-core 0.19 in small models, without its kernels' package.
 
 In ``deterministic_mode`` megatron-core computes the delta rule and the convolution with torch, on
 any device. Of the package (flash-linear-attention) that leaves one function, which normalizes
@@ -51,6 +51,7 @@ def gated_delta_net() -> Iterator[None]:
         patch.object(gpt_layer_specs, "get_gpt_decoder_block_spec", build_spec),
         patch.object(common, "HAVE_FLA", True),
         patch.object(common, "l2norm", _l2norm),
+        torch.backends.cudnn.flags(deterministic=True),
     ):
         yield
 
