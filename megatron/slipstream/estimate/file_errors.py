@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,6 +65,25 @@ def require_writable(option: str, path: Path) -> None:
                 pass
         except FileNotFoundError:
             raise _os_error(errno.EACCES, above) from None
+
+
+def require_distinct(paths: Mapping[str, Path]) -> None:
+    """Refuse two options that name one file: each would replace the other's. Devices may be shared.
+
+    Args:
+        paths: By option.
+
+    Raises:
+        ValueError: There are two. The message names both.
+    """
+    first: dict[Path, str] = {}
+    for option, path in paths.items():
+        other = first.setdefault(resolved(path), option)
+        if other != option and not is_stream(path):
+            raise ValueError(
+                f"{option}={path} is not supported with {other}={paths[other]} because each would "
+                f"replace the other's file; set {option} to another file"
+            )
 
 
 def _os_error(number: int, path: Path) -> OSError:

@@ -40,7 +40,7 @@ from megatron.slipstream.context_parallel.options import (
     DynamicContextParallelOptions,
     check_dynamic_context_parallel,
 )
-from megatron.slipstream.estimate.file_errors import require_writable
+from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.config_file import config_from_environment
 from megatron.slipstream.integration.frameworks.options import OffloadOptions
@@ -403,10 +403,11 @@ def _check_outputs(args: Any) -> None:
             f"output_interval={args.output_interval} is no number of iterations; set 1 or more, or "
             "0 to write at the end only"
         )
-    for option in ("offload_report_path", "offload_trace_path", "run_record_path"):
-        path = getattr(args, option)
-        if path is not None:
-            require_writable(option, Path(path))
+    options = ("offload_report_path", "offload_trace_path", "run_record_path")
+    paths = {name: Path(getattr(args, name)) for name in options if getattr(args, name) is not None}
+    for option, path in paths.items():
+        require_writable(option, path)
+    require_distinct(paths)
 
 
 def _dataset_prefixes(args: Any) -> list[list[str]]:

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.slipstream.estimate.file_errors import require_writable, writing, wrong_with
+from megatron.slipstream.estimate.file_errors import (
+    require_distinct,
+    require_writable,
+    writing,
+    wrong_with,
+)
 
 CURE = "; name a file in a folder that can be written"
 
@@ -79,3 +84,18 @@ def test_a_folder_in_which_no_file_can_be_made_is_refused_early() -> None:
     # Whoever asks: root has the permission, and the file system refuses.
     with pytest.raises(ValueError, match="cannot be opened: permission denied; name a file in"):
         require_writable("--html", Path("/proc/new/page.html"))
+
+
+def test_two_options_may_not_name_one_file(tmp_path: Path) -> None:
+    file, link = tmp_path / "file.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    for other in (file, tmp_path / "new" / ".." / "file.json", link):
+        with pytest.raises(ValueError) as caught:
+            require_distinct({"first": file, "between": tmp_path / "b.json", "second": other})
+        assert str(caught.value) == (
+            f"second={other} is not supported with first={file} because each would replace the "
+            "other's file; set second to another file"
+        )
+    require_distinct({"first": file, "second": tmp_path / "other.json"})
+    require_distinct({"first": Path("/dev/null"), "second": Path("/dev/null")})
+    require_distinct({})

@@ -110,6 +110,18 @@ def test_a_negative_interval_is_refused(tmp_path: Path) -> None:
     assert "error: output_interval=-1 is no number of iterations; set 1 or more" in output
 
 
+def test_two_files_of_one_name_are_refused_by_both_options(tmp_path: Path) -> None:
+    flags = ["--global-batch-size", "1", "--offload-report-path", "./trace.json"]
+    code, output = train(tmp_path, "pass", *flags)
+    assert code == 2
+    assert (
+        "error: offload_trace_path=trace.json is not supported with "
+        "offload_report_path=trace.json because each would replace the other's file; set "
+        "offload_trace_path to another file"
+    ) in output
+    assert os.listdir(tmp_path) == []
+
+
 def _end_early(rank: int, num_ranks: int, port: int, folder: Path, flags: list[str]) -> Any:
     from megatron.slipstream.integration import training
 
