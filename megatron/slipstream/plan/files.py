@@ -87,7 +87,8 @@ def load_trace(path: str | Path) -> Trace:
         ValueError: It is no whole trace of this version. The message names the file and the place.
         OSError: It cannot be read.
     """
-    trace = _read(path, _TraceFile, TRACE_SCHEMA).trace
+    data = Path(path).read_bytes()
+    trace = parse(data, path, _TraceFile, TRACE_SCHEMA, VERSION, "--offload-trace-path").trace
     _refuse(path, _trace_problems(trace), f"a whole {TRACE_SCHEMA}")
     return trace
 
@@ -100,7 +101,8 @@ def load_plan(path: str | Path) -> Plan:
             file and the place, or the broken rule.
         OSError: It cannot be read.
     """
-    plan = _read(path, _PlanFile, PLAN_SCHEMA).plan
+    data = Path(path).read_bytes()
+    plan = parse(data, path, _PlanFile, PLAN_SCHEMA, VERSION, "'slipstream plan --output'").plan
     _refuse(path, _plan_problems(plan), f"a whole {PLAN_SCHEMA}")
     try:
         check_plan(plan)
@@ -109,34 +111,43 @@ def load_plan(path: str | Path) -> Plan:
     return plan
 
 
-_WRITERS = {TRACE_SCHEMA: "--offload-trace-path", PLAN_SCHEMA: "'slipstream plan --output'"}
-
-
 @cache
 def _adapter(kind: type) -> TypeAdapter[Any]:
     # To make one takes tens of milliseconds, so not on import.
     return TypeAdapter(kind)
 
 
-def _read(path: str | Path, kind: type, schema: str) -> Any:
-    """The content of a file whose header says ``schema``, with its types checked."""
-    data = Path(path).read_bytes()
-    cure = f"give a file that {_WRITERS[schema]} wrote"
+def parse(data: bytes, name: str | Path, kind: type, schema: str, version: int, writer: str) -> Any:
+    """The content of a file, with its types checked.
+
+    Args:
+        data: UTF-8 JSON.
+        name: Of the file, for errors.
+        kind: A dataclass of its fields, with ``schema`` and ``version`` among them.
+        schema: That the file must name.
+        version: That the file must have.
+        writer: The option that writes such files, for errors.
+
+    Raises:
+        ValueError: It is no such file, or of another version. The message names the file, the place
+            and the cure.
+    """
+    cure = f"give a file that {writer} wrote"
     try:
         header = _adapter(_Header).validate_json(data, strict=True, extra="ignore")
     except ValidationError as error:
-        raise ValueError(f"{path} is not a whole {schema}: {describe(error)}; {cure}") from error
+        raise ValueError(f"{name} is not a whole {schema}: {describe(error)}; {cure}") from error
     if header.schema != schema:
-        raise ValueError(f"{path} holds a {header.schema!r}, not a {schema}; {cure}")
-    if header.version != VERSION:
+        raise ValueError(f"{name} holds a {header.schema!r}, not a {schema}; {cure}")
+    if header.version != version:
         raise ValueError(
-            f"{path} has version {header.version} of {schema}, this Slipstream reads version "
-            f"{VERSION}; write it again with this Slipstream, or read it with the one that wrote it"
+            f"{name} has version {header.version} of {schema}, this Slipstream reads version "
+            f"{version}; write it again with this Slipstream, or read it with the one that wrote it"
         )
     try:
         return _adapter(kind).validate_json(data, strict=True, extra="forbid")
     except ValidationError as error:
-        raise ValueError(f"{path} is not a whole {schema}: {describe(error)}; {cure}") from error
+        raise ValueError(f"{name} is not a whole {schema}: {describe(error)}; {cure}") from error
 
 
 def describe(error: ValidationError) -> str:

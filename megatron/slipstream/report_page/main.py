@@ -118,7 +118,7 @@ def _load(path: Path) -> Report:
     from megatron.slipstream.fine_grained_activation_offload.report import Report
 
     try:
-        return Report.from_json(path.read_text())
+        data = path.read_bytes()
     except FileNotFoundError:
         raise ValueError(
             f"{path} does not exist; train with --offload-report-path {path} to write it"
@@ -127,8 +127,7 @@ def _load(path: Path) -> Report:
         raise ValueError(
             f"report {path} {wrong_with(error)}; give a file that --offload-report-path wrote"
         ) from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return Report.from_json(data, path)
 
 
 def _write_page(options: argparse.Namespace, reports: Sequence[Report], report: Report) -> None:

@@ -96,6 +96,9 @@ def test_json_gives_back_the_same_report() -> None:
     assert Report.from_json(report.to_json()) == report
 
 
+HEAD = '"schema": "slipstream-report", "version": 1'
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -104,53 +107,84 @@ def test_json_gives_back_the_same_report() -> None:
         "[]",
         "{}",
         "null",
-        '{"ranks": 3}',
-        '{"ranks": [3]}',
-        '{"ranks": ["rank"]}',
         '{"ranks": [{}]}',
-        '{"ranks": [{"modules": []}]}',
-        '{"ranks": [{"modules": null}]}',
-        '{"ranks": [{"modules": {"core_attn": 3}}]}',
-        '{"ranks": [{"modules": {"core_attn": {"num_sheep": 3}}}]}',
-        '{"ranks": [{"modules": {}, "num_sheep": 3}]}',
-        '{"ranks": [{"modules": {}, "rank": "0"}]}',
-        '{"ranks": [{"modules": {}, "step_ms": [1, "2"]}]}',
-        '{"ranks": [{"modules": {}, "planned_ms": NaN}]}',
-        '{"ranks": [{"modules": {}, "step_ms": [Infinity]}]}',
-        '{"ranks": [{"modules": {}, "warnings": {"text": null}}]}',
-        '{"ranks": [{"modules": {}, "options": {"num_sheep": 3}}]}',
-        '{"ranks": [{"modules": {}, "options": {"release_lag": "1"}}]}',
+        '{"ranks": [{"modules": {}, "rank": 3}]}',
+        f"{{{HEAD}}}",
+        f'{{{HEAD}, "ranks": null}}',
+        f'{{{HEAD}, "ranks": 3}}',
+        f'{{{HEAD}, "ranks": [3]}}',
+        f'{{{HEAD}, "ranks": [null]}}',
+        f'{{{HEAD}, "ranks": ["rank"]}}',
+        f'{{{HEAD}, "ranks": [[]]}}',
+        f'{{{HEAD}, "ranks": [], "num_sheep": 3}}',
+        f'{{{HEAD}, "ranks": [{{"modules": []}}]}}',
+        f'{{{HEAD}, "ranks": [{{"modules": null}}]}}',
+        f'{{{HEAD}, "ranks": [{{"modules": {{"core_attn": 3}}}}]}}',
+        f'{{{HEAD}, "ranks": [{{"modules": {{"core_attn": {{"num_sheep": 3}}}}}}]}}',
+        f'{{{HEAD}, "ranks": [{{"num_sheep": 3}}]}}',
+        f'{{{HEAD}, "ranks": [{{"rank": "0"}}]}}',
+        f'{{{HEAD}, "ranks": [{{"step_ms": [1, "2"]}}]}}',
+        f'{{{HEAD}, "ranks": [{{"planned_ms": NaN}}]}}',
+        f'{{{HEAD}, "ranks": [{{"step_ms": [Infinity]}}]}}',
+        f'{{{HEAD}, "ranks": [{{"warnings": {{"text": null}}}}]}}',
+        f'{{{HEAD}, "ranks": [{{"options": {{"num_sheep": 3}}}}]}}',
+        f'{{{HEAD}, "ranks": [{{"options": {{"release_lag": "1"}}}}]}}',
+        f'{{{HEAD}, "ranks": [{{"settings": {{"deep": {"[" * 9999}',
+        f'{{{HEAD}, "ranks": [{{"settings": {{"deep": {"[" * 9999}{"]" * 9999}}}}}]}}',
+        "[" * 99999 + "]" * 99999,
     ],
 )
 def test_what_is_not_a_report_is_refused_as_one(text: str) -> None:
-    with pytest.raises(ValueError, match="not a Slipstream report"):
+    with pytest.raises(ValueError, match="is not a whole slipstream-report: .*; give a file that"):
         Report.from_json(text)
+
+
+@pytest.mark.parametrize("data", [b"\x00" * 64, b"\x93NUMPY\x01\x00", b"\xff\xfe{\x00}\x00"])
+def test_a_binary_file_is_refused_like_any_other(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^data\.npy is not a whole slipstream-report: invalid"):
+        Report.from_json(data, "data.npy")
 
 
 def test_what_is_wrong_with_a_report_is_told_with_its_place() -> None:
-    text = '{"ranks": [{"modules": {}}, {"modules": {"a": {"num_late": 0.5}}}]}'
-    with pytest.raises(
-        ValueError, match=r"^not a Slipstream report: ranks\[1\]\.modules\.a\.num_late"
-    ):
-        Report.from_json(text)
+    text = f'{{{HEAD}, "ranks": [{{}}, {{"modules": {{"a": {{"num_late": 0.5}}}}}}]}}'
+    with pytest.raises(ValueError) as caught:
+        Report.from_json(text, "report.json")
+    assert str(caught.value).startswith(
+        "report.json is not a whole slipstream-report: ranks[1].modules.a.num_late: "
+    )
+
+
+CURE = "give a file that --offload-report-path wrote"
 
 
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("{}", "'ranks' is missing"),
-        ("# Slipstream", "invalid JSON: .*"),
-        ('{"schema": "slipstream-trace"}', "it holds a 'slipstream-trace'"),
+        ("{}", f"is not a whole slipstream-report: schema: field required .*; {CURE}"),
+        ("# Slipstream", f"is not a whole slipstream-report: invalid JSON: .*; {CURE}"),
+        (
+            '{"schema": "slipstream-trace", "version": 1}',
+            f"holds a 'slipstream-trace', not a slipstream-report; {CURE}",
+        ),
+        (
+            '{"schema": "slipstream-report", "version": 2}',
+            "has version 2 of slipstream-report, this Slipstream reads version 1; write it again "
+            "with this Slipstream, or read it with the one that wrote it",
+        ),
     ],
 )
 def test_another_file_than_a_report_is_named_with_its_cure(text: str, reason: str) -> None:
-    cure = "give a file that --offload-report-path wrote"
-    with pytest.raises(ValueError, match=f"^not a Slipstream report: {reason}; {cure}$"):
-        Report.from_json(text)
+    with pytest.raises(ValueError, match=f"^report.json {reason}$"):
+        Report.from_json(text, "report.json")
 
 
-def test_a_report_of_an_earlier_version_can_be_read() -> None:
-    (rank,) = Report.from_json('{"ranks": [{"modules": {}, "rank": 3}]}').ranks
+def test_a_report_says_what_it_is_and_of_which_version() -> None:
+    data = json.loads(Report([make_rank(0)]).to_json())
+    assert (data["schema"], data["version"]) == ("slipstream-report", 1)
+
+
+def test_a_field_that_a_report_lacks_has_its_default() -> None:
+    (rank,) = Report.from_json(f'{{{HEAD}, "ranks": [{{"modules": {{}}, "rank": 3}}]}}').ranks
     assert rank == RankReport(3)
     assert rank.options is None
 
@@ -162,7 +196,7 @@ def test_the_measured_peak_is_the_highest_of_its_steps() -> None:
 
 def test_half_a_file_is_not_a_report() -> None:
     text = Report([make_rank(0)]).to_json()
-    with pytest.raises(ValueError, match="not a Slipstream report"):
+    with pytest.raises(ValueError, match="is not a whole slipstream-report"):
         Report.from_json(text[: len(text) // 2])
 
 

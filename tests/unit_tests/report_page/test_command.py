@@ -132,7 +132,7 @@ WRONG = {
     ),
     "no trace": (
         ["--trace", "report.json", "--html", "page.html"],
-        "report.json is not a whole slipstream-trace",
+        "report.json holds a 'slipstream-report', not a slipstream-trace",
     ),
 }
 
@@ -155,6 +155,45 @@ def test_what_does_not_fit_is_refused_with_its_cure(
     assert shown.out == ""
     assert not Path("page.html").exists()
     assert Path("report.json").read_text() == before
+
+
+UNREADABLE = {
+    "binary": (b"\x93NUMPY\x01\x00", "is not a whole slipstream-report: invalid JSON"),
+    "not UTF-8": (b"\xff\xfe{\x00}\x00", "is not a whole slipstream-report: invalid JSON"),
+    "null": (b"null", "is not a whole slipstream-report: input should be an object"),
+    "nested": (b"[" * 99999, "is not a whole slipstream-report: "),
+    "trace": (b'{"schema": "slipstream-trace", "version": 1}', "holds a 'slipstream-trace'"),
+}
+
+
+@pytest.mark.parametrize("content, reason", UNREADABLE.values(), ids=UNREADABLE)
+def test_an_unreadable_report_is_one_error_with_the_file_and_the_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, reason: str
+) -> None:
+    path = tmp_path / "report.json"
+    path.write_bytes(content)
+    assert run(path) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path} {reason}")
+    assert error.endswith("; give a file that --offload-report-path wrote\n")
+    assert error.count("\n") == 1
+    assert len(error) < 400
+
+
+@pytest.mark.parametrize("option", ["--trace", "--plan"])
+@pytest.mark.parametrize(
+    "content", [b"\x93NUMPY\x01\x00", b"null", b"[" * 99999], ids=["binary", "null", "nested"]
+)
+def test_an_unreadable_trace_or_plan_is_one_error_with_the_file_and_the_cure(
+    folder: Path, capsys: pytest.CaptureFixture[str], content: bytes, option: str
+) -> None:
+    path = folder / "other.json"
+    path.write_bytes(content)
+    assert run(folder / "report.json", option, path, "--html", folder / "page.html") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path} is not a whole slipstream-{option[2:]}: ")
+    assert " wrote\n" in error
+    assert error.count("\n") == 1
 
 
 def test_a_page_that_cannot_be_written_in_the_end_is_named(
