@@ -87,6 +87,7 @@ def run(options: argparse.Namespace) -> None:
 
     _check(options)
     reports = [_load(path) for path in options.files]
+    _refuse_repeated(options.files, reports)
     report = Report.merge(reports)
     if options.html is None:
         sys.stdout.write(report.render() + "\n")
@@ -128,6 +129,19 @@ def _load(path: Path) -> Report:
             f"report {path} {wrong_with(error)}; give a file that --offload-report-path wrote"
         ) from error
     return Report.from_json(data, path)
+
+
+def _refuse_repeated(paths: Sequence[Path], reports: Sequence[Report]) -> None:
+    """Sums over ranks would count a rank twice."""
+    found: dict[int, Path] = {}
+    for path, report in zip(paths, reports, strict=True):
+        for rank in report.ranks:
+            if rank.rank in found:
+                raise ValueError(
+                    f"{path} has rank {rank.rank}, which {found[rank.rank]} has too; give one "
+                    "report of each rank"
+                )
+            found[rank.rank] = path
 
 
 def _write_page(options: argparse.Namespace, reports: Sequence[Report], report: Report) -> None:

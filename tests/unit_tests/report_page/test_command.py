@@ -196,6 +196,20 @@ def test_an_unreadable_trace_or_plan_is_one_error_with_the_file_and_the_cure(
     assert error.count("\n") == 1
 
 
+def test_a_rank_that_is_given_twice_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, again = folder / "report.json", folder / "again.json"
+    again.write_bytes(first.read_bytes())
+    for second in (first, again):
+        assert run(folder / "report.rank1.json", first, second) == 2
+        shown = capsys.readouterr()
+        assert shown.err == (
+            f"error: {second} has rank 0, which {first} has too; give one report of each rank\n"
+        )
+        assert shown.out == ""
+
+
 def test_a_page_that_cannot_be_written_in_the_end_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
