@@ -5,11 +5,11 @@
     python tools/generate_docs.py            write them
     python tools/generate_docs.py --check    fail if one is not what would be written
 
-docs/user-guide/options.md has the flags: field docstrings, defaults and the rule tables.
+docs/user-guide/options.md has the flags: field docstrings and defaults.
 docs/user-guide/patches.md has the table of run-time patches. compatibility.md is made by
 compatibility_page.py, messages.md by messages_page.py, and of doctor.md the part with the findings
 by doctor_page.py.
-Whoever changes an option, a rule, an error or a warning runs this.
+Whoever changes an option, an error or a warning runs this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from docs_parts import (  # noqa: E402
     ROOT,
     OptionGroup,
     generated_from,
-    message_with_gaps,
     option_groups,
     table,
 )
@@ -56,36 +55,29 @@ MEGATRON_OPTIONS = (
     MegatronOption(
         "fine_grained_activation_offloading",
         False,
-        "Move activations to host memory during forward and back before their backward.",
+        "Offload activations in forward and reload them in backward.",
     ),
-    MegatronOption(
-        "offload_modules",
-        [],
-        "The modules whose saved activations move; names below, separated by spaces on the "
-        "command line.",
-    ),
+    MegatronOption("offload_modules", [], "Modules whose saved activations move; names below."),
     MegatronOption(
         "min_offloaded_tensor_size",
         1048576,
-        "Tensors with fewer elements stay on the device. Counted in elements, not bytes.",
+        "Tensors with fewer elements (not bytes) stay on the device.",
     ),
     MegatronOption(
         "activation_offload_fraction",
         1.0,
-        "The fraction of the groups in each model chunk that move, 0 to 1. From megatron-core 0.19 "
-        "on.",
+        "Fraction of the groups of each model chunk that move, 0 to 1. From 0.19 on.",
     ),
     MegatronOption(
         "delta_offload_bytes_across_pp_ranks",
         0,
-        "How many bytes more each later pipeline rank keeps on the device. Later ranks hold fewer "
-        "micro-batches at a time and have memory to spare. From megatron-core 0.19 on.",
+        "Bytes more that each later pipeline rank keeps on the device. From 0.19 on.",
     ),
     MegatronOption(
         "delay_offload_until_cuda_graph",
         False,
-        "With [CUDA graphs of layers](cuda-graphs.md): what moves outside of graphs is copied once "
-        "the next graph has been launched. From megatron-core 0.19 on.",
+        "With [CUDA graphs of layers](cuda-graphs.md): copy what moves outside of graphs after the "
+        "next graph launch. From 0.19 on.",
     ),
 )
 
@@ -140,10 +132,10 @@ def accepted_values(annotation: ast.expr) -> str:
         case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Tuple(elts=choices)):
             return ", ".join(f"`{ast.literal_eval(choice)}`" for choice in choices)
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return f"{accepted_values(inner)}, or not set"
+            return accepted_values(inner)
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=[*members, none])):
             assert ast.unparse(none) == "None"
-            return ", ".join(accepted_values(member) for member in members) + ", or not set"
+            return ", ".join(accepted_values(member) for member in members)
         case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Constant(value=choice)):
             return f"`{choice}`"
         case _:
@@ -160,25 +152,24 @@ def shown(default: object) -> str:
     return "off" if default is False else f"`{default}`"
 
 
-def rules_table(rules: Iterable[config.Rule]) -> list[str]:
-    rows = ((f"`{rule.option}`", message_with_gaps(rule.message)) for rule in rules)
-    return table(("option", "message"), rows)
+TITLES = {"OffloadConfig": "Slipstream's own options", "EntryOptions": "The training script"}
+"""Of groups that are called otherwise here than in ``--help``."""
 
-
-TITLES = {
-    "OffloadConfig": ("Slipstream's own options", "and settings for `install()` and `attach()`"),
-    "EntryOptions": ("The training script", "beside Megatron's"),
+NOTES = {
+    "OffloadConfig": [
+        "Flags of `./run train`, fields of `OffloadConfig` for `install()` and `attach()`, and "
+        "keys of the file that `SLIPSTREAM_CONFIG` names.",
+        "",
+    ]
 }
-"""Of groups that are called otherwise here than in ``--help``, and what else to say of them."""
+"""What a group starts with."""
 
 
 def own_options(group: OptionGroup) -> list[str]:
-    title, more = TITLES.get(group.cls_name, (heading_of(group), ""))
-    lines = [f"## {title}", "", f"Flags of `./run train`{', ' if more else ''}{more}.", ""]
+    title = TITLES.get(group.cls_name, heading_of(group))
+    lines = [f"## {title}", "", *NOTES.get(group.cls_name, [])]
     for field in fields_of(group.cls_name, group.source):
-        facts = f"Values: {field.values}. Default: {shown(field.default)}."
-        if group.cls_name == "OffloadConfig":
-            facts = f"In Python: `OffloadConfig({field.name}=...)`. {facts}"
+        facts = f"{field.values}; default: {shown(field.default)}."
         lines += [f"### `{flag(field.name)}`", "", field.docstring, "", facts, ""]
     return lines
 
@@ -186,14 +177,6 @@ def own_options(group: OptionGroup) -> list[str]:
 def heading_of(group: OptionGroup) -> str:
     name = group.title.removeprefix("slipstream ")
     return name[:1].upper() + name[1:]
-
-
-def rules_of_rooms() -> list[str]:
-    lines = []
-    for group in option_groups():
-        if group.cls_name != "OffloadConfig" and group.rules:
-            lines += ["", f"{heading_of(group)}:", "", *rules_table(group.rules)]
-    return lines
 
 
 WITH_A_NORM = {
@@ -216,15 +199,12 @@ def options_page() -> str:
         "",
         generated_from("config.py, the options.py of each room and integration/arguments.py"),
         "",
-        "A flag of the command line and the configuration field of the same name (with `_` for "
-        "`-`) mean the same. `./run train --help` shows Slipstream's, `./run train --help-all` all "
-        "of Megatron's flags beside them. A file that `SLIPSTREAM_CONFIG` names sets Slipstream's "
-        "too, in [training frameworks](frameworks/README.md) and elsewhere.",
+        "A flag `--a-b` and a configuration field `a_b` are the same option. `./run train --help` "
+        "lists Slipstream's flags, `./run train --help-all` also Megatron's.",
         "",
         "## Megatron-Core's own options",
         "",
-        "These switch offloading on and choose what moves. Slipstream adds no second name for "
-        "them, so every script and framework that can set them works unchanged.",
+        "These switch offloading on and select what moves.",
         "",
         *table(
             ("flag", "default", "meaning"),
@@ -233,6 +213,9 @@ def options_page() -> str:
                 for option in MEGATRON_OPTIONS
             ),
         ),
+        "",
+        "The plan also keeps to `fine_grained_offloading_max_inflight_offloads` (0.19): per "
+        "module, the number of D2H copies that compute has not waited for.",
         "",
         "### Names for `--offload-modules`",
         "",
@@ -244,19 +227,14 @@ def options_page() -> str:
         *(line for group in option_groups() for line in own_options(group)),
         "## What is refused",
         "",
-        "A setting that cannot work is refused at start with one of these messages (`…` stands "
-        "for your value). No option is ever turned off in silence. "
-        "[Compatibility](compatibility.md) shows what goes together.",
-        "",
-        *rules_table(config.RULES),
-        "",
-        "While `fine_grained_activation_offloading` is on:",
-        "",
-        *rules_table(config.MODEL_RULES),
-        "",
-        "A name in `offload_modules` that Megatron-Core does not mark is refused with the nearest "
-        "name that it does.",
-        *rules_of_rooms(),
+        "A combination that cannot work is an error at start. It names the option, the reason and "
+        "what to set instead; `slipstream doctor -- FLAGS` shows all errors of a command line at "
+        "once ([doctor](doctor.md)). No option is turned off silently. What each feature refuses: "
+        "[CUDA graphs](cuda-graphs.md#limits), [graphs of chunks](chunk-cuda-graphs.md#limits), "
+        "[packed sequences](packed-sequences.md#not-supported), "
+        "[dynamic context parallelism](dynamic-context-parallel.md#not-supported); "
+        "`cpu_offloading` is refused with offloading. [Compatibility](compatibility.md) shows what "
+        "was tested together.",
     ]
     return "\n".join(lines) + "\n"
 

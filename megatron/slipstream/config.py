@@ -46,75 +46,67 @@ class OffloadConfig:
     built into megatron-core (for comparison)."""
 
     offload_backend: Literal["auto", "cuda", "cpu", "cpu-lazy"] = "auto"
-    """Where 'device' and 'host' memory live. 'auto' is 'cuda' with a GPU and 'cpu' without one.
-    'cpu' imitates both in host memory; 'cpu-lazy' also delays every copy until somebody waits for
-    it and fills all other memory with NaN, so that a missing wait shows up as a wrong result."""
+    """Where device and host memory are. 'auto' is 'cuda' with a GPU and 'cpu' without one. 'cpu'
+    imitates both in host memory; 'cpu-lazy' also delays every copy until it is waited for and fills
+    unowned memory with NaN, so that a missing wait changes the result."""
 
     offload_release_lag: int = 1
-    """How many later group commits a group's device memory outlives its own commit. The copy to
-    the host overlaps with their computation. Larger values hide slower links and cost device
-    memory; 0 waits for each copy at once. Once an iteration has been timed, memory goes when that
-    costs no time; this then says only which device peak has to be kept."""
+    """Number of later group commits after which a group's device memory is freed. Larger values
+    give the D2H copy more time and cost device memory; 0 waits for each copy at once. Once
+    iterations have been timed, this only limits the device peak."""
 
     offload_prefetch_depth: int = 1
-    """How many groups ahead of their use in backward the copies back start, counted in group
-    uses. Larger values hide slower links and cost device memory; 0 copies at the moment of use.
-    Once an iteration has been timed, copies start when they have to; this then says only which
-    device peak has to be kept."""
+    """Number of group uses in backward before its own at which a group's H2D copy starts. Larger
+    values give the copy more time and cost device memory; 0 copies at the moment of use. Once
+    iterations have been timed, this only limits the device peak."""
 
     offload_target_memory_gib: Optional[float] = None
-    """Move only what it takes to keep each rank's device peak, as the allocator counts it, at or
-    below so many GiB, in the least predicted time. If that cannot be, the plan has the lowest peak
-    and says by how much it misses. Not set, everything moves that may. It takes effect once an
-    iteration has been timed."""
+    """Keep each rank's device peak, as the allocator counts it, at or below this many GiB, in the
+    least predicted time. If that is impossible, the plan has the lowest peak and the log says what
+    is missing. Takes effect once iterations have been timed. Not set, all groups may move."""
 
     offload_max_overhead_percent: Union[float, Literal["auto"], None] = field(
         default=None,
         metadata={"argparse_meta": {"type": lambda text: parse_percent(text), "metavar": "P"}},
     )
-    """Move only what lowers the device peak and lengthens an iteration by at most so many percent;
-    0 moves what hides completely, 'auto' is 1. Once an iteration has been timed this is predicted,
-    then it is tried out, against iterations that the engine takes no part in (less than 0.25% is
-    not told apart from none). If nothing can move, nothing does, and the plan says why. Not set,
-    everything moves that may. Not together with `--offload-target-memory-gib`."""
+    """Move only what lowers the device peak and lengthens an iteration by at most this percentage;
+    0 moves what hides completely, 'auto' is 1. The overhead is predicted once iterations have been
+    timed, then measured against iterations without offloading (resolution 0.25%). Not together with
+    `--offload-target-memory-gib`. Not set, all groups may move."""
 
     offload_host_memory_limit_bytes: Optional[int] = None
-    """The most host memory, in bytes, that this process pins for activations. Groups that do not
-    fit stay on the device, which the log and the report tell. Not set, it is 80% of the memory that
-    is available on the node (or in the container) when the engine is installed, divided by the
-    node's number of processes (LOCAL_WORLD_SIZE)."""
+    """Maximum of pinned host memory of this process, in bytes. Groups that do not fit stay on the
+    device, with a warning. Not set: 80% of the memory that is available on the node (or in the
+    container) at the start, divided by LOCAL_WORLD_SIZE."""
 
     offload_numa: Literal["auto", "off"] = "auto"
-    """'auto' runs the process on the CPUs of its GPU's NUMA node and pins host memory there, unless
-    somebody has bound the process already; 'off' leaves both to the system. Only with a GPU."""
+    """'auto' binds the process to the CPUs of its GPU's NUMA node and pins host memory there,
+    unless it is bound already; 'off' changes nothing. Only with a GPU."""
 
     offload_checkpoint_inputs: bool = False
-    """Move what checkpoints keep to recompute from: the inputs of layers under
-    `--recompute-granularity full`, and those of the modules that megatron-core checkpoints whole
-    (`core_attn`, `mlp`, `moe` and `shared_experts` in `--recompute-modules`). They make groups
-    called checkpoint_inputs, which are planned like all others. Where `--offload-modules` is not
-    given, it is core_attn, which moves nothing of a layer that is recomputed as a whole."""
+    """Move the inputs that checkpoints keep: of layers under `--recompute-granularity full`, and of
+    modules that megatron-core checkpoints as a whole (`core_attn`, `mlp`, `moe` and
+    `shared_experts` in `--recompute-modules`). Their groups are called checkpoint_inputs. The
+    default of `--offload-modules` is then core_attn."""
 
     offload_verify: int = 0
-    """Check in the first so many iterations that every tensor comes back as it left, and fill
-    device memory that was given up with NaN meanwhile. Slow (the host waits in backward); a
-    difference ends the run naming module, layer, micro-batch and the ordering that failed. 0 checks
-    nothing."""
+    """Check in the first N iterations that every tensor is reloaded unchanged, and fill freed
+    device memory with NaN meanwhile. A difference ends the run and names module, layer, micro-batch
+    and stream order. Slow."""
 
     offload_trace_path: Optional[str] = None
-    """Write the trace of an iteration (what each group saves, device memory, times, bandwidth) as
-    JSON to this file when training ends (ranks as in '--offload-report-path'). 'slipstream plan'
-    plans from it on any machine, for other memory targets too."""
+    """Write the trace of an iteration (saved bytes, device memory, times, bandwidth) as JSON to
+    this file when training ends, for 'slipstream plan'. Ranks are named as in
+    '--offload-report-path'."""
 
     offload_report_path: Optional[str] = None
-    """Write the report as JSON to this file when training ends ('{rank}' in the name is replaced by
-    the rank; otherwise '.rank<N>' is inserted for ranks above 0). Read it with 'slipstream
-    report'. A name that ends in .html makes it a page for a browser, of all ranks' figures and the
-    first rank's timeline."""
+    """Write the report as JSON to this file when training ends, for 'slipstream report'. '{rank}'
+    is replaced by the rank; without it '.rank<N>' is inserted for ranks above 0. A name that ends
+    in .html writes one page with the figures of all ranks and the first rank's timeline."""
 
     offload_nvtx_ranges: bool = False
-    """Name every copy and release with an NVTX range, for profiling with Nsight Systems. It costs
-    the host some ten microseconds a group."""
+    """Name every copy and release with an NVTX range, for Nsight Systems. Costs the host about 10
+    us a group."""
 
     def __post_init__(self) -> None:
         _check_types(self)

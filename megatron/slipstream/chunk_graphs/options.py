@@ -15,12 +15,10 @@ class ChunkGraphOptions:
     """Settings of CUDA graphs of whole model chunks."""
 
     cuda_graph_granularity: Literal["layer", "chunk"] = "layer"
-    """What one CUDA graph holds with --cuda-graph-impl local. 'layer': megatron-core's own graphs,
-    as before. 'chunk': the forward or the backward of all layers that a pipeline stage (or virtual
-    stage) has in a row, replayed by Slipstream for any number of micro-batches. Micro-batches need
-    one shape: fixed sequences, or packed ones (--sequence-packing). With --dynamic-context-parallel
-    there is one of each for every context-parallel size. The first --cuda-graph-warmup-steps
-    iterations run without."""
+    """What one CUDA graph holds with --cuda-graph-impl local. 'layer': megatron-core's own graphs.
+    'chunk': the forward or the backward of all layers of a pipeline stage (or virtual stage),
+    replayed by Slipstream. Micro-batches need one shape: sequences of one length, or
+    --sequence-packing. With --dynamic-context-parallel a graph is captured for every size."""
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -17,24 +17,21 @@ class DynamicContextParallelOptions:
     """Settings of dynamic context parallelism, beside those of packed sequences."""
 
     dynamic_context_parallel: bool = False
-    """Let every micro-batch of packed sequences have a context-parallel size of its own: a document
-    longer than a rank's buffer is divided among as many ranks as it needs, up to all data- and
-    context-parallel ones, and short ones stay whole. A rank's buffer is --seq-length divided by
-    --context-parallel-size; documents may be as many times longer as there are such ranks. Needs
-    --sequence-packing balanced and --calculate-per-token-loss."""
+    """Choose a context-parallel size for every micro-batch of packed sequences: documents longer
+    than a rank's buffer (--seq-length / --context-parallel-size tokens) are divided among as many
+    data- and context-parallel ranks as they need. Needs --sequence-packing balanced and
+    --calculate-per-token-loss."""
 
     min_dynamic_context_parallel_size: int = 1
-    """The smallest context-parallel size of a micro-batch, a power of two."""
+    """Smallest context-parallel size of a micro-batch, a power of two."""
 
     max_dynamic_context_parallel_size: Optional[int] = None
-    """The largest context-parallel size of a micro-batch, a power of two: such as the number of
-    GPUs of a node, if the network between nodes is slow. Longer documents are cut. Not set, it is
-    the largest that divides the number of data- and context-parallel ranks."""
+    """Largest context-parallel size of a micro-batch, a power of two; longer documents are cut. Not
+    set: the largest that divides the number of data- and context-parallel ranks."""
 
     dynamic_context_parallel_verify: bool = False
-    """Compare before every micro-batch what the ranks of a group are about to compute, and end with
-    an error where they differ, which otherwise hangs. For debugging: the host waits for all ranks
-    each time."""
+    """Debugging: compare before every micro-batch what the ranks of a group are about to compute,
+    and raise an error instead of hanging. The host waits each time."""
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -101,24 +101,23 @@ class EntryOptions:
 
     tokenizer_json: Optional[str] = None
     """Tokenizer file written by tools/preprocess_text.py. Sets the vocabulary size and the
-    end-of-document token; use it in place of --tokenizer-type and --vocab-size."""
+    end-of-document token; replaces --tokenizer-type and --vocab-size."""
 
     progress: Literal["auto", "on", "off"] = "auto"
-    """Loss and bytes offloaded on stderr: 'on' draws a progress bar, 'auto' does so on a terminal
-    and logs a line every --log-interval iterations elsewhere, 'off' shows neither."""
+    """Loss and offloaded bytes on stderr: 'on' draws a progress bar; 'auto' does so on a terminal
+    and otherwise logs a line every --log-interval iterations; 'off' shows neither."""
 
     eval_before_training: bool = False
-    """Evaluate on the validation set before the first iteration as well."""
+    """Evaluate on the validation set before the first iteration, too."""
 
     run_record_path: Optional[str] = None
     """Write this run's figures as JSON to this file: loss and peak activation bytes per iteration,
-    evaluation losses, digests of the last gradients and the final weights. '{rank}' in the name is
-    replaced by the rank; otherwise '.rank<N>' is inserted for ranks above 0."""
+    evaluation losses, digests of the last gradients and the final weights. Ranks are named as in
+    '--offload-report-path'."""
 
     output_interval: int = 100
-    """Iterations between two writings of the report, the trace and the run record, which are
-    written at every end of the training as well; 0 for its end only. A report that is a page
-    (.html) is written at the end."""
+    """Iterations between two writings of report, trace and run record, which are also written when
+    training ends; 0: only then. An .html report is written at the end."""
 
 
 _GROUPS: tuple[tuple[type, str], ...] = (

@@ -20,20 +20,18 @@ class PackingOptions:
     """Settings of packed training; none is packed unless ``sequence_packing`` says how."""
 
     sequence_packing: Optional[Literal["greedy", "balanced"]] = None
-    """Train on whole documents side by side, each blind to the others, instead of on
-    --seq-length tokens cut out of their concatenation. A micro-batch is one buffer of --seq-length
-    tokens (set --micro-batch-size 1). 'greedy' fills one after the other; 'balanced' also spreads
-    the documents of a global batch so that attention costs every data-parallel rank about the
-    same."""
+    """Train on whole documents side by side instead of on rows of --seq-length tokens cut out of
+    their concatenation; attention does not cross documents. A micro-batch is one buffer of
+    --seq-length tokens (set --micro-batch-size 1). 'greedy' fills one buffer after the other;
+    'balanced' also equalises the cost of attention among data-parallel ranks."""
 
     thd_max_packed_sequences: Optional[int] = None
-    """The most documents in a micro-batch. The offsets that attention gets always have one entry
-    more, whatever is in a micro-batch, as CUDA graphs need. Not set, it is one for 64 tokens; the
-    log tells how many micro-batches have room left because of it."""
+    """Maximum number of documents in a micro-batch; it fixes the shape of attention's offsets. Not
+    set: one per 64 tokens."""
 
     thd_max_tokens: Optional[int] = None
-    """Tokens of a micro-batch on one rank, padding included. Not set, it is --seq-length divided by
-    the context-parallel size, and it can be nothing else: stages of a pipeline agree on that."""
+    """Tokens of a micro-batch on one rank, padding included. Only --seq-length divided by the
+    context-parallel size, the default, is supported."""
 
 
 _DEFAULTS: dict[str, Any] = {
