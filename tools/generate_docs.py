@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ from messages_page import messages_page  # noqa: E402
 
 from megatron.slipstream import config  # noqa: E402
 from megatron.slipstream.patches import table as patch_table  # noqa: E402
+from megatron.slipstream.patches.patching import Patch  # noqa: E402
 
 ENGINE = patch_table.Feature.ENGINE
 USER_GUIDE = ROOT / "docs" / "user-guide"
@@ -244,33 +246,33 @@ def issues(numbers: Iterable[int]) -> str:
     return ", ".join(f"[#{number}]({url}/{number})" for number in numbers) or "-"
 
 
+def patch_rows(patches: Iterable[Patch]) -> Iterator[tuple[str, ...]]:
+    """Rows of the table; neighbours that are there for one reason share a row."""
+    for (reason, releases, upstream), group in itertools.groupby(
+        patches, key=lambda patch: (patch.reason, patch.releases, patch.upstream)
+    ):
+        targets = "<br>".join(f"`{patch.target}`" for patch in group)
+        yield targets, reason, releases, issues(upstream)
+
+
 def patches_page() -> str:
     lines = [
         "# Run-time patches",
         "",
         generated_from("megatron/slipstream/patches/table.py"),
         "",
-        "Slipstream replaces these functions of other packages in the running process. Their files "
-        "on disk stay as they are. All targets are looked up before the first is replaced: one "
-        "that a release has moved, or given other parameters, ends `install()` with an error that "
-        "names it. `uninstall()` undoes what `install()` has patched. `slipstream doctor` checks "
-        "the targets on your machine, and lists them with `--json`.",
+        "Slipstream replaces these functions of other packages in the running process; their files "
+        "do not change. All targets are looked up before the first is replaced: one that a release "
+        "has moved, or whose parameters differ, is an error that names it. `uninstall()` undoes "
+        "the patches of `install()`. `slipstream doctor` checks the targets; `--json` lists them.",
     ]
     for feature, patches in patch_table.TABLE.items():
-        first = feature is patch_table.Feature.ENGINE
-        seen = {patch for patch in patches if not first and patch in patch_table.TABLE[ENGINE]}
-        if seen == set(patches):
-            lines += ["", f"## {feature.value}", "", "Some of those of `install()`:", ""]
-            lines += [f"- `{patch.target}`" for patch in patches]
-            continue
         lines += ["", f"## {feature.value}", ""]
-        lines += table(
-            ("target", "what would go wrong without", "releases", "upstream"),
-            (
-                (f"`{patch.target}`", patch.reason, patch.releases, issues(patch.upstream))
-                for patch in patches
-            ),
-        )
+        if feature is not ENGINE and set(patches) <= set(patch_table.TABLE[ENGINE]):
+            names = ", ".join(f"`{patch.target.rpartition('.')[2]}`" for patch in patches)
+            lines += [f"From the first table: {names}."]
+            continue
+        lines += table(("target", "without it", "releases", "upstream"), patch_rows(patches))
     lines += [
         "",
         "## One object only",
@@ -278,16 +280,16 @@ def patches_page() -> str:
         *table(
             ("object", "method", "for"),
             (
-                ("`TransformerBlock` of a chunk", "`forward`", "chunk graphs: it replays"),
+                ("`TransformerBlock` of a chunk", "`forward`", "chunk graphs: replay"),
                 (
                     "`DistributedDataParallel` around it",
                     "`zero_grad_buffer`",
-                    "chunk graphs: where an iteration begins",
+                    "chunk graphs: start of an iteration",
                 ),
                 (
                     "`RotaryEmbedding` of a chunk",
                     "`forward`, `get_cached_cos_sin`",
-                    "while a chunk is captured: tables that last as long as its graphs",
+                    "capture of a chunk: tables that live as long as its graphs",
                 ),
                 (
                     "`_comm_manager` of a flex dispatcher",
@@ -297,8 +299,8 @@ def patches_page() -> str:
             ),
         ),
         "",
-        "Without a GPU, tests and `./run train` replace more, which "
-        "[cpu_only.py](../../megatron/slipstream/integration/cpu_only.py) lists.",
+        "Patches for runs without a GPU: "
+        "[cpu_only.py](../../megatron/slipstream/integration/cpu_only.py).",
     ]
     return "\n".join(lines) + "\n"
 
