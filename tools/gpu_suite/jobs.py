@@ -144,10 +144,6 @@ JOBS: tuple[Job, ...] = (
         _script(f"graph-bank:{ranks}-ranks", ranks, 200, "graph_bank", "--ranks", str(ranks))
         for ranks in (2, 4)
     ),
-    *(
-        _script(f"copies:{num}-gpus", num, 60, "concurrent_copies", "--gpus", f"1,{num}")
-        for num in (2, 4, 8)
-    ),
 )
 
 
