@@ -1,3 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
 """What offloading costs and saves: ``python -m benchmarks.run --help``."""
+
+import sys
+from pathlib import Path
+
+# The models are those that tests train, and no part of the package. pytest has this path already.
+_SUPPORT = str(Path(__file__).resolve().parents[1] / "tests" / "support")
+if _SUPPORT not in sys.path:
+    sys.path.append(_SUPPORT)

@@ -16,14 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.cases import ModelCase
-from benchmarks.figures import Pace
-from benchmarks.graphed import capture_layers, with_graphs
-from benchmarks.measure import reserved_bytes
-from benchmarks.models import (
+from captured_layers import capture_layers, with_graphs
+from megatron_models import (
     build_chunks,
     initialize,
     make_config,
@@ -32,6 +26,12 @@ from benchmarks.models import (
     use_gpu,
     wrap,
 )
+from model_case import ModelCase
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.figures import Pace
+from benchmarks.measure import reserved_bytes
 from benchmarks.rows import RowWriter
 from benchmarks.ways import parser_of, take_turns
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
+from megatron_models import use_gpu
 
 from benchmarks.measure import wait_for_all
-from benchmarks.models import use_gpu
 from megatron.slipstream.plan.trace import Bandwidth
 
 BULK_BYTES = 1 << 20

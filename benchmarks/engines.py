@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
+from garbage import give_back_unused_memory
+from megatron_models import build_chunks, make_config, micro_batches, run_schedule, use_gpu, wrap
+from model_case import ModelCase
 
-from benchmarks.cases import Case, ModelCase, Variant
-from benchmarks.measure import give_back_unused_memory
-from benchmarks.models import build_chunks, make_config, micro_batches, run_schedule, use_gpu, wrap
+from benchmarks.cases import Case, Variant
 
 Chunks = Sequence[torch.nn.Module]
 

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
+from megatron_models import initialize, make_config, shared_inputs, use_gpu, wrap
+from model_case import ModelCase
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import ModelCase
 from benchmarks.figures import Pace
 from benchmarks.measure import Step, reserved_bytes, timed_step
-from benchmarks.models import initialize, make_config, shared_inputs, use_gpu, wrap
 from benchmarks.rows import RowWriter
 from benchmarks.ways import parser_of, take_turns
 from benchmarks.worker import machine_facts

@@ -21,12 +21,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Optional
 
 import torch
+from captured_layers import capture_layers, prepare_unwrapped, with_graphs
+from garbage import without_garbage_collection
+from megatron_models import initialize, use_gpu
+from model_case import ModelCase
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import cases
-from benchmarks.cases import ModelCase, find_case
+from benchmarks.cases import find_case
 from benchmarks.copies import profile_copies
 from benchmarks.engines import (
     BaseModel,
@@ -37,9 +41,7 @@ from benchmarks.engines import (
     release_host_memory,
 )
 from benchmarks.figures import Pace, loss_difference
-from benchmarks.graphed import capture_layers, prepare_unwrapped, with_graphs
-from benchmarks.measure import Step, backend_of, timed_step, without_garbage_collection
-from benchmarks.models import initialize, use_gpu
+from benchmarks.measure import Step, backend_of, timed_step
 from benchmarks.rows import RowWriter
 from benchmarks.variant import LOSS_TOLERANCE, describe, report_fields
 from benchmarks.ways import in_turn, parser_of

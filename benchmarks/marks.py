@@ -13,10 +13,10 @@ from typing import Any, Optional
 from unittest.mock import patch
 
 import torch
+from megatron_models import use_gpu
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.engines import Engine
-from benchmarks.models import use_gpu
 from megatron.slipstream.fine_grained_activation_offload.markers import (
     CommitMark,
     at_first_gradient,

@@ -4,16 +4,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
+from garbage import give_back_unused_memory
+from megatron_models import use_gpu
 
-from benchmarks.models import use_gpu
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
@@ -79,38 +79,10 @@ def _num_device_allocs() -> int:
     return int(torch.cuda.memory_stats().get("num_device_alloc", 0)) if use_gpu() else 0
 
 
-def give_back_unused_memory() -> None:
-    """Leave nothing on the device that nobody holds."""
-    gc.collect()
-    if use_gpu():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
 def reserved_bytes() -> int:
     """Device memory that the caching allocator cannot give back; 0 without a GPU."""
     give_back_unused_memory()
     return torch.cuda.memory_reserved() if use_gpu() else 0
-
-
-@contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Keep Python's garbage collector out of what is timed; call ``gc.collect()`` in between.
-
-    Such calls are cheap, as they do not look again at what is alive now.
-    """
-    gc.collect()
-    # By whoever started this: so it is to stay. The interpreter itself freezes some hundreds.
-    is_frozen = gc.get_freeze_count() > 10_000
-    if not is_frozen:
-        gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        if not is_frozen:
-            gc.unfreeze()
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
-from benchmarks.cases import (
-    CASES,
-    FIGURES,
-    Case,
-    Limits,
-    engine_labels,
-    find_case,
-    select_variants,
-)
+from benchmarks.cases import CASES, FIGURES, Case, Limits, engine_labels, find_case, select_variants
 from benchmarks.rows import RowWriter, finished, read_rows
-from benchmarks.shared_gpus import VARIABLE, num_places, share_a_gpu
 from benchmarks.worker import EXIT_ENGINE_FAILED, Job, work
 from megatron.slipstream.integration.free_port import free_port
+from tools.shared_gpus import VARIABLE, num_places, share_a_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("off", "megatron", "slipstream")

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Optional
 
 import torch
+from garbage import without_garbage_collection
 
 from benchmarks.cases import Limits, Variant
 from benchmarks.copies import Copies, Direction, profile_copies
@@ -26,21 +27,14 @@ from benchmarks.engines import (
 )
 from benchmarks.figures import loss_difference, overhead_percent, spread_of
 from benchmarks.marks import HostTimes, MarkName, measure_host_times, measure_step_ms
-from benchmarks.measure import (
-    MemoryFigures,
-    Step,
-    maximum_of_ranks,
-    measure_memory,
-    timed_step,
-    without_garbage_collection,
-)
+from benchmarks.measure import MemoryFigures, Step, maximum_of_ranks, measure_memory, timed_step
 from benchmarks.rank_memory import drop_fields
 from benchmarks.rows import RowWriter
-from benchmarks.shared_gpus import share_a_gpu
 from benchmarks.ways import in_turn
 from megatron.slipstream.estimate.bound import physical_bound_ms
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.trace import Bandwidth
+from tools.shared_gpus import share_a_gpu
 
 RELATIVE_ERROR = 0.002
 """An engine has been timed well enough when the median's standard error is this share of it."""

@@ -10,10 +10,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from garbage import without_garbage_collection
 from rich.console import Console
 from rich.progress import Progress
-
-from benchmarks.measure import without_garbage_collection
 
 
 def parser_of(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 from benchmarks.cases import Case, Limits, Variant, engine_labels, short_name
 from benchmarks.rows import RowWriter, finished, read_rows
-from benchmarks.shared_gpus import VARIABLE, share_a_gpu
+from tools.shared_gpus import VARIABLE, share_a_gpu
 
 EXIT_ENGINE_FAILED = 3
 """An engine failed and took the process with it; its row is written, so the rest can go on."""
@@ -56,11 +56,11 @@ def work(job: Job) -> int:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     # Imported here, after the environment is as it must be.
     import torch
+    from megatron_models import initialize, use_gpu
 
     from benchmarks.copies import measure_bandwidth
     from benchmarks.engines import BaseModel, release_host_memory
     from benchmarks.measure import wait_for_all
-    from benchmarks.models import initialize, use_gpu
     from benchmarks.variant import EngineFailed, VariantRun
 
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

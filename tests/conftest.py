@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.shared_gpus import num_places, num_tests_per_gpu
+from tools.shared_gpus import num_places, num_tests_per_gpu
 
 # Without these, two runs of the same model on a GPU differ, and Transformer Engine does not hand
 # its saved tensors over. It reads both when it is imported.

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.shared_gpus import take_place  # noqa: E402
+from tools.shared_gpus import take_place  # noqa: E402
 
 TESTS = "tests/unit_tests/pipeline_parallel/test_fine_grained_activation_offloading.py"
 

@@ -28,7 +28,7 @@ def test_a_rank_that_fails_ends_the_training(tmp_path: Path) -> None:
     script = ROOT / "tests" / "support" / "failing_rank.py"
     done = run_module(
         "torch.distributed.run",
-        *("--standalone", "--nproc-per-node", "2", "-m", "benchmarks.shared_gpus"),
+        *("--standalone", "--nproc-per-node", "2", "-m", "tools.shared_gpus"),
         *(str(script), *FLAGS),
         folder=tmp_path,
         environment={"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},

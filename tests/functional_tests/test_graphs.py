@@ -18,9 +18,9 @@ import pytest
 import torch
 from fp8_recipes import RECIPES, skip_without_recipe
 from graphed_models import NUM_EAGER_STEPS, Training, compare, graph_memory, with_graphs
+from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 
-from benchmarks.cases import DENSE_MODULES, MOE_MODULES, ModelCase
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.patches import releases
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
+from megatron_models import wrap
 from replayed_gpt import (
     Poison,
     expert_metrics,
@@ -29,7 +30,6 @@ from shared_documents import (
 )
 from tiny_gpt import build_chunks, first_difference, initialize, make_config, use_gpu
 
-from benchmarks.models import wrap
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.context_parallel.scheduler import share_of
 from megatron.slipstream.integration import compat, install

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import ModelCase
+from model_case import ModelCase
 
 DENSE = ModelCase(
     "dense",

@@ -8,15 +8,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Optional
 
+import captured_layers
 import torch
+from captured_layers import capture_layers, prepare_unwrapped
 from device_memory import memory_to_itself
+from garbage import give_back_unused_memory
+from megatron_models import make_config, micro_batches, run_schedule
+from model_case import ModelCase
 from tiny_gpt import build_chunks, first_difference, initialize
 
-from benchmarks import graphed
-from benchmarks.cases import ModelCase
-from benchmarks.graphed import capture_layers, prepare_unwrapped
-from benchmarks.measure import give_back_unused_memory
-from benchmarks.models import make_config, micro_batches, run_schedule
 from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
@@ -28,7 +28,7 @@ MEMORY_NEEDED_BYTES = 16 << 30
 
 def with_graphs(case: ModelCase, modules: Sequence[str], **overrides: Any) -> ModelCase:
     """The case with these parts of each layer captured; all of it if there are none."""
-    return graphed.with_graphs(case, modules, NUM_EAGER_STEPS, **overrides)
+    return captured_layers.with_graphs(case, modules, NUM_EAGER_STEPS, **overrides)
 
 
 class Training:
@@ -107,7 +107,7 @@ class Training:
         """
         for parameter in self.parameters:
             parameter.grad = None
-        if self.case.overrides.get("cuda_graph_impl") != graphed.GRAPHS:
+        if self.case.overrides.get("cuda_graph_impl") != captured_layers.GRAPHS:
             return
         self._graphs = capture_layers(self.case, self._config, self.chunks, self._num_micro_batches)
 

@@ -15,10 +15,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from garbage import without_garbage_collection
+from megatron_models import build_chunks, initialize, make_config, micro_batches, use_gpu
+from model_case import ModelCase
 
-from benchmarks.cases import ModelCase
-from benchmarks.measure import without_garbage_collection
-from benchmarks.models import build_chunks, initialize, make_config, micro_batches, use_gpu
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 

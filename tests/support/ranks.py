@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.shared_gpus import take_place
 from megatron.slipstream.integration.free_port import free_port
+from tools.shared_gpus import take_place
 
 TIMEOUT_S = 300
 

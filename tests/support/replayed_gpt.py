@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
+from megatron_models import use_gpu, wrap
 from quantized_linears import MarksBakedIn, train_in_fp8
 from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make_config, run_step
 
-from benchmarks.models import use_gpu, wrap
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import compat, install
 

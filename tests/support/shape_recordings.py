@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from megatron_models import _causal_mask
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, micro_batches, train
 
-from benchmarks.models import _causal_mask
 from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.plan.trace import Trace
 

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from megatron_models import shared_inputs
 from tiny_gpt import (
     ModelCase,
     build_chunks,
@@ -25,7 +26,6 @@ from tiny_gpt import (
     use_gpu,
 )
 
-from benchmarks.models import shared_inputs
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Group, MicroBatch, Share, share_of
 from megatron.slipstream.packed_sequences.packing import Piece

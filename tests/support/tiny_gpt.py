@@ -13,12 +13,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ranks import run_ranks
-from torch._inductor import config as inductor
-
-from benchmarks.cases import DENSE_MODULES, MOE_MODULES, ModelCase
-from benchmarks.measure import without_garbage_collection
-from benchmarks.models import (
+from garbage import without_garbage_collection
+from megatron_models import (
     build_chunks,
     initialize,
     make_config,
@@ -26,6 +22,10 @@ from benchmarks.models import (
     run_schedule,
     use_gpu,
 )
+from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
+from ranks import run_ranks
+from torch._inductor import config as inductor
+
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from benchmarks.shared_gpus import num_places
 from tools.functional_tests.cases import CASES, ROOT, Case, find_cases
 from tools.functional_tests.checks import (
     Results,
@@ -38,6 +37,7 @@ from tools.functional_tests.launch import (
     stop_all,
 )
 from tools.functional_tests.recipes import Job, job_for, load_jobs
+from tools.shared_gpus import num_places
 
 ENVIRONMENT = "dev"
 """The versions of constraints.txt. Golden values are of these."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from benchmarks.shared_gpus import ranks_per_gpu
 from megatron.slipstream.integration.free_port import free_port
 from tools.functional_tests.cases import ROOT, Arguments, Case, command_line, without_offloading
+from tools.shared_gpus import ranks_per_gpu
 
 SCRIPT = "pretrain_gpt.py"
 TAIL_LINES, WIDTH = 15, 240
@@ -126,7 +126,7 @@ class Training:
 
     def _script(self) -> list[str]:
         shares_gpus = self.platform != "cpu" and ranks_per_gpu() > 1
-        return ["-m", "benchmarks.shared_gpus", SCRIPT] if shares_gpus else [SCRIPT]
+        return ["-m", "tools.shared_gpus", SCRIPT] if shares_gpus else [SCRIPT]
 
     def command(self) -> list[str]:
         """The launcher, the script and its flags, within the case's own commands."""

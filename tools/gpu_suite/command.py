@@ -15,10 +15,10 @@ from typing import Optional
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.shared_gpus import ranks_per_gpu
 from megatron.slipstream.plan.progress_bar import bar_on_stderr
 from tools.gpu_suite.jobs import SHARES, Job, select
 from tools.gpu_suite.queue import RESULTS, ROOT, Result, State, run_jobs
+from tools.shared_gpus import ranks_per_gpu
 
 DESCRIPTION = """\
 Run the GPU tests, with every supported release of megatron-core, and the benchmarks, side by side:

@@ -17,8 +17,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Optional
 
-from benchmarks.shared_gpus import VARIABLE, num_tests_per_gpu
 from tools.gpu_suite.jobs import NUM_WORKERS, OUTPUT, SHARES, Job, in_order, next_job
+from tools.shared_gpus import VARIABLE, num_tests_per_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "suite.jsonl"

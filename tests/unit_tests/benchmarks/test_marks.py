@@ -8,10 +8,11 @@ from ranks import run_ranks
 
 
 def _mark_names(rank: int, world_size: int, port: int) -> None:
+    from megatron_models import initialize
+
     from benchmarks.cases import find_case
     from benchmarks.engines import BaseModel, build_offloading_chunks, make_engine
     from benchmarks.marks import measure_step_ms
-    from benchmarks.models import initialize
 
     case = find_case("smoke")
     initialize(case.model, rank, world_size, port)

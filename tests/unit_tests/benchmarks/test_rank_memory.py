@@ -147,9 +147,9 @@ def test_the_smoke_case_tells_every_ranks_drop(tmp_path: Path) -> None:
 def reduce_with_engines(rank: int, num_ranks: int, port: int) -> dict[str, Any]:
     """Gradients of an iteration without the engine, and with it, of dense parameters."""
     from megatron.core import parallel_state
+    from megatron_models import initialize
 
     from benchmarks.engines import BaseModel, build_offloading_chunks, make_engine
-    from benchmarks.models import initialize
 
     case = find_case(SMOKE)
     initialize(case.model, rank, num_ranks, port)

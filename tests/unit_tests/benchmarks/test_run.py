@@ -18,12 +18,12 @@ from benchmarks import run
 from benchmarks.cases import CASES, Limits, Variant, engine_labels, find_case, select_variants
 from benchmarks.measure import MemoryFigures, Step
 from benchmarks.rows import Row, RowWriter, read_rows
-from benchmarks.shared_gpus import VARIABLE
 from benchmarks.variant import VariantRun, _Figures
 from benchmarks.worker import EXIT_ENGINE_FAILED
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.files import load_trace
 from megatron.slipstream.plan.policy import PolicyOptions
+from tools.shared_gpus import VARIABLE
 
 
 def summaries(rows: list[Row]) -> dict[tuple[str, int], Row]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_case import DENSE_MODULES, MOE_MODULES
 
-from benchmarks.cases import DENSE_MODULES, MOE_MODULES, find_case
+from benchmarks.cases import find_case
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.model_shapes import (
     Experts,

@@ -18,10 +18,10 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+from captured_layers import with_graphs
 from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, run_step, train
 
-from benchmarks.graphed import with_graphs
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.patches import releases
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from garbage import give_back_unused_memory
+from megatron_models import accumulators_on_side_stream
+from model_case import ModelCase
 
-from benchmarks.cases import ModelCase
-from benchmarks.measure import give_back_unused_memory
-from benchmarks.models import accumulators_on_side_stream
 from megatron.slipstream.integration import compat
 
 GRAPHS = "transformer_engine"

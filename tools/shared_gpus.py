@@ -10,7 +10,7 @@ that a rank whose kernel waits for another one keeps that one waiting.
 Where ``SLIPSTREAM_RANKS_PER_GPU`` is set, tests and benchmarks count each GPU so many times. For a
 script that takes its GPU from ``LOCAL_RANK``::
 
-    torchrun --nproc-per-node 4 -m benchmarks.shared_gpus pretrain_gpt.py ...
+    torchrun --nproc-per-node 4 -m tools.shared_gpus pretrain_gpt.py ...
 """
 
 from __future__ import annotations

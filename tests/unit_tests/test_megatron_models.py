@@ -8,10 +8,9 @@ import os
 
 import pytest
 import torch
+from megatron_models import micro_batches
 from ranks import run_ranks
 from tiny_gpt import ModelCase, initialize
-
-from benchmarks.models import micro_batches
 
 
 def _threads_and_groups(rank: int, num_ranks: int, port: int) -> list[tuple[int, int]]:

@@ -17,9 +17,8 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
+from model_case import ModelCase
 
-from benchmarks.cases import ModelCase
-from benchmarks.shared_gpus import take_place
 from megatron.slipstream.context_parallel.documents import shared_sample
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Share
@@ -28,6 +27,7 @@ from megatron.slipstream.packed_sequences.batch import packed_sample
 from megatron.slipstream.packed_sequences.packing import PackLimits
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
+from tools.shared_gpus import take_place
 
 MAX_SEQUENCES = 64
 """Documents of a pack, at most."""

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import shared_gpus
-from benchmarks.shared_gpus import (
+from tools import shared_gpus
+from tools.shared_gpus import (
     VARIABLE,
     num_places,
     num_tests_per_gpu,

@@ -1,0 +1,44 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A model that tests and benchmarks train. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+DENSE_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+MOE_MODULES = (*DENSE_MODULES, "expert_fc1", "moe_act")
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model and the way it is trained, by megatron-core's names."""
+
+    kind: str = "dense"
+    """dense, moe, mixed (every second layer dense), mla, or hybrid (a ``HybridModel``)."""
+    num_layers: int = 4
+    hidden_size: int = 64
+    num_attention_heads: int = 4
+    seq_length: int = 32
+    micro_batch_size: int = 2
+    vocab_size: int = 128
+    bf16: bool = False
+    pp: int = 1
+    vpp: Optional[int] = None
+    tp: int = 1
+    dp: int = 1
+    """Data-parallel ranks, each with data of its own; a multiple of ``ep``."""
+    ep: int = 1
+    cp: int = 1
+    """Context-parallel ranks; ``seq_length`` is what each of them holds."""
+    is_packed: bool = False
+    """Micro-batches are packs of documents (THD), each with room for ``seq_length`` tokens;
+    ``micro_batch_size`` is 1."""
+    te_rng_tracker: bool = False
+    """Draw random numbers as CUDA graphs must: from Transformer Engine's tracker (on a GPU)."""
+    keeps_layers: bool = False
+    """Leave megatron-core's own layers where CUDA graphs are made of them: for its own engine."""
+    has_own_norms: bool = False
+    """Norms of dense layers are modules, rather than a part of the linear layer that follows."""
+    overrides: dict[str, Any] = field(default_factory=dict)
