@@ -15,8 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-
-from benchmarks.models import use_gpu
+from megatron_models import use_gpu
 
 OPTIONS = {
     "experimental_attention_variant": "gated_delta_net",
