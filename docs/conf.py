@@ -41,7 +41,6 @@ NAVIGATION = {
         "docs/user-guide/compatibility",
         "docs/user-guide/patches",
         "docs/user-guide/troubleshooting",
-        "docs/user-guide/messages",
         "docs/api-guide/README",
         "docs/api-guide/*",
     ],

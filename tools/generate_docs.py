@@ -5,11 +5,8 @@
     python tools/generate_docs.py            write them
     python tools/generate_docs.py --check    fail if one is not what would be written
 
-docs/user-guide/options.md has the flags: field docstrings and defaults.
-docs/user-guide/patches.md has the table of run-time patches. compatibility.md is made by
-compatibility_page.py, messages.md by messages_page.py, and of doctor.md the part with the findings
-by doctor_page.py.
-Whoever changes an option, an error or a warning runs this.
+docs/user-guide/options.md has the flags, with field docstrings and defaults; patches.md beside it
+has the table of run-time patches. Run this after a change of an option or a patch.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from typing import NamedTuple
 # Found beside this script, installed or not.
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from compatibility_page import compatibility_page  # noqa: E402
 from docs_parts import (  # noqa: E402
     PACKAGE,
     ROOT,
@@ -35,7 +31,6 @@ from docs_parts import (  # noqa: E402
     table,
 )
 from doctor_page import doctor_page  # noqa: E402
-from messages_page import messages_page  # noqa: E402
 
 from megatron.slipstream import config  # noqa: E402
 from megatron.slipstream.patches import table as patch_table  # noqa: E402
@@ -307,8 +302,6 @@ def patches_page() -> str:
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "options.md": options_page,
-    "compatibility.md": compatibility_page,
-    "messages.md": messages_page,
     "doctor.md": doctor_page,
     "patches.md": patches_page,
 }
