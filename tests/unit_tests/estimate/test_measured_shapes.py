@@ -134,8 +134,6 @@ def test_as_much_leaves_as_left(
     model: str, modules: tuple[str, ...], rank: int, nbytes: int
 ) -> None:
     shape, count = EQUALITY_MODELS[model]
-    if shape.recompute_modules:
-        pytest.xfail("the engine of that day kept the inputs of what is recomputed on the device")
     trace = trace_of(shape, modules, count, rank)
     # The engine of that day counted marks, and moved the model's input for nothing.
     storages = tuple(replace(item, lingers_until=0) for item in trace.storages)
