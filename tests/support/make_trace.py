@@ -22,7 +22,6 @@ from megatron.slipstream.plan.trace import (
     StorageTrace,
     Trace,
 )
-from megatron.slipstream.plan.workload import saved_bytes
 
 DEFAULT_NBYTES = 1000
 """Size of a storage that a test gives no other; not a power of two, so that sums tell."""
@@ -157,5 +156,5 @@ def timed(
 
 def with_saved_bytes_as_memory(trace: Trace, other_bytes: int = 0) -> Trace:
     """The trace with memory readings of what its groups save, and of as much beside it always."""
-    levels = [nbytes + other_bytes for nbytes in saved_bytes(trace)]
+    levels = [nbytes + other_bytes for nbytes in trace.saved_bytes]
     return replace(trace, memory=tuple(MemoryReading(level, level, 0) for level in levels))

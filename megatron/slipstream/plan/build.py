@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from megatron.slipstream.plan.policy import (
 )
 from megatron.slipstream.plan.selection import Selection, keep_to_inflight_limit, may_hide, select
 from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, Trace
-from megatron.slipstream.plan.workload import Floats, Workload, is_timed
+from megatron.slipstream.plan.workload import Floats, Workload
 
 
 class ActionKind(enum.Enum):
@@ -141,15 +142,13 @@ class Plan:
     @cached_property
     def absent_bytes(self) -> tuple[int, ...]:
         """For each step, the managed bytes that are on the host until the next step."""
-        change = [0] * (len(self.trace.steps) + 1)
-        for storage in self.storages:
-            change[storage.gone_step(self.trace)] += storage.nbytes
-            change[storage.h2d_step] -= storage.nbytes
-        total, totals = 0, []
-        for step in range(len(self.trace.steps)):
-            total += change[step]
-            totals.append(total)
-        return tuple(totals)
+        return absent_bytes(self.trace, self.storages)
+
+    @cached_property
+    def device_bytes(self) -> tuple[int, ...]:
+        """For each step, the most device memory until the next one: :attr:`Trace.present_bytes`
+        without what is away."""
+        return tuple(map(int.__sub__, self.trace.present_bytes, self.absent_bytes))
 
     @cached_property
     def peak_host_bytes(self) -> int:
@@ -162,22 +161,25 @@ class Plan:
         return sum(group.reason == HOST_MEMORY for group in self.groups)
 
     def peak_bytes(self) -> tuple[int, int] | None:
-        """The device peak without and with this plan, in bytes; None without memory readings.
-
-        The reading of every interval is put back to what it would be with nothing moved, then the
-        plan's absent bytes are taken off.
-        """
+        """The device peak without and with this plan, in bytes; None without memory readings."""
         if not self.trace.memory:
             return None
-        without = [reading.peak_bytes + reading.absent_bytes for reading in self.trace.memory]
-        planned = [b - absent for b, absent in zip(without, self.absent_bytes, strict=True)]
-        return max(without), max(planned)
+        return max(self.trace.present_bytes), max(self.device_bytes)
 
     @property
     def peak_drop_bytes(self) -> int | None:
         """By how many bytes the plan lowers the device peak; None without memory readings."""
         peaks = self.peak_bytes()
         return None if peaks is None else peaks[0] - peaks[1]
+
+
+def absent_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ...]:
+    """For each step, the bytes of some moving storages that are away until the next step."""
+    change = [0] * (len(trace.steps) + 1)
+    for storage in storages:
+        change[storage.gone_step(trace)] += storage.nbytes
+        change[storage.h2d_step] -= storage.nbytes
+    return tuple(itertools.accumulate(change[:-1]))
 
 
 def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
@@ -219,7 +221,7 @@ def _select(trace: Trace, options: PolicyOptions) -> tuple[Selection, tuple[Stor
         # Last, since what every other policy keeps needs no host memory.
         candidates = moving | may_hide(trace, options, reasons)
         intervals = _host_intervals(storages)
-        if is_timed(trace):
+        if trace.is_timed:
             intervals = _longest_intervals(trace, candidates)
         reasons |= keep_within_host_memory(trace, sorted(candidates), intervals, limit)
         selection = select(trace, options, moving - reasons.keys(), reasons)
@@ -295,11 +297,13 @@ def _host_intervals(storages: Sequence[StoragePlan]) -> list[HostInterval]:
 
 
 def _kept_storages(trace: Trace, moving: frozenset[GroupKey]) -> dict[int, str]:
+    """The storages that stay, with the reason."""
     kept = {}
-    for index, storage in enumerate(trace.storages):
+    for index in set(range(len(trace.storages))).difference(trace.moving_storages(moving)):
+        storage = trace.storages[index]
         if storage.held_outside:
             kept[index] = RECOMPUTED if storage.is_recomputed else HELD_OUTSIDE
-        elif not all(key in moving for key in storage.holders):
+        else:
             kept[index] = HELD_BY_KEPT
     return kept
 

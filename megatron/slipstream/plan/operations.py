@@ -10,16 +10,14 @@ between them only the edges order anything.
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron.slipstream.plan.build import Action, ActionKind, GroupPlan, Plan, StoragePlan
+from megatron.slipstream.plan.build import Action, ActionKind, GroupPlan, Plan, StoragePlan, absent_bytes
 from megatron.slipstream.plan.host_ledger import HostBuffer, HostLedger
 from megatron.slipstream.plan.safety import PlanError, SafetyProperty
 from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
-from megatron.slipstream.plan.workload import saved_bytes
 
 
 class Queue(enum.IntEnum):
@@ -152,11 +150,7 @@ def device_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ..
     Those that move are not there from their FREE on (or until nothing else holds them), until their
     copy back starts.
     """
-    change = [0] * (len(trace.steps) + 1)
-    for away in storages:
-        change[away.gone_step(trace)] -= away.nbytes
-        change[away.h2d_step] += away.nbytes
-    return tuple(map(int.__add__, saved_bytes(trace), itertools.accumulate(change[:-1])))
+    return tuple(map(int.__sub__, trace.saved_bytes, absent_bytes(trace, storages)))
 
 
 def _planned_actions(group: GroupPlan) -> Iterator[tuple[Action, int]]:

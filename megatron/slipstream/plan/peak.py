@@ -18,10 +18,7 @@ out the gradients there were, and those that stay are added at every step.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
-
-import numpy as np
 
 from megatron.slipstream.plan.build import Plan
 from megatron.slipstream.plan.workload import Floats, Workload
@@ -71,27 +68,28 @@ def peak_drop(plan: Plan, resident_gradient_bytes: int = 0) -> PeakDrop:
         resident_gradient_bytes: See :func:`present_bytes`.
     """
     present = present_bytes(plan, resident_gradient_bytes)
-    away = _away_by_module(plan)
     if not len(present):
-        return PeakDrop(0, 0, dict.fromkeys(away, 0))
-    planned = present - np.sum([*away.values(), np.zeros(len(present))], axis=0)
+        return PeakDrop(0, 0, {})
+    planned = present - plan.absent_bytes
     highest, highest_planned = int(present.argmax()), int(planned.argmax())
     drop = round(present[highest] - planned[highest_planned])
-    at_peak = {name: int(nbytes[highest_planned]) for name, nbytes in away.items()}
-    more = {name: max(0, int(away[name][highest]) - nbytes) for name, nbytes in at_peak.items()}
+    at_peak = _away_by_module(plan, highest_planned)
+    before = _away_by_module(plan, highest)
+    more = {name: max(0, before[name] - nbytes) for name, nbytes in at_peak.items()}
     rest = _share_out(drop - sum(at_peak.values()), more)
     by_module = {name: nbytes + rest[name] for name, nbytes in at_peak.items()}
     return PeakDrop(round(present[highest]), round(planned[highest_planned]), by_module)
 
 
-def _away_by_module(plan: Plan) -> dict[str, Floats]:
-    """For each step, what is on the host until the next one, by the module that saved it first."""
+def _away_by_module(plan: Plan, step: int) -> dict[str, int]:
+    """The bytes on the host until the next step, by the module that saved them first."""
     trace = plan.trace
-    away: dict[str, Floats] = defaultdict(lambda: np.zeros(len(trace.steps)))
+    away: dict[str, int] = {}
     for storage in plan.storages:
-        owner = trace.group_by_key[trace.storages[storage.index].holders[0]]
-        away[owner.name][storage.gone_step(trace) : storage.h2d_step] += storage.nbytes
-    return dict(away)
+        name = trace.group_by_key[trace.storages[storage.index].holders[0]].name
+        is_away = storage.gone_step(trace) <= step < storage.h2d_step
+        away[name] = away.get(name, 0) + is_away * storage.nbytes
+    return away
 
 
 def _share_out(total: int, weights: dict[str, int]) -> dict[str, int]:

@@ -120,12 +120,7 @@ def keep_for_pp_rank(trace: Trace, moving: Sequence[GroupKey], delta_bytes: int)
             seen.add(step.key.chunk_pass)
             pass_order.append(step.key.chunk_pass)
     rank_of = {chunk_pass: rank for rank, chunk_pass in enumerate(pass_order)}
-    # A storage that several groups hold stays as soon as one of them does.
-    movable = {
-        index: storage.nbytes
-        for index, storage in enumerate(trace.storages)
-        if not storage.held_outside and wanted.issuperset(storage.holders)
-    }
+    movable = {index: trace.storages[index].nbytes for index in trace.moving_storages(wanted)}
     for key in sorted(wanted, key=lambda k: (rank_of.get(k.chunk_pass, len(rank_of)), k.group)):
         if budget <= 0:
             break

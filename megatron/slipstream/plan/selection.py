@@ -26,7 +26,7 @@ from megatron.slipstream.plan.policy import (
     PolicyOptions,
 )
 from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
-from megatron.slipstream.plan.workload import Workload, is_timed
+from megatron.slipstream.plan.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def may_hide(trace: Trace, options: PolicyOptions, kept: Kept) -> frozenset[Grou
 
     Not with a fraction: which groups stay is then the user's choice.
     """
-    if not is_timed(trace) or options.activation_offload_fraction < 1.0:
+    if not trace.is_timed or options.activation_offload_fraction < 1.0:
         return frozenset()
     return frozenset(key for key, reason in kept.items() if reason == BACKWARD_FOLLOWS)
 
@@ -88,7 +88,7 @@ def select(
     why_not = why_not_followed(trace, options)
     if why_not:
         options = replace(options, target_memory_bytes=None, max_overhead_percent=None)
-    if not is_timed(trace):
+    if not trace.is_timed:
         steps = _away_at_the_peak(trace, by_count)
         return replace(by_count, steps=steps, notes=why_not)
     workload = Workload(trace)
@@ -174,7 +174,7 @@ def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tupl
 
 def why_not_followed(trace: Trace, options: PolicyOptions) -> tuple[str, ...]:
     """Why an option cannot be followed in this trace, if it cannot."""
-    lacks = "" if is_timed(trace) else "times of computation and copies"
+    lacks = "" if trace.is_timed else "times of computation and copies"
     if options.target_memory_bytes is not None:
         if not lacks and not trace.memory:
             lacks = "readings of device memory"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.operations import Queue, device_bytes
+from megatron.slipstream.plan.operations import Queue
 from megatron.slipstream.plan.simulate import Simulation
 
 QUEUE_NAMES = {Queue.COMPUTE: "compute", Queue.D2H: "D2H", Queue.H2D: "H2D"}
@@ -35,12 +35,7 @@ class DeviceMemory(NamedTuple):
 def device_memory(plan: Plan) -> DeviceMemory:
     """What the device holds at each step, without and with a plan."""
     trace = plan.trace
-    if trace.memory:
-        without = tuple(reading.peak_bytes + reading.absent_bytes for reading in trace.memory)
-    else:
-        without = device_bytes(trace, ())
-    pairs = zip(without, plan.absent_bytes, strict=True)
-    return DeviceMemory(bool(trace.memory), without, tuple(b - absent for b, absent in pairs))
+    return DeviceMemory(bool(trace.memory), trace.present_bytes, plan.device_bytes)
 
 
 def perfetto_json(plan: Plan, simulation: Simulation) -> bytes:

@@ -10,7 +10,8 @@ numbers only, so that it can be written to a file and planned again on a laptop.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Optional
@@ -216,6 +217,51 @@ class Trace:
     def step_index(self) -> dict[tuple[StepKind, GroupKey], int]:
         """Where each mark of each group lies in :attr:`steps`."""
         return {(step.kind, step.key): index for index, step in enumerate(self.steps)}
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it says how long computation and copies take."""
+        return bool(self.steps) and len(self.step_ms) == len(self.steps) and bool(self.bandwidth)
+
+    @cached_property
+    def saved_bytes(self) -> tuple[int, ...]:
+        """For each step, the bytes of saved storages on the device until the next, nothing moved.
+
+        A storage is counted from the step before the first commit of its holders, in whose interval
+        forward computes it at the latest, to the last use of a holder.
+        """
+        index, change = self.step_index, [0] * (len(self.steps) + 1)
+        for storage in self.storages:
+            holders = storage.holders
+            commits = [index.get((StepKind.FORWARD_COMMIT, key), -1) for key in holders]
+            commits = [commit for commit in commits if commit >= 0]
+            if not commits:
+                continue
+            last = max(index.get((StepKind.BACKWARD_USE, key), -1) for key in holders)
+            if last < 0:
+                last = len(self.steps) - 1
+            change[max(0, min(commits) - 1)] += storage.nbytes
+            change[max(last, max(commits) - 1) + 1] -= storage.nbytes
+        return tuple(itertools.accumulate(change[:-1]))
+
+    @cached_property
+    def present_bytes(self) -> tuple[int, ...]:
+        """For each step, the most device memory until the next one with nothing moved.
+
+        As the allocator counted it; of saved storages alone if there are no readings.
+        """
+        if self.memory:
+            return tuple(reading.peak_bytes + reading.absent_bytes for reading in self.memory)
+        return self.saved_bytes
+
+    def moving_storages(self, moving: Collection[GroupKey]) -> list[int]:
+        """The storages that move if exactly these groups do: those that nothing else holds."""
+        wanted = set(moving)
+        return [
+            index
+            for index, storage in enumerate(self.storages)
+            if not storage.held_outside and wanted.issuperset(storage.holders)
+        ]
 
     def moving_cost_ms(self, num_groups: int, nbytes: int) -> float:
         """By how much moving lengthens an iteration beside waits for copies.

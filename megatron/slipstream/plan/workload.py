@@ -25,33 +25,6 @@ BYTES_PER_MS_AT_1_GB_PER_S = 1e6
 Floats = NDArray[np.float64]
 
 
-def saved_bytes(trace: Trace) -> list[int]:
-    """For each step, the bytes of saved storages on the device until the next step, nothing moved.
-
-    A storage is counted from the step before the first commit of its holders, in whose interval
-    forward computes it at the latest, to the last use of a holder.
-    """
-    change = [0] * (len(trace.steps) + 1)
-    for storage in trace.storages:
-        commits = [
-            trace.step_index[StepKind.FORWARD_COMMIT, key]
-            for key in storage.holders
-            if (StepKind.FORWARD_COMMIT, key) in trace.step_index
-        ]
-        if not commits:
-            continue
-        uses = [trace.step_index.get((StepKind.BACKWARD_USE, key)) for key in storage.holders]
-        last = max((use for use in uses if use is not None), default=len(trace.steps) - 1)
-        change[max(0, min(commits) - 1)] += storage.nbytes
-        change[max(last, max(commits) - 1) + 1] -= storage.nbytes
-    return list(itertools.accumulate(change[:-1]))
-
-
-def is_timed(trace: Trace) -> bool:
-    """Whether the trace says how long computation and copies take."""
-    return bool(trace.steps) and len(trace.step_ms) == len(trace.steps) and bool(trace.bandwidth)
-
-
 @dataclass
 class Job:
     """One moving group. Steps index :attr:`Trace.steps`, storages :attr:`Trace.storages`."""
@@ -116,14 +89,8 @@ class Workload:
 
     @cached_property
     def present_bytes(self) -> Floats:
-        """For each step, the most device memory before the next one with nothing moved.
-
-        As the allocator counted it; of saved storages alone if the trace has no readings.
-        """
-        memory = self.trace.memory
-        if memory:
-            return np.array([item.peak_bytes + item.absent_bytes for item in memory], float)
-        return np.array(saved_bytes(self.trace), float)
+        """:attr:`Trace.present_bytes`."""
+        return np.array(self.trace.present_bytes, float)
 
     @cached_property
     def present_beside_gradients_bytes(self) -> Floats | None:
@@ -135,13 +102,9 @@ class Workload:
         return np.array(beside, float)
 
     def moving_storages(self, moving: Collection[GroupKey]) -> list[int]:
-        """The storages that can move if exactly these groups do."""
-        wanted = set(moving)
-        return [
-            index
-            for index, storage in enumerate(self.trace.storages)
-            if wanted.issuperset(storage.holders) and self.windows[index] is not None
-        ]
+        """:meth:`Trace.moving_storages`, those that have a time to be away."""
+        windows = self.windows
+        return [i for i in self.trace.moving_storages(moving) if windows[i] is not None]
 
     def moving_cost_ms(self, moving: Collection[GroupKey]) -> float:
         """By how much moving these groups lengthens an iteration beside waits for copies."""

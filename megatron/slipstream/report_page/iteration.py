@@ -20,7 +20,6 @@ from megatron.slipstream.plan.operations import Queue
 from megatron.slipstream.plan.simulate import Simulation, Span, simulate
 from megatron.slipstream.plan.timeline import QUEUE_NAMES, DeviceMemory, device_memory
 from megatron.slipstream.plan.trace import KINDS_BETWEEN_GROUPS, Bandwidth, GroupKey, Step
-from megatron.slipstream.plan.workload import is_timed
 
 AT_ONCE_GB_PER_S = 1e18
 """A bandwidth at which copies take no time, for traces that say nothing of it."""
@@ -168,7 +167,7 @@ def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
     is_measured = num_steps > 0 and len(rank.step_ms) == len(rank.step_stall_ms) == num_steps
     measured = _measured(plan, rank.step_ms, rank.step_stall_ms) if is_measured else None
     peak_bytes = tuple(rank.step_peak_bytes if len(rank.step_peak_bytes) == num_steps else ())
-    if is_timed(trace):
+    if trace.is_timed:
         return Iteration(plan, simulate(plan), "ms", True, measured, peak_bytes)
     step_ms = (1.0,) * num_steps
     if is_measured:
