@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import Any, Optional
 
 from benchmarks.rows import Row
-from megatron.slipstream.plan.build import Plan, build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import StepKind
 
 OURS = "slipstream"

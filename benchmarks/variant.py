@@ -31,8 +31,8 @@ from benchmarks.measure import MemoryFigures, Step, maximum_of_ranks, measure_me
 from benchmarks.rank_memory import drop_fields
 from benchmarks.rows import RowWriter
 from benchmarks.ways import in_turn
-from megatron.slipstream.estimate.bound import physical_bound_ms
-from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.lower_bounds import physical_bound_ms
 from megatron.slipstream.plan.trace import Bandwidth
 from tools.shared_gpus import share_a_gpu
 

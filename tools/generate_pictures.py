@@ -34,12 +34,12 @@ from make_trace import Model, Schedule, interleaved, one_f_one_b, one_pass  # no
 
 from megatron.slipstream.estimate.frontier import sweep  # noqa: E402
 from megatron.slipstream.estimate.pictures import frontier_png, timeline_png  # noqa: E402
-from megatron.slipstream.plan.build import Action, ActionKind, Plan, build_plan  # noqa: E402
+from megatron.slipstream.plan.actions import Action, ActionKind, Plan  # noqa: E402
+from megatron.slipstream.plan.build import build_plan  # noqa: E402
+from megatron.slipstream.plan.candidates import PolicyOptions  # noqa: E402
 from megatron.slipstream.plan.check import check_plan  # noqa: E402
 from megatron.slipstream.plan.files import load_trace  # noqa: E402
 from megatron.slipstream.plan.operations import Queue, device_bytes  # noqa: E402
-from megatron.slipstream.plan.policy import PolicyOptions  # noqa: E402
-from megatron.slipstream.plan.simulate import Simulation, Span, simulate  # noqa: E402
 from megatron.slipstream.plan.timeline import device_memory  # noqa: E402
 from megatron.slipstream.plan.trace import (  # noqa: E402
     Bandwidth,
@@ -48,6 +48,7 @@ from megatron.slipstream.plan.trace import (  # noqa: E402
     StepKind,
     Trace,
 )
+from megatron.slipstream.plan.walk import Simulation, Span, simulate  # noqa: E402
 
 IMAGES = ROOT / "docs" / "user-guide" / "images"
 EXAMPLE = ROOT / "examples" / "traces" / "dense_8b_pp4_rank0.json"

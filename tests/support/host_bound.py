@@ -19,8 +19,8 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     NUM_TIMED,
     NUM_WARMUPS,
 )
-from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 
 MAX_ITERATIONS = (MAX_ROUNDS + MAX_TRIALS + 1) * (NUM_WARMUPS + NUM_TIMED + 2 * (MIN_PAIRS + 2))
 """As many as all rounds and trials take where times do not vary."""

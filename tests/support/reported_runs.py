@@ -16,12 +16,13 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
     RankReport,
     Report,
 )
-from megatron.slipstream.plan.build import Plan, build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.render import render_plan
-from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.timeline import device_memory
 from megatron.slipstream.plan.trace import Trace
+from megatron.slipstream.plan.walk import simulate
 
 MODULES = ("core_attn", "moe_act")
 

@@ -22,12 +22,12 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
     Report,
 )
 from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_plan, load_trace, save_trace
 from megatron.slipstream.plan.operations import device_bytes
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.render import render_plan
-from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading
+from megatron.slipstream.plan.walk import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.saved_tensors import saved_tensors
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.files import load_plan
-from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.walk import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "models"

@@ -23,8 +23,8 @@ from megatron.slipstream.chunk_graphs.places import Place
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import SLACK
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.host_memory import size_class_bytes
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.host_layout import size_class_bytes
 
 NUM_RUNS = 16
 """Iterations that are run before the capture: one is recorded, and from the times of the others the

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from megatron.slipstream.estimate.gpus import Speed
     from megatron.slipstream.estimate.shape_tables import RankPlan
     from megatron.slipstream.estimate.training_setup import Configured
-    from megatron.slipstream.plan.build import Plan
-    from megatron.slipstream.plan.policy import PolicyOptions
-    from megatron.slipstream.plan.simulate import Simulation
+    from megatron.slipstream.plan.actions import Plan
+    from megatron.slipstream.plan.candidates import PolicyOptions
     from megatron.slipstream.plan.trace import Trace
+    from megatron.slipstream.plan.walk import Simulation
 
 GRID_ROWS = 16
 """Of the grid of a plan that nobody has run: enough to see two layers."""
@@ -137,7 +137,7 @@ def _plan(
 ) -> tuple[Plan, Optional[Simulation]]:
     """A plan, proved safe, and what it would cost; None for a trace without times."""
     from megatron.slipstream.plan.build import build_plan
-    from megatron.slipstream.plan.simulate import simulate
+    from megatron.slipstream.plan.walk import simulate
 
     plan = build_plan(trace, policy)
     return plan, simulate(plan) if trace.step_ms or needs_times else None
@@ -180,7 +180,7 @@ def _write(
 
 
 def _policy_options(options: argparse.Namespace) -> PolicyOptions:
-    from megatron.slipstream.plan.policy import PolicyOptions
+    from megatron.slipstream.plan.candidates import PolicyOptions
 
     given: dict[str, Any] = {}
     if options.target_memory is not None and options.max_overhead is not None:

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Optional
 
 from megatron.slipstream.plan.build import build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.trace import Trace
+from megatron.slipstream.plan.walk import simulate
 
 MAX_OVERHEADS_PERCENT = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 SCHEMA = "slipstream-frontier"

@@ -14,12 +14,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.slipstream.estimate.frontier import Frontier, FrontierPoint
-from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.operations import Queue
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.plan.simulate import Simulation, Span
 from megatron.slipstream.plan.timeline import QUEUE_NAMES, DeviceMemory, device_memory
 from megatron.slipstream.plan.trace import KINDS_BETWEEN_GROUPS, KINDS_OF_BACKWARD
+from megatron.slipstream.plan.walk import Simulation, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

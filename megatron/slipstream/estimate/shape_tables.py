@@ -20,9 +20,9 @@ from megatron.slipstream.estimate.saved_tensors import SavedTensor, marked_modul
 from megatron.slipstream.estimate.schedules import most_in_flight
 from megatron.slipstream.estimate.synthetic import Workplan
 from megatron.slipstream.estimate.training_setup import Configured, usable_modules
-from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.plan.simulate import Simulation
+from megatron.slipstream.plan.walk import Simulation
 
 WIDTH = 110
 """Columns where the output is no terminal."""

@@ -16,8 +16,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S
 from megatron.slipstream.plan.trace import Bandwidth
-from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S
 
 MIN_NBYTES = 64 << 20
 """In one direction of an iteration: fewer tell more about the start of copies than their rate."""

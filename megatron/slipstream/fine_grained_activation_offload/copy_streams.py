@@ -87,8 +87,8 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
 )
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation
 from megatron.slipstream.fine_grained_activation_offload.rank_barrier import RankBarrier
+from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S
 from megatron.slipstream.plan.trace import Bandwidth
-from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S
 
 
 class Edge(enum.Enum):

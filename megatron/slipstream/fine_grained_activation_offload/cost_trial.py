@@ -19,9 +19,9 @@ import statistics
 from dataclasses import replace
 from typing import NamedTuple, Optional
 
-from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.trace import Trace
+from megatron.slipstream.plan.walk import simulate
 
 MIN_PAIRS = 6
 MAX_PAIRS = 24

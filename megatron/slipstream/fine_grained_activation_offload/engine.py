@@ -42,9 +42,9 @@ from megatron.slipstream.fine_grained_activation_offload.report import RankRepor
 from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
-from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanFacts
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import (
     Step,
     StepKind,

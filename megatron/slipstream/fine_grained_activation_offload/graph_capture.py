@@ -31,8 +31,8 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPo
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
-from megatron.slipstream.plan.build import GroupPlan, Plan
-from megatron.slipstream.plan.host_memory import size_class_bytes
+from megatron.slipstream.plan.actions import GroupPlan, Plan
+from megatron.slipstream.plan.host_layout import size_class_bytes
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD
 

@@ -3,7 +3,7 @@
 """Pinned host memory: buffers that are reused only with the events to wait for.
 
 Buffers of any size are cut out of a few large slabs, since pinning memory takes long. Where they
-lie is decided by ``plan.host_ranges``, whose invariant is what keeps the pool small: free memory
+lie is decided by ``plan.host_layout``, whose invariant is what keeps the pool small: free memory
 side by side is one range, so memory that served buffers of one size serves those of any other.
 
 A buffer and the events of the last copies of its bytes travel together in a
@@ -35,8 +35,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
-from megatron.slipstream.plan.host_memory import size_class_bytes
-from megatron.slipstream.plan.host_ranges import FreeRanges
+from megatron.slipstream.plan.host_layout import FreeRanges, size_class_bytes
 from megatron.slipstream.plan.render import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.slipstream.plan.build import ActionKind, Plan
-from megatron.slipstream.plan.simulate import Simulation
+from megatron.slipstream.plan.actions import ActionKind, Plan
 from megatron.slipstream.plan.trace import Bandwidth, GroupKey
+from megatron.slipstream.plan.walk import Simulation
 
 MIN_STALL_MS = 2.0
 """Of compute, for the host to wait as well: launching again takes some hundredths of that."""

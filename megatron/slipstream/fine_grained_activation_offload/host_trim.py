@@ -16,8 +16,8 @@ from megatron.slipstream.fine_grained_activation_offload.activation_store import
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
-from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.host_slab import slab_bytes_for
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.host_layout import slab_bytes_for
 from megatron.slipstream.plan.operations import derive_schedule
 from megatron.slipstream.plan.render import format_bytes
 
@@ -75,7 +75,9 @@ class HostTrimmer:
 
     def _trim(self) -> None:
         held = self._store.host_pool.allocated_bytes
-        needed = slab_bytes_for([derive_schedule(plan) for plan in self._cache.plans()])
+        needed = slab_bytes_for(
+            [derive_schedule(plan).host_requests() for plan in self._cache.plans()]
+        )
         if held - needed < max(MIN_SHARE * held, self._store.backend.host_slab_bytes):
             return
         self._num_times += 1

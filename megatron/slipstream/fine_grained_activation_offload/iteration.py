@@ -12,7 +12,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import OffloadTen
 from megatron.slipstream.fine_grained_activation_offload.host_sync_points import HostSyncPoints
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import IterationProbe
 from megatron.slipstream.fine_grained_activation_offload.tuner import TrialIteration
-from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.trace import GroupKey, Trace
 
 

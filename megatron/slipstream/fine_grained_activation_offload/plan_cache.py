@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry, Steps
-from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.actions import Plan
 
 MAX_PLANS = 32
 """Plans kept, one per sequence of marks (that is, per number of micro-batches)."""

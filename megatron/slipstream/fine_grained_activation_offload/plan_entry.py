@@ -20,7 +20,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     StepClock,
     Times,
 )
-from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.trace import MemoryReading, Step
 
 Steps = tuple[Step, ...]

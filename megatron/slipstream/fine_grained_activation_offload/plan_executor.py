@@ -20,8 +20,8 @@ from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanC
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
-from megatron.slipstream.plan.build import Action, ActionKind, Plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.actions import Action, ActionKind, Plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import Step, StepKind
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Any, Optional
 
 from pydantic import ConfigDict
 
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import parse
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.whole_files import write_whole
 

@@ -46,14 +46,15 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     ms_per_group,
     typical_step_ms,
 )
-from megatron.slipstream.plan.build import Plan, build_plan
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanFacts, check_plan
 from megatron.slipstream.plan.peak import PeakDrop, peak_drop
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.render import format_bytes, render_plan
-from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.timeline import device_memory
 from megatron.slipstream.plan.trace import Bandwidth, Trace
+from megatron.slipstream.plan.walk import simulate
 
 logger = logging.getLogger(__name__)
 

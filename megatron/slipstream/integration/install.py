@@ -34,7 +34,7 @@ from megatron.slipstream.patches import table
 from megatron.slipstream.patches.model_calls import set_before_first_call
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 
 logger = logging.getLogger(__name__)
 

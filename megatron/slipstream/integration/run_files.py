@@ -17,7 +17,7 @@ from typing import Any, Optional, Protocol
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.monitor import Monitor
-from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.whole_files import is_stream
 from megatron.slipstream.report_page import PAGE_SUFFIXES
 

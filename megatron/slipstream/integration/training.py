@@ -40,7 +40,7 @@ from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.patches.training_loop import bound
-from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.actions import Plan
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.slipstream.plan.build import Action, ActionKind, Plan, StoragePlan
-from megatron.slipstream.plan.host_ledger import HostBuffer
+from megatron.slipstream.plan.actions import Action, ActionKind, Plan, StoragePlan
+from megatron.slipstream.plan.host_layout import HostBuffer
 from megatron.slipstream.plan.operations import (
     EDGES,
     EdgeRule,

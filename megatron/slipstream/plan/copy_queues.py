@@ -13,8 +13,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
+from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S
 from megatron.slipstream.plan.trace import Bandwidth
-from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S
 
 
 class Direction:

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.safety import PlanError
 from megatron.slipstream.plan.trace import Step, StepKind, Trace

@@ -14,8 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron.slipstream.plan.build import Action, ActionKind, GroupPlan, Plan, StoragePlan, absent_bytes
-from megatron.slipstream.plan.host_ledger import HostBuffer, HostLedger
+from megatron.slipstream.plan.actions import (
+    Action,
+    ActionKind,
+    GroupPlan,
+    Plan,
+    StoragePlan,
+    absent_bytes,
+)
+from megatron.slipstream.plan.host_layout import HostBuffer, HostLedger, HostRequest
 from megatron.slipstream.plan.safety import PlanError, SafetyProperty
 from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
 
@@ -98,6 +105,18 @@ class Schedule:
     """The host buffer of each moving storage."""
     host_bytes: tuple[int, ...]
     """For each step, the most host bytes that were in use at once, in whole buffers."""
+
+    def host_requests(self) -> list[HostRequest]:
+        """What is asked of the pool, in order: at copies out, and once copies back are issued."""
+        found = []
+        for operation in self.operations:
+            for storage in operation.storages:
+                if operation.kind is OpKind.COPY_OUT:
+                    buffer = self.buffers[storage]
+                    found.append(HostRequest(storage, buffer.stop - buffer.start))
+                elif operation.kind is OpKind.COPY_IN:
+                    found.append(HostRequest(storage, 0))
+        return found
 
     def unread(self) -> tuple[Operation, ...]:
         """The operations if backward never reads: what has returned is released at the end."""

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.workload import Floats, Workload
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.model import Floats, IterationModel
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ def present_bytes(plan: Plan, resident_gradient_bytes: int = 0) -> Floats:
         plan: For its trace.
         resident_gradient_bytes: Gradients that are there all the time: [Note: Gradients that stay].
     """
-    workload = Workload(plan.trace)
-    beside = workload.present_beside_gradients_bytes
+    model = IterationModel(plan.trace)
+    beside = model.present_beside_gradients_bytes
     if not resident_gradient_bytes or beside is None:
-        return workload.present_bytes
+        return model.present_bytes
     return beside + resident_gradient_bytes
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron.slipstream.plan.build import GroupPlan, Plan
-from megatron.slipstream.plan.limits import Bound
+from megatron.slipstream.plan.actions import Bound, GroupPlan, Plan
 from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey, StepKind
 
 HERE = "  <-- here"

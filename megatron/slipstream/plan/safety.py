@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 
-from megatron.slipstream.plan.build import Action, Plan
+from megatron.slipstream.plan.actions import Action, Plan
 from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.trace import GroupKey, Step
 

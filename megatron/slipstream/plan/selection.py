@@ -7,15 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron.slipstream.plan.limits import Bound
-from megatron.slipstream.plan.optimize import (
-    Choice,
-    choose_as_given,
-    choose_for_memory,
-    choose_for_time,
-    fitting_groups,
-)
-from megatron.slipstream.plan.policy import (
+from megatron.slipstream.plan.actions import Bound
+from megatron.slipstream.plan.candidates import (
     BACKWARD_FOLLOWS,
     CANNOT_HIDE,
     NO_TIME,
@@ -25,8 +18,15 @@ from megatron.slipstream.plan.policy import (
     Kept,
     PolicyOptions,
 )
+from megatron.slipstream.plan.model import IterationModel
+from megatron.slipstream.plan.search import (
+    Choice,
+    choose_as_given,
+    choose_for_memory,
+    choose_for_time,
+    fitting_groups,
+)
 from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
-from megatron.slipstream.plan.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -91,22 +91,22 @@ def select(
     if not trace.is_timed:
         steps = _away_at_the_peak(trace, by_count)
         return replace(by_count, steps=steps, notes=why_not)
-    workload = Workload(trace)
+    model = IterationModel(trace)
     optional = may_hide(trace, options, kept)
     if options.target_memory_bytes is not None:
-        return _select_for_memory(workload, moving | optional, kept, options.target_memory_bytes)
+        return _select_for_memory(model, moving | optional, kept, options.target_memory_bytes)
     if options.max_overhead_percent is not None:
-        return _select_for_time(workload, moving | optional, kept, options.max_overhead_percent)
-    fitting = fitting_groups(workload, moving | optional)
+        return _select_for_time(model, moving | optional, kept, options.max_overhead_percent)
+    fitting = fitting_groups(model, moving | optional)
     choice = choose_as_given(
-        workload,
+        model,
         by_count.moving,
         fitting & moving - by_count.moving,
         fitting & optional,
         by_count.steps,
     )
     given_up = dict.fromkeys(by_count.moving - choice.moving, NOT_WORTH_THE_WAIT)
-    return replace(_selection(workload, choice, by_count.kept | given_up), notes=why_not)
+    return replace(_selection(model, choice, by_count.kept | given_up), notes=why_not)
 
 
 def _select_by_count(
@@ -148,9 +148,9 @@ def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tupl
     if not trace.memory:
         return steps
     ends = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.BACKWARD_END]
-    workload = Workload(trace)
-    jobs = workload.jobs(selection.moving)
-    present = workload.present_bytes.copy()
+    model = IterationModel(trace)
+    jobs = model.jobs(selection.moving)
+    present = model.present_bytes.copy()
     for job in jobs:
         present[steps[job.key][0] : steps[job.key][1]] -= job.in_bytes
     for _ in jobs:
@@ -187,10 +187,10 @@ def why_not_followed(trace: Trace, options: PolicyOptions) -> tuple[str, ...]:
 
 
 def _select_for_memory(
-    workload: Workload, movable: frozenset[GroupKey], kept: Kept, target_bytes: int
+    model: IterationModel, movable: frozenset[GroupKey], kept: Kept, target_bytes: int
 ) -> Selection:
-    fitting = fitting_groups(workload, movable)
-    choice, bound = choose_for_memory(workload, fitting, target_bytes)
+    fitting = fitting_groups(model, movable)
+    choice, bound = choose_for_memory(model, fitting, target_bytes)
     notes: tuple[str, ...] = ()
     excess = choice.timing.peak_bytes - target_bytes
     if excess > 0:
@@ -200,44 +200,40 @@ def _select_for_memory(
             "more modules move, or raise the target",
         )
     reasons = {**kept, **dict.fromkeys(fitting - choice.moving, NOT_NEEDED_FOR_TARGET)}
-    return replace(
-        _selection(workload, choice, reasons, movable - fitting), notes=notes, bound=bound
-    )
+    return replace(_selection(model, choice, reasons, movable - fitting), notes=notes, bound=bound)
 
 
 def _select_for_time(
-    workload: Workload, movable: frozenset[GroupKey], kept: Kept, max_percent: float
+    model: IterationModel, movable: frozenset[GroupKey], kept: Kept, max_percent: float
 ) -> Selection:
-    fitting = fitting_groups(workload, movable)
-    budget_ms = max_percent / 100 * workload.compute_ms
-    choice, bound = choose_for_time(workload, fitting, budget_ms)
-    reasons = {**kept, **_why_kept(workload, fitting - choice.moving, choice)}
+    fitting = fitting_groups(model, movable)
+    budget_ms = max_percent / 100 * model.compute_ms
+    choice, bound = choose_for_time(model, fitting, budget_ms)
+    reasons = {**kept, **_why_kept(model, fitting - choice.moving, choice)}
     notes: tuple[str, ...] = ()
     if fitting and not choice.moving:
         notes = (
             f"{_overhead(max_percent)}: nothing moves, since whatever lowers the peak "
-            f"costs more than {budget_ms:.3g} ms of an iteration of {workload.compute_ms:.4g}"
-            + _host_cost(workload.trace),
+            f"costs more than {budget_ms:.3g} ms of an iteration of {model.compute_ms:.4g}"
+            + _host_cost(model.trace),
         )
-    return replace(
-        _selection(workload, choice, reasons, movable - fitting), notes=notes, bound=bound
-    )
+    return replace(_selection(model, choice, reasons, movable - fitting), notes=notes, bound=bound)
 
 
-def _why_kept(workload: Workload, keys: frozenset[GroupKey], choice: Choice) -> Kept:
+def _why_kept(model: IterationModel, keys: frozenset[GroupKey], choice: Choice) -> Kept:
     """Whether the groups are away at a step that has the peak, so that moving them would count."""
     absent = choice.timing.absent_bytes
-    present = workload.present_bytes - absent
+    present = model.present_bytes - absent
     peaks = present >= choice.timing.peak_bytes
     kept = dict.fromkeys(keys, NOT_NEEDED_FOR_PEAK)
-    for job in workload.jobs(keys | choice.moving):
+    for job in model.jobs(keys | choice.moving):
         if job.key in kept and peaks[job.commit : job.use].any():
             kept[job.key] = CANNOT_HIDE
     return kept
 
 
 def _selection(
-    workload: Workload,
+    model: IterationModel,
     choice: Choice,
     kept: Kept,
     without_jobs: frozenset[GroupKey] = frozenset(),
@@ -247,7 +243,7 @@ def _selection(
     Groups that have nothing to move for lack of others move too, in name: which of their storages
     stays, and why, is then said storage by storage.
     """
-    index = workload.trace.step_index
+    index = model.trace.step_index
     moving = choice.moving | without_jobs
     steps = dict(choice.timing.steps)
     late = {}

@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import NamedTuple, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
-from megatron.slipstream.plan.build import ActionKind, GroupPlan, Plan
+from megatron.slipstream.plan.actions import ActionKind, GroupPlan, Plan
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.trace import GroupKey
 from megatron.slipstream.report_page.iteration import Iteration, waits_by_group

@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple, Optional
 
 from megatron.slipstream.estimate.pictures import pass_of
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
-from megatron.slipstream.plan.build import Action, ActionKind, Plan
+from megatron.slipstream.plan.actions import Action, ActionKind, Plan
 from megatron.slipstream.plan.operations import Queue
-from megatron.slipstream.plan.simulate import Simulation, Span, simulate
 from megatron.slipstream.plan.timeline import QUEUE_NAMES, DeviceMemory, device_memory
 from megatron.slipstream.plan.trace import KINDS_BETWEEN_GROUPS, Bandwidth, GroupKey, Step
+from megatron.slipstream.plan.walk import Simulation, Span, simulate
 
 AT_ONCE_GB_PER_S = 1e18
 """A bandwidth at which copies take no time, for traces that say nothing of it."""

@@ -15,7 +15,7 @@ from megatron.slipstream.report_page import PAGE_SUFFIXES
 
 if TYPE_CHECKING:
     from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
-    from megatron.slipstream.plan.build import Plan
+    from megatron.slipstream.plan.actions import Plan
 
 _EPILOG = """\
 Examples:
@@ -181,9 +181,9 @@ def _only_rank(path: Path, report: Report) -> RankReport:
 def _plan(rank: RankReport, path: Path, is_plan: bool) -> Plan:
     """The plan of a file; from a trace, the one that the rank made of it."""
     from megatron.slipstream.plan.build import build_plan
+    from megatron.slipstream.plan.candidates import PolicyOptions
     from megatron.slipstream.plan.check import check_plan
     from megatron.slipstream.plan.files import load_plan, load_trace
-    from megatron.slipstream.plan.policy import PolicyOptions
 
     try:
         if is_plan:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Optional
 from jinja2 import Environment, StrictUndefined, Template
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
-from megatron.slipstream.plan.build import Plan
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.render import format_bytes, render_plan
 from megatron.slipstream.plan.whole_files import write_whole
 from megatron.slipstream.report_page import charts

@@ -16,7 +16,7 @@ from benchmarks.copies import copies_of
 from benchmarks.figures import Pace, loss_difference, overhead_percent, spread_of
 from benchmarks.variant import bound_fields, describe
 from megatron.slipstream.plan.build import build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import Bandwidth
 
 

@@ -18,7 +18,7 @@ from benchmarks.rank_memory import drop_rows, theoretical_drop_bytes
 from benchmarks.rows import Row, read_rows
 from benchmarks.table import render
 from megatron.slipstream.plan.build import build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, StorageTrace, Trace
 from megatron.slipstream.plan.trace import Step as MarkStep
 

@@ -21,8 +21,8 @@ from benchmarks.rows import Row, RowWriter, read_rows
 from benchmarks.variant import VariantRun, _Figures
 from benchmarks.worker import EXIT_ENGINE_FAILED
 from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_trace
-from megatron.slipstream.plan.policy import PolicyOptions
 from tools.shared_gpus import VARIABLE
 
 

@@ -14,9 +14,9 @@ from make_trace import Model, one_f_one_b, trace_of
 
 from megatron.slipstream.estimate.frontier import Frontier, FrontierPoint, mark_pareto, sweep
 from megatron.slipstream.plan.build import build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Trace
+from megatron.slipstream.plan.walk import simulate
 
 MB = 10**6
 OPTIONS = PolicyOptions()

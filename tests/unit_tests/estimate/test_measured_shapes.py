@@ -25,7 +25,7 @@ from megatron.slipstream.estimate.model_state import num_parameters
 from megatron.slipstream.estimate.saved_tensors import marked_modules, saved_tensors
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL, Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import Trace
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"

@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 from make_trace import DEFAULT_NBYTES, Model, one_pass, timed, with_saved_bytes_as_memory
 
-from megatron.slipstream.estimate.bound import physical_bound_ms
-from megatron.slipstream.plan.build import Action, ActionKind, Plan, build_plan
+from megatron.slipstream.plan.actions import Action, ActionKind, Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import check_plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.lower_bounds import physical_bound_ms
 from megatron.slipstream.plan.render import render_plan
-from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.trace import StepKind, Trace
+from megatron.slipstream.plan.walk import simulate
 
 NUM_LAYERS = 5
 COPY_MS = 4.5

@@ -16,11 +16,11 @@ from megatron.slipstream.estimate.layer_costs import Cost, layer_costs
 from megatron.slipstream.estimate.model_shapes import Experts, ModelShape, Parallelism
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.files import load_trace, save_trace
-from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.trace import StepKind, Trace
+from megatron.slipstream.plan.walk import simulate
 
 SHAPE = ModelShape(
     num_layers=4,

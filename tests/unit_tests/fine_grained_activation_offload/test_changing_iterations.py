@@ -17,7 +17,7 @@ from megatron.slipstream.fine_grained_activation_offload.manager import Pipeline
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import MAX_PLANS
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.report_page.findings import findings
 
 

@@ -26,8 +26,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import (
     HostMemoryFull,
     HostPool,
 )
-from megatron.slipstream.plan.host_memory import MIN_BUFFER_BYTES, size_class_bytes
-from megatron.slipstream.plan.host_ranges import FreeRanges
+from megatron.slipstream.plan.host_layout import MIN_BUFFER_BYTES, FreeRanges, size_class_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 SLAB = 256 * KIB

@@ -24,10 +24,11 @@ from megatron.slipstream.fine_grained_activation_offload.host_sync_points import
     host_sync_points,
 )
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
-from megatron.slipstream.plan.build import ActionKind, build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.actions import ActionKind
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import Bandwidth, StepKind
+from megatron.slipstream.plan.walk import simulate
 
 MEASURED = Bandwidth(55.0, 55.0, 50.0, 50.0)
 

@@ -15,7 +15,7 @@ from megatron.slipstream.fine_grained_activation_offload import host_trim
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
 from megatron.slipstream.fine_grained_activation_offload.host_trim import NUM_ALIKE
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 
 SCHEDULE = SCHEDULES["accumulation"]
 

@@ -17,7 +17,7 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
     Report,
     TriedPlan,
 )
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 
 MIB = 1 << 20
 

@@ -24,7 +24,7 @@ from megatron.slipstream.fine_grained_activation_offload.warning_log import (
     keep_warnings,
 )
 from megatron.slipstream.plan.build import build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.timeline import device_memory
 

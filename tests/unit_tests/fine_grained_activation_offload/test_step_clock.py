@@ -25,7 +25,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     StepClock,
     ms_per_group,
 )
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 
 
 class TimedAdversary(TimedBackend, LazyCpuBackend):

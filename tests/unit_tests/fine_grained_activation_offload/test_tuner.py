@@ -22,10 +22,11 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     NUM_WARMUPS,
     Times,
 )
-from megatron.slipstream.plan.build import Plan, build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import MemoryReading
+from megatron.slipstream.plan.walk import simulate
 
 PLANNED_MS = 100.0
 

@@ -12,7 +12,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import Event, S
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 
 REUSED = "the id of a stream that is gone, and of the one that came after it"
 

@@ -20,7 +20,7 @@ from megatron.slipstream.estimate.model_shapes import ModelShape
 from megatron.slipstream.estimate.saved_tensors import marked_modules, saved_tensors
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.plan.build import build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import GroupTrace, StepKind, Trace
 
 TOLERANCE = 0.02

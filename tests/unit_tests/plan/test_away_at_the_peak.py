@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from make_trace import DEFAULT_NBYTES, Model, one_pass, with_saved_bytes_as_memory
 
-from megatron.slipstream.plan.build import Plan, build_plan
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import check_plan
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
 
 NUM_LAYERS = 4

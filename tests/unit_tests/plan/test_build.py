@@ -15,9 +15,9 @@ from dataclasses import replace
 import pytest
 from make_trace import DEFAULT_NBYTES, Model, interleaved, keys, one_f_one_b, one_pass, trace_of
 
-from megatron.slipstream.plan.build import Plan, StoragePlan, build_plan
-from megatron.slipstream.plan.check import check_plan
-from megatron.slipstream.plan.policy import (
+from megatron.slipstream.plan.actions import Plan, StoragePlan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import (
     BACKWARD_FOLLOWS,
     HELD_BY_KEPT,
     HELD_OUTSIDE,
@@ -25,6 +25,7 @@ from megatron.slipstream.plan.policy import (
     NO_TIME,
     PolicyOptions,
 )
+from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.trace import GroupKey, MemoryReading, StepKind, Trace
 
 

@@ -21,10 +21,16 @@ from megatron.slipstream.fine_grained_activation_offload import manager, tuner
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.plan import operations
-from megatron.slipstream.plan.build import GroupPlan, Plan, StoragePlan, build_plan
+from megatron.slipstream.plan.actions import GroupPlan, Plan, StoragePlan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanError, PlanFacts, SafetyProperty, check_plan
-from megatron.slipstream.plan.host_ledger import HostBuffer, HostLedger
-from megatron.slipstream.plan.host_memory import MIN_BUFFER_BYTES, size_class_bytes
+from megatron.slipstream.plan.host_layout import (
+    MIN_BUFFER_BYTES,
+    HostBuffer,
+    HostLedger,
+    size_class_bytes,
+)
 from megatron.slipstream.plan.operations import (
     EDGES,
     EdgeRule,
@@ -32,7 +38,6 @@ from megatron.slipstream.plan.operations import (
     OpKind,
     derive_schedule,
 )
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
 
 FIRST, SECOND = GroupKey(0, 0), GroupKey(0, 1)

@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from make_trace import Model, interleaved, one_f_one_b, one_pass, trace_of
 
-from megatron.slipstream.plan.build import Plan, build_plan
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_plan, load_trace, save_plan, save_trace
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Trace
 
 LABELS = ("a", "b", "c", "d")

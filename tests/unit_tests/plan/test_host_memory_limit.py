@@ -12,16 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from make_trace import Model, interleaved, keys, one_f_one_b, one_pass, timed, trace_of
 
-from megatron.slipstream.plan.build import Plan, build_plan
-from megatron.slipstream.plan.check import check_plan
-from megatron.slipstream.plan.host_memory import size_class_bytes
-from megatron.slipstream.plan.policy import (
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import (
     HELD_BY_KEPT,
     HOST_MEMORY,
     HostInterval,
     PolicyOptions,
     in_use_bytes,
 )
+from megatron.slipstream.plan.check import check_plan
+from megatron.slipstream.plan.host_layout import size_class_bytes
 from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.trace import GroupKey, Trace
 

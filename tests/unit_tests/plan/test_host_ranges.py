@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from megatron.slipstream.plan.host_ranges import FreeRanges, Span
+from megatron.slipstream.plan.host_layout import FreeRanges, Span
 
 
 class PerByte:

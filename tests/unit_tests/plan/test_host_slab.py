@@ -11,10 +11,11 @@ from make_trace import Model, interleaved, one_f_one_b, trace_of
 
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
-from megatron.slipstream.plan.build import Plan, build_plan
-from megatron.slipstream.plan.host_slab import slab_bytes_for
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.host_layout import slab_bytes_for
 from megatron.slipstream.plan.operations import OpKind, Schedule, derive_schedule
-from megatron.slipstream.plan.policy import PolicyOptions
 
 
 def plan_of(seed: int, num_micro_batches: int = 4) -> Plan:
@@ -51,7 +52,7 @@ def run(pool: HostPool, schedule: Schedule) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_all_buffers_of_an_iteration_come_from_the_slab_again_and_again(seed: int) -> None:
     schedules = [derive_schedule(plan_of(seed)), derive_schedule(plan_of(seed + 1000, 8))]
-    nbytes = slab_bytes_for(schedules)
+    nbytes = slab_bytes_for([schedule.host_requests() for schedule in schedules])
     most = max(max(schedule.host_bytes) for schedule in schedules)
     assert most <= nbytes <= 1.5 * most + 1024
     pool = HostPool(CpuBackend(), limit_bytes=nbytes)
@@ -65,12 +66,12 @@ def test_all_buffers_of_an_iteration_come_from_the_slab_again_and_again(seed: in
 
 def test_what_lies_between_buffers_counts() -> None:
     schedules = [derive_schedule(plan_of(seed)) for seed in range(60)]
-    assert any(slab_bytes_for([one]) > max(one.host_bytes) for one in schedules), (
+    assert any(slab_bytes_for([one.host_requests()]) > max(one.host_bytes) for one in schedules), (
         "else the sum of what is in use would do, and this would show nothing"
     )
 
 
 def test_where_nothing_moves_no_host_memory_is_needed() -> None:
     plan = build_plan(plan_of(0).trace, PolicyOptions(activation_offload_fraction=0.0))
-    assert slab_bytes_for([derive_schedule(plan)]) == 0
+    assert slab_bytes_for([derive_schedule(plan).host_requests()]) == 0
     assert slab_bytes_for([]) == 0

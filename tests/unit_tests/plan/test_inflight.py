@@ -14,9 +14,10 @@ from make_trace import Model, one_f_one_b, one_pass, timed, trace_of
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
-from megatron.slipstream.plan.build import ActionKind, Plan, build_plan
+from megatron.slipstream.plan.actions import ActionKind, Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanError, SafetyProperty, check_plan
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import Trace
 
 LAG = 4

@@ -25,8 +25,8 @@ from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
     Signal,
 )
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.plan.build import Plan
-from megatron.slipstream.plan.host_ledger import HostBuffer
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.host_layout import HostBuffer
 from megatron.slipstream.plan.operations import (
     EDGES,
     Operation,

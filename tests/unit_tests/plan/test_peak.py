@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from make_trace import Model, one_pass, with_saved_bytes_as_memory
 
-from megatron.slipstream.plan.build import Plan, build_plan
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.peak import peak_drop, present_bytes
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.trace import MemoryReading, Trace
 
 SIZES = {"a": 1000, "b": 300}

@@ -30,12 +30,13 @@ from make_trace import (
     with_saved_bytes_as_memory,
 )
 
-from megatron.slipstream.plan.build import Plan, build_plan
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import check_plan
 from megatron.slipstream.plan.operations import derive_schedule, device_bytes
-from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.trace import Bandwidth, Trace
+from megatron.slipstream.plan.walk import simulate
 
 NUM_PLANS = int(os.environ.get("SLIPSTREAM_RANDOM_PLANS", "4000"))
 CASES_PER_CHUNK = 1_000

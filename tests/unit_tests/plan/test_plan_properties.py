@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from make_trace import Model, Schedule, interleaved, one_f_one_b, trace_of
 
-from megatron.slipstream.plan.build import ActionKind, Plan, build_plan
-from megatron.slipstream.plan.policy import PolicyOptions, select_groups
+from megatron.slipstream.plan.actions import ActionKind, Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions, select_groups
 from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.trace import GroupKey, MemoryReading, StepKind, Trace
 

@@ -9,9 +9,9 @@ import dataclasses
 import pytest
 from make_trace import Model, one_f_one_b, one_pass, trace_of
 
-from megatron.slipstream.plan.build import GroupPlan, Plan, build_plan
-from megatron.slipstream.plan.limits import Bound
-from megatron.slipstream.plan.policy import BACKWARD_FOLLOWS, NO_TIME, PolicyOptions
+from megatron.slipstream.plan.actions import Bound, GroupPlan, Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import BACKWARD_FOLLOWS, NO_TIME, PolicyOptions
 from megatron.slipstream.plan.render import LEGEND, format_bytes, render_plan
 from megatron.slipstream.plan.trace import MemoryReading, StepKind, Trace
 

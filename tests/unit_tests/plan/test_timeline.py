@@ -17,12 +17,13 @@ from make_trace import Model, interleaved, one_f_one_b, trace_of
 
 from megatron.slipstream.estimate.frontier import sweep
 from megatron.slipstream.estimate.pictures import frontier_png, timeline_png
-from megatron.slipstream.plan.build import Plan, build_plan
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.operations import Queue
-from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.timeline import device_memory, perfetto_json
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Trace
+from megatron.slipstream.plan.walk import simulate
 
 MB = 10**6
 MODEL = Model(4, ("core_attn", "moe_act"), nbytes={f"own {i}": MB for i in range(8)})

@@ -22,8 +22,8 @@ from megatron.slipstream.estimate.file_errors import require_writable, writing
 from megatron.slipstream.integration.monitor import Monitor
 from megatron.slipstream.integration.run_files import rank_path
 from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import save_plan, save_trace
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.plan.whole_files import write_whole
 from megatron.slipstream.report_page.page import save_page
 

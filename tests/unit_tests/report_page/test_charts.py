@@ -11,7 +11,7 @@ import pytest
 from make_trace import timed
 from reported_runs import make_run, make_trace, with_waits
 
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import OUTPUT_LAYER
 from megatron.slipstream.report_page import charts
 from megatron.slipstream.report_page.charts import (

@@ -15,8 +15,8 @@ from reported_runs import make_run, make_trace
 from megatron.slipstream.cli import main
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
 from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import save_plan, save_trace
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.report_page.page import render_page
 
 ROOT = Path(__file__).resolve().parents[3]

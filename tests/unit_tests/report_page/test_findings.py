@@ -16,7 +16,7 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
     RankReport,
     Report,
 )
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.report_page.findings import CHECKS, Finding, findings
 
 GIB = 1 << 30

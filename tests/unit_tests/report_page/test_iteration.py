@@ -11,11 +11,11 @@ from make_trace import timed
 from reported_runs import make_run, make_trace, with_waits
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
-from megatron.slipstream.plan.build import ActionKind
+from megatron.slipstream.plan.actions import ActionKind
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.operations import Queue
-from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.simulate import simulate
 from megatron.slipstream.plan.trace import StepKind
+from megatron.slipstream.plan.walk import simulate
 from megatron.slipstream.report_page.groups import group_table
 from megatron.slipstream.report_page.iteration import Iteration, iteration_of, waits_by_group
 

@@ -23,8 +23,8 @@ from megatron.slipstream.fine_grained_activation_offload.cpu_backends import Cpu
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
 from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_trace, save_trace
-from megatron.slipstream.plan.policy import PolicyOptions
 from megatron.slipstream.report_page import page as page_module
 from megatron.slipstream.report_page.iteration import iteration_of
 from megatron.slipstream.report_page.page import render_page, save_page

@@ -40,7 +40,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 
 MAX_LOST_PASSES = 16
 """Passes of an iteration whose graphs have gone without a backward: more of them are a loop over

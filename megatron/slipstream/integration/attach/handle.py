@@ -35,7 +35,7 @@ from megatron.slipstream.integration.attach.forward import ForwardHooks
 from megatron.slipstream.integration.attach.names import Match, Pattern, find_modules
 from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.plan import files
-from megatron.slipstream.plan.policy import PolicyOptions
+from megatron.slipstream.plan.candidates import PolicyOptions
 
 logger = logging.getLogger(__name__)
 

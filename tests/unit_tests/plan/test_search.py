@@ -2,7 +2,7 @@
 
 """What moves for a memory target or for an allowed overhead, and how far from the best that is.
 
-As in ``test_timing``, most traces are passes of layers with one group of 1 MB each and 1 ms a step.
+As in ``test_arrange``, most traces are passes of layers with one group of 1 MB each, 1 ms a step.
 """
 
 from __future__ import annotations
@@ -30,24 +30,16 @@ from make_trace import (
     with_saved_bytes_as_memory,
 )
 
-from megatron.slipstream.estimate.bound import physical_bound_ms
 from megatron.slipstream.estimate.gpus import find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
 from megatron.slipstream.estimate.training_setup import usable_modules
-from megatron.slipstream.plan import optimize
-from megatron.slipstream.plan.build import Plan, build_plan
-from megatron.slipstream.plan.check import check_plan
-from megatron.slipstream.plan.limits import Limits
-from megatron.slipstream.plan.optimize import (
-    MAX_SHARE_GIVEN_UP,
-    MIN_SHARE_OF_COMPUTE,
-    choose_for_memory,
-    choose_for_time,
-    fitting_groups,
-)
-from megatron.slipstream.plan.policy import (
+from megatron.slipstream.plan import search
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.arrange import arrange
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import (
     BACKWARD_FOLLOWS,
     CANNOT_HIDE,
     LINGERS,
@@ -57,11 +49,19 @@ from megatron.slipstream.plan.policy import (
     NOT_WORTH_THE_WAIT,
     PolicyOptions,
 )
+from megatron.slipstream.plan.check import check_plan
+from megatron.slipstream.plan.lower_bounds import LowerBounds, physical_bound_ms
+from megatron.slipstream.plan.model import IterationModel
 from megatron.slipstream.plan.render import render_plan
-from megatron.slipstream.plan.simulate import simulate
-from megatron.slipstream.plan.timing import arrange
+from megatron.slipstream.plan.search import (
+    MAX_SHARE_GIVEN_UP,
+    MIN_SHARE_OF_COMPUTE,
+    choose_for_memory,
+    choose_for_time,
+    fitting_groups,
+)
 from megatron.slipstream.plan.trace import GroupKey, MemoryReading, StepKind, StorageTrace, Trace
-from megatron.slipstream.plan.workload import Workload
+from megatron.slipstream.plan.walk import simulate
 
 EXAMPLE_MODELS = Path(__file__).resolve().parents[3] / "examples" / "models"
 MB = 10**6
@@ -299,12 +299,12 @@ def test_where_compute_waits_everywhere_everything_moves_to_the_lowest_peak() ->
     plan, counted = build_plan(trace, PolicyOptions()), by_count(trace)
     assert [group.moves for group in plan.groups] == [group.moves for group in counted.groups]
     assert peak(plan) <= peak(counted)
-    workload = Workload(trace)
-    groups = fitting_groups(workload, [group.key for group in plan.groups if group.moves])
-    drop_bytes = workload.present_bytes.max() - peak(plan)
-    higher = arrange(workload, groups, peak(plan) + MAX_SHARE_GIVEN_UP * drop_bytes)
+    iteration = IterationModel(trace)
+    groups = fitting_groups(iteration, [group.key for group in plan.groups if group.moves])
+    drop_bytes = iteration.present_bytes.max() - peak(plan)
+    higher = arrange(iteration, groups, peak(plan) + MAX_SHARE_GIVEN_UP * drop_bytes)
     gain_ms = simulate(plan).stall_ms - higher.stall_ms
-    assert gain_ms > MIN_SHARE_OF_COMPUTE * workload.compute_ms, "else this shows nothing"
+    assert gain_ms > MIN_SHARE_OF_COMPUTE * iteration.compute_ms, "else this shows nothing"
 
 
 def test_the_same_groups_leave_a_mark_later_if_that_ends_most_of_the_waiting() -> None:
@@ -324,7 +324,9 @@ def test_the_same_groups_leave_a_mark_later_if_that_ends_most_of_the_waiting() -
     assert plan.group_by_key[GroupKey(0, 57)].free_step == the_peak + 1
     assert peak(plan) == peak(by_count(trace)) + MB
     assert simulate(plan).stall_ms == pytest.approx(0.4)
-    lower = arrange(Workload(trace), plan.group_by_key.keys() - {GroupKey(0, 59)}, peak(plan) - MB)
+    lower = arrange(
+        IterationModel(trace), plan.group_by_key.keys() - {GroupKey(0, 59)}, peak(plan) - MB
+    )
     assert lower.stall_ms == pytest.approx(1.3)
 
 
@@ -382,7 +384,7 @@ def test_no_plan_of_one_stage_with_the_same_peak_waits_less(
     plan = build_plan(trace, PolicyOptions())
     assert moving(plan) == set(range(7))
     assert peak(plan) == OTHER_BYTES + 6 * MB, "all seven are away during the loss"
-    limits = Limits(Workload(trace), [group.key for group in plan.groups if group.moves])
+    limits = LowerBounds(IterationModel(trace), [group.key for group in plan.groups if group.moves])
     assert simulate(plan).stall_ms == pytest.approx(limits.least_stall_ms(peak(plan)), rel=1e-6)
     assert simulate(plan).stall_ms > 0
 
@@ -391,7 +393,7 @@ def test_no_plan_of_one_stage_with_the_same_peak_waits_less(
 
 
 @st.composite
-def tiny_workloads(draw: st.DrawFn) -> Workload:
+def tiny_iterations(draw: st.DrawFn) -> IterationModel:
     rng = random.Random(draw(st.integers(0, 2**32)))
     schedule: Schedule = draw(
         st.sampled_from([one_f_one_b(1, 0, 1), one_f_one_b(1, 0, 2), one_f_one_b(2, 0, 2)])
@@ -401,7 +403,7 @@ def tiny_workloads(draw: st.DrawFn) -> Workload:
     trace = trace_of(schedule, Model(num_layers=num_layers, nbytes=nbytes))
     step_ms = [rng.choice([0.5, 1.0, 2.0, 3.0]) for _ in trace.steps]
     gb_per_s = rng.choice([5.0, 20.0, 40.0, 80.0])
-    return Workload(timed(trace, step_ms, gb_per_s, rng.choice([0.8, 1.0]) * gb_per_s))
+    return IterationModel(timed(trace, step_ms, gb_per_s, rng.choice([0.8, 1.0]) * gb_per_s))
 
 
 def subsets(groups: frozenset[GroupKey]) -> list[frozenset[GroupKey]]:
@@ -417,15 +419,17 @@ few = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 @few
-@given(workload=tiny_workloads(), share=st.floats(0.0, 1.0))
-def test_no_subset_is_faster_within_a_memory_target(workload: Workload, share: float) -> None:
-    movable = fitting_groups(workload, [group.key for group in workload.trace.groups])
-    present = workload.present_bytes
-    lowest = (present - workload.most_absent_bytes(movable)).max(initial=0.0)
+@given(iteration=tiny_iterations(), share=st.floats(0.0, 1.0))
+def test_no_subset_is_faster_within_a_memory_target(
+    iteration: IterationModel, share: float
+) -> None:
+    movable = fitting_groups(iteration, [group.key for group in iteration.trace.groups])
+    present = iteration.present_bytes
+    lowest = (present - iteration.most_absent_bytes(movable)).max(initial=0.0)
     target = max(lowest, share * present.max(initial=0.0))
-    choice, bound = choose_for_memory(workload, movable, target)
+    choice, bound = choose_for_memory(iteration, movable, target)
     assert choice.timing.peak_bytes <= target
-    timings = (arrange(workload, subset, target) for subset in subsets(movable))
+    timings = (arrange(iteration, subset, target) for subset in subsets(movable))
     best_ms = min(timing.stall_ms for timing in timings if timing.peak_bytes <= target)
     assert bound.lower <= best_ms + 1e-6
     assert choice.timing.stall_ms == bound.reached
@@ -433,15 +437,15 @@ def test_no_subset_is_faster_within_a_memory_target(workload: Workload, share: f
 
 
 @few
-@given(workload=tiny_workloads(), percent=st.sampled_from([0.0, 1.0, 5.0, 20.0]))
-def test_no_subset_is_lower_within_an_overhead(workload: Workload, percent: float) -> None:
-    movable = fitting_groups(workload, [group.key for group in workload.trace.groups])
-    budget_ms = percent / 100 * workload.compute_ms
-    choice, bound = choose_for_time(workload, movable, budget_ms)
+@given(iteration=tiny_iterations(), percent=st.sampled_from([0.0, 1.0, 5.0, 20.0]))
+def test_no_subset_is_lower_within_an_overhead(iteration: IterationModel, percent: float) -> None:
+    movable = fitting_groups(iteration, [group.key for group in iteration.trace.groups])
+    budget_ms = percent / 100 * iteration.compute_ms
+    choice, bound = choose_for_time(iteration, movable, budget_ms)
     assert choice.timing.stall_ms <= budget_ms
-    top = float(workload.present_bytes.max(initial=0.0))
+    top = float(iteration.present_bytes.max(initial=0.0))
     timings = (
-        arrange(workload, subset, limit)
+        arrange(iteration, subset, limit)
         for subset in subsets(movable)
         for limit in np.linspace(bound.lower, top, 9)
     )
@@ -452,7 +456,7 @@ def test_no_subset_is_lower_within_an_overhead(workload: Workload, percent: floa
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> Workload:
+def iterations(draw: st.DrawFn) -> IterationModel:
     """Of any schedule, with storages that groups share."""
     rng = random.Random(draw(st.integers(0, 2**32)))
     pp_size = draw(st.sampled_from([1, 2, 4]))
@@ -471,15 +475,15 @@ def workloads(draw: st.DrawFn) -> Workload:
     trace = trace_of(schedule, model)
     step_ms = [rng.choice([0.0, 0.3, 1.0, 5.0]) for _ in trace.steps]
     gb_per_s = rng.choice([2.0, 10.0, 50.0])
-    return Workload(timed(trace, step_ms, gb_per_s, 0.8 * gb_per_s))
+    return IterationModel(timed(trace, step_ms, gb_per_s, 0.8 * gb_per_s))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(workload=workloads(), share=st.floats(0.0, 1.1), percent=st.floats(0.0, 30.0))
+@given(iteration=iterations(), share=st.floats(0.0, 1.1), percent=st.floats(0.0, 30.0))
 def test_targets_are_kept_or_stated_as_missed_and_bounds_hold(
-    workload: Workload, share: float, percent: float
+    iteration: IterationModel, share: float, percent: float
 ) -> None:
-    trace = with_saved_bytes_as_memory(workload.trace, OTHER_BYTES)
+    trace = with_saved_bytes_as_memory(iteration.trace, OTHER_BYTES)
     target = int(share * max(reading.peak_bytes for reading in trace.memory))
     low = for_memory(trace, target)
     fast = for_time(trace, percent)
@@ -498,24 +502,26 @@ def test_targets_are_kept_or_stated_as_missed_and_bounds_hold(
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(workload=workloads(), share=st.floats(0.0, 1.0))
-def test_no_arrangement_of_any_groups_beats_the_bounds(workload: Workload, share: float) -> None:
+@given(iteration=iterations(), share=st.floats(0.0, 1.0))
+def test_no_arrangement_of_any_groups_beats_the_bounds(
+    iteration: IterationModel, share: float
+) -> None:
     rng = random.Random(share)
-    movable = fitting_groups(workload, [group.key for group in workload.trace.groups])
+    movable = fitting_groups(iteration, [group.key for group in iteration.trace.groups])
     some = frozenset(key for key in sorted(movable) if rng.random() < 0.7)
-    timing = arrange(workload, some, share * float(workload.present_bytes.max(initial=0.0)))
+    timing = arrange(iteration, some, share * float(iteration.present_bytes.max(initial=0.0)))
     for at_marks in (True, False):
-        limits = Limits(workload, movable, at_marks)
+        limits = LowerBounds(iteration, movable, at_marks)
         assert limits.least_stall_ms(timing.peak_bytes) <= timing.stall_ms + 1e-6
         assert limits.lowest_peak_bytes(timing.stall_ms + 1e-9) <= timing.peak_bytes * (1 + 1e-6)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(workload=workloads(), target=st.floats(0.0, 1.1), ms_per_group=st.sampled_from([0.0, 0.4]))
+@given(iteration=iterations(), target=st.floats(0.0, 1.1), ms_per_group=st.sampled_from([0.0, 0.4]))
 def test_no_plan_is_faster_than_is_physically_possible(
-    workload: Workload, target: float, ms_per_group: float
+    iteration: IterationModel, target: float, ms_per_group: float
 ) -> None:
-    trace = replace(workload.trace, ms_per_moved_group=ms_per_group)
+    trace = replace(iteration.trace, ms_per_moved_group=ms_per_group)
     trace = with_saved_bytes_as_memory(trace, OTHER_BYTES)
     target_bytes = int(target * max(reading.peak_bytes for reading in trace.memory))
     for options in (PolicyOptions(), PolicyOptions(target_memory_bytes=target_bytes)):
@@ -730,8 +736,8 @@ def test_how_much_moves_beside_what_the_peak_asks_for_is_tried(
 ) -> None:
     trace = layers(seed)
     assert peak(for_time(trace, percent)) == peak_mb * MB
-    others = tuple(item for item in optimize.RESERVES if item != reserve)
-    monkeypatch.setattr(optimize, "RESERVES", others)
+    others = tuple(item for item in search.RESERVES if item != reserve)
+    monkeypatch.setattr(search, "RESERVES", others)
     assert peak(for_time(trace, percent)) == peak_mb_without * MB
 
 
@@ -748,11 +754,11 @@ def few_layers(seed: int) -> Trace:
 @pytest.mark.parametrize("seed", [22, 45])
 def test_where_there_are_few_groups_every_set_of_them_is_tried(seed: int) -> None:
     # Group by group, the search ends at 81 ms instead of 49, and at 0.1 instead of 0.
-    workload = Workload(few_layers(seed))
-    movable = fitting_groups(workload, [group.key for group in workload.trace.groups])
-    target = 0.7 * float(workload.present_bytes.max())
-    choice, _ = choose_for_memory(workload, movable, target)
-    timings = [arrange(workload, subset, target) for subset in subsets(movable)]
+    iteration = IterationModel(few_layers(seed))
+    movable = fitting_groups(iteration, [group.key for group in iteration.trace.groups])
+    target = 0.7 * float(iteration.present_bytes.max())
+    choice, _ = choose_for_memory(iteration, movable, target)
+    timings = [arrange(iteration, subset, target) for subset in subsets(movable)]
     best_ms = min(timing.stall_ms for timing in timings if timing.peak_bytes <= target)
     assert choice.timing.peak_bytes <= target
     assert choice.timing.stall_ms == pytest.approx(best_ms, rel=1e-3, abs=1e-6)
@@ -795,7 +801,7 @@ def test_of_plans_with_the_lowest_peak_the_one_that_moves_least_is_taken(
     lean = for_time(trace, 0.0)
     assert lean.moved_nbytes == moved_mb * MB
     # The set with which the search came to that peak.
-    monkeypatch.setattr(optimize._Search, "_leanest", lambda self, choice, budget_ms: choice)
+    monkeypatch.setattr(search._Search, "_leanest", lambda self, choice, budget_ms: choice)
     found = for_time(trace, 0.0)
     assert found.moved_nbytes == moved_mb_without * MB
     assert peak(lean) == peak(found)

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.slipstream.plan.copy_queues import CopyQueues
-from megatron.slipstream.plan.host_ledger import HostBuffer, HostLedger
+from megatron.slipstream.plan.host_layout import HostBuffer, HostLedger
+from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S, Floats, IterationModel, Job
 from megatron.slipstream.plan.trace import GroupKey
-from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S, Floats, Job, Workload
 
 MARGIN_OF_COPY = 0.05
 MIN_MARGIN_MS = 0.05
@@ -63,21 +63,21 @@ def margin_ms(copy_ms: float) -> float:
     return max(MIN_MARGIN_MS, MARGIN_OF_COPY * copy_ms)
 
 
-def replay(workload: Workload, moving: Collection[GroupKey], steps: Steps) -> Timing:
+def replay(model: IterationModel, moving: Collection[GroupKey], steps: Steps) -> Timing:
     """Time steps that were decided elsewhere.
 
     Args:
-        workload: The timed trace.
+        model: The timed trace.
         moving: The groups that move.
         steps: For each of them. A storage that would have to come back before the last of its
             holders releases stays.
     """
     staying = []
-    for item in workload.moving_storages(moving):
-        holders = workload.trace.storages[item].holders
+    for item in model.moving_storages(moving):
+        holders = model.trace.storages[item].holders
         if max(steps[key][0] for key in holders) >= min(steps[key][1] for key in holders):
             staying.append(item)
-    walk = _Walk(workload, workload.jobs(moving, staying))
+    walk = _Walk(model, model.jobs(moving, staying))
     jobs = walk.jobs
     frees = _by_step((steps[job.key][0], number) for number, job in enumerate(jobs))
     by_use = sorted(range(len(jobs)), key=lambda number: jobs[number].use)
@@ -93,19 +93,19 @@ def replay(workload: Workload, moving: Collection[GroupKey], steps: Steps) -> Ti
 
 
 def arrange(
-    workload: Workload,
+    model: IterationModel,
     moving: Collection[GroupKey],
     limit_bytes: float = math.inf,
 ) -> Timing:
     """Decide when these groups move: without stalls, except for what the limit costs.
 
     Args:
-        workload: The timed trace.
+        model: The timed trace.
         moving: The groups that move.
         limit_bytes: The device peak is no higher than this if moving them can reach that at all,
             and else as low as it can.
     """
-    return _Arrangement(workload, moving, limit_bytes).run()
+    return _Arrangement(model, moving, limit_bytes).run()
 
 
 def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
@@ -118,16 +118,16 @@ def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 class _Walk:
     """The state of an iteration up to the present step: what each action does to it."""
 
-    def __init__(self, workload: Workload, jobs: list[Job]) -> None:
+    def __init__(self, model: IterationModel, jobs: list[Job]) -> None:
         self.jobs = jobs
-        self.queues = CopyQueues(workload.bandwidth)
+        self.queues = CopyQueues(model.bandwidth)
         self.absent_bytes = 0.0
         self.free_step = [-1] * len(jobs)
         self.h2d_step = [-1] * len(jobs)
         self.now_ms = 0.0
         self.step = -1
-        self._workload = workload
-        self._trace = workload.trace
+        self._model = model
+        self._trace = model.trace
         self._commit_at = {job.commit: number for number, job in enumerate(jobs)}
         self._use_at = {job.use: number for number, job in enumerate(jobs)}
         self._holders = {
@@ -236,7 +236,7 @@ class _Walk:
         """What came of it, once all steps are done."""
         if self.step >= 0:
             self._absent[self.step] = self.absent_bytes
-        present = self._workload.present_bytes - self._absent
+        present = self._model.present_bytes - self._absent
         steps = {
             job.key: (self.free_step[number], self.h2d_step[number])
             for number, job in enumerate(self.jobs)
@@ -258,18 +258,18 @@ class _Arrangement:
 
     def __init__(
         self,
-        workload: Workload,
+        model: IterationModel,
         moving: Collection[GroupKey],
         limit_bytes: float,
     ) -> None:
-        jobs = workload.jobs(moving)
-        self._walk = _Walk(workload, jobs)
+        jobs = model.jobs(moving)
+        self._walk = _Walk(model, jobs)
         self._jobs = jobs
         self._number_of = {job.key: number for number, job in enumerate(jobs)}
         self._by_use = sorted(range(len(jobs)), key=lambda number: jobs[number].use)
-        self._due = _latest_starts(workload, jobs, self._by_use)
-        most = workload.most_absent_bytes(moving)
-        present = workload.present_bytes
+        self._due = _latest_starts(model, jobs, self._by_use)
+        most = model.most_absent_bytes(moving)
+        present = model.present_bytes
         # What cannot be reached is not tried for: it would cost stalls everywhere.
         limit = max(limit_bytes, float((present - most).max(initial=0.0)))
         needed: Floats = np.maximum(0.0, present - limit)
@@ -278,7 +278,7 @@ class _Arrangement:
         self._room: Floats = most - needed
         """For each step, how much may come back before its use, if all else is away."""
         self._free_by = _running_free_by(jobs, len(present))
-        self._rate = workload.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
+        self._rate = model.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
         self._next_free = 0
         self._next_back = 0
 
@@ -363,16 +363,16 @@ def _running_free_by(jobs: Sequence[Job], num_steps: int) -> list[int]:
     return list(itertools.accumulate(counts, max))
 
 
-def _latest_starts(workload: Workload, jobs: Sequence[Job], by_use: Sequence[int]) -> list[int]:
+def _latest_starts(model: IterationModel, jobs: Sequence[Job], by_use: Sequence[int]) -> list[int]:
     """In the order of uses, the last step at which each copy back can start and arrive in time.
 
     From the last use backwards: a copy has to end before its use, and before the copy behind it has
     to start. Where copies out would run if nothing stalled, it has the lower rate.
     """
-    bandwidth, start_ms = workload.bandwidth, workload.start_ms
+    bandwidth, start_ms = model.bandwidth, model.start_ms
     alone = bandwidth.h2d_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
     rates = _BackwardRates(
-        _copies_out(workload, jobs), alone, bandwidth.h2d_both_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
+        _copies_out(model, jobs), alone, bandwidth.h2d_both_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
     )
     due = [0] * len(by_use)
     latest_ms = math.inf
@@ -386,12 +386,12 @@ def _latest_starts(workload: Workload, jobs: Sequence[Job], by_use: Sequence[int
     return due
 
 
-def _copies_out(workload: Workload, jobs: Sequence[Job]) -> list[tuple[float, float]]:
+def _copies_out(model: IterationModel, jobs: Sequence[Job]) -> list[tuple[float, float]]:
     """When copies out run if nothing stalls and nothing comes back: spans of time, in order."""
-    rate = workload.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
+    rate = model.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
     spans: list[tuple[float, float]] = []
     for job in jobs:
-        begin_ms, copy_ms = workload.start_ms[job.commit], job.out_bytes / rate
+        begin_ms, copy_ms = model.start_ms[job.commit], job.out_bytes / rate
         if spans and begin_ms <= spans[-1][1]:
             spans[-1] = (spans[-1][0], spans[-1][1] + copy_ms)
         elif copy_ms:

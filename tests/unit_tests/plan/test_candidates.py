@@ -21,7 +21,7 @@ from make_trace import (
     trace_of,
 )
 
-from megatron.slipstream.plan.policy import (
+from megatron.slipstream.plan.candidates import (
     BACKWARD_FOLLOWS,
     DELTA,
     FRACTION,

@@ -17,10 +17,11 @@ import statistics
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
-from megatron.slipstream.plan.limits import Bound, Limits
-from megatron.slipstream.plan.timing import Steps, Timing, arrange, replay
+from megatron.slipstream.plan.actions import Bound
+from megatron.slipstream.plan.arrange import Steps, Timing, arrange, replay
+from megatron.slipstream.plan.lower_bounds import LowerBounds
+from megatron.slipstream.plan.model import IterationModel, Job, Window
 from megatron.slipstream.plan.trace import GroupKey
-from megatron.slipstream.plan.workload import Job, Window, Workload
 
 MAX_CHANGED_GROUPS = 400
 """In larger iterations what was found is not changed group by group."""
@@ -70,13 +71,13 @@ class Choice:
         """Rounded, so that it does not decide what is a matter of rounding."""
         return round(self.timing.stall_ms, 6)
 
-    def cost_ms(self, workload: Workload) -> float:
+    def cost_ms(self, model: IterationModel) -> float:
         """By how much it lengthens an iteration: waits, and what each group takes."""
-        return self.timing.stall_ms + workload.moving_cost_ms(self.moving)
+        return self.timing.stall_ms + model.moving_cost_ms(self.moving)
 
 
 def choose_as_given(
-    workload: Workload,
+    model: IterationModel,
     given: frozenset[GroupKey],
     uncounted: frozenset[GroupKey],
     optional: frozenset[GroupKey],
@@ -89,7 +90,7 @@ def choose_as_given(
     given up of its drop, and only if that ends most of the waiting.
 
     Args:
-        workload: The timed trace.
+        model: The timed trace.
         given: The groups that move.
         uncounted: Groups that are given, too, but would have to be back before they could have left
             if that was decided by counting.
@@ -97,44 +98,44 @@ def choose_as_given(
             costs no time and lowers the peak: a copy that does not is work for nothing.
         reference: When the given groups would move if that was decided by counting.
     """
-    everything = _lowest_as_given(workload, given, uncounted | optional, reference)
-    everything = _with_uncounted(workload, everything, uncounted)
-    return _without_the_dearest(workload, everything)
+    everything = _lowest_as_given(model, given, uncounted | optional, reference)
+    everything = _with_uncounted(model, everything, uncounted)
+    return _without_the_dearest(model, everything)
 
 
-def _with_uncounted(workload: Workload, best: Choice, uncounted: frozenset[GroupKey]) -> Choice:
+def _with_uncounted(model: IterationModel, best: Choice, uncounted: frozenset[GroupKey]) -> Choice:
     """Move what counting has no time for as well, if the lower peak is worth the waits."""
     if uncounted <= best.moving:
         return best
-    highest_bytes = float(workload.present_bytes.max(initial=0.0))
+    highest_bytes = float(model.present_bytes.max(initial=0.0))
     peak_bytes = best.timing.peak_bytes
     # Not as low as it goes: compute would wait at marks of which the peak is none.
     limit_bytes = peak_bytes - MAX_SHARE_GIVEN_UP * (highest_bytes - peak_bytes)
     moving = best.moving | uncounted
-    lower = Choice(moving, arrange(workload, moving, limit_bytes))
+    lower = Choice(moving, arrange(model, moving, limit_bytes))
     drop_bytes = highest_bytes - lower.timing.peak_bytes
     more_bytes = peak_bytes - lower.timing.peak_bytes
     if more_bytes <= MAX_SHARE_GIVEN_UP * drop_bytes:
         return best
-    price_ms = TIME_FOR_MEMORY * workload.compute_ms * more_bytes / drop_bytes
+    price_ms = TIME_FOR_MEMORY * model.compute_ms * more_bytes / drop_bytes
     return lower if lower.stall_ms - best.stall_ms <= price_ms else best
 
 
 def _lowest_as_given(
-    workload: Workload,
+    model: IterationModel,
     given: frozenset[GroupKey],
     optional: frozenset[GroupKey],
     reference: Steps,
 ) -> Choice:
     """Move all groups that are given: never a higher peak than by counting, nor more time."""
-    counted = replay(workload, given, reference)
+    counted = replay(model, given, reference)
     by_count = Choice(given, replace(counted, steps={key: reference[key] for key in given}))
     limit_bytes = by_count.timing.peak_bytes
-    by_time = Choice(given, arrange(workload, given, limit_bytes))
+    by_time = Choice(given, arrange(model, given, limit_bytes))
     best = min(by_time, by_count, key=lambda item: (item.stall_ms, item.timing.peak_bytes))
     wanted = given | optional
     for _ in range(NUM_ROUNDS if optional else 0):
-        timing = arrange(workload, wanted, best.timing.peak_bytes)
+        timing = arrange(model, wanted, best.timing.peak_bytes)
         choice = Choice(wanted, timing)
         late = optional & timing.stalled.keys() & wanted
         if choice.stall_ms <= best.stall_ms and timing.peak_bytes < best.timing.peak_bytes:
@@ -145,22 +146,22 @@ def _lowest_as_given(
     return best
 
 
-def _without_the_dearest(workload: Workload, best: Choice) -> Choice:
+def _without_the_dearest(model: IterationModel, best: Choice) -> Choice:
     """Give up a small share of the drop of the peak if that ends most of the waiting.
 
     Mostly it is enough that the same groups keep to a slightly higher limit: some then leave a mark
     later. Those for which compute waits even without a limit cannot hide their copies; they stay if
     that is worth it in turn.
     """
-    min_gain_ms = MIN_SHARE_OF_COMPUTE * workload.compute_ms
+    min_gain_ms = MIN_SHARE_OF_COMPUTE * model.compute_ms
     if best.stall_ms <= min_gain_ms:
         return best
     peak_bytes = best.timing.peak_bytes
-    drop_bytes = float(workload.present_bytes.max(initial=0.0)) - peak_bytes
+    drop_bytes = float(model.present_bytes.max(initial=0.0)) - peak_bytes
     limit_bytes = peak_bytes + MAX_SHARE_GIVEN_UP * drop_bytes
-    cannot_hide = arrange(workload, best.moving).stalled.keys()
+    cannot_hide = arrange(model, best.moving).stalled.keys()
     for moving in (best.moving, best.moving - cannot_hide):
-        choice = Choice(moving, arrange(workload, moving, limit_bytes))
+        choice = Choice(moving, arrange(model, moving, limit_bytes))
         gain_ms = best.stall_ms - choice.stall_ms
         is_worth_it = gain_ms >= max(min_gain_ms, MIN_SHARE_OF_STALLS * best.stall_ms)
         if is_worth_it and choice.timing.peak_bytes <= limit_bytes:
@@ -169,31 +170,31 @@ def _without_the_dearest(workload: Workload, best: Choice) -> Choice:
 
 
 def choose_for_memory(
-    workload: Workload, movable: frozenset[GroupKey], target_bytes: float
+    model: IterationModel, movable: frozenset[GroupKey], target_bytes: float
 ) -> tuple[Choice, Bound]:
     """The least time with a device peak of at most ``target_bytes``.
 
     If no plan has so low a peak, the least time with the lowest peak.
     """
-    search = _Search(workload, movable)
-    peak = max(target_bytes, search.limits.lowest_peak_bytes())
-    lower = search.limits.least_stall_ms(peak)
+    search = _Search(model, movable)
+    peak = max(target_bytes, search.bounds.lowest_peak_bytes())
+    lower = search.bounds.least_stall_ms(peak)
     best = search.fastest(peak, lower)
     reached = best.timing.stall_ms
     return best, Bound("stall_ms", min(lower, reached), reached)
 
 
 def choose_for_time(
-    workload: Workload, movable: frozenset[GroupKey], budget_ms: float
+    model: IterationModel, movable: frozenset[GroupKey], budget_ms: float
 ) -> tuple[Choice, Bound]:
     """The lowest device peak that costs no more than ``budget_ms``.
 
     Of plans with the same peak, the one that moves least.
     """
-    if workload.trace.moving_cost_ms(1, 1):
-        movable = _affordable(workload, movable, budget_ms)
-    search = _Search(workload, movable)
-    lower = search.limits.lowest_peak_bytes(budget_ms)
+    if model.trace.moving_cost_ms(1, 1):
+        movable = _affordable(model, movable, budget_ms)
+    search = _Search(model, movable)
+    lower = search.bounds.lowest_peak_bytes(budget_ms)
     best = search.lowest(lower, budget_ms)
     reached = best.timing.peak_bytes
     return best, Bound("peak_bytes", min(lower, reached), reached)
@@ -212,20 +213,20 @@ def _by_stall(peak_bytes: float) -> Callable[[Choice], tuple[float, float, int]]
 class _Search:
     """Sets of groups for a peak, or for a time."""
 
-    def __init__(self, workload: Workload, movable: frozenset[GroupKey]) -> None:
-        self.limits = Limits(workload, movable)
-        self._workload = workload
+    def __init__(self, model: IterationModel, movable: frozenset[GroupKey]) -> None:
+        self.bounds = LowerBounds(model, movable)
+        self._model = model
         self._movable = movable
         self._is_large = len(movable) > MAX_CHANGED_GROUPS
-        self._most_absent = workload.most_absent_bytes(movable)
-        self._jobs = _by_time_away(workload, movable)
-        self._bundles, self._bundles_of = _bundles(workload, self._jobs)
+        self._most_absent = model.most_absent_bytes(movable)
+        self._jobs = _by_time_away(model, movable)
+        self._bundles, self._bundles_of = _bundles(model, self._jobs)
         self._good_reserve = 0
         """Which of the reserves reached the last goal."""
         self._unit_bytes = max((job.out_bytes for job in self._jobs), default=0)
         self._timings: dict[tuple[frozenset[GroupKey], float], Timing] = {}
         nothing = frozenset[GroupKey]()
-        self.nothing = Choice(nothing, arrange(workload, nothing))
+        self.nothing = Choice(nothing, arrange(model, nothing))
 
     def fastest(self, peak_bytes: float, lower_ms: float) -> Choice:
         """The least time for a peak that can be reached, which cannot be less than ``lower_ms``."""
@@ -265,7 +266,7 @@ class _Search:
             middle = (low + high) / 2
             choice = self._choice(moving, middle)
             peak = choice.timing.peak_bytes
-            cost_ms = choice.cost_ms(self._workload)
+            cost_ms = choice.cost_ms(self._model)
             if cost_ms <= budget_ms and peak < best.timing.peak_bytes:
                 best, high = choice, min(middle, peak)
             else:
@@ -273,10 +274,10 @@ class _Search:
         return best
 
     def _within(self, peak_bytes: float, budget_ms: float) -> Choice | None:
-        most = max(1, MAX_STEPS_OF_RESERVES // len(self._workload.trace.steps))
+        most = max(1, MAX_STEPS_OF_RESERVES // len(self._model.trace.steps))
         for choice in itertools.islice(self._candidates(peak_bytes, budget_ms), most):
             is_low = choice.timing.peak_bytes <= peak_bytes * (1 + 1e-12)
-            if is_low and choice.cost_ms(self._workload) <= budget_ms:
+            if is_low and choice.cost_ms(self._model) <= budget_ms:
                 return choice
         return None
 
@@ -304,7 +305,7 @@ class _Search:
             peak_bytes: The peak.
             reserve: Which part of what could stay at each step moves nevertheless.
         """
-        needed = self._workload.present_bytes - peak_bytes
+        needed = self._model.present_bytes - peak_bytes
         spare = (1.0 - reserve) * (self._most_absent - needed)
         if reserve:
             spare -= self._unit_bytes
@@ -348,7 +349,7 @@ class _Search:
                 break
             other = self._choice(self._changed(best, change), peak_bytes * (1 - NEAR))
             is_lower = other.timing.peak_bytes < peak_bytes
-            if is_lower and other.cost_ms(self._workload) <= budget_ms:
+            if is_lower and other.cost_ms(self._model) <= budget_ms:
                 best = self._lowest_of(other.moving, lower_bytes, budget_ms, other)
         return best
 
@@ -359,12 +360,12 @@ class _Search:
         them do.
         """
         keys = [job.key for job in self._jobs]
-        most = MAX_STEPS_OF_CHANGES // len(self._workload.trace.steps)
+        most = MAX_STEPS_OF_CHANGES // len(self._model.trace.steps)
         if self._tries_all:
             sizes = range(len(keys) + 1)
             subsets = (itertools.combinations(keys, size) for size in sizes)
             return map(frozenset, itertools.chain.from_iterable(subsets))
-        trace = self._workload.trace
+        trace = self._model.trace
         holders = (
             frozenset(trace.storages[item].holders) & self._movable
             for key in keys
@@ -380,7 +381,7 @@ class _Search:
 
     @property
     def _tries_all(self) -> bool:
-        return 2 ** len(self._jobs) * len(self._workload.trace.steps) <= MAX_STEPS_OF_CHANGES
+        return 2 ** len(self._jobs) * len(self._model.trace.steps) <= MAX_STEPS_OF_CHANGES
 
     def _leanest(self, choice: Choice, budget_ms: float) -> Choice:
         """The same peak with fewer groups moving, if that is possible."""
@@ -389,7 +390,7 @@ class _Search:
             moving = self._needed_for(peak_bytes, reserve)
             if len(moving) < len(choice.moving):
                 lean = self._choice(moving, peak_bytes)
-                cost_ms = lean.cost_ms(self._workload)
+                cost_ms = lean.cost_ms(self._model)
                 if lean.timing.peak_bytes <= peak_bytes and cost_ms <= budget_ms:
                     return lean
         return choice
@@ -397,12 +398,12 @@ class _Search:
     def _choice(self, moving: frozenset[GroupKey], limit_bytes: float) -> Choice:
         found = moving, limit_bytes
         if found not in self._timings:
-            self._timings[found] = arrange(self._workload, moving, limit_bytes)
+            self._timings[found] = arrange(self._model, moving, limit_bytes)
         return Choice(moving, self._timings[found])
 
 
 def _affordable(
-    workload: Workload, movable: frozenset[GroupKey], budget_ms: float
+    model: IterationModel, movable: frozenset[GroupKey], budget_ms: float
 ) -> frozenset[GroupKey]:
     """The groups to choose from where what moves costs time: those with the most bytes that fit.
 
@@ -410,8 +411,8 @@ def _affordable(
     another. A group is taken with those that it shares storages with, which move only if all their
     holders do, or alone if there is no room for so many.
     """
-    trace = workload.trace
-    jobs = sorted(workload.jobs(movable), key=lambda job: (-job.out_bytes, job.key.group, job.key))
+    trace = model.trace
+    jobs = sorted(model.jobs(movable), key=lambda job: (-job.out_bytes, job.key.group, job.key))
     nbytes = {job.key: job.out_bytes for job in jobs}
     num_passes = len({key.chunk_pass for key in nbytes})
     taken: dict[int, set[GroupKey]] = {key.chunk_pass: set() for key in nbytes}
@@ -429,11 +430,11 @@ def _affordable(
             if trace.moving_cost_ms(num_passes * len(wanted), num_passes * moved) <= budget_ms:
                 of_pass |= more
                 break
-    return fitting_groups(workload, frozenset().union(*taken.values()))
+    return fitting_groups(model, frozenset().union(*taken.values()))
 
 
 def _bundles(
-    workload: Workload, jobs: Collection[Job]
+    model: IterationModel, jobs: Collection[Job]
 ) -> tuple[list[Window], dict[GroupKey, list[int]]]:
     """What some jobs move, storages that the same groups hold for the same steps taken together.
 
@@ -442,9 +443,9 @@ def _bundles(
     """
     found: dict[tuple[tuple[GroupKey, ...], int, int], list[Window]] = {}
     for item in sorted({item for job in jobs for item in job.storages}):
-        window = workload.windows[item]
+        window = model.windows[item]
         if window is not None:
-            alike = workload.trace.storages[item].holders, window.first, window.stop
+            alike = model.trace.storages[item].holders, window.first, window.stop
             found.setdefault(alike, []).append(window)
     bundles, bundles_of = [], dict[GroupKey, list[int]]()
     for number, ((holders, _, _), windows) in enumerate(found.items()):
@@ -455,15 +456,15 @@ def _bundles(
     return bundles, bundles_of
 
 
-def _by_time_away(workload: Workload, movable: Collection[GroupKey]) -> list[Job]:
+def _by_time_away(model: IterationModel, movable: Collection[GroupKey]) -> list[Job]:
     """The jobs, those that are away for the shortest time first.
 
     A group counts as being away for as long as its like in the other micro-batches: while a
     pipeline fills, times are shorter, but to keep all of the first micro-batches would leave the
     link idle at first and ask too much of it later.
     """
-    start_ms, groups = workload.start_ms, workload.trace.group_by_key
-    jobs = workload.jobs(movable)
+    start_ms, groups = model.start_ms, model.trace.group_by_key
+    jobs = model.jobs(movable)
     away_ms: dict[tuple[int, int], list[float]] = {}
     for job in jobs:
         like = groups[job.key].vp_stage, job.key.group
@@ -474,6 +475,6 @@ def _by_time_away(workload: Workload, movable: Collection[GroupKey]) -> list[Job
     )
 
 
-def fitting_groups(workload: Workload, groups: Collection[GroupKey]) -> frozenset[GroupKey]:
+def fitting_groups(model: IterationModel, groups: Collection[GroupKey]) -> frozenset[GroupKey]:
     """Those of some groups that have something that can move."""
-    return frozenset(job.key for job in workload.jobs(groups))
+    return frozenset(job.key for job in model.jobs(groups))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Optional
 
-from megatron.slipstream.plan.build import Action, Plan
+from megatron.slipstream.plan.actions import Action, Plan
 from megatron.slipstream.plan.copy_queues import Direction, share_link
 from megatron.slipstream.plan.operations import (
     EDGES,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The physical bound of hand-made traces. That no plan beats it is for ``test_optimize``."""
+"""The physical bound of hand-made traces. That no plan beats it is for ``test_search``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 from make_trace import Model, one_f_one_b, one_pass, trace_of, with_saved_bytes_as_memory
 
-from megatron.slipstream.estimate.bound import physical_bound_ms
-from megatron.slipstream.plan.build import Plan, build_plan
-from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.simulate import simulate
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.lower_bounds import physical_bound_ms
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading, Trace
+from megatron.slipstream.plan.walk import simulate
 
 # A thousand bytes take 1 ms to the host and 2 ms to the device.
 BANDWIDTH = Bandwidth(1e-3, 0.5e-3, 1e-9, 1e-9)

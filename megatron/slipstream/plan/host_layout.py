@@ -1,7 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Where in host memory buffers lie: the free ranges of a few slabs, as numbers.
+"""Where buffers lie in host memory, as numbers: the rules that the engine's pool follows.
 
+[Note: Free ranges]
 The invariant, held by every method of :class:`FreeRanges`:
 
 - Each byte of each slab is either taken or in exactly one free range, and no two free ranges of a
@@ -16,8 +17,27 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple, Optional
+
+MIN_BUFFER_BYTES = 4096
+BUFFER_ALIGNMENT_BYTES = 512
+"""Buffers start and end at multiples of this, as device memory does."""
+CLASSES_PER_OCTAVE = 16
+
+
+def size_class_bytes(nbytes: int) -> int:
+    """The buffer size that serves a request of ``nbytes``: from 8 KiB on less than 6.25% larger.
+
+    Each power of two is divided into :data:`CLASSES_PER_OCTAVE` equal steps, so that sizes which
+    vary from iteration to iteration, as tokens per expert do, leave holes that fit again.
+    """
+    nbytes = max(nbytes, MIN_BUFFER_BYTES)
+    step = max(BUFFER_ALIGNMENT_BYTES, (1 << (nbytes.bit_length() - 1)) // CLASSES_PER_OCTAVE)
+    return -(-nbytes // step) * step
+
+
+# The free ranges of slabs.
 
 
 class Use(NamedTuple):
@@ -126,3 +146,101 @@ def _distinct(uses: Iterable[Use]) -> tuple[Hashable, ...]:
         for event in use.events:
             events[event] = None
     return tuple(events)
+
+
+# The pool of one iteration.
+
+
+_ENDLESS_BYTES = 1 << 62
+
+
+class HostBuffer(NamedTuple):
+    """Bytes ``[start, stop)`` that were in use for a storage."""
+
+    start: int
+    stop: int
+    lent_before: tuple[int, ...]
+    """The storages whose copies back the pool gives the user to wait for (edge E2)."""
+
+
+class HostLedger:
+    """The pool of an iteration as numbers.
+
+    It is the engine's allocator over one slab without an end: where slabs end depends on what the
+    pool has served before, which a plan cannot know. So more memory lies side by side than in the
+    engine, and more buffers have parts of several earlier ones.
+    """
+
+    def __init__(self) -> None:
+        self._free = FreeRanges()
+        self._slab = self._free.add_slab(_ENDLESS_BYTES)
+        self.in_use_bytes = 0
+        """Bytes of the buffers in use now."""
+
+    def allocate(self, nbytes: int) -> HostBuffer:
+        """Lend a buffer of at least ``nbytes`` bytes."""
+        span = self._free.take(size_class_bytes(nbytes))
+        assert span is not None
+        self.in_use_bytes += span.stop - span.start
+        before = tuple(event for event in span.events if isinstance(event, int))
+        return HostBuffer(span.start, span.stop, before)
+
+    def free(self, buffer: HostBuffer, storage: int) -> None:
+        """Take back the buffer of ``storage``, whose copy back has been issued."""
+        self.in_use_bytes -= buffer.stop - buffer.start
+        self._free.put(self._slab, buffer.start, buffer.stop, (storage,))
+
+
+_STEPS = 64
+"""Into so many parts the most that is in use is divided, to find how much more it takes."""
+
+
+class HostRequest(NamedTuple):
+    """What an iteration asks of the pool: a buffer for a storage, or to take that back."""
+
+    storage: int
+    nbytes: int
+    """Of the buffer; 0 to take it back."""
+
+
+def slab_bytes_for(iterations: Sequence[Sequence[HostRequest]]) -> int:
+    """The length of a slab from which each of these iterations can allocate all its buffers.
+
+    It is at least what is in use at once, and more only by what lies between buffers then; next to
+    the shortest, in steps of a 64th. 0 if nothing moves.
+
+    Args:
+        iterations: Each begins with nothing in use, and they run one at a time.
+    """
+    nbytes = most = max(map(_most_in_use_bytes, iterations), default=0)
+    step = -(-most // _STEPS // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
+    while not all(_fits(requests, nbytes) for requests in iterations):
+        nbytes += step
+    return nbytes
+
+
+def _most_in_use_bytes(requests: Sequence[HostRequest]) -> int:
+    in_use: dict[int, int] = {}
+    total = most = 0
+    for storage, nbytes in requests:
+        total += nbytes or -in_use[storage]
+        most = max(most, total)
+        in_use[storage] = nbytes
+    return most
+
+
+def _fits(requests: Sequence[HostRequest], slab_bytes: int) -> bool:
+    """Whether the engine's allocator finds room for every buffer in a slab of this length."""
+    free = FreeRanges()
+    slab = free.add_slab(slab_bytes)
+    in_use: dict[int, Span] = {}
+    for storage, nbytes in requests:
+        if not nbytes:
+            span = in_use.pop(storage)
+            free.put(slab, span.start, span.stop, ())
+            continue
+        taken = free.take(nbytes)
+        if taken is None:
+            return False
+        in_use[storage] = taken
+    return True

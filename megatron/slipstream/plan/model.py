@@ -61,7 +61,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Workload:
+class IterationModel:
     """A timed trace.
 
     Args:

@@ -17,11 +17,11 @@ from dataclasses import replace
 import pytest
 from make_trace import Model, one_f_one_b, one_pass, trace_of
 
-from megatron.slipstream.plan.build import GroupPlan, Plan, StoragePlan, build_plan
+from megatron.slipstream.plan.actions import GroupPlan, Plan, StoragePlan
+from megatron.slipstream.plan.build import build_plan
+from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanError, SafetyProperty, check_plan
 from megatron.slipstream.plan.operations import EDGES, EdgeRule, OpKind, Queue
-from megatron.slipstream.plan.policy import PolicyOptions
-from megatron.slipstream.plan.simulate import MemoryAt, Simulation, simulate
 from megatron.slipstream.plan.trace import (
     Bandwidth,
     GroupKey,
@@ -32,6 +32,7 @@ from megatron.slipstream.plan.trace import (
     StorageTrace,
     Trace,
 )
+from megatron.slipstream.plan.walk import MemoryAt, Simulation, simulate
 
 MB = 10**6
 LABELS = [f"own {group}" for group in range(12)]

@@ -9,6 +9,12 @@ earlier no more than it carries until ``u``. Only waiting makes these times long
 says how long compute waits at least between some ``c`` and itself, and between itself and some
 ``u``; what is said of times that do not overlap adds up. That holds for every plan. It leaves out
 that marks are few, that copies for other steps are in the way, and that directions share the link.
+
+[Note: For any engine]
+:func:`physical_bound_ms` holds for any engine, not for plans only: it takes nothing for granted but
+the two marks of a group (no copy out starts before its commit, none back ends after its use) and
+the rate of the link. When memory goes is left open; a plan releases it at marks only, and may need
+longer.
 """
 
 from __future__ import annotations
@@ -16,14 +22,19 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron.slipstream.plan.trace import GroupKey
-from megatron.slipstream.plan.workload import BYTES_PER_MS_AT_1_GB_PER_S, Floats, Window, Workload
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.model import (
+    BYTES_PER_MS_AT_1_GB_PER_S,
+    Floats,
+    IterationModel,
+    Window,
+)
+from megatron.slipstream.plan.trace import GroupKey, Trace
 
 MAX_STEPS = 400
 """Each step gives a bound; of a longer iteration these many are looked at, evenly spread and those
@@ -35,23 +46,11 @@ MAX_RATE = 1e18
 """Bytes per millisecond that stand for an infinite bandwidth, which cannot be reckoned with."""
 
 
-@dataclass(frozen=True)
-class Bound:
-    """How good a plan could be at best, and how good it is, both as predicted."""
-
-    quantity: Literal["peak_bytes", "stall_ms"]
-    """What was minimised: the device peak, or the time that compute waits for copies."""
-    lower: float
-    """No plan that keeps to the same limit does better."""
-    reached: float
-    """This plan's."""
-
-
-class Limits:
+class LowerBounds:
     """The bounds for all plans that move nothing but some of ``movable``.
 
     Args:
-        workload: The timed trace.
+        model: The timed trace.
         movable: The groups.
         at_marks: Memory is released and taken at marks only, as plans do. Otherwise the bounds hold
             for any engine: what is away at the peak between two marks may have left as late as the
@@ -59,17 +58,17 @@ class Limits:
     """
 
     def __init__(
-        self, workload: Workload, movable: Collection[GroupKey], at_marks: bool = True
+        self, model: IterationModel, movable: Collection[GroupKey], at_marks: bool = True
     ) -> None:
-        self._workload = workload
+        self._model = model
         self.at_marks = at_marks
-        bandwidth = workload.bandwidth
+        bandwidth = model.bandwidth
         # Whichever is the higher, so that the bound holds whether the other direction is busy.
         d2h = max(bandwidth.d2h_gb_per_s, bandwidth.d2h_both_gb_per_s)
         h2d = max(bandwidth.h2d_gb_per_s, bandwidth.h2d_both_gb_per_s)
         self.out_rate = min(d2h * BYTES_PER_MS_AT_1_GB_PER_S, MAX_RATE)
         self.in_rate = min(h2d * BYTES_PER_MS_AT_1_GB_PER_S, MAX_RATE)
-        found = (workload.windows[item] for item in workload.moving_storages(movable))
+        found = (model.windows[item] for item in model.moving_storages(movable))
         windows: list[Window] = [window for window in found if window is not None]
         self.first = np.array([window.first for window in windows], int)
         self.stop = np.array([window.stop for window in windows], int)
@@ -77,12 +76,12 @@ class Limits:
         nbytes = np.array([window.nbytes for window in windows], float)
         self.by_begin, self.by_stop = np.argsort(begin), np.argsort(-self.stop)
         self.begin, self.nbytes = begin, nbytes
-        self.start_ms = np.array(workload.start_ms)
-        self._most_absent = workload.most_absent_bytes(movable)
+        self.start_ms = np.array(model.start_ms)
+        self._most_absent = model.most_absent_bytes(movable)
 
     def lowest_peak_bytes(self, stall_ms: float = math.inf) -> float:
         """No plan that waits for copies no longer than this has a lower device peak."""
-        present = self._workload.present_bytes
+        present = self._model.present_bytes
         lowest = float((present - self._most_absent).max(initial=0.0))
         if math.isinf(stall_ms):
             return lowest
@@ -100,7 +99,7 @@ class Limits:
 
         Infinite if no plan has such a peak.
         """
-        present = self._workload.present_bytes
+        present = self._model.present_bytes
         if (present - self._most_absent).max(initial=0.0) > peak_bytes:
             return math.inf
         stalls: list[_Stall] = []
@@ -111,13 +110,42 @@ class Limits:
 
     @cached_property
     def _steps(self) -> list[_Step]:
-        num_steps = len(self._workload.trace.steps)
+        num_steps = len(self._model.trace.steps)
         chosen: Collection[int] = range(num_steps)
         if num_steps > MAX_STEPS:
             even = np.linspace(0, num_steps - 1, MAX_STEPS * 3 // 4).astype(int)
-            highest = np.argsort(-self._workload.present_bytes, kind="stable")[: MAX_STEPS // 4]
+            highest = np.argsort(-self._model.present_bytes, kind="stable")[: MAX_STEPS // 4]
             chosen = sorted({*even.tolist(), *highest.tolist()})
         return [_Step(self, step) for step in chosen]
+
+
+def physical_bound_ms(plan: Plan | Trace) -> float:
+    """The least time from the first mark to the end of the iteration, in milliseconds.
+
+    Args:
+        plan: A plan, for the peak that it reaches by moving what it moves; a trace, for the lowest
+            peak that it allows. Without memory readings, the peak is that of the saved storages.
+
+    Raises:
+        ValueError: The trace has no times or no bandwidth.
+    """
+    trace = plan.trace if isinstance(plan, Plan) else plan
+    if len(trace.step_ms) != len(trace.steps):
+        raise ValueError(
+            "the trace has no compute times (Trace.step_ms); record it on a device that is timed"
+        )
+    if trace.bandwidth is None:
+        raise ValueError(
+            "the trace has no bandwidth (Trace.bandwidth); measure what copies reach and add it"
+        )
+    model = IterationModel(trace)
+    if isinstance(plan, Plan):
+        bounds = LowerBounds(model, [g.key for g in plan.groups if g.moves], at_marks=False)
+        peak_bytes = float((model.present_bytes - plan.absent_bytes).max(initial=0.0))
+    else:
+        bounds = LowerBounds(model, [group.key for group in trace.groups], at_marks=False)
+        peak_bytes = bounds.lowest_peak_bytes()
+    return model.compute_ms + bounds.least_stall_ms(peak_bytes)
 
 
 class _Stall(NamedTuple):
@@ -131,24 +159,24 @@ class _Stall(NamedTuple):
 class _Step:
     """What can be away from one step to the next."""
 
-    def __init__(self, limits: Limits, step: int) -> None:
+    def __init__(self, bounds: LowerBounds, step: int) -> None:
         self.step = step
-        away = (limits.first <= step) & (limits.stop > step)
-        start_ms = limits.start_ms
-        out = limits.by_begin[away[limits.by_begin]]
-        back = limits.by_stop[away[limits.by_stop]]
+        away = (bounds.first <= step) & (bounds.stop > step)
+        start_ms = bounds.start_ms
+        out = bounds.by_begin[away[bounds.by_begin]]
+        back = bounds.by_stop[away[bounds.by_stop]]
         # Between which marks it is that all has left and that all may begin to return.
-        self._left, self._returns = (step, step + 1) if limits.at_marks else (step + 1, step)
+        self._left, self._returns = (step, step + 1) if bounds.at_marks else (step + 1, step)
         # For each commit, what may be away beside those that committed from there on; the time that
         # these have; and where it begins. For each use likewise, and where it ends.
-        self._out_others = _before(limits.nbytes[out])
-        self._out_ms = start_ms[self._left] - start_ms[limits.begin[out]]
-        self._commits = limits.begin[out]
-        self._out_rate = limits.out_rate
-        self._in_others = _before(limits.nbytes[back])
-        self._in_ms = start_ms[limits.stop[back]] - start_ms[self._returns]
-        self._uses = limits.stop[back]
-        self._in_rate = limits.in_rate
+        self._out_others = _before(bounds.nbytes[out])
+        self._out_ms = start_ms[self._left] - start_ms[bounds.begin[out]]
+        self._commits = bounds.begin[out]
+        self._out_rate = bounds.out_rate
+        self._in_others = _before(bounds.nbytes[back])
+        self._in_ms = start_ms[bounds.stop[back]] - start_ms[self._returns]
+        self._uses = bounds.stop[back]
+        self._in_rate = bounds.in_rate
         self._step_ms = float(start_ms[step + 1] - start_ms[step])
 
     def least_stalls(self, absent_bytes: float) -> list[_Stall]:
