@@ -87,7 +87,6 @@ class MemoryCurve(NamedTuple):
     peaks: list[Mark]
     target: Optional[Mark]
     ticks: list[Mark]
-    unit: str
     what: str
 
 
@@ -136,13 +135,13 @@ def draw_memory(iteration: Iteration) -> MemoryCurve:
     shapes.insert(0, Shape("fill", f"{filled}V{HEIGHT}H0Z"))
     ticks, place = [], 0.0
     while place * unit.nbytes <= top * 1.0001:
-        ticks.append(Mark(0, 1 - place * unit.nbytes / top, f"{place:g}", "tick"))
+        ticks.append(Mark(0, 1 - place * unit.nbytes / top, f"{place:g} {unit.name}", "tick"))
         place += step
     target = None
     if target_bytes:
         target = Mark(1, 1 - target_bytes / top, format_bytes(target_bytes), "target")
     what = "device memory" if iteration.memory.is_measured else "saved storages on the device"
-    return MemoryCurve(shapes, _peaks(curves, starts, top), target, ticks, unit.name, what)
+    return MemoryCurve(shapes, _peaks(curves, starts, top), target, ticks, what)
 
 
 def figures(iteration: Iteration) -> dict[str, Any]:

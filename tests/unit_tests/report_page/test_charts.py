@@ -139,9 +139,10 @@ def test_the_memory_curve_has_each_steps_bytes_from_its_time_on() -> None:
 def _top_bytes(drawn: charts.MemoryCurve) -> float:
     """What the upper edge stands for, from the ticks."""
     low, high = drawn.ticks[0], drawn.ticks[-1]
-    unit = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[drawn.unit]
-    assert (low.text, low.y) == ("0", 1)
-    return float(high.text) * unit / (1 - high.y)
+    value, unit = high.text.split()
+    nbytes = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
+    assert (low.text, low.y) == (f"0 {unit}", 1)
+    return float(value) * nbytes / (1 - high.y)
 
 
 def test_peaks_are_marked_where_and_as_high_as_they_are() -> None:
@@ -168,6 +169,13 @@ def test_a_target_is_a_line_within_the_picture() -> None:
         assert drawn.target is not None
         assert 1 - drawn.target.y == pytest.approx(target_bytes / _top_bytes(drawn))
         assert 0 < drawn.target.y < 1
+
+
+def test_every_tick_of_memory_has_its_unit() -> None:
+    run = make_run()
+    ticks = draw_memory(iteration_of(run.plan, run.rank)).ticks
+    assert len(ticks) > 2
+    assert {tick.text.split(" ")[1] for tick in ticks} == {"MiB"}
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 37.0, 1e5])
