@@ -28,6 +28,7 @@ from megatron.slipstream.plan.operations import device_bytes
 from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.trace import Bandwidth, MemoryReading
 from megatron.slipstream.plan.walk import simulate
+from megatron.slipstream.report_page.findings import next_step
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +47,8 @@ def test_report_shows_what_a_file_holds(tmp_path: Path, capsys: pytest.CaptureFi
     path = save_report(tmp_path / "run.json", 0)
     assert show("report", path) == 0
     shown = capsys.readouterr()
-    assert shown.out == Report.from_json(path.read_text()).render() + "\n"
+    report = Report.from_json(path.read_text())
+    assert shown.out == f"{report.render()}\n\nNext step: {next_step(report)}\n"
     assert shown.err == ""
 
 
@@ -83,7 +85,8 @@ def test_a_corrupt_file_is_named(
     path.write_bytes(content)
     assert show("report", path) == 2
     shown = capsys.readouterr()
-    assert shown.err.startswith(f"error: {path}: ")
+    assert shown.err.startswith(f"error: {path} is not a whole slipstream-report: ")
+    assert shown.err.count("\n") == 1
     assert shown.out == ""
 
 
@@ -354,7 +357,10 @@ def test_a_report_of_another_kind_of_file_names_the_kind(
 ) -> None:
     assert show("report", trace_file) == 2
     error = capsys.readouterr().err
-    assert "it holds a 'slipstream-trace'; give a file that --offload-report-path wrote" in error
+    assert error == (
+        f"error: {trace_file} holds a 'slipstream-trace', not a slipstream-report; "
+        "give a file that --offload-report-path wrote\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["plan", "report", "doctor"])

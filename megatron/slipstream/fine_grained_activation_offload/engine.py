@@ -92,7 +92,6 @@ class OffloadEngine:
         self._num_verified_iterations = num_verified_iterations
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
-        self._pp_rank = 0
         self._now = Iteration()
         """The iteration that runs, or comes next."""
         self._last_plan: Optional[Plan] = None
@@ -155,7 +154,7 @@ class OffloadEngine:
         if not self._is_training_forward():
             return
         self._restart_if_abandoned()
-        self._pp_rank = pp_rank
+        self.report.pp_rank = pp_rank
         if self._tuner.change_options(replace(self._tuner.options, **policy)):
             self._executor.leave_plan(self._now, self._now.num_steps)
             self._last_plan = self._next_plan = None
@@ -451,7 +450,7 @@ class OffloadEngine:
     def _make_plan(self) -> Plan:
         now = self._now
         return self._tuner.make(
-            self._recorder.finish(self._pp_rank, now.groups, now.unwatched)
+            self._recorder.finish(self.report.pp_rank, now.groups, now.unwatched)
         ).plan
 
     def _update_report(self) -> None:

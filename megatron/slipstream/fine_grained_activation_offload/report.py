@@ -67,6 +67,8 @@ class RankReport:
 
     rank: int = 0
     modules: dict[str, ModuleCounters] = field(default_factory=dict)
+    pp_rank: int = 0
+    """Pipeline stage of the rank. Stages hold different amounts of memory by design."""
     absent_modules: list[str] = field(default_factory=list)
     """Of ``offload_modules``, those of which no group has run on this rank."""
     plan: str = ""
@@ -197,17 +199,23 @@ class Report:
     ranks: list[RankReport]
 
     def render(self) -> str:
-        """The report as text: a row per rank and module, then rank 0's plan."""
+        """The report as text: a row per rank and module, by pipeline stage, then rank 0's plan."""
         head = "rank module groups moved D2H copies freed peak_drop H2D late stall_ms".split()
         rows = [head]
-        for rank in self.ranks:
+        stages: dict[int, int] = {}
+        """Number of the first row of each stage."""
+        for rank in sorted(self.ranks, key=lambda rank: (rank.pp_rank, rank.rank)):
+            stages.setdefault(rank.pp_rank, len(rows))
             rows += [_row(rank.rank, name, item) for name, item in sorted(rank.modules.items())]
             rows.append(_row(rank.rank, "total", rank.total))
             rows += [
                 _row(rank.rank, f"{name}, in graphs", item)
                 for name, item in sorted(rank.graphs.items())
             ]
-        lines = ["Activation offload, per iteration", *_columns(rows)]
+        lines = _columns(rows)
+        for stage, place in reversed(stages.items() if len(stages) > 1 else ()):
+            lines.insert(place, f"pipeline stage {stage}")
+        lines.insert(0, "Activation offload, per iteration")
         if any(rank.graphs for rank in self.ranks):
             lines.append("in graphs: per replay of all of a rank's CUDA graphs, beside the total")
         lines += [_absent(rank) for rank in self.ranks if rank.absent_modules]

@@ -67,6 +67,31 @@ def findings(report: Report) -> list[Finding]:
     return sorted(merged, key=lambda finding: finding.level != "problem")
 
 
+def next_step(report: Report) -> str:
+    """The one thing to try next: the cure of the first problem, or the use of what was freed."""
+    for finding in findings(report):
+        if finding.level == "problem":
+            return f"{finding.title}. {finding.cure}".removesuffix(". ")
+    ranks = report.ranks
+    if not any(rank.num_iterations for rank in ranks):
+        return "train for 5 iterations or more: the first are recorded and timed."
+    freed_bytes = min(rank.baseline_peak_bytes - rank.planned_peak_bytes for rank in ranks)
+    if freed_bytes > 0:
+        return (
+            f"every rank has {format_bytes(freed_bytes)} or more of device memory to use: raise "
+            "--micro-batch-size or --seq-length, or recompute less (--recompute-granularity)."
+        )
+    if not all(rank.baseline_peak_bytes for rank in ranks):
+        return (
+            "device memory was not read: train on a GPU, or with --run-record-path without one, to "
+            "see by how much its peak drops."
+        )
+    return (
+        "a rank's device peak does not drop: name more --offload-modules, of those that save the "
+        "most where the peak is (see the memory curve of --html with --trace)."
+    )
+
+
 def _warnings(rank: RankReport) -> Iterator[Found]:
     for text, count in rank.warnings.items():
         # Those of a rank name it, and the page does so too.

@@ -84,13 +84,14 @@ def run(options: argparse.Namespace) -> None:
     """Show the text, or write the page."""
     # Imported here so that `slipstream --help` answers at once.
     from megatron.slipstream.fine_grained_activation_offload.report import Report
+    from megatron.slipstream.report_page.findings import next_step
 
     _check(options)
     reports = [_load(path) for path in options.files]
     _refuse_repeated(options.files, reports)
     report = Report.merge(reports)
     if options.html is None:
-        sys.stdout.write(report.render() + "\n")
+        sys.stdout.write(f"{report.render()}\n\nNext step: {next_step(report)}\n")
     else:
         _write_page(options, reports, report)
 

@@ -27,7 +27,7 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.render import format_bytes, render_plan
 from megatron.slipstream.plan.whole_files import write_whole
 from megatron.slipstream.report_page import charts
-from megatron.slipstream.report_page.findings import findings
+from megatron.slipstream.report_page.findings import findings, next_step
 from megatron.slipstream.report_page.groups import GroupTable, group_table
 from megatron.slipstream.report_page.iteration import Iteration, iteration_of
 from megatron.slipstream.report_page.summary import (
@@ -87,7 +87,7 @@ def render_page(
     if progress is not None:
         progress(len(report.ranks), len(report.ranks))
     style, script = _file("page.css"), _file("page.js")
-    heads, rows = rank_table(report)
+    heads, stages = rank_table(report)
     return _template().render(
         style=style,
         script=script,
@@ -95,10 +95,11 @@ def render_page(
         subtitle=_subtitle(report),
         cards=cards(report),
         findings=findings(report),
+        next_step=next_step(report),
         max_findings=MAX_FINDINGS_SHOWN,
         max_details=MAX_DETAILS_SHOWN,
         rank_heads=heads,
-        rank_rows=rows,
+        stages=stages,
         differences=rank_differences(report),
         ranks=views,
         settings=differing_rows(report, lambda rank: rank.settings),

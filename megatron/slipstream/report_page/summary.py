@@ -128,10 +128,19 @@ def _host_card(ranks: Sequence[RankReport]) -> Card:
 # Ranks side by side.
 
 
+class Stage(NamedTuple):
+    """The ranks of a pipeline stage, each with its cells."""
+
+    number: int
+    rows: list[tuple[int, list[RankCell]]]
+
+
 class _RankColumn(NamedTuple):
     title: str
     value: Callable[[RankReport], float]
     show: Callable[[float], str]
+    is_by_stage: bool
+    """Whether it differs between pipeline stages by design, so that only ranks of one compare."""
 
 
 def _share_saved(rank: RankReport) -> float:
@@ -144,34 +153,44 @@ def _typical_ms(rank: RankReport) -> float:
 
 
 _COLUMNS = (
-    _RankColumn("Peak without", lambda r: r.baseline_peak_bytes, format_bytes),
-    _RankColumn("Peak planned", lambda r: r.planned_peak_bytes, format_bytes),
-    _RankColumn("Peak measured", lambda r: r.measured_peak_bytes, format_bytes),
-    _RankColumn("Saved", _share_saved, lambda share: f"{share:.0%}"),
-    _RankColumn("Moved", lambda r: r.d2h_bytes, format_bytes),
-    _RankColumn("Step time", lambda r: r.measured_ms, format_ms),
-    _RankColumn("Waits", lambda r: r.total.stall_ms, lambda ms: f"{ms:.2f} ms"),
-    _RankColumn("Host time", _typical_ms, format_ms),
-    _RankColumn("Late starts", lambda r: r.total.num_late, lambda num: f"{num:.0f}"),
-    _RankColumn("Host memory", lambda r: r.host_allocated_bytes, format_bytes),
-    _RankColumn("Warnings", lambda r: len(r.warnings), lambda num: f"{num:.0f}"),
+    _RankColumn("Peak without", lambda r: r.baseline_peak_bytes, format_bytes, True),
+    _RankColumn("Peak planned", lambda r: r.planned_peak_bytes, format_bytes, True),
+    _RankColumn("Peak measured", lambda r: r.measured_peak_bytes, format_bytes, True),
+    _RankColumn("Saved", _share_saved, lambda share: f"{share:.0%}", True),
+    _RankColumn("Moved", lambda r: r.d2h_bytes, format_bytes, True),
+    _RankColumn("Step time", lambda r: r.measured_ms, format_ms, False),
+    _RankColumn("Waits", lambda r: r.total.stall_ms, lambda ms: f"{ms:.2f} ms", False),
+    _RankColumn("Host time", _typical_ms, format_ms, False),
+    _RankColumn("Late starts", lambda r: r.total.num_late, lambda num: f"{num:.0f}", False),
+    _RankColumn("Host memory", lambda r: r.host_allocated_bytes, format_bytes, True),
+    _RankColumn("Warnings", lambda r: len(r.warnings), lambda num: f"{num:.0f}", False),
 )
 
 
-def rank_table(report: Report) -> tuple[list[str], list[tuple[int, list[RankCell]]]]:
-    """A row for each rank; columns that say nothing of any rank are left out."""
+def rank_table(report: Report) -> tuple[list[str], list[Stage]]:
+    """A row for each rank, by pipeline stage; columns that say nothing of any rank are left out."""
     columns = [column for column in _COLUMNS if any(map(column.value, report.ranks))]
-    medians = [statistics.median_low(map(c.value, report.ranks)) for c in columns]
-    rows = []
-    for rank in report.ranks:
-        cells = [_rank_cell(c, c.value(rank), m) for c, m in zip(columns, medians, strict=True)]
-        rows.append((rank.rank, cells))
-    return [column.title for column in columns], rows
+    medians = [statistics.median_low(map(column.value, report.ranks)) for column in columns]
+    by_stage: dict[int, list[RankReport]] = {}
+    for rank in sorted(report.ranks, key=lambda rank: rank.pp_rank):
+        by_stage.setdefault(rank.pp_rank, []).append(rank)
+    stages = []
+    for number, ranks in by_stage.items():
+        own = [
+            statistics.median_low(map(column.value, ranks)) if column.is_by_stage else median
+            for column, median in zip(columns, medians, strict=True)
+        ]
+        rows = [
+            (rank.rank, list(map(_rank_cell, columns, [rank] * len(own), own))) for rank in ranks
+        ]
+        stages.append(Stage(number, rows))
+    return [column.title for column in columns], stages
 
 
 def rank_differences(report: Report) -> list[str]:
     """Which ranks are far from the median, and in what."""
-    heads, rows = rank_table(report)
+    heads, stages = rank_table(report)
+    rows = sorted(row for stage in stages for row in stage.rows)
     found: dict[tuple[str, str], list[str]] = {}
     for place, head in enumerate(heads):
         for is_above, side in ((True, "above"), (False, "below")):
@@ -184,10 +203,11 @@ def rank_differences(report: Report) -> list[str]:
     ]
 
 
-def _rank_cell(column: _RankColumn, value: float, median: float) -> RankCell:
-    remark = ""
+def _rank_cell(column: _RankColumn, rank: RankReport, median: float) -> RankCell:
+    value, remark = column.value(rank), ""
     if abs(value - median) > DIFFERS_BY * abs(median):
-        remark = f"the median is {column.show(median)}"
+        whose = " of the stage" if column.is_by_stage else ""
+        remark = f"the median{whose} is {column.show(median)}"
     return RankCell(column.show(value) if value else NOT_KNOWN, remark, value > median)
 
 

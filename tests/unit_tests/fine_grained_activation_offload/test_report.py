@@ -88,6 +88,20 @@ def test_a_rank_without_modules_totals_to_nothing() -> None:
     assert RankReport().total == ModuleCounters()
 
 
+def test_the_text_has_the_ranks_by_pipeline_stage() -> None:
+    ranks = [make_rank(number) for number in range(4)]
+    assert "stage" not in Report(ranks).render()
+    for rank in ranks:
+        rank.pp_rank = rank.rank % 2
+    rows = [line.split() for line in Report(ranks).render().splitlines()]
+    shown = [row for row in rows if row[:1] == ["pipeline"] or row[1:2] == ["total"]]
+    assert [row[0] for row in shown] == ["pipeline", "0", "2", "pipeline", "1", "3"]
+    assert [row for row in shown if row[0] == "pipeline"] == [
+        ["pipeline", "stage", "0"],
+        ["pipeline", "stage", "1"],
+    ]
+
+
 # JSON.
 
 

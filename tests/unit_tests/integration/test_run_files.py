@@ -136,7 +136,10 @@ def test_all_ranks_are_on_the_page_of_a_training_that_ends_early(tmp_path: Path)
 
     flags = [*FLAGS, "--global-batch-size", "2", "--exit-interval", "2"]
     flags += ["--offload-report-path", "page.html", "--output-interval", "1"]
+    flags += ["--pipeline-model-parallel-size", "2"]
     assert run_ranks(2, _end_early, tmp_path, flags) == [0, 0]
     names = ["page.html", "record.json", "record.rank1.json", "trace.json", "trace.rank1.json"]
     assert sorted(os.listdir(tmp_path)) == names
-    assert "2 ranks" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "2 ranks" in page
+    assert "Pipeline stage 1" in page

@@ -235,7 +235,7 @@ def test_the_pipeline_rank_is_known_though_a_model_does_not_say_it(
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 3)
     _begin_pass()
-    assert manager._pp_rank == 3
+    assert manager.report.pp_rank == 3
 
 
 def test_uninstalling_gives_megatrons_own_marks_back(manager: PipelineOffloadManager) -> None:

@@ -17,7 +17,7 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
     Report,
 )
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.report_page.findings import CHECKS, Finding, findings
+from megatron.slipstream.report_page.findings import CHECKS, Finding, findings, next_step
 
 GIB = 1 << 30
 
@@ -197,3 +197,39 @@ def test_the_example_of_these_tests_moves() -> None:
     # Or "nothing is found" would be said of a run that does nothing.
     assert good_rank().d2h_bytes > 0
     assert one_pass(Model()).steps
+
+
+# The next step.
+
+
+def test_the_next_step_is_the_cure_of_the_first_problem() -> None:
+    rank = replace(good_rank(), num_plans=10, host_waste_bytes=GIB, host_high_water_bytes=2 * GIB)
+    problem, note = found(rank)
+    assert (problem.level, note.level) == ("problem", "note")
+    assert next_step(Report([rank])) == f"{problem.title}. {problem.cure}"
+    # A warning's own text has the cure.
+    assert next_step(Report([replace(rank, warnings={"set this": 1})])) == "set this"
+
+
+@pytest.mark.parametrize(
+    "changes, step",
+    [
+        ({"baseline_peak_bytes": 3 * GIB, "planned_peak_bytes": GIB}, "every rank has 2.0 GiB or"),
+        ({"baseline_peak_bytes": GIB, "planned_peak_bytes": GIB}, "a rank's device peak does not"),
+        ({"baseline_peak_bytes": 0, "planned_peak_bytes": 0}, "device memory was not read: train"),
+        ({"num_iterations": 0}, "train for 5 iterations or more"),
+    ],
+)
+def test_a_run_without_problems_has_a_next_step(changes: dict[str, Any], step: str) -> None:
+    other = replace(good_rank(), rank=1, baseline_peak_bytes=9 * GIB, planned_peak_bytes=GIB)
+    if "num_iterations" in changes:
+        other.num_iterations = 0
+    ranks = [
+        replace(good_rank(), step_peak_bytes=[], **changes),
+        replace(other, step_peak_bytes=[]),
+    ]
+    assert next_step(Report(ranks)).startswith(step)
+
+
+def test_a_report_of_no_rank_has_a_next_step() -> None:
+    assert next_step(Report([])).startswith("train for 5 iterations")

@@ -26,6 +26,7 @@ from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_trace, save_trace
 from megatron.slipstream.report_page import page as page_module
+from megatron.slipstream.report_page.findings import next_step
 from megatron.slipstream.report_page.iteration import iteration_of
 from megatron.slipstream.report_page.page import render_page, save_page
 
@@ -141,6 +142,24 @@ def test_what_a_user_wants_to_see_at_once_is_on_top(two_ranks: str) -> None:
     assert places == sorted(places)
     assert "The iteration takes longer than planned" in text
     assert "rank 3 above the median: step time" in text
+
+
+def test_a_run_without_problems_has_a_next_step() -> None:
+    report = make_run().report
+    assert f"Next step: {next_step(report)}" in " ".join(Page(render_page(report)).text.split())
+
+
+def test_ranks_are_shown_by_pipeline_stage() -> None:
+    ranks = [replace(make_run(rank=number).rank, pp_rank=number % 2) for number in range(4)]
+    text = Page(render_page(Report(ranks))).text
+    order = ["Pipeline stage 0", "rank 0", "rank 2", "Pipeline stage 1", "rank 1", "rank 3"]
+    order += ["Stage 0, rank", "Stage 1, rank"]
+    start = text.index(order[0])
+    places = [text.index(words, start) for words in order]
+    assert places == sorted(places)
+    assert "memory of those of its pipeline stage" in text
+    ranks = [replace(rank, pp_rank=0) for rank in ranks]
+    assert "tage" not in Page(render_page(Report(ranks))).text
 
 
 def test_nothing_is_fetched_from_anywhere(two_ranks: str) -> None:

@@ -114,10 +114,10 @@ def test_ranks_far_from_the_median_are_marked_and_named() -> None:
     ranks = [rank(number, measured_ms=100.0 + number) for number in range(8)]
     ranks[5].measured_ms, ranks[6].measured_ms = 120.0, 80.0
     ranks[5].warnings = {"w": 1}
-    heads, rows = rank_table(Report(ranks))
+    heads, (stage,) = rank_table(Report(ranks))
     assert heads == ["Step time", "Warnings"]
-    assert [number for number, _ in rows] == list(range(8))
-    marked = {number: cells[0] for number, cells in rows if cells[0].remark}
+    assert [number for number, _ in stage.rows] == list(range(8))
+    marked = {number: cells[0] for number, cells in stage.rows if cells[0].remark}
     assert marked.keys() == {5, 6}
     assert (marked[5].is_above, marked[6].is_above) == (True, False)
     assert marked[5].remark == "the median is 102.0 ms"
@@ -125,6 +125,30 @@ def test_ranks_far_from_the_median_are_marked_and_named() -> None:
         "rank 5 above the median: step time, warnings",
         "rank 6 below the median: step time",
     ]
+
+
+def test_ranks_are_grouped_by_stage_and_their_memory_is_compared_within_it() -> None:
+    ranks = [
+        rank(number, pp_rank=number % 2, baseline_peak_bytes=(1 + number % 2) * GIB)
+        for number in range(6)
+    ]
+    heads, stages = rank_table(Report(ranks))
+    assert heads == ["Peak without", "Saved"]
+    assert [(stage.number, [number for number, _ in stage.rows]) for stage in stages] == [
+        (0, [0, 2, 4]),
+        (1, [1, 3, 5]),
+    ]
+    assert rank_differences(Report(ranks)) == []
+    ranks[3].baseline_peak_bytes = GIB
+    assert rank_differences(Report(ranks)) == ["rank 3 below the median: peak without"]
+    cell = rank_table(Report(ranks))[1][1].rows[1][1][0]
+    assert cell.remark == "the median of the stage is 2.0 GiB"
+
+
+def test_times_are_compared_across_stages() -> None:
+    ranks = [rank(number, pp_rank=number, measured_ms=100.0) for number in range(4)]
+    ranks[2].measured_ms = 120.0
+    assert rank_differences(Report(ranks)) == ["rank 2 above the median: step time"]
 
 
 def test_ranks_that_agree_are_not_told_apart() -> None:
