@@ -318,18 +318,20 @@ _SERIES = {
 
 
 def _draw_points(axes: Axes, frontier: Frontier, unit: Unit) -> None:
+    """Filled and on top where no plan is better: plans of other options may have the same place."""
     for option, (label, marker, colour) in _SERIES.items():
         points = [point for point in frontier.points if point.option == option]
-        if points:
+        for is_pareto, size, face in ((False, 16, "white"), (True, 34, colour)):
+            drawn = [point for point in points if point.is_pareto == is_pareto]
             axes.scatter(
-                [point.peak_bytes / unit.nbytes for point in points],
-                [point.overhead_percent for point in points],
-                s=[34 if point.is_pareto else 16 for point in points],
+                [point.peak_bytes / unit.nbytes for point in drawn],
+                [point.overhead_percent for point in drawn],
+                s=size,
                 marker=marker,
-                facecolors=[colour if point.is_pareto else "white" for point in points],
+                facecolors=face,
                 edgecolors=colour,
-                label=f"plans by {label}",
-                zorder=3,
+                label=f"plans by {label}" if points and is_pareto else None,
+                zorder=3 + is_pareto,
             )
 
 

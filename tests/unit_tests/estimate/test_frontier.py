@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_trace import Model, one_f_one_b, trace_of
 
+from megatron.slipstream.estimate import pictures
 from megatron.slipstream.estimate.frontier import Frontier, FrontierPoint, mark_pareto, sweep
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -143,3 +145,21 @@ def test_a_trace_without_times_has_no_frontier() -> None:
 def test_a_frontier_is_compared_by_its_points() -> None:
     assert sweep(TRACE, OPTIONS, num_points=6) == FRONTIER
     assert isinstance(FRONTIER, Frontier)
+
+
+def test_the_picture_fills_every_plan_that_no_other_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    figures = []
+    save = pictures._png
+    monkeypatch.setattr(pictures, "_png", lambda figure: figures.append(figure) or save(figure))
+    image = pytest.importorskip("matplotlib.image").imread(
+        io.BytesIO(pictures.frontier_png(FRONTIER))
+    )
+    (axes,) = figures[0].axes
+    options = {point.option for point in FRONTIER.pareto}
+    assert len(FRONTIER.pareto) > 4
+    assert len(options) > 1
+    for point in FRONTIER.pareto:
+        x, y = axes.transData.transform((point.peak_bytes / 2**20, point.overhead_percent))
+        colour = image[image.shape[0] - round(y), round(x), :3]
+        assert colour.tolist() != [1.0, 1.0, 1.0], point
