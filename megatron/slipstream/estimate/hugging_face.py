@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.estimate.file_errors import wrong_with
-from megatron.slipstream.estimate.model_shapes import Experts, LatentAttention
+from megatron.slipstream.estimate.model_shapes import MAX_LAYERS, Experts, LatentAttention
 
 
 class HubModel(NamedTuple):
@@ -52,7 +52,8 @@ def load_hub_config(path: Path) -> HubModel:
             f"written down which of its numbers is what; known are {', '.join(_CONVERTERS)}. Give "
             "megatron's own flags after -- instead"
         )
-    return HubModel(config["model_type"], convert(reader), tuple(_notes(config)))
+    fields = convert(reader)
+    return HubModel(config["model_type"], fields, tuple(_notes(config, reader, fields)))
 
 
 class _Config:
@@ -79,31 +80,72 @@ class _Config:
             raise ValueError(f"{self._path}: {name}={value!r} is not a number")
         return value
 
+    def num_layers(self) -> int:
+        """Of the model, few enough to count."""
+        count = self.number("num_hidden_layers")
+        if count > MAX_LAYERS:
+            raise ValueError(
+                f"{self._path}: num_hidden_layers={count} is more than can be planned; give a "
+                f"model of {MAX_LAYERS} or fewer"
+            )
+        return count
+
     def flag(self, name: str) -> bool:
         """Whether something is on; off if it is missing."""
         return bool(self._config.get(name, False))
 
-    def numbers(self, name: str) -> list[int]:
-        """A list of numbers; empty if it is missing."""
-        return list(self._config.get(name) or ())
+    def list_of(self, name: str, kind: type) -> list[Any]:
+        """A list of values of one type; empty if it is missing."""
+        values = self._config.get(name) or []
+        if type(values) is not list or any(type(value) is not kind for value in values):
+            raise ValueError(f"{self._path}: {name}={values!r} is not a list of {kind.__name__}")
+        return values
+
+    @property
+    def num_windowed(self) -> int:
+        """Layers whose attention looks back no further than ``sliding_window``."""
+        if not self.optional("sliding_window"):
+            return 0
+        count = self.num_layers()
+        if kinds := self.list_of("layer_types", str):
+            return kinds.count("sliding_attention")
+        if self._config["model_type"].startswith("qwen"):
+            first = self.optional("max_window_layers") or 0
+            return max(0, count - first) if self.flag("use_sliding_window") else 0
+        return count
+
+    @property
+    def window(self) -> Optional[int]:
+        """The window of all layers; None where some or all have none."""
+        return self.optional("sliding_window") if self.num_windowed == self.num_layers() else None
 
 
-def _notes(config: Mapping[str, Any]) -> list[str]:
+def _notes(config: Mapping[str, Any], reader: _Config, fields: Mapping[str, Any]) -> list[str]:
     notes = []
+    size, windowed = config.get("sliding_window"), reader.num_windowed
+    if windowed and fields.get("window_size"):
+        notes.append(f"sliding_window={size} shortens attention; what is saved does not change")
+    elif windowed:
+        notes.append(
+            f"sliding_window={size} of {windowed} layers is ignored: attention is planned over "
+            "the whole sequence, so computation is too long and hides too many copies"
+        )
     if config.get("num_nextn_predict_layers"):
         notes.append(
             f"num_nextn_predict_layers={config['num_nextn_predict_layers']}: the layers for "
             "multi-token prediction are left out"
         )
     if config.get("quantization_config"):
-        notes.append("quantization_config: planned as if trained in 16 bits")
+        notes.append(
+            "quantization_config is ignored: sizes and times are those of training in --precision"
+        )
     return notes
 
 
 def _llama(config: _Config) -> dict[str, Any]:
     """Llama, and all that differ from it in little."""
     return {
-        "num_layers": config.number("num_hidden_layers"),
+        "num_layers": config.num_layers(),
         "hidden_size": config.number("hidden_size"),
         "num_attention_heads": config.number("num_attention_heads"),
         "num_query_groups": config.optional("num_key_value_heads"),
@@ -115,7 +157,8 @@ def _llama(config: _Config) -> dict[str, Any]:
 
 
 def _mistral(config: _Config) -> dict[str, Any]:
-    return _llama(config) | {"window_size": config.optional("sliding_window")}
+    """Mistral and Qwen 2, whose layers may have windows."""
+    return _llama(config) | {"window_size": config.window}
 
 
 def _mixtral(config: _Config) -> dict[str, Any]:
@@ -127,19 +170,14 @@ def _mixtral(config: _Config) -> dict[str, Any]:
     return _mistral(config) | {"experts": experts}
 
 
-def _qwen2(config: _Config) -> dict[str, Any]:
-    window = config.optional("sliding_window") if config.flag("use_sliding_window") else None
-    return _llama(config) | {"window_size": window}
-
-
 def _qwen3(config: _Config) -> dict[str, Any]:
-    return _qwen2(config) | {"qk_layernorm": True}
+    return _mistral(config) | {"qk_layernorm": True}
 
 
 def _qwen3_moe(config: _Config) -> dict[str, Any]:
     step = config.optional("decoder_sparse_step") or 1
-    dense = config.numbers("mlp_only_layers")
-    layers = range(config.number("num_hidden_layers"))
+    dense = config.list_of("mlp_only_layers", int)
+    layers = range(config.num_layers())
     experts = Experts(
         config.number("num_experts"),
         config.number("num_experts_per_tok"),
@@ -153,7 +191,7 @@ def _deepseek_v3(config: _Config) -> dict[str, Any]:
     width = config.number("moe_intermediate_size")
     first = config.number("first_k_dense_replace")
     step = config.optional("moe_layer_freq") or 1
-    layers = range(config.number("num_hidden_layers"))
+    layers = range(config.num_layers())
     latent = LatentAttention(
         config.optional("q_lora_rank"),
         config.number("kv_lora_rank"),
@@ -181,7 +219,7 @@ _CONVERTERS: Mapping[str, Callable[[_Config], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": _mixtral,
-    "qwen2": _qwen2,
+    "qwen2": _mistral,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,

@@ -24,6 +24,12 @@ RECOMPUTE_MODULES = (
 )
 """megatron-core's ``recompute_modules`` that are modelled."""
 
+MAX_LAYERS = 10_000
+"""More would take minutes before anything is planned."""
+
+MAX_SIZE = 1 << 40
+"""Of any other number, so that products of a few are numbers that a float holds."""
+
 
 @dataclass(frozen=True)
 class LatentAttention:
@@ -251,6 +257,9 @@ class ModelShape:
         for name, value in sizes.items():
             if value < 1:
                 yield f"{name}={value} is no size; set 1 or more"
+            limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
+            if value > limit:
+                yield f"{name}={value} is more than can be planned; set {limit} or less"
 
     def _wrong_choices(self) -> Iterator[str]:
         for name, value, choices in (

@@ -63,7 +63,46 @@ def test_windows(tmp_path: Path) -> None:
     assert load(tmp_path, "mistral", sliding_window=None)["window_size"] is None
     qwen = {"sliding_window": 32, "use_sliding_window": False}
     assert load(tmp_path, "qwen2", **qwen)["window_size"] is None
-    assert load(tmp_path, "qwen2", **(qwen | {"use_sliding_window": True}))["window_size"] == 32
+    qwen["use_sliding_window"] = True
+    assert load(tmp_path, "qwen2", **qwen)["window_size"] == 32
+    assert load(tmp_path, "qwen2", **qwen, max_window_layers=0)["window_size"] == 32
+    # The layers before that have none, and a shape has one window for all.
+    assert load(tmp_path, "qwen2", **qwen, max_window_layers=2)["window_size"] is None
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    "model_type, fields, note",
+    [
+        ("mistral", {"sliding_window": 32}, "sliding_window=32 shortens attention; what is saved"),
+        ("mistral", {"sliding_window": None}, None),
+        ("llama", {"sliding_window": 32}, "sliding_window=32 of 4 layers is ignored: attention"),
+        ("qwen2", {"sliding_window": 32}, None),
+        (
+            "qwen2",
+            {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 3},
+            "sliding_window=32 of 1 layers is ignored: attention is planned over the whole",
+        ),
+        (
+            "qwen3",
+            {"sliding_window": 32, "layer_types": [FULL, SLIDING, FULL, SLIDING]},
+            "sliding_window=32 of 2 layers is ignored: attention is planned over the whole",
+        ),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config is ignored: sizes and times are those of training in --precision",
+        ),
+    ],
+)
+def test_what_a_plan_ignores_is_said(
+    tmp_path: Path, model_type: str, fields: dict[str, Any], note: str | None
+) -> None:
+    load(tmp_path, model_type, **fields)
+    notes = load_hub_config(tmp_path / "config.json").notes
+    assert [given[: len(note or "")] for given in notes] == ([] if note is None else [note])
 
 
 def test_mixtral(tmp_path: Path) -> None:
@@ -108,6 +147,11 @@ def test_what_is_left_out_is_said() -> None:
         ('{"model_type": "gpt2"}', "known are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, d"),
         ('{"model_type": "llama"}', "'num_hidden_layers' is missing"),
         ('{"model_type": "llama", "num_hidden_layers": "4"}', "='4' is not a number"),
+        ('{"model_type": "qwen3_moe", "num_hidden_layers": 1000000000}', "10000 or fewer"),
+        (
+            '{"model_type": "qwen3_moe", "num_hidden_layers": 4, "mlp_only_layers": "3"}',
+            "mlp_only_layers='3' is not a list of int",
+        ),
     ],
 )
 def test_what_is_no_config_is_refused(tmp_path: Path, content: str, message: str) -> None:
