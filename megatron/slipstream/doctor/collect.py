@@ -75,6 +75,7 @@ def collect(request: Request, progress: Progress = lambda _: None, root: Path = 
         progress: Told of every step.
         root: Where /proc, /sys and /dev are found.
     """
+    words = command.split_command(list(request.words))
     progress("versions")
     # Before anything is imported or set for the flags' sake.
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
@@ -86,7 +87,6 @@ def collect(request: Request, progress: Progress = lambda _: None, root: Path = 
     progress("NUMA")
     numa, gpus = _numa(torch, gpus, root, unseen)
     gpus = _measured(torch_facts, gpus, request, progress, unseen)
-    words = command.split_command(list(request.words))
     ranks = _ranks(request, words, environment, len(gpus))
     facts = Facts(
         process=process,
