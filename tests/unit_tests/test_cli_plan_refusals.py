@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 from reported_runs import make_trace
 
 from megatron.slipstream.cli import main
+from megatron.slipstream.cli_plan import sizes
+from megatron.slipstream.estimate import synthetic
 from megatron.slipstream.plan.files import load_plan, save_trace
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "models"
@@ -22,18 +26,17 @@ def show(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "given, flag",
-    [("--ep", "--expert-model-parallel-size"), ("--etp", "--expert-tensor-parallel-size")],
+    "flag", ["--ep", "--expert-model-parallel-size", "--etp", "--expert-tensor-parallel-size"]
 )
 def test_experts_of_a_dense_model_are_not_divided(
-    given: str, flag: str, capsys: pytest.CaptureFixture[str]
+    flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert show(given, "2") == 2
+    assert show(flag, "2") == 2
     assert capsys.readouterr().err == (
         f"error: {flag}=2 is not supported with a model without experts because there are none to "
         f"divide; leave {flag} out\n"
     )
-    assert show(given, "1") == 0
+    assert show(flag, "1") == 0
 
 
 def test_a_negative_minimum_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,3 +71,153 @@ def test_a_goal_that_a_trace_cannot_decide_has_a_status_of_its_own(
     assert main(["plan", str(trace)]) == 0
     assert main(["plan", str(trace), *goal, "--output", str(output)]) == 4
     assert load_plan(output).notes
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The only line of a command that is refused."""
+    assert main(["plan", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tp", "3"], "num_attention_heads=32 is not a multiple of --tp=3; change one of them"),
+        (
+            ["--tensor-model-parallel-size", "3"],
+            "num_attention_heads=32 is not a multiple of --tensor-model-parallel-size=3; change",
+        ),
+        (["--tp", "0"], "--tp=0 is no size; set 1 or more"),
+        (["--cp", "3"], "--seq-length=128 is not a multiple of 2 * --cp=6; change one of them"),
+        (["--pp", "3"], "num_layers=32 cannot be divided evenly among --pp=3 times 1 chunks; set "),
+        (["--pp", "4", "--vpp", "3"], "among --pp=4 times 3 chunks; set --decoder-first-pipeline"),
+        (["--recompute-modules", "foo"], "--recompute-modules contains 'foo', which is not model"),
+        (["--precision", "fp32"], "--attention-backend='fused' is not supported with --precision="),
+        (
+            ["--pp", "100000000", "--decoder-first-pipeline-num-layers", "32"],
+            "--decoder-first-pipeline-num-layers=32 leaves 0 layers for 99999999 pipeline ranks",
+        ),
+        (["--gb-per-s", "1e-300"], "--gb-per-s=1e-300 must be 0.1 or more"),
+        (["--target-memory", "1e300"], "--target-memory=1e+300 must be above 0 GiB, to 1073741824"),
+        (["--state-gib", "1e300"], "--state-gib=1e+300 must be 0 to 1073741824"),
+    ],
+)
+def test_messages_name_the_option_as_it_was_typed(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--hf-config", str(DENSE), "--seq-length", "128", *arguments]
+    assert message in refused(capsys, *given)
+
+
+@pytest.mark.parametrize(
+    "arguments, message, largest",
+    [
+        (["--num-micro-batches", "5000"], "because 5000 times 96 groups would be planned", 1041),
+        (
+            ["--num-micro-batches", "5000", "--pp", "4", "--vpp", "2"],
+            "; set --num-micro-batches to 1040 or less, or plan one pipeline rank with --rank",
+            1040,
+        ),
+        (
+            ["--num-micro-batches", "5000", "--frontier", "f.json"],
+            " with --frontier is not supported with this model because 5000 times 96 groups",
+            192,
+        ),
+    ],
+)
+def test_a_plan_that_would_take_minutes_names_the_most_that_is_planned(
+    arguments: list[str],
+    message: str,
+    largest: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["--hf-config", str(DENSE), "--seq-length", "128", *arguments]
+    if "--frontier" in arguments:
+        monkeypatch.setattr(sizes, "MAX_GROUPS", 1_000_000)
+    line = refused(capsys, *given)
+    assert message in line
+    assert f"; set --num-micro-batches to {largest} or less" in line
+
+    def planned(*_: object) -> None:
+        raise ValueError("it is planned")
+
+    monkeypatch.setattr(synthetic, "synthetic_trace", planned)
+    given[given.index("5000")] = str(largest)
+    assert refused(capsys, *given) == "error: it is planned"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--seq-length", "8192000000000000000"], "--seq-length=8192000000000000000 is more than"),
+        (
+            ["--seq-length", "819200000000", "--micro-batch-size", "2"],
+            "--seq-length=819200000000, --micro-batch-size=2, --num-micro-batches=2: the activatio",
+        ),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, "--hf-config", str(DENSE), *arguments)
+
+
+def test_layers_that_are_too_many_are_what_to_shrink(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(DENSE.read_text().replace('"num_hidden_layers": 32', '"num_hidden_layers": 60'))
+    monkeypatch.setattr(sizes, "MAX_GROUPS", 100)
+    line = refused(capsys, "--hf-config", str(path), "--seq-length", "128", "--pp", "2")
+    assert line.endswith(
+        "the limit is 100; plan one pipeline rank with --rank, or name fewer modules "
+        "(--offload-modules), or fewer layers (num_layers=60)"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["bash"], "'bash' is not supported because a training's flags are not read from a shell"),
+        (["--", "./train.sh"], "'./train.sh' is not supported because a training's flags are not"),
+        (["--", "sh", "train.sh", "--x"], "'sh train.sh' is not supported because"),
+        (["--", "torchrun"], "'torchrun' names no script (NAME.py or -m MODULE)"),
+        (["a.json", "b.json"], "2 traces are given, and a plan is of one rank; name one of them"),
+        (
+            ["--", "--num-layers", "2", "--target-memory=20"],
+            "--target-memory is an option of 'slipstream plan', not of a training; put it before",
+        ),
+    ],
+)
+def test_commands_that_cannot_be_planned_say_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *arguments)
+
+
+def test_flags_without_two_dashes_have_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "torchrun", "pretrain_gpt.py", "--num-layers", "2"])
+    assert "--num-layers 2; put megatron's flags behind '--'" in capsys.readouterr().err
+
+
+def test_what_takes_long_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert show("--pp", "2") == 0
+    for stage in ("reading the configuration", "planning pipeline ranks", "proving the plan safe"):
+        assert stage in shown.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True

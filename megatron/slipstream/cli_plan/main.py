@@ -7,11 +7,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from megatron.slipstream.cli_plan.options import TRAINING, UNTIMED, add_options
+from megatron.slipstream.cli_plan.options import TRAINING, UNTIMED, add_options, as_typed, flag_of
 
 if TYPE_CHECKING:
     from megatron.slipstream.estimate.gpus import Speed
@@ -41,9 +43,11 @@ def show_plan(options: argparse.Namespace) -> int:
     """Plan what the options name, and show it. Returns the exit status."""
     # None of what is imported below imports torch, megatron's flags apart: a plan can be made where
     # it is not installed.
+    from megatron.slipstream.doctor.command import is_command
+
     _check_files(options)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
-    is_trace = len(words) == 1 and not words[0].startswith("-")
+    is_trace = len(words) == 1 and not words[0].startswith("-") and not is_command(words[0])
     given = [
         name
         for name, is_given in (
@@ -60,25 +64,37 @@ def show_plan(options: argparse.Namespace) -> int:
             f"{found} is given; name one of a trace, --hf-config, --args-file or flags after -- "
             "(slipstream plan --help has examples)"
         )
+    if all(word.endswith(".json") for word in words[:2]) and len(words) > 1:
+        raise ValueError(
+            f"{len(words)} traces are given, and a plan is of one rank; name one of them"
+        )
     if given[0] != "--hf-config":
         _refuse(options, tuple(TRAINING), given[0], "its own")
     if is_trace:
         _refuse(options, UNTIMED, given[0], "times and sizes of its own")
         return _show_trace(Path(words[0]), options)
+    if options.hf_config is None:
+        return _show_configured(words, options)
+    try:
+        return _show_configured(words, options)
+    except ValueError as error:
+        raise ValueError(as_typed(str(error), options)) from error
 
-    from megatron.slipstream.cli_plan.models import configured_by
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """A bar on stderr around what takes long and cannot say how long."""
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
     with bar_on_stderr() as progress:
-        progress.add_task("reading the configuration", total=None)
-        configured = configured_by(words, options)
-    return _show_configured(configured, options)
+        progress.add_task(what, total=None)
+        yield
 
 
 def _refuse(options: argparse.Namespace, names: tuple[str, ...], given: str, has: str) -> None:
     for name in names:
         if getattr(options, name) is not None:
-            flag = TRAINING[name][0][0] if name in TRAINING else "--" + name.replace("_", "-")
+            flag = flag_of(name, options)
             raise ValueError(
                 f"{flag} is not supported with {given} because that has {has}; leave {flag} out"
             )
@@ -105,7 +121,8 @@ def _show_trace(path: Path, options: argparse.Namespace) -> int:
     from megatron.slipstream.plan.files import load_trace
 
     try:
-        trace = load_trace(path)
+        with _progress(f"reading {path.name}"):
+            trace = load_trace(path)
     except FileNotFoundError:
         raise ValueError(
             f"{path} does not exist; train with --offload-trace-path {path} to write it"
@@ -115,7 +132,8 @@ def _show_trace(path: Path, options: argparse.Namespace) -> int:
             f"trace {path} {wrong_with(error)}; give a file that --offload-trace-path wrote"
         ) from error
     policy = _policy_options(options)
-    plan, simulation = _plan(trace, policy, bool(options.timeline or options.frontier))
+    with _progress("planning"):
+        plan, simulation = _plan(trace, policy, bool(options.timeline or options.frontier))
     _show(plan, simulation, 64)
     _write(plan, simulation, policy, options)
     return _status(plan)
@@ -147,7 +165,8 @@ def _show(plan: Plan, simulation: Optional[Simulation], max_rows: int) -> None:
     from megatron.slipstream.plan.check import check_plan
     from megatron.slipstream.plan.render import render_plan
 
-    facts = check_plan(plan)
+    with _progress("proving the plan safe"):
+        facts = check_plan(plan)
     sys.stdout.write(render_plan(plan, max_rows=max_rows) + "\n")
     sys.stdout.write(f"Proved safe at any speed of the copies: {facts.num_operations} operations\n")
     if simulation is None:
@@ -180,6 +199,7 @@ def _write(
 
 
 def _policy_options(options: argparse.Namespace) -> PolicyOptions:
+    from megatron.slipstream.cli_plan.sizes import MAX_BYTES
     from megatron.slipstream.plan.candidates import PolicyOptions
 
     given: dict[str, Any] = {}
@@ -194,8 +214,10 @@ def _policy_options(options: argparse.Namespace) -> PolicyOptions:
             raise ValueError(f"--fraction={options.fraction} is no share; give one from 0 to 1")
         given["activation_offload_fraction"] = options.fraction
     if options.target_memory is not None:
-        if not 0 < options.target_memory < math.inf:
-            raise ValueError(f"--target-memory={options.target_memory} must be above 0 GiB")
+        if not 0 < options.target_memory <= MAX_BYTES >> 30:
+            raise ValueError(
+                f"--target-memory={options.target_memory} must be above 0 GiB, to {MAX_BYTES >> 30}"
+            )
         given["target_memory_bytes"] = int(options.target_memory * 2**30)
     if options.max_overhead is not None:
         if not 0 <= options.max_overhead < math.inf:
@@ -233,10 +255,12 @@ def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
 # A configuration
 
 
-def _show_configured(configured: Configured, options: argparse.Namespace) -> int:
-    from megatron.slipstream.cli_plan.models import speed_for
+def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
+    from megatron.slipstream.cli_plan.models import configured_by, speed_for
     from megatron.slipstream.estimate.shape_tables import describe, layer_tables, rank_table, write
 
+    with _progress("reading the configuration"):
+        configured = configured_by(words, options)
     speed = speed_for(configured, options)
     policy = replace(
         _policy_options(options),
@@ -269,6 +293,7 @@ def _plan_ranks(
     configured: Configured, speed: Speed, policy: PolicyOptions, options: argparse.Namespace
 ) -> list[RankPlan]:
     """Plan the pipeline ranks, or the one that was asked for, behind a progress bar."""
+    from megatron.slipstream.cli_plan.sizes import MAX_BYTES, check_sizes
     from megatron.slipstream.estimate.model_state import state_bytes
     from megatron.slipstream.estimate.shape_tables import RankPlan
     from megatron.slipstream.estimate.synthetic import Workplan, synthetic_trace
@@ -277,15 +302,17 @@ def _plan_ranks(
     pp = configured.shape.parallelism.pp
     if options.rank is not None and not 0 <= options.rank < pp:
         raise ValueError(f"--rank={options.rank} is no pipeline rank; set 0 to {pp - 1}")
-    if options.state_gib is not None and not 0 <= options.state_gib < math.inf:
-        raise ValueError(f"--state-gib={options.state_gib} must be 0 or more")
+    most_gib = MAX_BYTES >> 30
+    if options.state_gib is not None and not 0 <= options.state_gib <= most_gib:
+        raise ValueError(f"--state-gib={options.state_gib} must be 0 to {most_gib}")
     work = Workplan(
         configured.shape, speed, configured.modules, configured.num_micro_batches,
         configured.min_numel,
     )  # fmt: skip
     found = []
+    ranks = range(pp) if options.rank is None else [options.rank]
+    check_sizes(work, ranks, options)
     with bar_on_stderr() as progress:
-        ranks = range(pp) if options.rank is None else [options.rank]
         for rank in progress.track(ranks, description="planning pipeline ranks"):
             state = state_bytes(configured.shape, rank)
             if options.state_gib is not None:

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.slipstream.cli_plan.options import TRAINING
+from megatron.slipstream.cli_plan.options import UNTIMED, flag_of
 from megatron.slipstream.estimate.flags_file import read_flags
 from megatron.slipstream.estimate.gpus import DEFAULT_ACHIEVED_SHARE, Speed, find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
@@ -18,6 +18,12 @@ from megatron.slipstream.estimate.training_setup import (
     default_micro_batches,
     usable_modules,
 )
+
+_PLAN_ONLY = frozenset(
+    "--" + name.replace("_", "-")
+    for name in (*UNTIMED, "hf_config", "target_memory", "max_overhead", "fraction", "timeline",
+                 "frontier", "output")
+)  # fmt: skip
 
 
 def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configured:
@@ -38,6 +44,13 @@ def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configur
     if options.args_file is not None:
         needing = f"--args-file={options.args_file} needs"
         words = read_flags(options.args_file)
+    own = [word for word in words if word.split("=")[0] in _PLAN_ONLY]
+    if own:
+        flag = own[0].split("=")[0]
+        raise ValueError(
+            f"{flag} is an option of 'slipstream plan', not of a training; put it before the "
+            "flags, ahead of '--'"
+        )
     command = split_command(list(words))
     try:
         from megatron.slipstream.integration.model_arguments import configured_by_flags
@@ -84,7 +97,7 @@ def _refuse_without_effect(fields: dict[str, Any], options: argparse.Namespace) 
     for name in ("ep", "etp"):
         value = getattr(options, name)
         if value is not None and value != 1:
-            flag = TRAINING[name][0][0]
+            flag = flag_of(name, options)
             raise ValueError(
                 f"{flag}={value} is not supported with a model without experts because there are "
                 f"none to divide; leave {flag} out"
@@ -117,17 +130,19 @@ def _layers_per_chunk(
         return ()
     num_stages = options.vpp or 1
     rest, others = num_layers - sum(given.values()), pp - len(given)
-    if pp == 1 or rest < 0 or (rest % others if others else rest):
+    if pp == 1 or pp > num_layers or rest < 0 or (rest % others if others else rest):
+        named = {"first": options.first, "last": options.last}
+        flags = [f"{flag_of(name, options)}={n}" for name, n in named.items() if n is not None]
         raise ValueError(
-            f"--decoder-first-pipeline-num-layers={options.first} and "
-            f"--decoder-last-pipeline-num-layers={options.last} leave {rest} layers for {others} "
-            "pipeline ranks, which cannot be divided evenly; change one of them"
+            f"{' and '.join(flags)} leave{'s' * (len(flags) == 1)} {rest} layers for {others} "
+            f"pipeline ranks, which cannot be divided evenly; change {flags[0].split('=')[0]} or "
+            f"{flag_of('pp', options)}"
         )
     counts = [given.get(rank, rest // others if others else 0) for rank in range(pp)]
     if any(count % num_stages for count in counts):
         raise ValueError(
             f"layers of the pipeline ranks, {counts}, are no multiples of "
-            f"virtual_pipeline_model_parallel_size={num_stages}; change one of them"
+            f"{flag_of('vpp', options)}={num_stages}; change one of them"
         )
     return tuple((count // num_stages,) * num_stages for count in counts)
 

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from megatron.slipstream.config import AUTO_OVERHEAD_PERCENT, parse_percent
 
@@ -28,7 +29,7 @@ Examples with a recorded trace (training writes one with --offload-trace-path tr
 
 Examples before the first run, without a GPU (sizes follow from shapes, times are estimated):
 
-  From megatron's flags, or the whole command; needs megatron-core:
+  From megatron's flags, or the whole command (not a shell script); needs megatron-core:
     slipstream plan --gpu h200 -- --num-layers 32 --hidden-size 4096 ...
     slipstream plan --gpu h200 -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
     slipstream plan --gpu h200 --args-file model.yaml
@@ -117,6 +118,37 @@ TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 """Options for a model from --hf-config, by their names in the namespace."""
 
+
+class _AsTyped(argparse.Action):
+    """Stores a value, and in ``typed`` the spelling of the option that gave it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: Optional[str] = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.typed = {**namespace.typed, self.dest: option_string}
+
+
+def flag_of(name: str, options: argparse.Namespace) -> str:
+    """The option as the user typed it, or its first spelling; ``name`` is that in the namespace."""
+    first = TRAINING[name][0][0] if name in TRAINING else "--" + name.replace("_", "-")
+    return str(options.typed.get(name, first))
+
+
+def as_typed(message: str, options: argparse.Namespace) -> str:
+    """A message about a model, with the user's options in place of megatron's names of them."""
+    for name in TRAINING:
+        megatrons = TRAINING[name][0][0].removeprefix("--").replace("-", "_")
+        # Short names are words of a sentence too, unless a value follows.
+        found = rf"(?<![\w-])(?:{megatrons}{'' if '_' in megatrons else '(?==)'}|{name}(?==))\b"
+        message = re.sub(found, flag_of(name, options), message)
+    return message.replace("num_microbatches=", "--num-micro-batches=")
+
+
 UNTIMED = ("gpu", "achieved_share", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib")
 """Options for models that nobody has timed."""
 
@@ -157,11 +189,14 @@ def add_options(
     for destination, (names, options) in TRAINING.items():
         if options.get("type") is int:
             options = {"metavar": "N", **options}
+        if "action" not in options:
+            options = {"action": _AsTyped, **options}
         training.add_argument(*names, dest=destination, **options)
     _add_gpu(plan.add_argument_group("what it runs on (without a trace)"))
     _add_aim(plan.add_argument_group("what to aim for"))
     _add_files(plan.add_argument_group("what to write"))
-    plan.set_defaults(run=run)
+    hint = "; put megatron's flags behind '--'"
+    plan.set_defaults(run=run, typed={}, hint_for_unknown=hint)
 
 
 def _add_gpu(group: argparse._ArgumentGroup) -> None:

@@ -16,6 +16,9 @@ from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.trace import Trace
 from megatron.slipstream.plan.walk import simulate
 
+NUM_POINTS = 24
+"""Plans per option whose values are evenly spread."""
+
 MAX_OVERHEADS_PERCENT = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 SCHEMA = "slipstream-frontier"
 VERSION = 1
@@ -98,10 +101,15 @@ class Frontier:
         return "\n".join(lines)
 
 
+def num_plans(num_points: int = NUM_POINTS) -> int:
+    """How many plans a sweep makes."""
+    return 2 * num_points + len(MAX_OVERHEADS_PERCENT)
+
+
 def sweep(
     trace: Trace,
     options: PolicyOptions,
-    num_points: int = 24,
+    num_points: int = NUM_POINTS,
     progress: Optional[Callable[[int, int], None]] = None,
 ) -> Frontier:
     """Plan and simulate an iteration with more and more of it moving.
@@ -118,13 +126,13 @@ def sweep(
     base = replace(options, target_memory_bytes=None, max_overhead_percent=None)
     fractions = [round(place / (num_points - 1), 3) for place in range(num_points)]
     variants: list[tuple[Sweep, float]] = [("activation_offload_fraction", f) for f in fractions]
-    num_plans = len(variants) + len(MAX_OVERHEADS_PERCENT) + num_points
+    total = num_plans(num_points)
     report = progress or (lambda done, total: None)
     points: list[FrontierPoint] = []
 
     def run(more: Sequence[tuple[Sweep, float]]) -> None:
         for option, value in more:
-            report(len(points), num_plans)
+            report(len(points), total)
             points.append(_point(trace, base, option, value))
 
     run(variants)
@@ -135,7 +143,7 @@ def sweep(
     ]
     run([("target_memory_bytes", target) for target in targets])
     run([("max_overhead_percent", percent) for percent in MAX_OVERHEADS_PERCENT])
-    report(num_plans, num_plans)
+    report(total, total)
     return Frontier(mark_pareto(points), sum(trace.step_ms), bool(trace.memory))
 
 

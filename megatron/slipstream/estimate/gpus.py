@@ -102,6 +102,8 @@ def find_speed(
     for option, value in (("--tflops", tflops), ("--gb-per-s", gb_per_s)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{option}={value} must be above 0")
+    if gb_per_s is not None and gb_per_s < 0.1:  # The table's rates have two decimals.
+        raise ValueError(f"--gb-per-s={gb_per_s} must be 0.1 or more")
     speed = Speed(
         name.lower(),
         tflops or facts.tflops * achieved_share,

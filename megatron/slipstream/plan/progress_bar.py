@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 def bar_on_stderr() -> Progress:
     """A bar on a terminal, which is gone when it ends; where stderr is none, nothing at all."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TimeElapsedColumn
 
     # Of this stream, whatever is put in its place meanwhile, as while megatron's flags are parsed.
     console = Console(file=sys.stderr)
     # Without a terminal, a bar that is not disabled still ends in an empty line.
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

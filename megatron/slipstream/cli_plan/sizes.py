@@ -1,0 +1,86 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""How large a plan of a model that has not run may be."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megatron.slipstream.cli_plan.options import flag_of
+from megatron.slipstream.estimate.frontier import num_plans
+from megatron.slipstream.estimate.saved_tensors import marked_modules
+from megatron.slipstream.estimate.synthetic import Workplan
+
+MAX_GROUPS = 100_000
+"""Of all planned ranks. A group takes about a millisecond, with the proof and the simulation."""
+
+MAX_GROUPS_OF_A_SWEEP = 1_000_000
+"""Of all plans of ``--frontier``, which are of one rank."""
+
+MAX_BYTES = 1 << 60
+"""Of activations or state: the planner adds sizes up as 64-bit integers."""
+
+
+def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespace) -> None:
+    """Refuse what would take too long, or what numbers cannot hold.
+
+    Args:
+        work: What is planned.
+        ranks: The pipeline ranks that are.
+        options: Of the sub-command.
+
+    Raises:
+        ValueError: It is too large; says what to shrink.
+    """
+    _check_groups(work, ranks, MAX_GROUPS, "", options)
+    if options.frontier:
+        limit = MAX_GROUPS_OF_A_SWEEP // num_plans()
+        _check_groups(work, ranks[:1], limit, " with --frontier", options)
+    chunks = work.chunks.items()
+    most = max(sum(c.saved_bytes for (rank, _), c in chunks if rank == one) for one in ranks)
+    if most * work.num_micro_batches > MAX_BYTES:
+        sizes = {
+            flag_of("seq_length", options): work.shape.seq_length,
+            flag_of("micro_batch_size", options): work.shape.micro_batch_size,
+            "--num-micro-batches": work.num_micro_batches,
+        }
+        shown = ", ".join(f"{flag}={value}" for flag, value in sizes.items())
+        raise ValueError(
+            f"{shown}: the activations of a rank are {most * work.num_micro_batches / 2**30:.3g} "
+            f"GiB an iteration, and a plan counts up to {MAX_BYTES >> 30}; shrink one of them"
+        )
+
+
+def _check_groups(
+    work: Workplan, ranks: Sequence[int], limit: int, where: str, options: argparse.Namespace
+) -> None:
+    each = max(1, sum(_groups_of(work, rank) for rank in ranks))
+    count = work.num_micro_batches
+    if each * count <= limit:
+        return
+    par = work.shape.parallelism
+    smallest = 1 if par.vpp is None else max(par.group_size or 0, par.pp)
+    largest = limit // each // smallest * smallest
+    shrink = [f"set --num-micro-batches to {largest} or less"] if largest else []
+    if len(ranks) > 1:
+        shrink.append("plan one pipeline rank with --rank")
+    if where:
+        shrink.append("leave --frontier out")
+    if not largest:
+        shrink.append(f"name fewer modules ({flag_of('offload_modules', options)})")
+        shrink.append(f"fewer layers (num_layers={work.shape.num_layers})")
+    raise ValueError(
+        f"--num-micro-batches={count}{where} is not supported with this model because {count} "
+        f"times {each} groups would be planned and the limit is {limit}; {', or '.join(shrink)}"
+    )
+
+
+def _groups_of(work: Workplan, rank: int) -> int:
+    """Groups of one micro-batch on a rank; a layer without one takes time too."""
+    layers = [layer for chunk in work.shape.chunks_of(rank) for layer in chunk.layers]
+    by_kind = {
+        work.shape.is_moe(layer): len(set(marked_modules(work.shape, layer)) & set(work.modules))
+        for layer in {work.shape.is_moe(layer): layer for layer in layers}.values()
+    }
+    return sum(max(1, by_kind[work.shape.is_moe(layer)]) for layer in layers)
