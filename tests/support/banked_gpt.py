@@ -123,8 +123,8 @@ def compare_bank(
         host_bytes={size: moves.host_bytes for size, moves in offloading},
         allocated_bytes=tuple(banked.allocated_bytes),
     )
-    places = {id(slot.place): slot.place for bank in banked.graphs for slot in slots_of(bank)}
-    pools = [place.host_pool for place in places.values() if offload_modules]
+    memories = {id(slot.memory): slot.memory for bank in banked.graphs for slot in slots_of(bank)}
+    pools = [memory.host_pool for memory in memories.values() if offload_modules]
     assert all(pool.allocated_bytes for pool in pools)
     for bank in banked.graphs:
         bank.delete()

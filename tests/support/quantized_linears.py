@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import Graph, ImitatedGraphs, Recorded, Work
+from megatron.slipstream.chunk_graphs.backend import EagerGraphs, Graph, Recorded, Work
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _BAKED_IN = ("is_first_microbatch", "disable_parameter_transpose_cache")
@@ -120,7 +120,7 @@ def train_in_fp8(block: torch.nn.Module) -> None:
             module.forward = partial(run, module)  # type: ignore[method-assign]
 
 
-class MarksBakedIn(ImitatedGraphs):
+class MarksBakedIn(EagerGraphs):
     """Imitated graphs whose replays run the layers with the marks that they were recorded with.
 
     Args:

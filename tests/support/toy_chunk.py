@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import GraphBackend, ImitatedGraphs
+from megatron.slipstream.chunk_graphs.backend import EagerGraphs, GraphBackend
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 
@@ -138,7 +138,7 @@ class Training:
                 ),
                 num_slots,
                 num_warmup_iterations,
-                backend or ImitatedGraphs(),
+                backend or EagerGraphs(),
             )
 
     def parameters(self) -> list[Any]:

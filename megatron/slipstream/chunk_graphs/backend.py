@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Recording work once and running it again: CUDA graphs, and what stands for them without a GPU.
+"""Recording work once and running it again: CUDA graphs, and eager ones without a GPU.
 
 [Note: What is exchanged stays while it is recorded]
 NCCL has a stream of its own, and memory that it sends or receives point to point can be used again
-once that stream has passed. While a graph is recorded nobody can tell, so all of it stays until the
-end: with context parallelism, the keys and values of each exchange in each layer. On two and on
+once that stream has passed. While a graph is recorded that is not known, so all of it stays until
+the end: with context parallelism, the keys and values of each exchange in each layer. On two and on
 four H200s graphs of 16 layers so held 122 and 350 MiB more than an eager pass, of 128 and 384 MiB
-exchanged in forward. What is measured before a recording keeps as much.
+exchanged in forward. A measured pass keeps as much.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Cost(NamedTuple):
 class GraphBackend(abc.ABC):
     """Makes graphs."""
 
-    is_imitation = False
-    """Whether its graphs only stand for CUDA graphs."""
+    is_eager = False
+    """Whether a replay runs the work again, without a CUDA graph."""
 
     @abc.abstractmethod
     def session(self) -> contextlib.AbstractContextManager[None]:
@@ -202,14 +202,14 @@ class _WorkAgain(Graph):
                 result.copy_(new)
 
 
-class ImitatedGraphs(GraphBackend):
-    """Stands for CUDA graphs on a machine without a GPU: a replay runs the work once more.
+class EagerGraphs(GraphBackend):
+    """In place of CUDA graphs on a machine without a GPU: a replay runs the work once more.
 
     What a graph would bake in is therefore not baked in; everything around graphs is as with them:
     static inputs and outputs, slots, gradients that autograd does not see.
     """
 
-    is_imitation = True
+    is_eager = True
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:

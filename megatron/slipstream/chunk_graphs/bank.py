@@ -6,11 +6,11 @@ A graph has the size that it was captured with baked in: the communicator, the s
 exchange, the positions of rotary embeddings, how offsets of sequences are divided. So a bank has
 :class:`ChunkGraphs` for each size that a micro-batch may have, and looks at the micro-batch.
 
-[Note: Sizes take turns in a place]
-Whatever sizes are in flight, there are never more micro-batches than slots. So sizes do not have
-slots of their own: each has its graphs in every place, and the micro-batch that takes a place keeps
-the graphs of all other sizes there idle. They share device memory, host memory and static inputs;
-what another size adds is little more than the graphs themselves.
+[Note: Sizes share slot memory]
+Whatever sizes are in flight, there are never more micro-batches than slots. So each size has its
+graphs in every :class:`SlotMemory`. While a micro-batch uses one of them, the graphs of the other
+sizes there are idle: all share device memory, host memory and static inputs, and another size adds
+little more than the graphs themselves.
 
 [Note: All ranks capture together]
 A pass is run before it is captured, and ranks of a group wait for one another in it. So all sizes
@@ -20,7 +20,7 @@ each of these steps the ranks tell one another whether it went well. If it did n
 up what they have, with an error.
 
 Not every rank has had a micro-batch of each size before. What size changes is known, though; so the
-arguments of one call are turned into those of all sizes (:meth:`Sizes.arguments_of`).
+arguments of one call are turned into those of all sizes (:meth:`CpSizes.arguments_of`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ import torch
 from megatron.slipstream.chunk_graphs.backend import GraphBackend
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import CaptureFigures, ChunkGraphs, copy_of_call
-from megatron.slipstream.chunk_graphs.places import Place
+from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.chunk_graphs.static_arguments import StaticArguments
 
 
-class Sizes(Protocol):
-    """What a bank asks about context-parallel sizes."""
+class CpSizes(Protocol):
+    """The context-parallel sizes of micro-batches, for a bank."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -85,7 +85,7 @@ class GraphBank:
         num_slots: int,
         num_warmup_iterations: int,
         backend: GraphBackend,
-        sizes: Sizes,
+        sizes: CpSizes,
     ) -> None:
         self.num_slots = num_slots
         self._num_warmup_iterations = max(1, num_warmup_iterations)
@@ -98,7 +98,7 @@ class GraphBank:
         self._largest = next(iter(self._graphs.values()))
         self._num_iterations = 0
         self._call: Optional[tuple[torch.Tensor, StaticArguments]] = None
-        """What one micro-batch was run with; None before it was."""
+        """Arguments of one micro-batch that ran; None before one has."""
 
     @property
     def of_size(self) -> Mapping[int, ChunkGraphs]:
@@ -164,12 +164,12 @@ class GraphBank:
 
     def _capture(self, sample: torch.Tensor, call: StaticArguments) -> None:
         """See [Note: All ranks capture together]."""
-        places = [Place(self._backend.new_pool()) for _ in range(self.num_slots)]
+        memories = [SlotMemory(self._backend.new_pool()) for _ in range(self.num_slots)]
         arguments = call.put_together(call.tensors)
         try:
             with self._backend.session():
                 for size in self._graphs:
-                    prepare = partial(self._prepare, size, sample, arguments, places)
+                    prepare = partial(self._prepare, size, sample, arguments, memories)
                     self._together(size, prepare)
                 for size, graphs in self._graphs.items():
                     self._together(size, graphs.record)
@@ -183,10 +183,10 @@ class GraphBank:
         size: int,
         sample: torch.Tensor,
         arguments: Mapping[str, Any],
-        places: Sequence[Place],
+        memories: Sequence[SlotMemory],
     ) -> None:
         resized = StaticArguments.take_apart(self._sizes.arguments_of(arguments, size))
-        self._graphs[size].prepare(sample, resized, places)
+        self._graphs[size].prepare(sample, resized, memories)
 
     def _together(self, size: int, step: Callable[[], None]) -> None:
         error: Optional[Exception] = None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A model chunk as the engine sees it, and what it may bring along."""
+"""A model chunk as the engine sees it, and its optional parts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def _nothing() -> None:
     pass
 
 
-class Around(Protocol):
-    """What is entered while the passes of one slot are recorded."""
+class CaptureHooks(Protocol):
+    """Contexts for the passes of one slot while they are captured."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around the forward pass."""
+        """For the forward pass."""
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around the backward pass."""
+        """For the backward pass."""
 
     def close(self) -> None:
-        """The graphs are no more."""
+        """The graphs are deleted."""
 
 
-class NothingAround:
-    """Nothing."""
+class NoCaptureHooks:
+    """No context."""
 
     def forward(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -52,7 +52,7 @@ class Constants(Protocol):
     """Tensors that the chunk makes for itself and uses again, held as long as its graphs."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Have the chunk use those that are held, and hold what it makes anew."""
+        """Have the chunk use the held tensors, and hold those that it makes."""
 
 
 class _NoConstants:
@@ -69,10 +69,10 @@ class Chunk:
         module: Holds the chunk's parameters, each with a ``main_grad``.
         run: Computes hidden states from hidden states and other arguments by name, none of which
             gets a gradient.
-        before_replay: Called before each forward replay: what hooks of the modules would wait for.
-        after_replay: Called after each backward replay: what hooks of the parameters would start.
-        save_state: Called before the chunk is run for capture; what it returns is called after, to
-            put back what runs of the chunk change beside gradients.
+        before_replay: Called before each forward replay, in place of hooks of the modules.
+        after_replay: Called after each backward replay, in place of hooks of the parameters.
+        save_state: Called before the chunk is run for capture. Returns a function that is called
+            after, to restore the state that runs change beside gradients.
         offloading: Moves activations inside the graphs; None: they stay.
         make_constants: Called once for each capture.
     """

@@ -4,17 +4,17 @@
 
 A chunk has as many slots as its schedule has micro-batches in flight. A slot is a forward and a
 backward graph with the memory in which they were captured. A micro-batch takes a free slot when it
-goes forward and gives it back when the replay of its backward has been launched: whoever takes it
-next is launched later, on the same stream.
+goes forward and frees it when the replay of its backward has been launched: the next one is
+launched later, on the same stream.
 
-[Note: Slots take turns freely]
+[Note: Slots in any order]
 Every slot has a memory pool of its own, so no graph of one lies where a graph of another has its
-activations, and slots can be taken and given back in any order.
+activations, and slots can be taken and freed in any order.
 
 [Note: Captured between iterations]
 What is captured is also run once, for all that happens on first use (workspaces, autotuning). That
-adds to gradients, so it is done right before an iteration sets them to zero. Whatever else the
-chunk changes by itself is put back (:class:`ChunkState`), and so is the state of random numbers.
+adds to gradients, so it is done right before an iteration sets them to zero. Other state that the
+chunk changes is restored (``Chunk.save_state``), and so is that of random numbers.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.slipstream.chunk_graphs.backend import Graph, GraphBackend
-from megatron.slipstream.chunk_graphs.chunk import Around, Chunk, Constants, NothingAround
-from megatron.slipstream.chunk_graphs.places import Place, copy_to
-from megatron.slipstream.chunk_graphs.stand_ins import StandIns
+from megatron.slipstream.chunk_graphs.capture_parameters import CaptureParameters
+from megatron.slipstream.chunk_graphs.chunk import CaptureHooks, Chunk, Constants, NoCaptureHooks
+from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory, copy_to
 from megatron.slipstream.chunk_graphs.static_arguments import (
-    QuickLook,
+    FastMatch,
     StaticArguments,
     TensorFacts,
 )
@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class CaptureFigures:
-    """What capturing a chunk took."""
+    """Memory and time of a capture."""
 
     num_slots: int
     predicted_slot_bytes: int
     """Peak of device memory of one forward and backward pass, run before the capture."""
     slot_bytes: int
     """Device memory that the graphs hold, divided by the number of slots: beyond that of graphs
-    that were captured in the same places before."""
+    that were captured in the same memory before."""
     seconds: float
 
     def render(self) -> str:
@@ -67,11 +67,13 @@ class CaptureFigures:
 class _Slot:
     """One pair of graphs and the tensors through which they are fed and read."""
 
-    def __init__(self, hidden: torch.Tensor, arguments: StaticArguments, place: Place) -> None:
-        self.place = place
-        self.hidden = place.static("hidden_states", hidden).tensor.requires_grad_()
+    def __init__(
+        self, hidden: torch.Tensor, arguments: StaticArguments, memory: SlotMemory
+    ) -> None:
+        self.memory = memory
+        self.hidden = memory.static("hidden_states", hidden).tensor.requires_grad_()
         self._statics = [
-            place.static(name, tensor)
+            memory.static(name, tensor)
             for name, tensor in zip(arguments.names, arguments.tensors, strict=True)
         ]
         self.tensors = tuple(static.tensor for static in self._statics)
@@ -80,18 +82,18 @@ class _Slot:
         self.grad_hidden: torch.Tensor
         self.forward: Graph
         self.backward: Graph
-        self.around: Around = NothingAround()
+        self.hooks: CaptureHooks = NoCaptureHooks()
         self.feed(hidden, arguments.tensors)
 
     @property
     def is_free(self) -> bool:
         """Whether no micro-batch has its activations in it."""
-        return self.place.is_free
+        return self.memory.is_free
 
     @property
     def pool(self) -> Any:
         """Device memory of its graphs."""
-        return self.place.pool
+        return self.memory.pool
 
     def feed(self, hidden: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a call's tensors to where the graphs read them."""
@@ -101,29 +103,29 @@ class _Slot:
 
 
 class _Prepared(NamedTuple):
-    """What is about to be captured."""
+    """Slots that are run and ready to be captured."""
 
     slots: list[_Slot]
-    parameters: StandIns
+    parameters: CaptureParameters
     sample: torch.Tensor
     predicted_bytes: int
     """Device memory that one pass took."""
     seconds: float
 
 
-class _Lease:
-    """A micro-batch's hold on a slot. It ends with its backward, or when nobody can run that."""
+class _SlotAllocation:
+    """A micro-batch's use of a slot. It ends with its backward, or when backward cannot run."""
 
     def __init__(self, slot: _Slot) -> None:
         self._slot: Optional[_Slot] = slot
-        slot.place.is_free = False
+        slot.memory.is_free = False
 
     @property
     def slot(self) -> _Slot:
         """The slot.
 
         Raises:
-            RuntimeError: It has been given back.
+            RuntimeError: It has been freed.
         """
         if self._slot is None:
             raise RuntimeError(
@@ -133,9 +135,9 @@ class _Lease:
         return self._slot
 
     def end(self) -> None:
-        """Give the slot back."""
+        """Free the slot."""
         if self._slot is not None:
-            self._slot.place.is_free = True
+            self._slot.memory.is_free = True
             self._slot = None
 
     # Autograd drops it with the loss, if backward never comes.
@@ -168,7 +170,7 @@ class ChunkGraphs:
         self._sample: Optional[torch.Tensor] = None
         self._arguments: Optional[StaticArguments] = None
         """Hidden states and the rest of a micro-batch that ran eagerly; None before it did."""
-        self._quick_look: Optional[QuickLook] = None
+        self._fast_match: Optional[FastMatch] = None
         """At calls that are to be replayed."""
         self._slots: list[_Slot] = []
         self._addresses: tuple[int, ...] = ()
@@ -198,9 +200,9 @@ class ChunkGraphs:
         if self._slots:
             self._check_addresses()
         elif self._sample is not None and self._arguments is not None:
-            places = [Place(self._backend.new_pool()) for _ in range(self.num_slots)]
+            memories = [SlotMemory(self._backend.new_pool()) for _ in range(self.num_slots)]
             with self._backend.session():
-                self.prepare(self._sample, self._arguments, places)
+                self.prepare(self._sample, self._arguments, memories)
                 self.record()
 
     def delete(self) -> None:
@@ -228,11 +230,11 @@ class ChunkGraphs:
     def close(self) -> None:
         """Release the graphs, whatever is in flight: the training is over."""
         for slot in self._slots:
-            slot.around.close()
+            slot.hooks.close()
         self._slots = []
         self._num_iterations = 0
         self._sample = self._arguments = self._constants = self._prepared = None
-        self._quick_look = None
+        self._fast_match = None
 
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """One micro-batch's forward pass.
@@ -247,7 +249,7 @@ class ChunkGraphs:
         Raises:
             ValueError: The graphs were captured with other arguments.
         """
-        # Without a backward pass nothing would give a slot back.
+        # Without a backward pass nothing would free a slot.
         if not (self.chunk.module.training and torch.is_grad_enabled()):
             return self.chunk.run(hidden, **arguments)
         if not self._slots:
@@ -260,9 +262,11 @@ class ChunkGraphs:
             return self.chunk.run(hidden, **arguments)
         self.chunk.before_replay()
         self.num_replays += 1
-        lease = _Lease(slot)
+        allocation = _SlotAllocation(slot)
         slot.feed(hidden, tensors)
-        output: torch.Tensor = _Replay.apply(hidden, self._anchor, lease, self.chunk.after_replay)
+        output: torch.Tensor = _Replay.apply(
+            hidden, self._anchor, allocation, self.chunk.after_replay
+        )
         return output
 
     # Eager iterations.
@@ -276,25 +280,25 @@ class ChunkGraphs:
     # Capture.
 
     def prepare(
-        self, sample: torch.Tensor, arguments: StaticArguments, places: Sequence[Place]
+        self, sample: torch.Tensor, arguments: StaticArguments, memories: Sequence[SlotMemory]
     ) -> None:
-        """Run what is to be captured, and see whether there is room; in a session of the backend.
+        """Run the passes to capture, and check that there is room; in a session of the backend.
 
         Args:
             sample: Hidden states.
             arguments: The rest of a call, of the shapes that all calls have.
-            places: One for each slot. Other graphs may lie in them.
+            memories: One for each slot. Other graphs may be in them.
 
         Raises:
             ValueError: As :meth:`begin_iteration`.
         """
         started = time.perf_counter()
         self._constants = self.chunk.make_constants()
-        parameters = StandIns(self.chunk.name, self.chunk.module)
+        parameters = CaptureParameters(self.chunk.name, self.chunk.module)
         self._arguments = arguments
         put_back = self.chunk.save_state()
         try:
-            slots = [_Slot(sample, arguments, place) for place in places]
+            slots = [_Slot(sample, arguments, memory) for memory in memories]
             with self._warmed_up(slots[0], parameters) as run:
                 cost = self._backend.measure(run)
             self._check_room(cost.peak_bytes)
@@ -318,14 +322,14 @@ class ChunkGraphs:
                 self._record(slot, parameters)
         except BaseException:
             for slot in slots:
-                slot.around.close()
+                slot.hooks.close()
             slots.clear()  # The traceback keeps the list.
             raise
         finally:
             put_back()
         held_bytes = self._backend.held_bytes() - held_bytes
         self._slots = slots
-        self._quick_look = QuickLook(self._arguments)
+        self._fast_match = FastMatch(self._arguments)
         self._sample = None
         self._addresses = self._current_addresses()
         self.figures = CaptureFigures(
@@ -334,7 +338,7 @@ class ChunkGraphs:
             slot_bytes=held_bytes // self.num_slots,
             seconds=seconds + time.perf_counter() - started,
         )
-        if self._backend.is_imitation:
+        if self._backend.is_eager:
             logger.info("imitated graphs of %s: %d slots", self.chunk.name, self.num_slots)
         else:
             logger.info("CUDA graphs of %s: %s", self.chunk.name, self.figures.render())
@@ -359,49 +363,49 @@ class ChunkGraphs:
         return output
 
     @contextlib.contextmanager
-    def _replaced(self, parameters: StandIns) -> Iterator[None]:
-        """Have the chunk use the stand-ins, and the constants that are held."""
+    def _replaced(self, parameters: CaptureParameters) -> Iterator[None]:
+        """Have the chunk use the capture's parameters, and the held constants."""
         assert self._constants is not None
         with parameters.in_place(), self._constants.in_place():
             yield
 
-    def _run_once(self, slot: _Slot, parameters: StandIns) -> None:
+    def _run_once(self, slot: _Slot, parameters: CaptureParameters) -> None:
         with self._replaced(parameters):
             output = self._run(slot)
             output.backward(torch.ones_like(output))
         slot.hidden.grad = None
 
     def _warmed_up(
-        self, slot: _Slot, parameters: StandIns
+        self, slot: _Slot, parameters: CaptureParameters
     ) -> AbstractContextManager[Callable[[], None]]:
-        """What a slot's graphs will do, when all has happened that happens on first use."""
+        """A run of what a slot's graphs will do, after one that includes first-use work."""
         run = partial(self._run_once, slot, parameters)
         if self.chunk.offloading is not None:
             return self.chunk.offloading.planning(run)
         run()
         return contextlib.nullcontext(run)
 
-    def _record(self, slot: _Slot, parameters: StandIns) -> None:
+    def _record(self, slot: _Slot, parameters: CaptureParameters) -> None:
         """Capture a slot's graphs: backward's frees activations as it goes, into the same pool."""
         if self.chunk.offloading is not None:
-            slot.around = self.chunk.offloading.make_slot(slot.place)
+            slot.hooks = self.chunk.offloading.make_slot(slot.memory)
         live: list[torch.Tensor] = []
 
         def forward() -> Sequence[torch.Tensor]:
-            with self._replaced(parameters), slot.around.forward():
+            with self._replaced(parameters), slot.hooks.forward():
                 live[:] = [self._run(slot)]
             return [live[0].detach()]
 
         def backward() -> Sequence[torch.Tensor]:
             # Layers are run again where their activations are recomputed.
-            with self._replaced(parameters), slot.around.backward():
+            with self._replaced(parameters), slot.hooks.backward():
                 live.pop().backward(slot.grad_output)
             grad, slot.hidden.grad = slot.hidden.grad, None
             assert grad is not None
             return [grad]
 
         slot.forward, (slot.output,) = self._backend.record(forward, slot.pool)
-        slot.grad_output = slot.place.static("gradient of the output", slot.output).tensor
+        slot.grad_output = slot.memory.static("gradient of the output", slot.output).tensor
         slot.backward, (slot.grad_hidden,) = self._backend.record(backward, slot.pool)
 
     def _check_room(self, slot_bytes: int) -> None:
@@ -422,10 +426,10 @@ class ChunkGraphs:
     ) -> Sequence[torch.Tensor]:
         """The tensors of a call, but for hidden states; raises if it is not as captured."""
         assert self._arguments is not None
-        assert self._quick_look is not None
+        assert self._fast_match is not None
         static = self._slots[0].hidden
         is_same = static.shape == hidden.shape and static.dtype == hidden.dtype
-        tensors = self._quick_look.tensors(arguments)
+        tensors = self._fast_match.tensors(arguments)
         if is_same and tensors is not None:
             return tensors
         call = StaticArguments.take_apart(arguments)
@@ -469,7 +473,7 @@ class ChunkGraphs:
 def copy_of_call(
     name: str, hidden: torch.Tensor, arguments: Mapping[str, Any]
 ) -> tuple[torch.Tensor, StaticArguments]:
-    """Copies of what a chunk is called with: hidden states and the rest.
+    """Copies of a call's arguments: hidden states and the rest.
 
     Args:
         name: The chunk's, for messages.
@@ -498,22 +502,22 @@ class _Replay(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         anchor: torch.Tensor,
-        lease: _Lease,
+        allocation: _SlotAllocation,
         after_replay: Callable[[], None],
     ) -> torch.Tensor:
-        slot = lease.slot
+        slot = allocation.slot
         slot.forward.replay()
-        ctx.lease = lease
+        ctx.allocation = allocation
         ctx.after_replay = after_replay
         # A copy: schedules send it, then empty it, and the slot's is overwritten by the next one.
         return slot.output.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        slot = ctx.lease.slot
+        slot = ctx.allocation.slot
         slot.grad_output.copy_(grad_outputs[0])
         slot.backward.replay()
         grad = slot.grad_hidden.clone() if ctx.needs_input_grad[0] else None
-        ctx.lease.end()
+        ctx.allocation.end()
         ctx.after_replay()
         return grad, None, None, None

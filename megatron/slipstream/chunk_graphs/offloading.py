@@ -8,8 +8,8 @@ records, plans and times them as it would any. Then each slot is captured with a
 follows the last plan: copies go to side streams inside the graph and are joined to its end (edge
 E9).
 
-Every slot has an engine of its own, and every place has host memory of its own: what a graph copies
-to and from is baked in, and the places of micro-batches in flight hold theirs at the same time.
+Every slot has an engine of its own, and every slot memory its host memory: addresses are baked into
+a graph, and the micro-batches in flight use theirs at the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Optional
 
-from megatron.slipstream.chunk_graphs.places import Place
+from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import SLACK
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
@@ -28,7 +28,7 @@ from megatron.slipstream.plan.host_layout import size_class_bytes
 
 NUM_RUNS = 16
 """Iterations that are run before the capture: one is recorded, and from the times of the others the
-plan is made anew up to three times."""
+plan is made again up to three times."""
 
 
 class ChunkOffloading:
@@ -52,9 +52,9 @@ class ChunkOffloading:
         self._marks_go_to = marks_go_to
         self._plan: Optional[Plan] = None
         self.moved_bytes = 0
-        """What one replay of a slot's forward graph copies out."""
+        """Copied out by one replay of a slot's forward graph."""
         self.host_bytes = 0
-        """Host memory of all slots, beyond what others in the same places had taken before."""
+        """Host memory of all slots, beyond what others in the same memory took before."""
 
     @contextlib.contextmanager
     def planning(self, run: Callable[[], None]) -> Iterator[Callable[[], None]]:
@@ -64,7 +64,7 @@ class ChunkOffloading:
             run: A forward and backward pass of the chunk.
 
         Yields:
-            What runs it once more, as planned.
+            A function that runs it once more, as planned.
         """
         engine = self._make_engine()
         self.host_bytes = self.moved_bytes = 0
@@ -83,23 +83,23 @@ class ChunkOffloading:
         finally:
             engine.close()
 
-    def make_slot(self, place: Place) -> SlotOffloading:
-        """What is entered while one slot is captured, as planned.
+    def make_slot(self, memory: SlotMemory) -> SlotOffloading:
+        """Contexts for the capture of one slot, as planned.
 
         Args:
-            place: Of the slot, which has the host memory.
+            memory: Of the slot.
         """
         plan = self._plan
         engine = self._make_engine()
         slot = SlotOffloading(engine, plan, self._begin_pass, self._marks_go_to)
         if plan is not None:
-            self.host_bytes += slot.use(place)
+            self.host_bytes += slot.use(memory)
             self.moved_bytes = sum(storage.nbytes for storage in plan.storages)
         return slot
 
 
 class SlotOffloading:
-    """What moves while the graphs of one slot are captured."""
+    """Offloading while the graphs of one slot are captured."""
 
     def __init__(
         self,
@@ -112,24 +112,24 @@ class SlotOffloading:
         self._plan = plan
         self._begin_pass = begin_pass
         self._marks_go_to = marks_go_to
-        self._place: Optional[Place] = None
+        self._memory: Optional[SlotMemory] = None
 
-    def use(self, place: Place) -> int:
-        """Have copies go to the host memory of a place, enough for the plan.
+    def use(self, memory: SlotMemory) -> int:
+        """Have copies go to this memory's host pool, large enough for the plan.
 
         Returns:
-            What had to be added to it.
+            Bytes added to the pool.
         """
         assert self._plan is not None
-        self._place = place
+        self._memory = memory
         store = self._engine.store
         store.host_pool.close()
-        store.host_pool = place.share_host_pool(store.backend)
+        store.host_pool = memory.share_host_pool(store.backend)
         return _hold(store.host_pool, self._plan)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward pass. All that moves has left the device at its end."""
+        """For the forward pass. All that moves has left the device at its end."""
         if self._plan is None:
             yield
             return
@@ -146,7 +146,7 @@ class SlotOffloading:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Around the backward pass."""
+        """For the backward pass."""
         if self._plan is None:
             yield
             return
@@ -159,30 +159,30 @@ class SlotOffloading:
             self._engine.forget_pass()
 
     def close(self) -> None:
-        """Return the host memory, when no replay uses it any more and no other slot is there."""
+        """Free the host memory, once no replay and no other slot uses it."""
         store = self._engine.store
         store.backend.wait_on_host(store.backend.current_stream())
-        if self._place is not None:
+        if self._memory is not None:
             store.host_pool = HostPool(store.backend, 0)
         self._engine.close()
-        if self._place is not None:
-            self._place.leave_host_pool()
-            self._place = None
+        if self._memory is not None:
+            self._memory.leave_host_pool()
+            self._memory = None
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the place."""
+        """Of the slot's memory."""
         return self._engine.store.host_pool.allocated_bytes
 
 
 def share_of_host_memory(
     limit_bytes: Optional[int], held_bytes: int, num_slots: int
 ) -> Optional[int]:
-    """What the plan of a pass may need, so that all slots together keep to a limit.
+    """Host memory that one pass may use, so that all slots together keep to a limit.
 
     Args:
         limit_bytes: Of the process; None for none.
-        held_bytes: What it has taken of that already.
+        held_bytes: Of that, in use already.
         num_slots: Passes whose activations are away at the same time.
     """
     if limit_bytes is None:
@@ -191,10 +191,10 @@ def share_of_host_memory(
 
 
 def _hold(pool: HostPool, plan: Plan) -> int:
-    """Have enough host memory for a pass: all that moves is away at once when its forward ends.
+    """Reserve host memory for a pass: all that moves is away at once when its forward ends.
 
     Returns:
-        What had to be added.
+        Bytes added to the pool.
     """
     before = pool.allocated_bytes
     sizes = [size_class_bytes(storage.nbytes) for storage in plan.storages]

@@ -8,7 +8,7 @@ pipeline schedule has micro-batches between the two at once. That depends on the
 how many micro-batches an iteration has: with enough slots for the worst count, every count replays
 without a new capture.
 
-Nothing here knows megatron-core. What decides its schedules comes in as :class:`ScheduleFunctions`
+Nothing here knows megatron-core. Its schedules come in as :class:`ScheduleFunctions`
 (``integration/schedules.py`` binds megatron-core's own), and the order that follows is replayed.
 """
 
@@ -29,7 +29,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """What of the parallel layout decides a rank's schedule.
+    """The part of the parallel layout that decides a rank's schedule.
 
     Args:
         pp_size: Number of pipeline stages, megatron's ``pipeline_model_parallel_size``.
@@ -87,7 +87,7 @@ class PipelineLayout:
 
 
 class ScheduleFunctions(NamedTuple):
-    """What decides the order of a rank's passes."""
+    """Functions that decide the order of a rank's passes."""
 
     num_warmup: Callable[[PipelineLayout, int], int]
     """Forward passes before the first backward pass, given the number of micro-batches."""
@@ -163,7 +163,7 @@ def slots_per_chunk(layout: PipelineLayout, functions: ScheduleFunctions) -> tup
 
 
 def _telling_counts(layout: PipelineLayout) -> Iterator[int]:
-    """Numbers of micro-batches among which the worst for every chunk is.
+    """Numbers of micro-batches that include the worst for every chunk.
 
     What is in flight follows from a window of the table as long as the warm-up, and the table
     repeats with every full group; only its last group may be smaller. The warm-up, at most

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a model chunk is called with, apart into tensors and the form they have been in.
+"""The arguments of a model chunk: its tensors, and everything else.
 
-A captured graph reads its inputs where they were when it was captured, so each call's are copied
-there. Everything that is no tensor is baked in: it has to be the same in every call.
+A captured graph reads its inputs at fixed addresses, so each call's tensors are copied there. All
+other values are baked in: they have to be the same in every call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 
 class TensorFacts(NamedTuple):
-    """What of a tensor a graph takes for granted."""
+    """Properties of a tensor that a graph bakes in."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class TensorFacts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Stands where a tensor was."""
+    """In the place of a tensor."""
 
     index: int
 
@@ -92,7 +92,7 @@ class StaticArguments:
         return {name: _with_tensors(value, tensors) for name, value in self.rest.items()}
 
     def differences(self, call: StaticArguments) -> list[str]:
-        """What a later call has that a graph made of this one cannot take; empty if nothing.
+        """How a later call differs from this one in what a graph bakes in; empty if it does not.
 
         Args:
             call: The later one.
@@ -119,11 +119,11 @@ class StaticArguments:
         return self.rest == call.rest and _facts(self.tensors) == _facts(call.tensors)
 
 
-class QuickLook:
-    """Looks at calls that are like the one before, as all are, without taking them apart.
+class FastMatch:
+    """Matches calls against the captured one without taking them apart.
 
-    A small model is called some hundred times in a second, and what a call has beside its tensors
-    is compared with what was captured each time: here by a few operations over all of it.
+    A small model is called some hundred times in a second, and each call's values are compared with
+    the captured ones: here by a few operations over all of them.
 
     Args:
         captured: The call that all others should be like.
@@ -132,7 +132,7 @@ class QuickLook:
     def __init__(self, captured: StaticArguments) -> None:
         self._names = tuple(captured.rest)
         self._instances: list[tuple[int, Callable[[Any], tuple[Any, ...]]]] = []
-        """Which values are data classes, and what gets their fields."""
+        """Values that are data classes, and functions that get their fields."""
         self._facts = _facts(captured.tensors)
         values: list[Any] = [captured.rest[name] for name in self._names]
         for place, value in enumerate(values):  # which grows meanwhile
@@ -205,7 +205,7 @@ def _kind(value: Any) -> type:
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    """What returns those attributes of an object."""
+    """A function that returns those attributes of an object."""
     if len(names) > 1:
         return operator.attrgetter(*names)
     return lambda value: tuple(getattr(value, name) for name in names)
@@ -261,7 +261,7 @@ def _with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _paths(value: Any, name: str) -> Iterator[tuple[int, str]]:
-    """Where places are: their indices and what leads to them."""
+    """Indices of tensors, and the path to each."""
     if isinstance(value, _Place):
         yield value.index, name
     elif isinstance(value, _Instance):

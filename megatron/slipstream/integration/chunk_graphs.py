@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.slipstream.chunk_graphs.backend import CudaGraphs, GraphBackend, ImitatedGraphs
+from megatron.slipstream.chunk_graphs.backend import CudaGraphs, EagerGraphs, GraphBackend
 from megatron.slipstream.chunk_graphs.bank import GraphBank
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
@@ -148,7 +148,7 @@ def replay_chunks(
             quantize_weights_in_every_pass(get_attr_wrapped_model(chunk, "decoder"))
     table.apply(Feature.FUSED_ROTATION)
     if backend is None:
-        backend = _cuda_graphs() if torch.cuda.is_available() else ImitatedGraphs()
+        backend = _cuda_graphs() if torch.cuda.is_available() else EagerGraphs()
     replayed: list[Replayed] = []
     slots = chunk_slots(config)
     for index, (wrapper, num_slots) in enumerate(zip(chunks, slots, strict=True)):

@@ -13,11 +13,11 @@ import pytest
 import torch
 from toy_chunk import TOKENS, WIDTH, Training, equal
 
-from megatron.slipstream.chunk_graphs.backend import Cost, ImitatedGraphs
+from megatron.slipstream.chunk_graphs.backend import Cost, EagerGraphs
 from megatron.slipstream.chunk_graphs.bank import GraphBank
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
-from megatron.slipstream.chunk_graphs.places import Static, copy_to
+from megatron.slipstream.chunk_graphs.slot_memory import Static, copy_to
 
 SIZES = (1, 2, 4)
 SCHEDULES = ["FB", "FFBB", "FFBFBB", "FFFBFBFBBB", "FB", "FFFBBB"]
@@ -53,7 +53,7 @@ def _table(size: int) -> torch.Tensor:
     return torch.linspace(1, 2, TOKENS * size).reshape(-1, 1, 1)
 
 
-class _Around:
+class _CaptureHooks:
     """Counts how often it is closed."""
 
     def __init__(self, log: list[str]) -> None:
@@ -79,9 +79,9 @@ class _Offloading:
     def planning(self, run: Callable[[], None]) -> Any:
         return contextlib.nullcontext(run)
 
-    def make_slot(self, place: Any) -> _Around:
+    def make_slot(self, memory: Any) -> _CaptureHooks:
         self.log.append("made")
-        return _Around(self.log)
+        return _CaptureHooks(self.log)
 
 
 class Sized(Training):
@@ -96,7 +96,7 @@ class Sized(Training):
     def __init__(
         self,
         num_slots: Optional[int],
-        backend: Optional[ImitatedGraphs] = None,
+        backend: Optional[EagerGraphs] = None,
         offloading: Optional[Any] = None,
     ) -> None:
         super().__init__(None)
@@ -114,7 +114,7 @@ class Sized(Training):
             )
             for size in SIZES
         }
-        self.bank = GraphBank(chunks, num_slots, 1, backend or ImitatedGraphs(), self.sizes)
+        self.bank = GraphBank(chunks, num_slots, 1, backend or EagerGraphs(), self.sizes)
         self.graphs = self.bank
 
     def run(self, hidden: torch.Tensor, table: torch.Tensor, size: int) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_all_sizes_are_captured_after_one_micro_batch_from_the_largest() -> None
 
 
 def test_sizes_share_the_memory_of_a_place_and_places_share_none() -> None:
-    class Pools(ImitatedGraphs):
+    class Pools(EagerGraphs):
         def new_pool(self) -> Any:
             return object()
 
@@ -187,8 +187,8 @@ def test_sizes_share_the_memory_of_a_place_and_places_share_none() -> None:
 def test_an_input_that_sizes_share_is_copied_again_when_another_size_had_it() -> None:
     training = trained(1, ["FB", "FB"])
     (first, second, _) = of_size(training).values()
-    shared = first._slots[0].place.static("mask", torch.zeros(3))
-    assert shared is second._slots[0].place.static("mask", torch.ones(3))
+    shared = first._slots[0].memory.static("mask", torch.zeros(3))
+    assert shared is second._slots[0].memory.static("mask", torch.ones(3))
     one, other = torch.ones(3), torch.full((3,), 2.0)
     for source in (one, other, one):
         copy_to([shared], [source])
@@ -299,7 +299,7 @@ def test_at_the_end_of_a_training_graphs_of_all_sizes_go_though_they_are_in_use(
     assert not any(graphs.is_captured for graphs in of_size(training).values())
 
 
-class _FailsAt(ImitatedGraphs):
+class _FailsAt(EagerGraphs):
     """Cannot record any more after so many times."""
 
     def __init__(self, num_records: int) -> None:
@@ -347,7 +347,7 @@ def test_if_another_rank_fails_this_one_gives_up_what_it_has(
     assert not training.bank.is_captured
 
 
-class _Device(ImitatedGraphs):
+class _Device(EagerGraphs):
     """The first graph in a pool takes 1 GiB, as much as a pass has at its peak; others 64 MiB."""
 
     def __init__(self, free_bytes: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from toy_chunk import TOKENS, WIDTH, ToyChunk, Training, equal
 
-from megatron.slipstream.chunk_graphs.backend import Cost, ImitatedGraphs
+from megatron.slipstream.chunk_graphs.backend import Cost, EagerGraphs
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 
@@ -292,14 +292,14 @@ def test_a_chunk_returns_hidden_states_only() -> None:
     module = ToyChunk()
     for parameter in module.parameters():
         parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-    graphs = ChunkGraphs(Chunk("c", module, lambda x: (x, x)), 1, 1, ImitatedGraphs())  # type: ignore[arg-type, return-value]
+    graphs = ChunkGraphs(Chunk("c", module, lambda x: (x, x)), 1, 1, EagerGraphs())  # type: ignore[arg-type, return-value]
     graphs.begin_iteration()
     graphs(torch.zeros(TOKENS, 1, WIDTH), {})
     with pytest.raises(ValueError, match="c returns tuple"):
         graphs.begin_iteration()
 
 
-class _Watched(ImitatedGraphs):
+class _Watched(EagerGraphs):
     """Notes how often a module has been run before each graph is recorded."""
 
     module: ToyChunk
@@ -326,7 +326,7 @@ def test_what_is_captured_has_been_run_and_then_measured() -> None:
     assert backend.num_runs == [2, 3, 4]
 
 
-class _Small(ImitatedGraphs):
+class _Small(EagerGraphs):
     """A device on which a slot takes 1 GiB and 2.5 GiB are free."""
 
     def measure(self, work: Any) -> Cost:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What is entered while a slot is captured: it moves what was planned, in the place's host memory.
+"""Captures of a slot move what was planned, in the slot memory's host memory.
 
 Nothing is captured here: a pass is run in the same order, on the imitated devices.
 """
@@ -20,7 +20,7 @@ from megatron.slipstream.chunk_graphs.offloading import (
     SlotOffloading,
     share_of_host_memory,
 )
-from megatron.slipstream.chunk_graphs.places import Place
+from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 
@@ -81,7 +81,7 @@ def rig(request: pytest.FixtureRequest) -> Rig:
 def test_a_pass_in_a_slot_moves_what_was_planned_and_nothing_else_changes(rig: Rig) -> None:
     rig.run()
     expected = [gradient.clone() for gradient in rig.gradients() if gradient is not None]
-    slot = rig.offloading.make_slot(Place(None))
+    slot = rig.offloading.make_slot(SlotMemory(None))
     moved_bytes = rig.offloading.moved_bytes
     assert slot.host_bytes == rig.offloading.host_bytes >= moved_bytes > 0
     engine = rig.engines[-1]
@@ -105,7 +105,7 @@ def test_a_pass_in_a_slot_moves_what_was_planned_and_nothing_else_changes(rig: R
 
 
 def test_a_pass_that_does_not_go_as_planned_is_refused(rig: Rig) -> None:
-    slot = rig.offloading.make_slot(Place(None))
+    slot = rig.offloading.make_slot(SlotMemory(None))
 
     def one_layer_more() -> None:
         with slot.forward():
@@ -117,25 +117,25 @@ def test_a_pass_that_does_not_go_as_planned_is_refused(rig: Rig) -> None:
 
 
 def test_slots_in_one_place_share_its_host_memory_and_the_last_one_returns_it(rig: Rig) -> None:
-    place, other = Place(None), Place(None)
-    slots = [rig.offloading.make_slot(place) for _ in range(2)]
+    memory, other = SlotMemory(None), SlotMemory(None)
+    slots = [rig.offloading.make_slot(memory) for _ in range(2)]
     of_one = rig.offloading.host_bytes
     assert slots[0].host_bytes == slots[1].host_bytes == of_one
     elsewhere = rig.offloading.make_slot(other)
     assert rig.offloading.host_bytes == 2 * of_one
     slots[0].close()
-    pool = place.host_pool
+    pool = memory.host_pool
     assert pool is not None
     assert pool.allocated_bytes == of_one
     slots[1].close()
-    assert place.host_pool is None
+    assert memory.host_pool is None
     assert pool.allocated_bytes == 0
-    assert elsewhere.host_bytes == of_one, "another place keeps its own"
+    assert elsewhere.host_bytes == of_one, "other memory keeps its own"
 
 
 def test_a_slot_without_a_plan_moves_nothing() -> None:
     rig = Rig("cpu")
-    slot = rig.offloading.make_slot(Place(None))
+    slot = rig.offloading.make_slot(SlotMemory(None))
     assert isinstance(slot, SlotOffloading)
     with slot.forward():
         loss = rig.forward()

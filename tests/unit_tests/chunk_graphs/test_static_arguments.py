@@ -11,7 +11,7 @@ from typing import Any, Optional
 import pytest
 import torch
 
-from megatron.slipstream.chunk_graphs.static_arguments import QuickLook, StaticArguments
+from megatron.slipstream.chunk_graphs.static_arguments import FastMatch, StaticArguments
 
 
 @dataclass
@@ -117,8 +117,8 @@ def flat_arguments(**changed: Any) -> dict[str, Any]:
     return {"mask": None, "table": torch.ones(4, 2), "scale": 1, "packed": packed, **changed}
 
 
-def look_of(given: dict[str, Any]) -> QuickLook:
-    return QuickLook(StaticArguments.take_apart(given))
+def look_of(given: dict[str, Any]) -> FastMatch:
+    return FastMatch(StaticArguments.take_apart(given))
 
 
 def test_a_quick_look_finds_the_tensors_of_a_call() -> None:

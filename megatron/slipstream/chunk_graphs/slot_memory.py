@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Where graphs take turns: the memory of one slot, for graphs of which one at a time is in use.
+"""The memory of one micro-batch in flight, shared by graphs of which one at a time is in use.
 
-A bank has a slot for each context-parallel size in every place. A micro-batch takes the place, and
-with it the slot of its size, so the graphs of the other sizes are idle until its backward has been
-launched: they may lie in the same memory.
+A bank has a slot for each context-parallel size in every slot memory. A micro-batch takes the
+memory, and with it the slot of its size, so the graphs of the other sizes there are idle until its
+backward has been launched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPo
 
 
 class Static:
-    """A tensor that graphs read, and what is in it."""
+    """A tensor that graphs read, and the tensor that was copied to it last."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.tensor = like.detach().clone()
@@ -28,8 +28,8 @@ class Static:
         self._version = 0
 
     def renew(self, source: torch.Tensor) -> bool:
-        """Note that ``source`` will be in it. Says whether it has to be copied for that."""
-        # Tables of rotary embeddings come again and again.
+        """Note that ``source`` will be in it. Returns whether it has to be copied."""
+        # Rotary tables are the same in every call.
         if self._source is source and self._version == source._version:
             return False
         self._source, self._version = source, source._version
@@ -54,7 +54,7 @@ def copy_to(statics: Sequence[Static], sources: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
-class Place:
+class SlotMemory:
     """Memory for one micro-batch in flight.
 
     Args:
@@ -66,19 +66,19 @@ class Place:
         self.is_free = True
         """Whether no micro-batch has its activations in it."""
         self.host_pool: Optional[HostPool] = None
-        """Host memory that graphs in this place move activations to; None as long as none does."""
+        """Host memory that graphs here move activations to; None as long as none does."""
         self._num_host_users = 0
         self._statics: dict[tuple[str, TensorFacts], Static] = {}
 
     def share_host_pool(self, backend: Backend) -> HostPool:
-        """The host memory of the place, for one slot more."""
+        """The host memory, for one slot more."""
         if self.host_pool is None:
             self.host_pool = HostPool(backend, 0)
         self._num_host_users += 1
         return self.host_pool
 
     def leave_host_pool(self) -> None:
-        """A slot's copies are over for good. The last one returns the host memory."""
+        """A slot makes no more copies. The last one frees the host memory."""
         self._num_host_users -= 1
         if self.host_pool is not None and not self._num_host_users:
             self.host_pool.close()
@@ -89,7 +89,7 @@ class Place:
 
         Args:
             name: Of the argument.
-            like: Has its shape, type and device, and what is in it at first.
+            like: Gives its shape, type, device and first contents.
         """
         key = (name, TensorFacts.of(like))
         if key not in self._statics:

@@ -1,14 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Parameters that stand in for a chunk's own while it is captured.
+"""Replaces a chunk's parameters while it is captured.
 
-[Note: Parameters stand in]
+[Note: Parameters of a capture]
 While a slot is captured, every parameter is replaced by another one on the same memory. Backward
-then accumulates gradients in these, on the stream of the capture and without the hooks that a data
-parallel wrapper put on the model's own. Hooks of their own add each to ``main_grad`` when the
-wrapper's would have, as part of the graph. So autograd runs as in ``backward()``, which
-recomputation asks for, and outside of graphs it has nothing to do with parameters: a replay costs
-the host the same for any number of layers.
+accumulates gradients in these, on the stream of the capture and without the data parallel
+wrapper's hooks. Their own hooks add each gradient to ``main_grad`` at the same point, as part of
+the graph. So autograd runs as in ``backward()``, which recomputation requires, and outside of
+graphs it does not handle parameters: a replay costs the host the same for any number of layers.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 
 
-class StandIns:
-    """What stands in for a model chunk's parameters.
+class CaptureParameters:
+    """Parameters that a model chunk has during a capture.
 
     Args:
         name: The chunk's, for messages.
@@ -55,7 +54,7 @@ class StandIns:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the module use the stand-ins."""
+        """Have the module use them."""
         try:
             for place, name, parameter in self._own:
                 place[name] = self._others[parameter]
