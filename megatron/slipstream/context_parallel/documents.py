@@ -60,7 +60,7 @@ class GroupPlan(PackingPlan):
 
     Args:
         ranks: That share micro-batches.
-        cost_model: By which groups are levelled.
+        cost_model: By which groups are balanced.
     """
 
     ranks: RankLimits
@@ -84,7 +84,7 @@ def group_plan(
 
     Args:
         ranks: That share micro-batches.
-        cost_model: By which groups are levelled.
+        cost_model: By which groups are balanced.
         num_micro_batches: Of each rank in one iteration.
         seed: Of the shuffles.
     """

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a micro-batch may hold, and what it costs, at each context-parallel size."""
+"""Capacity and cost of a micro-batch at each context-parallel size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Optional
 from megatron.slipstream.packed_sequences.packing import PackLimits, Piece, attention_work
 
 Cost = Callable[[int, int], int]
-"""What a micro-batch costs each of its ranks: of a size, and of the sum of its pieces' squared
+"""Cost of a micro-batch for each of its ranks: of a size, and of the sum of its pieces' squared
 lengths."""
 
 
@@ -77,7 +77,7 @@ class RankLimits:
         return self.sizes[-1]
 
     def of(self, size: int) -> PackLimits:
-        """What a micro-batch of a group of ``size`` ranks may hold."""
+        """Limits of a micro-batch of a group of ``size`` ranks."""
         return PackLimits(
             max_tokens=size * self.tokens_per_rank,
             max_sequences=self.max_sequences,
@@ -108,7 +108,7 @@ def _powers_of_two(num_ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What the parts of a micro-batch cost, in any unit. Integers, so that all machines agree.
+    """Cost of the parts of a micro-batch, in any unit. Integers, so that all machines agree.
 
     Args:
         linear: Each token of a rank's buffer. Padding costs as much as text.
@@ -156,7 +156,7 @@ class CostModel:
     def lower_bound(
         self, pieces: Iterable[Piece], limits: RankLimits, num_micro_batches: int
     ) -> int:
-        """What no schedule of these pieces can cost less than, in the unit of :meth:`per_rank`.
+        """A lower bound on the cost of schedules of these pieces, in the unit of :meth:`per_rank`.
 
         All ranks have equal attention, and no group but the smallest exchanges anything.
         """

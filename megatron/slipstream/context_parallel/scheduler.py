@@ -20,7 +20,7 @@ barriers, and no pipeline.)
 
 A schedule is made in three steps, with integers only, so every rank and every machine gets the same
 one. Pieces are collected into groups of the smallest sizes that hold them, or of larger ones if
-those would stay too empty. Then costs are levelled: expensive groups exchange pieces with cheap
+those would stay too empty. Then costs are balanced: expensive groups exchange pieces with cheap
 ones, or become twice as large. At last the groups are dealt to micro-batches such that those side
 by side cost about the same.
 """
@@ -32,8 +32,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Optional
 
-from megatron.slipstream.context_parallel.levelling import Levelling, OpenGroup
 from megatron.slipstream.context_parallel.limits import Cost, CostModel, RankLimits
+from megatron.slipstream.context_parallel.load_balancing import LoadBalancing, OpenGroup
 from megatron.slipstream.packed_sequences.packing import (
     LOOK_AHEAD,
     Pack,
@@ -64,7 +64,7 @@ MicroBatch = tuple[Group, ...]
 
 
 class Share(NamedTuple):
-    """What one rank has of a micro-batch."""
+    """One rank's part of a micro-batch."""
 
     size: int
     """Ranks of its group."""
@@ -75,7 +75,7 @@ class Share(NamedTuple):
 
 
 def share_of(micro_batch: MicroBatch, rank: int) -> Share:
-    """What a rank, counted among all data- and context-parallel ranks, has of a micro-batch."""
+    """The part of a micro-batch of a rank, counted among all data- and context-parallel ranks."""
     first = 0
     for size, pack in micro_batch:
         if rank < first + size:
@@ -95,7 +95,7 @@ def schedule(
     Args:
         pieces: Those of one global batch, none longer than the largest group holds.
         limits: Of each micro-batch.
-        cost_model: By which groups are levelled.
+        cost_model: By which groups are balanced.
         num_micro_batches: How many; None is the smallest number for which all find room.
 
     Raises:
@@ -135,7 +135,7 @@ def batches(
     Args:
         pieces: The stream, none longer than the largest group holds. It may be endless.
         limits: Of each micro-batch.
-        cost_model: By which groups are levelled.
+        cost_model: By which groups are balanced.
         num_micro_batches: Of every batch.
         look_ahead: A batch is complete when so many pieces have found no room.
     """
@@ -205,7 +205,7 @@ class _Stream:
             yield number, self._seen[number]
 
     def remove(self, numbers: set[int]) -> None:
-        """Take some; the others are numbered anew."""
+        """Take some; the others get new numbers."""
         self._seen = [piece for number, piece in enumerate(self._seen) if number not in numbers]
 
 
@@ -295,14 +295,14 @@ def _best_fit(
 def _finished(
     groups: list[OpenGroup], limits: RankLimits, cost_model: CostModel, num_micro_batches: int
 ) -> list[MicroBatch]:
-    """The groups levelled and dealt to micro-batches, with empty ones where ranks are left."""
+    """The groups balanced and dealt to micro-batches, with empty ones where ranks are left."""
     cost = cost_model.per_rank(limits)
     smallest = limits.sizes[0]
     num_left = num_micro_batches * limits.num_ranks - sum(group.size for group in groups)
     groups += [OpenGroup(smallest, limits.of(smallest)) for _ in range(num_left // smallest)]
     as_collected = _dealt(groups, limits, cost, num_micro_batches)
-    levelled = _dealt(Levelling(groups, limits, cost).run(), limits, cost, num_micro_batches)
-    return min(levelled, as_collected, key=lambda batch: total_cost(batch, cost))
+    balanced = _dealt(LoadBalancing(groups, limits, cost).run(), limits, cost, num_micro_batches)
+    return min(balanced, as_collected, key=lambda batch: total_cost(batch, cost))
 
 
 # Dealing

@@ -52,13 +52,13 @@ SEQUENCE_KEYS: Mapping[str, torch.dtype] = {
     "loss_mask": torch.float32,
     "padding_mask": torch.bool,
 }
-"""What has an entry for each token of the buffer; context parallelism divides it."""
+"""Tensors with an entry for each token of the buffer; context parallelism divides them."""
 
 OFFSET_KEYS: Mapping[str, torch.dtype] = {
     "cu_seqlens": torch.int32,
     "cu_seqlens_padded": torch.int32,
 }
-"""What has an entry for each sequence; every rank has all of it."""
+"""Tensors with an entry for each sequence; every rank has all of them."""
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 

@@ -50,7 +50,7 @@ _LINE_EVERY_S = 10.0
 
 
 class Corpus(Protocol):
-    """What of megatron-core's ``IndexedDataset`` is used."""
+    """The part of megatron-core's ``IndexedDataset`` that is used."""
 
     @property
     def sequence_lengths(self) -> NDArray[np.int32]:

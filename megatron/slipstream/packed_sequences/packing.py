@@ -48,7 +48,7 @@ Pack = list[Piece]
 
 @dataclass(frozen=True)
 class PackLimits:
-    """What a pack may hold.
+    """Limits of a pack.
 
     Args:
         max_tokens: Size of the buffer in tokens, of all context-parallel ranks together: megatron's
@@ -99,7 +99,7 @@ def split(document: int, length: int, max_tokens: int) -> list[Piece]:
 
 
 def attention_work(pack: Iterable[Piece]) -> int:
-    """What attention in a pack costs: the sum of the squares of its pieces' lengths."""
+    """Cost of attention in a pack: the sum of the squares of its pieces' lengths."""
     return sum(piece.length**2 for piece in pack)
 
 
@@ -179,7 +179,7 @@ def _deal(batch: Iterable[Pack], num_ranks: int) -> Iterator[Pack]:
             yield dealt[rank]
 
 
-# Levelling one batch
+# Balancing one batch
 
 
 class _Bin:

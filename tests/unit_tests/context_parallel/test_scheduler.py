@@ -33,7 +33,7 @@ any_documents = settings(max_examples=150, deadline=None, derandomize=True)
 
 LAYER = CostModel.of_layer(num_weights=12 * 512**2, attention_width=512)
 ATTENTION = CostModel(linear=1, attention=1)
-"""Of which attention is nearly everything, so that levelling has most to do."""
+"""Of which attention is nearly everything, so that load balancing has most to do."""
 
 
 @st.composite
@@ -109,23 +109,23 @@ def test_ranks_of_a_group_agree_on_size_and_documents_and_share_them_out(
 
 @any_documents
 @given(parts, all_limits(), st.sampled_from([LAYER, ATTENTION]), st.integers(1, 4))
-def test_levelling_never_costs_more_than_groups_as_small_as_possible(
+def test_load_balancing_never_costs_more_than_groups_as_small_as_possible(
     parts_of_largest: list[float], limits: RankLimits, model: CostModel, more: int
 ) -> None:
     pieces = documents_of(parts_of_largest, limits)
     count = len(schedule(pieces, limits, model)) + more
     cost = model.per_rank(limits)
-    levelled = schedule(pieces, limits, model, count)
-    with mock.patch.object(scheduler, "Levelling", _NoLevelling):
-        unlevelled = schedule(pieces, limits, model, count)
+    balanced = schedule(pieces, limits, model, count)
+    with mock.patch.object(scheduler, "LoadBalancing", _NoLoadBalancing):
+        unbalanced = schedule(pieces, limits, model, count)
     needed = {limits.smallest_for(piece.length) for piece in pieces}
-    assert {group.size for groups in unlevelled for group in groups if group.pack} <= needed
-    as_collected = _most_level(unlevelled, cost)
-    assert model.lower_bound(pieces, limits, count) <= total_cost(levelled, cost) <= as_collected
+    assert {group.size for groups in unbalanced for group in groups if group.pack} <= needed
+    as_collected = _most_level(unbalanced, cost)
+    assert model.lower_bound(pieces, limits, count) <= total_cost(balanced, cost) <= as_collected
 
 
-class _NoLevelling:
-    """Stands for :class:`Levelling`, and leaves groups as they were collected."""
+class _NoLoadBalancing:
+    """Stands for :class:`LoadBalancing`, and leaves groups as they were collected."""
 
     def __init__(self, groups: list[Any], *_: Any) -> None:
         self._groups = groups

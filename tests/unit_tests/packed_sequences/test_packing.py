@@ -220,7 +220,7 @@ def test_what_no_pack_can_level_the_ranks_share() -> None:
         ([1, 7, 4, 6, 3, 4, 6, 2], PackLimits(10, 3), 3, [49, 46, 36, 36]),
     ],
 )
-def test_packs_that_are_nearly_full_are_levelled(
+def test_packs_that_are_nearly_full_are_balanced(
     lengths: list[int], limits: PackLimits, batch_size: int, costs: list[int]
 ) -> None:
     packs = balanced(stream_of(lengths, limits), limits, batch_size)
@@ -229,7 +229,7 @@ def test_packs_that_are_nearly_full_are_levelled(
 
 @any_stream
 @given(st.lists(st.integers(1, 12), max_size=40), st.integers(2, 9), st.integers(2, 3))
-def test_levelling_packs_that_are_nearly_full_keeps_their_limits(
+def test_balancing_packs_that_are_nearly_full_keeps_their_limits(
     lengths: list[int], max_sequences: int, batch_size: int
 ) -> None:
     limits = PackLimits(12, max_sequences)

@@ -33,7 +33,7 @@ class OpenGroup(_Bin):
         self.size = size
 
 
-class Levelling:
+class LoadBalancing:
     """Makes the most expensive groups cheaper, as long as that is possible.
 
     Every change replaces groups by others that all cost less than the most expensive of them did.
