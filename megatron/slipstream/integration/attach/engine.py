@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The engine where nobody says when a micro-batch or an iteration begins or ends.
+"""The engine for a model that does not say when a micro-batch or an iteration begins or ends.
 
 [Note: Where an iteration ends]
 A pass is one forward of the model with gradients. The passes that wait for backward at the same
 time make an iteration, so a plan covers every schedule that a loop can have: one backward after
 each forward (with or without accumulation each is an iteration of its own), several forwards before
 one backward, or forwards and backwards interleaved as in a pipeline. Whether a pass still waits is
-told by its :class:`Anchor` objects, which die with its graph. An iteration ends
+told by its :class:`BackwardHook` objects, which die with its graph. An iteration ends
 
 - at the end of the backward after which no pass waits, before the optimizer runs; or
 - at the next forward, if the newest pass does not wait for its first backward. That covers graphs
@@ -64,8 +64,8 @@ def is_transformed() -> bool:
     )
 
 
-class Kept:
-    """A tensor that stays with autograd.
+class VersionCheckedTensor:
+    """A saved tensor that stays on the device.
 
     Autograd refuses to read a tensor that was changed in place since it was saved, but not one that
     hooks return. So the check is made here.
@@ -97,8 +97,8 @@ class Kept:
         return self.tensor
 
 
-class Anchor:
-    """Tells the engine when backward comes to a group. Autograd owns it: it dies with the graph."""
+class BackwardHook:
+    """Tells the engine when backward comes to a group. Owned by autograd's graph."""
 
     __slots__ = ("_engine", "_group", "__weakref__")
 
@@ -115,10 +115,10 @@ class _Pass:
     """One forward of the model."""
 
     def __init__(self) -> None:
-        self._groups: list[tuple[OffloadTensorGroup, weakref.ref[Anchor]]] = []
+        self._groups: list[tuple[OffloadTensorGroup, weakref.ref[BackwardHook]]] = []
 
-    def add(self, group: OffloadTensorGroup, anchor: Anchor) -> None:
-        self._groups.append((group, weakref.ref(anchor)))
+    def add(self, group: OffloadTensorGroup, hook: BackwardHook) -> None:
+        self._groups.append((group, weakref.ref(hook)))
 
     @property
     def is_used(self) -> bool:
@@ -130,13 +130,13 @@ class _Pass:
     def waits(self) -> bool:
         """Whether backward can still come to a group that it has not come to."""
         return any(
-            group.state is GroupState.COMMITTED and anchor() is not None
-            for group, anchor in self._groups
+            group.state is GroupState.COMMITTED and hook() is not None
+            for group, hook in self._groups
         )
 
 
 class _Thread(threading.local):
-    """What holds for one thread."""
+    """State of one thread."""
 
     do_offload = True
 
@@ -267,14 +267,14 @@ class AttachedEngine(OffloadEngine):
         if group is None:
             return True
         self._end_plan_if_grown(group)
-        anchor = Anchor(self, group)
-        is_anchored = False
+        hook = BackwardHook(self, group)
+        is_hooked = False
         for node in nodes:
             # Not a node of our own, which would make in-place changes of the output illegal.
-            node.register_prehook(anchor)
-            is_anchored = True
-        self._own_passes[-1].add(group, anchor)
-        return is_anchored or not group.held
+            node.register_prehook(hook)
+            is_hooked = True
+        self._own_passes[-1].add(group, hook)
+        return is_hooked or not group.held
 
     def begin_inputs(self, name: str) -> Optional[OffloadTensorGroup]:
         """A group begins whose tensors are given to it one by one; None if none can."""
@@ -283,10 +283,10 @@ class AttachedEngine(OffloadEngine):
         with torch.enable_grad():  # Checkpointing saves where gradients are switched off.
             return self._open_group(name)
 
-    def commit_inputs(self, name: str, group: OffloadTensorGroup, anchor: Anchor) -> None:
+    def commit_inputs(self, name: str, group: OffloadTensorGroup, hook: BackwardHook) -> None:
         """A group of :meth:`begin_inputs` has been given everything."""
         self.commit_group(name)
-        self._own_passes[-1].add(group, anchor)
+        self._own_passes[-1].add(group, hook)
 
     def _stays(self, group: OffloadTensorGroup) -> bool:
         plan = self._now.plan
@@ -332,9 +332,9 @@ class AttachedEngine(OffloadEngine):
     def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor`` on account of ``group``. Returns what it keeps instead."""
         if self._is_constant(tensor):
-            return Kept(tensor)
+            return VersionCheckedTensor(tensor)
         saved = self.store.save(group, tensor)
-        return Kept(saved) if isinstance(saved, torch.Tensor) else saved
+        return VersionCheckedTensor(saved) if isinstance(saved, torch.Tensor) else saved
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether it is a parameter or buffer of the model's, or a detached one."""
@@ -358,7 +358,7 @@ class AttachedEngine(OffloadEngine):
         Raises:
             RuntimeError: The tensor was changed in place after it was saved.
         """
-        return saved.read() if type(saved) is Kept else super().read(saved)
+        return saved.read() if type(saved) is VersionCheckedTensor else super().read(saved)
 
     # Backward.
 

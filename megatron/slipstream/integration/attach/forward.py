@@ -52,9 +52,9 @@ _TWO_TRAIN = (
 
 
 class _Role(enum.Enum):
-    """What is done during one call of a hooked module."""
+    """The role of one call of a hooked module."""
 
-    ASIDE = "nothing: no gradients, in backward, in another region, or under somebody's hooks"
+    SKIPPED = "nothing: no gradients, in backward, in another region, or under other hooks"
     PASS = "the model runs: a pass is open"
     REGION = "a chosen module runs: what it saves belongs to its group"
     WITHOUT_GRADIENTS = "a chosen module runs as in a re-entrant checkpoint"
@@ -90,7 +90,7 @@ def _frame_of_call() -> Optional[FrameType]:
 
 
 class _Thread:
-    """What runs in one thread."""
+    """Calls that run in one thread."""
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
@@ -101,7 +101,7 @@ class _Thread:
     @property
     def trains(self) -> bool:
         """Whether a call runs of which the engine was told."""
-        return any(call.role is not _Role.ASIDE for call in self.calls)
+        return any(call.role is not _Role.SKIPPED for call in self.calls)
 
 
 class _Hooked:
@@ -119,7 +119,7 @@ class _Hooked:
 
 
 class _Hook:
-    """What is registered with a module.
+    """A hook that is registered with a module.
 
     A copy of a module, deep or pickled, has a hook in its place that does nothing.
     """
@@ -182,7 +182,7 @@ class ForwardHooks:
         self._trainer: Optional[_Thread] = None
         """See [Note: One thread trains]."""
         self._ran: dict[str, set[_Role]] = {match.label: set() for match in matches}
-        """What was done when modules of each label ran, until the first pass has ended."""
+        """Roles of calls by label, until the first pass has ended."""
         self._is_first_pass = True
         self._told: set[str] = set()
         self._handles: list[Any] = []
@@ -276,11 +276,11 @@ class ForwardHooks:
         if not self._is_the_one(hooked, module):
             return
         self._undo_calls_that_never_end()
-        role = _Role.ASIDE
+        role = _Role.SKIPPED
         calls = self._here.calls
         if self._engine.is_training_forward and all(c.role is not _Role.PASS for c in calls):
             if _top_pack_hook() is None:
-                role = _Role.PASS if self._becomes_trainer() else _Role.ASIDE
+                role = _Role.PASS if self._becomes_trainer() else _Role.SKIPPED
             else:
                 self._tell("the model runs under other saved-tensor hooks, so nothing of it moves")
         elif is_transformed():
@@ -321,7 +321,7 @@ class ForwardHooks:
                 self._engine.begin_region(hooked.label)
                 self._here.is_in_region = True
             else:
-                call.role = _Role.ASIDE
+                call.role = _Role.SKIPPED
                 self._inputs.enter(hooked.label, tensors_in((args, kwargs)))
         if self._is_first_pass:
             self._ran[hooked.label].add(call.role)
@@ -329,7 +329,7 @@ class ForwardHooks:
 
     def _leave(self, hooked: _Hooked, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         call = self._take(hooked, module)
-        if call is None or call.role is _Role.ASIDE:
+        if call is None or call.role is _Role.SKIPPED:
             return
         if call.role is _Role.WITHOUT_GRADIENTS:
             self._inputs.leave(hooked.label, tensors_in((args, kwargs)))
@@ -350,11 +350,11 @@ class ForwardHooks:
         here = self._here
         if self._engine.is_training_forward:
             is_region = not here.is_in_region and self._becomes_trainer()
-            return _Role.REGION if is_region else _Role.ASIDE
+            return _Role.REGION if is_region else _Role.SKIPPED
         if torch.is_grad_enabled() or here.is_in_region:
-            return _Role.ASIDE
+            return _Role.SKIPPED
         is_model_training = any(call.role is _Role.PASS for call in here.calls)
-        return _Role.WITHOUT_GRADIENTS if is_model_training else _Role.ASIDE
+        return _Role.WITHOUT_GRADIENTS if is_model_training else _Role.SKIPPED
 
     def _tell_of_labels_without_groups(self) -> None:
         for label, roles in self._ran.items():

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What checkpointing keeps of a module: its inputs.
+"""Inputs of modules that a checkpoint keeps.
 
 [Note: Inputs of checkpointed modules]
 Of a module that runs inside ``torch.utils.checkpoint`` autograd keeps the inputs only, and it is
@@ -22,25 +22,29 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
-from megatron.slipstream.integration.attach.engine import Anchor, AttachedEngine, Kept
+from megatron.slipstream.integration.attach.engine import (
+    AttachedEngine,
+    BackwardHook,
+    VersionCheckedTensor,
+)
 
 
 class _Saved:
-    """What autograd keeps in place of a tensor that is saved outside of regions."""
+    """Kept by autograd in place of a tensor that is saved outside of regions."""
 
-    __slots__ = ("held", "anchor", "__weakref__")
+    __slots__ = ("held", "hook", "__weakref__")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.held: Any = Kept(tensor)
+        self.held: Any = VersionCheckedTensor(tensor)
         """Or what the engine gave for it."""
-        self.anchor: Optional[Anchor] = None
+        self.hook: Optional[BackwardHook] = None
         """Of the group that it is an input of."""
 
     def lies_in(self, storages: frozenset[StorageWeakRef]) -> bool:
         """Whether it is a tensor in one of these that has not been changed since it was saved."""
         kept = self.held
         return (
-            type(kept) is Kept
+            type(kept) is VersionCheckedTensor
             and _is_plain(kept.tensor)
             and kept.is_intact
             and storage_of(kept.tensor) in storages
@@ -77,13 +81,13 @@ class CheckpointInputs:
         self._ran: list[tuple[str, frozenset[StorageWeakRef]]] = []
         """Labels and inputs of chosen modules that have run without gradients since something was
         saved last: what a re-entrant checkpoint saves next are inputs of the first of them."""
-        self._open: Optional[tuple[str, OffloadTensorGroup, Anchor]] = None
+        self._open: Optional[tuple[str, OffloadTensorGroup, BackwardHook]] = None
         """The group of the re-entrant checkpoint that is saving its inputs."""
 
     # Around the model's forward.
 
     def start(self) -> None:
-        """The model's forward begins, and nobody else's hooks are set."""
+        """The model's forward begins, and no other hooks are set."""
         if self._is_wanted:
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
@@ -151,8 +155,8 @@ class CheckpointInputs:
 
     @torch.compiler.disable
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if saved.anchor is not None:
-            saved.anchor()
+        if saved.hook is not None:
+            saved.hook()
         return self._engine.read(saved.held)
 
     def _take_from_reentrant(self, saved: _Saved) -> None:
@@ -174,18 +178,18 @@ class CheckpointInputs:
         group = self._engine.begin_inputs(name)
         self.labels.add(label)
         if group is not None:
-            self._open = (name, group, Anchor(self._engine, group))
+            self._open = (name, group, BackwardHook(self._engine, group))
 
     def _give(self, saved: _Saved) -> None:
         if self._open is not None:
-            _, group, saved.anchor = self._open
+            _, group, saved.hook = self._open
             saved.held = self._engine.save(group, saved.held.tensor)
 
     def _commit(self) -> None:
         if self._open is not None:
-            name, group, anchor = self._open
+            name, group, hook = self._open
             self._open = None
-            self._engine.commit_inputs(name, group, anchor)
+            self._engine.commit_inputs(name, group, hook)
 
     def _alive(self) -> list[_Saved]:
         return [saved for reference in self._recent if (saved := reference()) is not None]

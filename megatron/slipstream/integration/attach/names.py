@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 Pattern = Union[str, type[torch.nn.Module]]
 
 _WRAPPED_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""What torch's wrappers call the module inside: compiled, fully sharded, checkpointed."""
+"""Names of the module inside torch's wrappers: compiled, fully sharded, checkpointed."""
 
 NUM_NEAR = 8
 """How many near names an error lists."""
@@ -167,7 +167,7 @@ def _near(pattern: Pattern, named: Sequence[_Named]) -> list[str]:
     parts = pattern.split(".")
 
     def similarity(name: str) -> tuple[bool, int, bool, float]:
-        """What is called the same; then what lies beside it; then what is spelt alike."""
+        """First the same last name, then siblings, then similar spelling."""
         own = name.split(".")
         same = [a == b for a, b in zip(own, parts, strict=False)]
         num_shared = (*same, False).index(False)
