@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the ``plan`` sub-command does and shows."""
+"""The ``plan`` sub-command."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What to tell a user whose file cannot be read or written: the option, the path and the cure."""
+"""Errors for a file that cannot be read or written: the option, the path and the cure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.slipstream.plan.whole_files import is_stream, resolved
 
 
 def wrong_with(error: OSError) -> str:
-    """What is wrong with a file, to be said after its option and its path."""
+    """The fault of a file, as text to follow its option and its path."""
     if error.errno == errno.ENOENT:
         return "does not exist"
     if error.errno == errno.EISDIR:
@@ -60,7 +60,7 @@ def require_writable(option: str, path: Path) -> None:
         if not above.is_dir():
             raise _os_error(errno.ENOTDIR, above)
         try:
-            # Some file systems let nobody make files, whatever the permissions of a folder say.
+            # Some file systems refuse new files, whatever the permissions of a folder say.
             with tempfile.TemporaryFile(dir=above):
                 pass
         except FileNotFoundError:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""How fast GPUs compute and copy, for planning a training that nobody has timed."""
+"""Speed of GPUs and their links, for planning a training that has not been timed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HBM_SHARE = 0.8
 
 
 class GpuFacts(NamedTuple):
-    """What a GPU's maker says of it."""
+    """A GPU's data sheet."""
 
     tflops: float
     """Dense matrix products in bfloat16, 1e12 operations a second, without sparsity."""
@@ -32,7 +32,7 @@ class GpuFacts(NamedTuple):
     link_gb_per_s: float
     """To the host, each way."""
     measured: Optional[Bandwidth] = None
-    """What pinned copies reached, where that was measured."""
+    """Measured bandwidth of pinned copies, if any."""
 
 
 GPUS: Mapping[str, GpuFacts] = {
@@ -52,7 +52,7 @@ _REFERENCE = GPUS["h200"]
 
 @dataclass(frozen=True)
 class Speed:
-    """What a plan of an untimed training assumes of the GPU."""
+    """Speed of the GPU that a plan of an untimed training assumes."""
 
     name: str
     tflops: float
@@ -78,7 +78,7 @@ def find_speed(
 ) -> Speed:
     """The speed of a GPU of :data:`GPUS`.
 
-    A link that nobody measured is taken to reach the share of its rate that the H200's does.
+    A link without a measurement is taken to reach the share of its rate that the H200's does.
 
     Args:
         name: Of the GPU.

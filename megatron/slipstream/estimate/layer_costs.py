@@ -62,7 +62,7 @@ def layer_costs(shape: ModelShape, layer: int) -> dict[str, Cost]:
 
 
 def head_costs(shape: ModelShape) -> dict[str, Cost]:
-    """What follows the layers, in the order of forward: final norm, output layer and loss."""
+    """Costs after the layers, in the order of forward: final norm, output layer and loss."""
     logits = shape.tokens * shape.vocab_size / shape.parallelism.tp
     return {
         "final_norm": _norm(shape),

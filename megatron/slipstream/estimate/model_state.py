@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What stays on a rank between iterations: weights, gradients and the optimizer's state."""
+"""Memory of a rank between iterations: weights, gradients and the optimizer's state."""
 
 from __future__ import annotations
 

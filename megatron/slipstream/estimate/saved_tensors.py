@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What each part of a transformer layer saves for backward, from the model's shape.
+"""Tensors that each part of a transformer layer saves for backward, from the model's shape.
 
 A part is a run of operations of one layer; those that megatron-core marks have the names of its
 ``offload_modules``. Two makes of layers are modelled: of Transformer Engine's modules, and of
@@ -54,7 +54,7 @@ Saved = dict[str, tuple[SavedTensor, ...]]
 
 
 def saved_tensors(shape: ModelShape, layer: int) -> Saved:
-    """What the parts of a layer save in one micro-batch on one rank.
+    """Tensors that the parts of a layer save in one micro-batch on one rank.
 
     Args:
         shape: The model.
@@ -163,8 +163,8 @@ class _Layer:
         return tuple(tensors)
 
     def _latent_norm(self, latent: SavedTensor, tokens: int, width: int) -> list[SavedTensor]:
-        """What the norm of a latent vector and the projection after it save."""
-        # What is recomputed has the norm in it.
+        """Saved by the norm of a latent vector and the projection after it."""
+        # The recomputed part contains the norm.
         if not self._shape.qk_layernorm or self._shape.recomputes("mla_up_proj"):
             return [latent]
         normed = self._tensor(f"normed_{latent.name}", tokens * width)
@@ -213,7 +213,7 @@ class _Layer:
         )
 
     def _scores(self) -> list[SavedTensor]:
-        """What softmax and the product with the values save, ``[b, heads, s, s]``."""
+        """Saved by softmax and the product with the values, ``[b, heads, s, s]``."""
         shape = self._shape
         numel = shape.micro_batch_size * shape.heads * shape.sequence**2
         probabilities = self._tensor("probabilities", numel)
@@ -301,7 +301,7 @@ class _Layer:
     def _norm(
         self, name: str, rows: int, width: int, is_recomputed: bool = False
     ) -> tuple[SavedTensor, ...]:
-        """What the norm of ``[rows, width]`` saves, its input first."""
+        """Saved by the norm of ``[rows, width]``, its input first."""
         shape = self._shape
         if is_recomputed:
             return (self._tensor(name, rows * width),)

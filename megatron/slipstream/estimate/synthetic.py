@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A trace of an iteration that nobody has run: from a model's shape, for the planner.
+"""A trace of an iteration that has not run: from a model's shape, for the planner.
 
 Its marks are those that megatron-core's layers make and its storages what they save, in the order
 of a pipeline rank's schedule; its times are estimates. Device memory is the state, what passes in
@@ -45,7 +45,7 @@ KEPT_BY_SCHEDULE = "the pipeline schedule holds the stage's input"
 
 @dataclass(frozen=True)
 class Workplan:
-    """What is to be planned: a model, how fast it runs, and what of it may move.
+    """A model to plan: its shape, its speed, and the modules that may move.
 
     Args:
         shape: The model.
@@ -75,7 +75,7 @@ class Workplan:
 
     @cached_property
     def chunks(self) -> dict[tuple[int, int], ChunkWork]:
-        """What one pass through each chunk is, by pipeline rank and virtual stage."""
+        """One pass through each chunk, by pipeline rank and virtual stage."""
         return {
             (chunk.pp_rank, chunk.vp_stage): ChunkWork(self, chunk) for chunk in self.shape.chunks
         }

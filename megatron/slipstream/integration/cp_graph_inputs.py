@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a bank of graphs asks about the context-parallel size of micro-batches.
+"""The context-parallel sizes of micro-batches, for a bank of graphs.
 
 A size decides three of the arguments of a model chunk: the group (``PackedSeqParams.cp_group``),
 the number of tokens of the whole buffer (``max_seqlen``), and the table of rotary embeddings, which
@@ -41,7 +41,7 @@ class DynamicSizes:
         self._limits = limits
         self._everyone = groups.everyone
         self._groups = {size: groups.of_size[size] for size in limits.sizes}
-        """What the graphs of each size are captured with."""
+        """Arguments that the graphs of each size are captured with."""
 
     @property
     def sizes(self) -> Sequence[int]:

@@ -301,7 +301,7 @@ CORE_SHIMS: tuple[Patch, ...] = (
         "it converts to numpy only what it moved, and the dispatcher needs the numpy array",
     ),
 )
-"""What megatron-core needs. Ordered by kind: device, streams, generators, literals, the rest."""
+"""Shims for megatron-core. Ordered by kind: device, streams, generators, literals, the rest."""
 
 TRAINING_SHIMS: tuple[Patch, ...] = (
     Patch(
@@ -330,7 +330,7 @@ TRAINING_SHIMS: tuple[Patch, ...] = (
         "pretrain pins the process to the GPU's NUMA node when activations are offloaded",
     ),
 )
-"""What ``megatron.training`` needs beyond :data:`CORE_SHIMS`."""
+"""Shims for ``megatron.training`` beyond :data:`CORE_SHIMS`."""
 
 _HELPERS = Patch(
     "megatron.core.datasets.utils.compile_helpers",

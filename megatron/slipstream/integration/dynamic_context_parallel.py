@@ -63,7 +63,7 @@ class DynamicGroupMixin(torch.nn.Module):
     def _with(self, group: torch.distributed.ProcessGroup) -> DynamicGroupMixin:
         """This layer's twin with another group; see the note above.
 
-        Made for each pass anew, which costs the host microseconds, so that it is as the layer is
+        Made for each pass, which costs the host microseconds, so that it is as the layer is
         now.
         """
         twin = object.__new__(type(self))
@@ -120,7 +120,7 @@ class RestoredGroupMixin(torch.nn.Module):
 
 @functools.cache
 def _replacements() -> dict[type, type]:
-    """What takes the place of what; of Transformer Engine only where it is installed."""
+    """Classes and their replacements; Transformer Engine's only where it is installed."""
     classes: dict[type, type] = {
         SelfAttention: DynamicSelfAttention,
         MLASelfAttention: DynamicMLASelfAttention,

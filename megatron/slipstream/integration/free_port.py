@@ -16,7 +16,7 @@ _places = itertools.count(997 * os.getpid())
 
 
 def free_port() -> int:
-    """A port that nobody else takes before rank 0 does.
+    """A port that no other process takes before rank 0 does.
 
     Not one that the system chooses: from the same range gloo's listeners of other processes have
     theirs, dozens at a time. And not where other processes look at the same time.

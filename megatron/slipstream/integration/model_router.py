@@ -198,7 +198,7 @@ class Router:
     def manager_of(self, chunk: torch.nn.Module) -> RoutedManager:
         """The engine of the model that ``chunk`` is of, made if there is none.
 
-        A chunk that nobody has bound is a model of its own. If it is one of several virtual
+        A chunk that is not bound is a model of its own. If it is one of several virtual
         pipeline stages, it belongs to the newest model that lacks it, of those built from the same
         configuration if there are any.
 

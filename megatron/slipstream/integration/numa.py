@@ -75,8 +75,7 @@ def bind_to_gpu(index: int, sysfs: Path = SYSFS) -> Optional[NodeMemory]:
 
 
 _bound: Optional[Binding] = None
-"""What this process was bound to by us, which must not pass for somebody else's doing when the
-engine is installed again."""
+"""Our binding of this process, so that another ``install()`` does not take it for the user's."""
 
 
 def decide(
@@ -159,7 +158,7 @@ _SYSTEM_CALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}
 
 
 def get_memory_policy() -> Optional[int]:
-    """This thread's memory policy, 0 if nobody has set one; None where it cannot be asked."""
+    """This thread's memory policy, 0 if none is set; None where it cannot be queried."""
     if platform.machine() not in _SYSTEM_CALLS:
         return None
     mode = ctypes.c_int(-1)

@@ -150,7 +150,7 @@ class PackedGPTDataset(MegatronDataset):
 
 
 _WELL_FILLED = 0.95
-"""The part of a set's tokens above which nobody need be told how to fill more."""
+"""The part of a set's tokens above which there is no warning."""
 
 
 def _log_filling(name: str, index: PackIndex, plan: PackingPlan) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What ``megatron.training.pretrain`` asks its caller for: model, datasets, batch and loss.
+"""The callbacks of ``megatron.training.pretrain``: model, datasets, batch and loss.
 
 Models come from megatron's own builders, so every model flag keeps its meaning.
 """

@@ -25,7 +25,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.slipstream.patches.patching import replace_on
 
 _METHODS = ("forward", "get_cached_cos_sin")
-"""What layers ask for a table; the second is that of fused multi-latent attention."""
+"""Methods that return a table; the second is for fused multi-latent attention."""
 
 
 class RotaryTables:
@@ -43,7 +43,7 @@ class RotaryTables:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the layers use the tables that are held, and hold those that are made anew."""
+        """Have the layers use the held tables, and hold new ones."""
         with contextlib.ExitStack() as undo:
             for owner in self._owners:
                 for name in filter(partial(hasattr, owner), _METHODS):
@@ -54,7 +54,7 @@ class RotaryTables:
         make = getattr(owner, name)
 
         def holding(*arguments: Any, **options: Any) -> Any:
-            if self._is_inside:  # One of them calls the other, whose table nobody else needs.
+            if self._is_inside:  # One calls the other, whose table has no other user.
                 return make(*arguments, **options)
             asked = (name, arguments, tuple(sorted(options.items())))
             key = (asked, owner)

@@ -36,7 +36,7 @@ class Patch:
     replace: Callable[[Any], Any]
     """Makes the replacement from the original."""
     reason: str
-    """What would go wrong without it, for users."""
+    """Why it is needed: the fault without it, for users."""
     upstream: tuple[int, ...] = ()
     """Issues and pull requests of NVIDIA/Megatron-LM that would make it unnecessary."""
     releases: str = "all"

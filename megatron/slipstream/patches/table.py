@@ -25,7 +25,7 @@ from megatron.slipstream.patches.releases import (
 
 
 class Feature(enum.Enum):
-    """What patches are applied for; its text says when."""
+    """A reason to apply patches; its text says when."""
 
     ENGINE = "`install()`"
     ENGINE_ON_GPU = "`install()` on a GPU"

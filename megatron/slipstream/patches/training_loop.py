@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What ``megatron.training`` has no call-out for, for the training entry."""
+"""Changes to ``megatron.training`` where it has no callback, for the training entry."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What frameworks around megatron-core need: options as they take them, and ways to be loaded."""
+"""For frameworks around megatron-core: options in their form, and ways to load Slipstream."""

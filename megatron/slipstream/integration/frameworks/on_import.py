@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def get_ready() -> None:
-    """What importing does, for whoever names a function and not a module.
+    """Same as importing the module, where a function has to be named.
 
     Raises:
         ValueError: The file of settings cannot be used.

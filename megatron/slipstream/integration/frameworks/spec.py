@@ -23,12 +23,12 @@ from megatron.slipstream.patches import releases
 loading.load()
 
 if releases.has_hybrid_models():
-    # Hybrid models take a spec as it is; nobody calls it.
+    # Hybrid models take a spec as it is, without a call.
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # noqa: F401
 
 
 class DefaultLayerSpec(TransformerBlockSubmodules):
-    """The spec that a GPT model has without ``--spec``, for everybody who reads that flag.
+    """The spec that a GPT model has without ``--spec``, for readers of that flag.
 
     Builders of megatron-core 0.19 call what it names with a model configuration, slime with
     arguments and a ``TransformerConfig``, and Megatron-LM's ``gpt_builders.py`` (up to 0.18) uses
@@ -61,12 +61,12 @@ class DefaultLayerSpec(TransformerBlockSubmodules):
 
     @property
     def layer_specs(self) -> Any:
-        """The layers of a block, where nobody calls the spec."""
+        """The layers of a block, where the spec is not called."""
         return self._uncalled.layer_specs
 
     @property
     def layer_norm(self) -> Any:
-        """The norm after the last layer, where nobody calls the spec."""
+        """The norm after the last layer, where the spec is not called."""
         return self._uncalled.layer_norm
 
     @property
@@ -86,4 +86,4 @@ class DefaultLayerSpec(TransformerBlockSubmodules):
 
 
 layer_spec = DefaultLayerSpec()
-"""What to name after ``--spec`` for a GPT model."""
+"""The value of ``--spec`` for a GPT model."""
