@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Formatter
 from typing import NamedTuple
 
-from megatron.slipstream import config
+from megatron.slipstream.rules import Rule
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron" / "slipstream"
@@ -24,7 +24,7 @@ class OptionGroup(NamedTuple):
     title: str
     source: str
     """The file that defines it, relative to the package."""
-    rules: tuple[config.Rule, ...]
+    rules: tuple[Rule, ...]
     """Those of its file, for a room of its own."""
 
 
@@ -54,7 +54,7 @@ def option_groups() -> Iterator[OptionGroup]:
         yield OptionGroup(name, title, file, () if home is None else rules_of(home))
 
 
-def rules_of(module: str) -> tuple[config.Rule, ...]:
+def rules_of(module: str) -> tuple[Rule, ...]:
     """The rule tables of a module, one after the other."""
     tables = vars(import_module(module)).items()
     return tuple(rule for name, rules in tables if name.endswith("RULES") for rule in rules)

@@ -11,13 +11,12 @@ from docs_parts import ROOT, as_text, generated_from, message_with_gaps, table
 from megatron.slipstream.doctor import versions
 from megatron.slipstream.doctor.check import Topic
 from megatron.slipstream.doctor.checks import TOPICS
-from megatron.slipstream.doctor.command import REFUSED
 
 PAGE = ROOT / "docs" / "user-guide" / "doctor.md"
 BEGIN = generated_from("megatron/slipstream/doctor and preflight.py")
 END = "<!-- End of what is generated. -->"
 
-IN_WORDS = {REFUSED, versions.MISSING, versions.UNSUPPORTED, versions.UNTESTED}
+IN_WORDS = {versions.MISSING, versions.UNSUPPORTED, versions.UNTESTED}
 """Problems of many things, which say nothing without them; the topics' texts tell of these."""
 
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Optional, Union, get_type_hints
+from typing import Any, Literal, Optional, Union, get_type_hints
+
+from megatron.slipstream.rules import Finding, Rule, always, check_rules, option_rule, require
 
 MODULE_NAMES: Mapping[str, str] = {
     "attn_norm": "input layer norm (saves the layer input, [s, b, h])",
@@ -110,7 +110,7 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        check_rules(RULES, self)
+        require(check_rules(RULES, self))
 
     @property
     def max_overhead_percent(self) -> Optional[float]:
@@ -166,22 +166,6 @@ def parse_percent(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
 
 
-class Rule(NamedTuple):
-    """One requirement: where ``when`` holds, ``requires`` must hold too.
-
-    ``message`` is a format string over the attributes of the object that is checked.
-    """
-
-    option: str
-    when: Callable[[Any], bool]
-    requires: Callable[[Any], bool]
-    message: str
-
-
-def _always(_: Any) -> bool:
-    return True
-
-
 def _is_at_least_0(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf
 
@@ -196,6 +180,10 @@ def _offloading_with_graphs(facts: Any) -> bool:
 
 def _offloading_with_our_engine(facts: Any) -> bool:
     return _offloading(facts) and getattr(facts, "offload_engine", "slipstream") == "slipstream"
+
+
+def _modules(facts: Any) -> set[str]:
+    return set(facts.offload_modules or ())
 
 
 def _graph_impl(facts: Any) -> str:
@@ -230,313 +218,273 @@ def modules_at_the_edge_of_graphs(facts: Any) -> list[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
+    option_rule(
         "offload_engine",
-        _always,
+        always,
         lambda c: c.offload_engine in ("slipstream", "megatron"),
-        "offload_engine={offload_engine!r} is not an engine; set 'slipstream' or 'megatron'",
+        "offload_engine={offload_engine!r} is not an engine",
+        "set 'slipstream' or 'megatron'",
     ),
-    Rule(
+    option_rule(
         "offload_backend",
-        _always,
+        always,
         lambda c: c.offload_backend in ("auto", "cuda", "cpu", "cpu-lazy"),
-        "offload_backend={offload_backend!r} is not a backend; set 'auto', 'cuda', 'cpu' or "
-        "'cpu-lazy'",
+        "offload_backend={offload_backend!r} is not a backend",
+        "set 'auto', 'cuda', 'cpu' or 'cpu-lazy'",
     ),
-    Rule(
+    option_rule(
         "offload_release_lag",
-        _always,
+        always,
         lambda c: c.offload_release_lag >= 0,
-        "offload_release_lag={offload_release_lag} is negative; set the number of group commits "
-        "(0 or more) that device memory outlives its own",
+        "offload_release_lag={offload_release_lag} is negative",
+        "set the number of group commits (0 or more) that device memory outlives its own",
     ),
-    Rule(
+    option_rule(
         "offload_prefetch_depth",
-        _always,
+        always,
         lambda c: c.offload_prefetch_depth >= 0,
-        "offload_prefetch_depth={offload_prefetch_depth} is negative; set how many groups ahead "
-        "(0 or more) a copy back starts",
+        "offload_prefetch_depth={offload_prefetch_depth} is negative",
+        "set how many groups ahead (0 or more) a copy back starts",
     ),
-    Rule(
+    option_rule(
         "offload_target_memory_gib",
-        _always,
+        always,
         lambda c: c.offload_target_memory_gib is None or 0 < c.offload_target_memory_gib < math.inf,
-        "offload_target_memory_gib={offload_target_memory_gib} is no device peak; set the GiB "
-        "(above 0, and finite) that each rank may use at most, or leave it out to move everything "
-        "that may",
+        "offload_target_memory_gib={offload_target_memory_gib} is no device peak",
+        "set the GiB (above 0, and finite) that each rank may use at most, or leave it out to "
+        "move everything that may",
     ),
-    Rule(
+    option_rule(
         "offload_max_overhead_percent",
-        _always,
+        always,
         lambda c: (
             c.offload_max_overhead_percent in (None, "auto")
             or _is_at_least_0(c.offload_max_overhead_percent)
         ),
-        "offload_max_overhead_percent={offload_max_overhead_percent!r} is no limit; set by how "
-        "many percent (0 or more, or 'auto') copies may slow an iteration down, or leave it out to "
-        "move everything that may",
+        "offload_max_overhead_percent={offload_max_overhead_percent!r} is no limit",
+        "set by how many percent (0 or more, or 'auto') copies may slow an iteration down, or "
+        "leave it out to move everything that may",
     ),
-    Rule(
+    option_rule(
         "offload_max_overhead_percent",
         lambda c: c.offload_target_memory_gib is not None,
         lambda c: c.offload_max_overhead_percent is None,
         "offload_max_overhead_percent={offload_max_overhead_percent} is not supported with "
-        "offload_target_memory_gib={offload_target_memory_gib} because each alone decides how much "
-        "moves; set one of them",
+        "offload_target_memory_gib={offload_target_memory_gib} because each alone decides how "
+        "much moves",
+        "set one of them",
     ),
-    Rule(
+    option_rule(
         "offload_host_memory_limit_bytes",
-        _always,
+        always,
         lambda c: (
             c.offload_host_memory_limit_bytes is None or c.offload_host_memory_limit_bytes > 0
         ),
         "offload_host_memory_limit_bytes={offload_host_memory_limit_bytes} leaves no host memory "
-        "to move activations to; set a number of bytes above 0, or leave it out for 80% of the "
-        "node's available memory, shared by its processes",
+        "to move activations to",
+        "set a number of bytes above 0, or leave it out for 80% of the node's available memory, "
+        "shared by its processes",
     ),
-    Rule(
+    option_rule(
         "offload_numa",
-        _always,
+        always,
         lambda c: c.offload_numa in ("auto", "off"),
-        "offload_numa={offload_numa!r} is not a choice; set 'auto' or 'off'",
+        "offload_numa={offload_numa!r} is not a choice",
+        "set 'auto' or 'off'",
     ),
-    Rule(
+    option_rule(
         "offload_verify",
-        _always,
+        always,
         lambda c: c.offload_verify >= 0,
-        "offload_verify={offload_verify} is negative; set how many iterations (0 or more) to check",
+        "offload_verify={offload_verify} is negative",
+        "set how many iterations (0 or more) to check",
     ),
 )
 """Requirements on :class:`OffloadConfig`."""
 
 
 MODEL_RULES: tuple[Rule, ...] = (
-    Rule(
+    option_rule(
         "offload_modules",
         _offloading,
         lambda f: bool(f.offload_modules),
-        "fine_grained_activation_offloading=True needs at least one module to move; set "
-        "offload_modules to some of: " + ", ".join(MODULE_NAMES),
+        "fine_grained_activation_offloading=True needs at least one module to move",
+        "set offload_modules to some of: " + ", ".join(MODULE_NAMES),
     ),
-    Rule(
+    option_rule(
         "offload_modules",
         _offloading,
-        lambda f: "attn_proj" not in f.offload_modules or "core_attn" in f.offload_modules,
-        "offload_modules contains 'attn_proj' without 'core_attn', which is not supported because "
-        "attn_proj saves core_attn's output and core_attn's backward reads it too; add 'core_attn'",
+        lambda f: "attn_proj" not in _modules(f) or "core_attn" in _modules(f),
+        "offload_modules contains 'attn_proj' without 'core_attn', which is not supported "
+        "because attn_proj saves core_attn's output and core_attn's backward reads it too",
+        "add 'core_attn'",
     ),
-    Rule(
+    option_rule(
         "offload_modules",
         _offloading,
-        lambda f: f.num_moe_experts or not MOE_MODULE_NAMES & set(f.offload_modules),
+        lambda f: f.num_moe_experts or not MOE_MODULE_NAMES & _modules(f),
         "offload_modules={offload_modules} names expert modules, but the model has no experts "
-        "(num_moe_experts is not set); remove " + ", ".join(sorted(MOE_MODULE_NAMES)),
+        "(num_moe_experts is not set)",
+        "remove " + ", ".join(sorted(MOE_MODULE_NAMES)),
     ),
-    Rule(
+    option_rule(
         "activation_offload_fraction",
         _offloading,
         lambda f: 0.0 <= f.activation_offload_fraction <= 1.0,
-        "activation_offload_fraction={activation_offload_fraction} is outside [0, 1]; set the "
-        "fraction of each chunk's groups to move",
+        "activation_offload_fraction={activation_offload_fraction} is outside [0, 1]",
+        "set the fraction of each chunk's groups to move",
     ),
-    Rule(
+    option_rule(
         "min_offloaded_tensor_size",
         _offloading,
         lambda f: f.min_offloaded_tensor_size >= 0,
-        "min_offloaded_tensor_size={min_offloaded_tensor_size} is negative; set a number of "
-        "elements (not bytes), 0 to move every tensor",
+        "min_offloaded_tensor_size={min_offloaded_tensor_size} is negative",
+        "set a number of elements (not bytes), 0 to move every tensor",
     ),
-    Rule(
+    option_rule(
         "delta_offload_bytes_across_pp_ranks",
         _offloading,
         lambda f: f.delta_offload_bytes_across_pp_ranks >= 0,
-        "delta_offload_bytes_across_pp_ranks={delta_offload_bytes_across_pp_ranks} is negative; "
+        "delta_offload_bytes_across_pp_ranks={delta_offload_bytes_across_pp_ranks} is negative",
         "set how many bytes more each later pipeline rank keeps on the device",
     ),
-    Rule(
+    option_rule(
         "fine_grained_offloading_max_inflight_offloads",
         _offloading,
         lambda f: (getattr(f, "fine_grained_offloading_max_inflight_offloads", None) or 0) >= 0,
         "fine_grained_offloading_max_inflight_offloads="
-        "{fine_grained_offloading_max_inflight_offloads} is negative; set how many copies out of "
-        "each module (0 or more) compute need not have waited for, or leave it out for no limit",
+        "{fine_grained_offloading_max_inflight_offloads} is negative",
+        "set how many copies out of each module (0 or more) compute need not have waited for, or "
+        "leave it out for no limit",
     ),
-    Rule(
+    option_rule(
         "offload_checkpoint_inputs",
         lambda f: _offloading(f) and getattr(f, "offload_checkpoint_inputs", False),
         lambda f: f.recompute_granularity is not None,
         "offload_checkpoint_inputs=True is not supported without recomputation because no "
-        "checkpoint keeps inputs then; set recompute_granularity='full', or leave it out",
+        "checkpoint keeps inputs then",
+        "set recompute_granularity='full', or leave it out",
     ),
-    Rule(
+    option_rule(
         "delay_offload_until_cuda_graph",
         _offloading_with_our_engine,
         lambda f: (
             not getattr(f, "delay_offload_until_cuda_graph", False) or _graph_impl(f) != "none"
         ),
-        "delay_offload_until_cuda_graph=True is not supported without CUDA graphs because there is "
-        "no graph to wait for; set cuda_graph_impl='transformer_engine', or leave it out",
+        "delay_offload_until_cuda_graph=True is not supported without CUDA graphs because there "
+        "is no graph to wait for",
+        "set cuda_graph_impl='transformer_engine', or leave it out",
     ),
-    Rule(
+    option_rule(
         "cpu_offloading",
         _offloading,
         lambda f: not f.cpu_offloading,
-        "fine_grained_activation_offloading=True is not supported with cpu_offloading=True because "
-        "both would move the same tensors; set cpu_offloading=False",
+        "fine_grained_activation_offloading=True is not supported with cpu_offloading=True "
+        "because both would move the same tensors",
+        "set cpu_offloading=False",
     ),
-    Rule(
+    option_rule(
         "cuda_graph_impl",
         _offloading_with_graphs,
         lambda f: _graph_impl(f) != "full_iteration",
         "cuda_graph_impl='full_iteration' is not supported with offloading because one graph of "
-        "the whole iteration leaves no step to plan from and no layer to tell the engine where it "
-        "is; set cuda_graph_impl='transformer_engine'",
+        "the whole iteration leaves no step to plan from and no layer to tell the engine where "
+        "it is",
+        "set cuda_graph_impl='transformer_engine'",
     ),
-    Rule(
+    option_rule(
         "cuda_graph_impl",
         _offloading_with_graphs,
         lambda f: (
             _graph_impl(f) != "local"
-            or (set(f.offload_modules) <= MOE_MODULE_NAMES and bool(graphed_modules(f)))
+            or (_modules(f) <= MOE_MODULE_NAMES and bool(graphed_modules(f)))
         ),
         "cuda_graph_impl='local' is not supported with offload_modules={offload_modules} because "
-        "only expert modules outside of its graphs can move; set "
-        "cuda_graph_impl='transformer_engine', or name parts of the layer in cuda_graph_modules "
-        "and no other modules than " + ", ".join(sorted(MOE_MODULE_NAMES)),
+        "only expert modules outside of its graphs can move",
+        "set cuda_graph_impl='transformer_engine', or name parts of the layer in "
+        "cuda_graph_modules and no other modules than " + ", ".join(sorted(MOE_MODULE_NAMES)),
     ),
-    Rule(
+    option_rule(
         "cuda_graph_modules",
         _offloading_with_graphs,
         lambda f: "moe" not in graphed_modules(f),
         "cuda_graph_modules contains 'moe', which is not supported with offloading because "
-        "megatron-core marks no groups inside it; remove 'moe' or set 'moe_router'",
+        "megatron-core marks no groups inside it",
+        "remove 'moe' or set 'moe_router'",
     ),
-    Rule(
+    option_rule(
         "cuda_graph_warmup_steps",
         _offloading_with_graphs,
         lambda f: getattr(f, "cuda_graph_warmup_steps", 1) > 0,
         "cuda_graph_warmup_steps={cuda_graph_warmup_steps} is not supported with offloading "
-        "because what moves inside graphs is planned from the steps before them; set at least 1",
+        "because what moves inside graphs is planned from the steps before them",
+        "set at least 1",
     ),
 )
 """Requirements on megatron-core's own offloading options (duck-typed: an args namespace or a
 ``TransformerConfig``)."""
 
 
-def check_rules(rules: Iterable[Rule], facts: Any) -> None:
-    """Raise ``ValueError`` with the message of the first rule that ``facts`` breaks."""
-    for rule in rules:
-        if rule.when(facts) and not rule.requires(facts):
-            raise ValueError(rule.message.format(**vars(facts)))
+_UNKNOWN_MODULE = Rule(
+    "offload_modules",
+    "error",
+    "offload_modules contains {name!r}, which is not a module megatron-core marks",
+    "{hint}Known modules: " + ", ".join(MODULE_NAMES),
+)
 
 
-def is_off(option: str, when: Callable[[Any], bool], beside: str, because: str, cure: str) -> Rule:
-    """The rule that ``option`` does not go together with ``beside``, which is on ``when``."""
-    return Rule(
-        option,
-        when,
-        lambda facts: not getattr(facts, option),
-        f"{option}={{{option}}} is not supported with {beside} because {because}; {cure}",
-    )
-
-
-def is_one_of(option: str, values: Collection[Any]) -> Callable[[Any], bool]:
-    """The requirement that ``option`` has one of these values."""
-    return lambda facts: getattr(facts, option) in values
-
-
-def facts_of(
-    args: Any, rules: Iterable[Rule], others: Iterable[str], defaults: Mapping[str, Any]
-) -> SimpleNamespace:
-    """``args`` with a value for every option that ``rules`` look at. Not every release has each.
-
-    Args:
-        args: An object with options as attributes.
-        rules: Their options are None where ``args`` has none.
-        others: So are these, which rules look at besides.
-        defaults: What options are instead of None.
-    """
-    names = [*(rule.option for rule in rules), *others]
-    return SimpleNamespace(**{**dict.fromkeys(names), **defaults, **vars(args)})
-
-
-def check_module_names(names: Iterable[str]) -> None:
-    """Raise ``ValueError`` naming the nearest known module for a name that is not one."""
+def check_module_names(names: Iterable[str]) -> list[Finding]:
+    """A finding for each name that is not one, with the nearest known module."""
+    findings = []
     for name in names:
         if name not in MODULE_NAMES:
             near = difflib.get_close_matches(name, MODULE_NAMES, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
-                f"offload_modules contains {name!r}, which is not a module megatron-core marks; "
-                f"{hint}Known modules: {', '.join(MODULE_NAMES)}"
-            )
+            findings.append(_UNKNOWN_MODULE.found(name=name, hint=hint))
+    return findings
 
 
-def check_model_options(facts: Any) -> None:
+def check_model_options(facts: Any) -> list[Finding]:
     """Check megatron-core's offloading options as given to the model.
 
     Args:
         facts: An object with megatron-core's option names as attributes, such as parsed arguments
             or a ``TransformerConfig``.
-
-    Raises:
-        ValueError: The first broken rule, naming the option, the value and the cure.
     """
-    if _offloading(facts):
-        check_module_names(facts.offload_modules or ())
-    check_rules(MODEL_RULES, facts)
+    unknown = check_module_names(facts.offload_modules or ()) if _offloading(facts) else []
+    return unknown + check_rules(MODEL_RULES, facts)
 
 
-LOCAL_RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
-"""Set by torchrun."""
+# What a look at the flags of a training finds beside broken rules; see integration/checks.py.
+
+STAYS = Rule(
+    "stays-on-the-device",
+    "warning",
+    "offload_modules: {names} of the layers that CUDA graphs capture (cuda_graph_impl, "
+    "cuda_graph_modules) stay on the device, since graphs keep what they take in and give out",
+    "leave them out, or capture other parts",
+)
+NO_EFFECT = Rule(
+    "no-effect",
+    "warning",
+    "{names}: no effect without fine_grained_activation_offloading",
+    "add --fine-grained-activation-offloading, or leave them out",
+)
+NOTHING_TO_MOVE = Rule(
+    "nothing-to-move",
+    "warning",
+    "recompute_granularity=full: a layer that is recomputed as a whole saves its input only, which "
+    "stays",
+    "set offload_checkpoint_inputs=True to move it",
+)
 
 
-def num_local_ranks() -> int:
-    """The number of processes that the launcher started on this node; 1 without a launcher.
-
-    Raises:
-        ValueError: The launcher's variable is not a positive number.
-    """
-    return launcher_number(LOCAL_RANKS_VARIABLE, 1, at_least=1)
-
-
-def launcher_number(variable: str, default: int, at_least: int = 0) -> int:
-    """A number that the launcher tells by a variable of the environment.
-
-    Args:
-        variable: Its name, such as ``RANK``.
-        default: Where it is not set.
-        at_least: Less makes no sense.
-
-    Raises:
-        ValueError: It is no whole number, or less.
-    """
-    text = os.environ.get(variable, str(default))
-    if not text.strip().isdecimal() or int(text) < at_least:
-        raise ValueError(
-            f"{variable}={text!r} is not supported because it is no {_LAUNCHER[variable]}; set it "
-            "to one, as torchrun does, or leave it unset"
-        )
-    return int(text)
-
-
-_LAUNCHER = {
-    "RANK": "number of a process",
-    "LOCAL_RANK": "number of a process on its node",
-    "WORLD_SIZE": "number of processes",
-    LOCAL_RANKS_VARIABLE: "number of processes on a node",
-}
-"""Variables that launchers set, and what they hold."""
-
-
-def check_launcher() -> None:
-    """Refuse variables of a launcher that are none.
-
-    Raises:
-        ValueError: One is no number.
-    """
-    for variable in _LAUNCHER:
-        launcher_number(variable, 1, at_least=int("SIZE" in variable))
+REFUSED_BY_MEGATRON = Rule(
+    "refused-by-megatron",
+    "error",
+    "megatron-core's own validation: {message}",
+    "change the flag that this is about; megatron-core stops at the first, so look again",
+)
 
 
 def check_is_config(config: object) -> None:

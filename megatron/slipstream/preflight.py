@@ -2,71 +2,31 @@
 
 """Facts of this process and machine, and what is wrong with them, before training starts.
 
-Nothing here imports megatron-core or starts CUDA, so it can run first. Functions that check return
-a list of :class:`Finding` and never raise for what they find; :func:`require` turns errors into one
-``ValueError``. Every text stands once, in a :class:`Problem`: errors of training, the report of
-``slipstream doctor`` and its documentation are made from it.
+Nothing here imports megatron-core or starts CUDA, so it can run first. Every text stands once, in a
+:class:`~megatron.slipstream.rules.Rule`: errors of training, the report of ``slipstream doctor``
+and its documentation are made from it.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import os
 import platform
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from packaging.version import Version
 
-from megatron.slipstream.config import num_local_ranks
-
-logger = logging.getLogger(__name__)
+from megatron.slipstream.launcher import num_local_ranks
+from megatron.slipstream.rules import Finding, Rule
 
 TE_SWITCH = "NVTE_CPU_OFFLOAD_V1"
 _TE_SWITCH_HOME = "transformer_engine.pytorch.cpu_offload"
-
-
-Severity = Literal["ok", "note", "warning", "error"]
-"""An ``error`` would make training fail or give wrong results, a ``warning`` make it slow or fail
-later; a ``note`` is to be known."""
-
-
-class Finding(NamedTuple):
-    """One thing that was found."""
-
-    severity: Severity
-    message: str
-    """What is wrong and why."""
-    cure: str = ""
-    """What to do about it; empty where nothing need be done."""
-    problem: str = ""
-    """Name of the :class:`Problem`."""
-
-    @property
-    def text(self) -> str:
-        """Message and cure in one sentence."""
-        return f"{self.message}; {self.cure}" if self.cure else self.message
-
-
-class Problem(NamedTuple):
-    """Something that may be found. Its texts are format strings."""
-
-    name: str
-    severity: Severity
-    message: str
-    cure: str
-
-    def found(self, **values: object) -> Finding:
-        """The finding, with its values filled in."""
-        return Finding(
-            self.severity, self.message.format(**values), self.cure.format(**values), self.name
-        )
 
 
 @dataclass(frozen=True)
@@ -113,20 +73,20 @@ def collect() -> Facts:
     )
 
 
-TE_BROKEN = Problem(
+TE_BROKEN = Rule(
     "transformer-engine-does-not-import",
     "error",
     "transformer_engine is installed but does not import ({error}), and megatron-core imports it",
     "complete the installation (transformer_engine[pytorch]) or uninstall it",
 )
-TE_SWITCH_OFF = Problem(
+TE_SWITCH_OFF = Rule(
     "offload-switch-off",
     "error",
     TE_SWITCH + "{value} is not supported with fine_grained_activation_offloading because "
     "{late}Transformer Engine, which reads it once at import, would offload weights as well",
     f"set {TE_SWITCH}=1 in the environment before Python starts",
 )
-TOO_OLD_FOR_GRAPHS = Problem(
+TOO_OLD_FOR_GRAPHS = Rule(
     "too-old-for-graphs",
     "error",
     "cuda_graph_impl='transformer_engine' is not supported with offloading on {package} {found} "
@@ -194,19 +154,19 @@ _ITEM_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4
 
 _MAX_BYTES_TO_SCAN = 64 * 2**20
 
-DATASET_MISSING = Problem(
+DATASET_MISSING = Rule(
     "dataset-missing",
     "error",
     "data_path={prefix} does not exist (no {missing})",
     "set the prefix without .bin or .idx, or make it with tools/preprocess_text.py",
 )
-DATASET_CORRUPT = Problem(
+DATASET_CORRUPT = Rule(
     "dataset-corrupt",
     "error",
     "data_path={prefix} is corrupt: {what}",
     "make it again with tools/preprocess_text.py",
 )
-TOKEN_OUTSIDE_VOCABULARY = Problem(
+TOKEN_OUTSIDE_VOCABULARY = Rule(
     "token-outside-vocabulary",
     "error",
     "vocab_size={vocab_size} is not supported with data_path={prefix} because the data contains "
@@ -214,7 +174,7 @@ TOKEN_OUTSIDE_VOCABULARY = Problem(
     "set tokenizer_json to the file written with the data, or vocab_size to at least {needed}",
 )
 
-PROBLEMS = (
+RULES = (
     *(TE_BROKEN, TE_SWITCH_OFF, TOO_OLD_FOR_GRAPHS),
     *(DATASET_MISSING, DATASET_CORRUPT, TOKEN_OUTSIDE_VOCABULARY),
 )
@@ -290,18 +250,6 @@ def _index_problem(index: Path, tokens: Path) -> Optional[str]:
     if end != token_bytes:
         return f"{tokens} is {token_bytes} bytes long, its index says {end}"
     return None
-
-
-def require(findings: Iterable[Finding]) -> None:
-    """Log the warnings and raise ``ValueError`` with the first error, if there is one."""
-    errors = []
-    for finding in findings:
-        if finding.severity == "error":
-            errors.append(finding.text)
-        elif finding.severity == "warning":
-            logger.warning("%s", finding.text)
-    if errors:
-        raise ValueError(errors[0])
 
 
 def _transformer_engine_switch() -> tuple[Optional[bool], Optional[str]]:

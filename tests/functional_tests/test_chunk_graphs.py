@@ -12,7 +12,7 @@ from typing import Any, Optional
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
 from ranks import TIMEOUT_S, run_ranks
-from replayed_gpt import DROP_AND_PAD, Replayed, compare, train_and_leave
+from replayed_gpt import DROP_AND_PAD, Replayed, compare, replay_again, train_and_leave
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
@@ -120,6 +120,16 @@ def test_all_slots_together_keep_to_the_limit_of_host_memory() -> None:
         assert rank.difference is None
         assert sum(rank.moved_bytes) > 0
         assert rank.host_bytes[0] + rank.eager_host_bytes <= limit_bytes
+
+
+def test_a_chunk_is_replayed_once_until_its_graphs_are_closed() -> None:
+    ((errors, states),) = run_ranks(1, replay_again, ModelCase("dense"))
+    assert len(errors) == 2
+    for error in errors:
+        assert error.startswith("replay_chunks() is not supported with a model chunk that it")
+        assert error.endswith("give each chunk once, or call close_graphs() first")
+    # Twice at once, once, again; closed; and once more.
+    assert states == [True, False, False, True, False]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlapped"])

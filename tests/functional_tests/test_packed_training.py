@@ -98,7 +98,7 @@ def test_packed_training_learns_the_same_with_the_engine(
     assert after < before - 0.3
 
 
-CHUNK_GRAPHS = "--cuda-graph-impl local --cuda-graph-granularity chunk".split()
+CHUNK_GRAPHS = "--cuda-graph-granularity chunk".split()
 
 
 def _main_replayed(rank: int, num_ranks: int, port: int, folder: Path, flags: list[str]) -> int:

@@ -113,6 +113,35 @@ def train_and_leave(
     return num_replays
 
 
+def replay_again(
+    rank: int, world_size: int, port: int, case: ModelCase
+) -> tuple[list[str], list[bool]]:
+    """The errors of replaying a chunk twice, and whether it has its own methods after each step."""
+    from megatron.slipstream.integration.chunk_graphs import close_graphs, replay_chunks
+
+    case = dataclasses.replace(case, te_rng_tracker=True)
+    initialize(case, rank, world_size, port)
+    config = make_config(case, ())
+    (chunk,) = wrap(config, build_chunks(case, config))
+
+    def has_own_methods() -> bool:
+        return "forward" not in vars(get_block(chunk)) and "zero_grad_buffer" not in vars(chunk)
+
+    errors, states = [], []
+    for chunks in ([chunk, chunk], [chunk], [chunk]):
+        try:
+            replay_chunks(chunks, 1)
+        except ValueError as error:
+            errors.append(str(error))
+        states.append(has_own_methods())
+    close_graphs()
+    states.append(has_own_methods())
+    replay_chunks([chunk], 1)
+    states.append(has_own_methods())
+    close_graphs()
+    return errors, states
+
+
 class Poison:
     """Fills all that a graph may not rely on: the memory of every slot that is free, before each
     forward pass. A replay that reads what it has not written gives NaN."""

@@ -41,7 +41,7 @@ ROOMS = (
 )
 """Left to right: a room may import itself, the rooms to its left, and what is in `SHARED`."""
 
-SHARED = frozenset({"config", "__version__"})
+SHARED = frozenset({"config", "launcher", "rules", "__version__"})
 """Of the package's top level, what every file may import."""
 
 PREFLIGHT_READERS = frozenset({"preflight", "patches", "integration"})

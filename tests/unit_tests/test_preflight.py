@@ -13,13 +13,11 @@ import pytest
 from megatron.slipstream import preflight
 from megatron.slipstream.preflight import (
     Facts,
-    Finding,
-    Problem,
     check_graphs,
     check_process,
     is_installed,
-    require,
 )
+from megatron.slipstream.rules import Finding, Rule, require
 
 
 def make_package(root: Path, files: dict[str, str]) -> None:
@@ -145,8 +143,8 @@ def test_graphs_need_newer_versions(torch: str, te: str | None, wrong: list[str]
 
 
 def test_a_finding_is_one_sentence_with_its_cure() -> None:
-    problem = Problem("p", "warning", "{option}=1 is odd because {why}", "set {option}=2")
-    finding = problem.found(option="a", why="it is")
+    rule = Rule("p", "warning", "{option}=1 is odd because {why}", "set {option}=2")
+    finding = rule.found(option="a", why="it is")
     assert finding == Finding("warning", "a=1 is odd because it is", "set a=2", "p")
     assert finding.text == "a=1 is odd because it is; set a=2"
     assert Finding("note", "that is all").text == "that is all"

@@ -5,9 +5,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from megatron.slipstream.config import Rule, check_rules, facts_of, is_off, is_one_of
+from megatron.slipstream.rules import (
+    Finding,
+    Rule,
+    check_rules,
+    facts_of,
+    is_one_of,
+    option_rule,
+    unsupported,
+)
 
 
 @dataclass(frozen=True)
@@ -15,10 +24,10 @@ class ChunkGraphOptions:
     """Settings of CUDA graphs of whole model chunks."""
 
     cuda_graph_granularity: Literal["layer", "chunk"] = "layer"
-    """What one CUDA graph holds with --cuda-graph-impl local. 'layer': megatron-core's own graphs.
-    'chunk': the forward or the backward of all layers of a pipeline stage (or virtual stage),
-    replayed by Slipstream. Micro-batches need one shape: sequences of one length, or
-    --sequence-packing. With --dynamic-context-parallel a graph is captured for every size."""
+    """Content of a CUDA graph. 'layer': what --cuda-graph-impl says. 'chunk', in its place: the
+    forward or the backward of all layers of a pipeline stage (or virtual stage), replayed by
+    Slipstream. Micro-batches need one shape: sequences of one length, or --sequence-packing. With
+    --dynamic-context-parallel a graph is captured for every size."""
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -53,8 +62,8 @@ def _is_chunk(facts: Any) -> bool:
     return bool(facts.cuda_graph_granularity == "chunk")
 
 
-def _is_off(option: str, because: str, cure: str) -> Rule:
-    return is_off(option, _is_chunk, "cuda_graph_granularity=chunk", because, cure)
+_CHUNK = "with cuda_graph_granularity=chunk"
+_unsupported = partial(unsupported, _CHUNK, _is_chunk)
 
 
 def _drops_and_pads(facts: Any) -> bool:
@@ -88,175 +97,170 @@ def _recomputes_dropout(facts: Any) -> bool:
 
 
 CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
-    Rule(
+    _unsupported(
         "cuda_graph_impl",
-        _is_chunk,
-        lambda f: f.cuda_graph_impl == "local",
-        "cuda_graph_impl={cuda_graph_impl} is not supported with cuda_graph_granularity=chunk "
-        "because Slipstream captures the graphs itself; set cuda_graph_impl=local",
+        "Slipstream captures chunks itself, in place of megatron-core's graphs",
+        "leave it out",
+        is_one_of("cuda_graph_impl", ("none",)),
     ),
-    Rule(
+    _unsupported(
         "cuda_graph_modules",
-        _is_chunk,
-        lambda f: not f.cuda_graph_modules,
-        "cuda_graph_modules={cuda_graph_modules} is not supported with cuda_graph_granularity="
-        "chunk because a chunk is captured as a whole; leave it out",
+        "a chunk is captured as a whole",
+        "leave it out",
     ),
-    Rule(
+    _unsupported(
         "cuda_graph_warmup_steps",
-        _is_chunk,
-        lambda f: f.cuda_graph_warmup_steps >= 1,
-        "cuda_graph_warmup_steps={cuda_graph_warmup_steps} is not supported with "
-        "cuda_graph_granularity=chunk because shapes are learned from an iteration without graphs; "
+        "shapes are learned from an iteration without graphs",
         "set at least 1",
+        lambda f: f.cuda_graph_warmup_steps >= 1,
     ),
-    Rule(
+    option_rule(
         "num_experts",
         lambda f: _is_chunk(f) and f.num_experts is not None,
         lambda f: _drops_and_pads(f) or _has_rank_capacity(f),  # the latter has its own rule
         "moe_token_dispatcher_type={moe_token_dispatcher_type} is not supported with "
         "cuda_graph_granularity=chunk because it waits for the GPU to tell how many tokens each "
-        "expert gets; set moe_token_dispatcher_type=alltoall with moe_expert_capacity_factor and "
+        "expert gets",
+        "set moe_token_dispatcher_type=alltoall with moe_expert_capacity_factor and "
         "moe_pad_expert_input_to_capacity",
     ),
-    Rule(
+    option_rule(
         "recompute_granularity",
         _is_chunk,
         lambda f: not _recomputes_dropout(f),
-        "recompute_granularity={recompute_granularity} of layers with dropout (hidden_dropout="
-        "{hidden_dropout}, attention_dropout={attention_dropout}, recompute_modules="
-        "{recompute_modules}) is not supported with cuda_graph_granularity=chunk because the "
-        "backward graph cannot draw the forward graph's random numbers again; set the dropout to "
-        "0, or recompute modules without it",
+        "recompute_granularity={recompute_granularity} of layers with dropout "
+        "(hidden_dropout={hidden_dropout}, attention_dropout={attention_dropout}, "
+        "recompute_modules={recompute_modules}) is not supported with "
+        "cuda_graph_granularity=chunk because the backward graph cannot draw the forward graph's "
+        "random numbers again",
+        "set the dropout to 0, or recompute modules without it",
     ),
-    _is_off(
+    _unsupported(
         "moe_input_jitter_eps",
         "its noise is made on the host for every call",
         "leave it out",
     ),
-    _is_off(
+    _unsupported(
         "moe_expert_rank_capacity_factor",
         "Slipstream does not yet know when the dispatcher's memory is ready to be captured",
         "set moe_expert_capacity_factor with moe_pad_expert_input_to_capacity",
     ),
-    _is_off(
+    _unsupported(
         "overlap_moe_expert_parallel_comm",
         "its schedule runs the layers of two micro-batches by turns, never a chunk as a whole",
         "leave it out",
     ),
-    _is_off(
+    _unsupported(
         "delay_wgrad_compute",
         "the weight gradients would be computed outside of the chunk's backward",
         "leave it out",
     ),
-    Rule(
-        "offload_engine",
+    unsupported(
+        _CHUNK,
         lambda f: _is_chunk(f) and bool(f.fine_grained_activation_offloading),
+        "offload_engine",
+        "megatron-core's engine cannot be captured with a whole chunk",
+        "set offload_engine=slipstream",
         lambda f: f.offload_engine == "slipstream",
-        "offload_engine={offload_engine} is not supported with cuda_graph_granularity=chunk "
-        "because megatron-core's engine cannot be captured with a whole chunk; set "
-        "offload_engine=slipstream",
     ),
-    _is_off(
+    _unsupported(
         "cpu_offloading_num_layers",
         "its copies are issued by the host, layer by layer",
         "leave it out",
     ),
-    Rule(
-        "fp8_recipe",
+    unsupported(
+        _CHUNK,
         _is_in_fp8,
+        "fp8_recipe",
+        "it may scale tensors by what the passes before had in them, and the host computes those "
+        "scales between passes",
+        "set fp8_recipe=tensorwise or blockwise (mxfp8 on Blackwell)",
         is_one_of("fp8_recipe", _STATELESS_RECIPES),
-        "fp8_recipe={fp8_recipe} is not supported with cuda_graph_granularity=chunk because it "
-        "may scale tensors by what the passes before had in them, and the host computes those "
-        "scales between passes; set fp8_recipe=tensorwise or blockwise (mxfp8 on Blackwell)",
     ),
     *(
-        is_off(
-            option,
+        unsupported(
+            _CHUNK,
             _is_in_fp8,
-            "cuda_graph_granularity=chunk",
+            option,
             "Transformer Engine scales some tensors of attention by what the passes before had in "
             "them",
             "leave it out",
         )
         for option in ("fp8_dot_product_attention", "fp8_multi_head_attention")
     ),
-    _is_off(
+    _unsupported(
         "fp8_param_gather",
         "a parameter in FP8 is a tensor of several parts, which have no fixed place in memory",
         "leave it out",
     ),
-    Rule(
+    option_rule(
         "quant_recipe",
         _is_chunk,
         lambda f: f.quant_recipe is None,
         "a precision for each module (te_precision_config_file, kitchen_config_file, "
         "kitchen_recipe_number, quant_recipe) is not supported with cuda_graph_granularity=chunk "
-        "because nobody has looked at what all of them keep from pass to pass; set fp8 and "
-        "fp8_recipe for all modules",
+        "because nobody has looked at what all of them keep from pass to pass",
+        "set fp8 and fp8_recipe for all modules",
     ),
-    _is_off(
+    _unsupported(
         "fp4",
         "gradients are rounded by random numbers that nobody has tested in a graph",
         "train in bf16 or fp8",
     ),
-    _is_off(
+    _unsupported(
         "use_transformer_engine_op_fuser",
         "its modules hold on to parameters that others stand in for during the capture",
         "leave it out",
     ),
-    _is_off(
+    _unsupported(
         "use_megatron_fsdp",
         "parameters have no fixed place in memory",
         "use distributed data parallelism (use_distributed_optimizer)",
     ),
-    _is_off(
+    _unsupported(
         "use_torch_fsdp2",
         "parameters have no fixed place in memory",
         "use distributed data parallelism (use_distributed_optimizer)",
     ),
-    _is_off(
+    _unsupported(
         "tp_comm_overlap",
         "its user buffers are one for all micro-batches in flight",
         "leave it out",
     ),
-    _is_off(
+    _unsupported(
         "hybrid_layer_pattern",
         "only blocks of transformer layers are captured",
         "leave it out",
     ),
-    _is_off(
+    _unsupported(
         "hybrid_context_parallel",
         "each micro-batch has another context-parallel group",
         "leave it out",
     ),
-    _is_off(
+    _unsupported(
         "variable_seq_lengths",
         "a graph takes one shape",
         "leave it out; sequence_packing gives documents of any length one shape",
     ),
-    Rule(
-        "apply_rope_fusion",
+    unsupported(
+        "with cuda_graph_granularity=chunk and sequence_packing={sequence_packing}",
         lambda f: _is_chunk(f) and f.sequence_packing is not None and f.has_gpu,
+        "apply_rope_fusion",
+        "rotary embeddings that are not fused ask the GPU for the lengths of sequences",
+        "leave --no-rope-fusion out",
         lambda f: f.apply_rope_fusion,
-        "apply_rope_fusion={apply_rope_fusion} is not supported with cuda_graph_granularity=chunk "
-        "and sequence_packing={sequence_packing} because rotary embeddings that are not fused ask "
-        "the GPU for the lengths of sequences; leave --no-rope-fusion out",
     ),
 )
 """Requirements on :class:`ChunkGraphOptions` and megatron's options beside it (duck-typed: an args
 namespace)."""
 
 
-def check_chunk_graphs(args: Any, has_gpu: bool) -> None:
-    """Check everything about chunk graphs that the arguments alone can tell.
+def check_chunk_graphs(args: Any, has_gpu: bool) -> list[Finding]:
+    """Everything about chunk graphs that can be told from the arguments alone.
 
     Args:
         args: An object with megatron's option names and ours as attributes.
         has_gpu: Whether there is one, or graphs are imitated.
-
-    Raises:
-        ValueError: The first broken rule, naming option, value and cure.
     """
     others = (
         *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "sequence_packing"),
@@ -271,4 +275,4 @@ def check_chunk_graphs(args: Any, has_gpu: bool) -> None:
     # In a configuration this one may be a member of an enum.
     facts.fp8_recipe = getattr(facts.fp8_recipe, "value", facts.fp8_recipe)
     facts.has_gpu = has_gpu
-    check_rules(CHUNK_GRAPH_RULES, facts)
+    return check_rules(CHUNK_GRAPH_RULES, facts)

@@ -5,11 +5,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Optional
 
-from megatron.slipstream.config import Rule, check_rules, facts_of, is_off, is_one_of
 from megatron.slipstream.context_parallel.limits import CostModel, RankLimits
 from megatron.slipstream.packed_sequences.options import pack_limits
+from megatron.slipstream.rules import (
+    Finding,
+    Rule,
+    check_by,
+    check_rules,
+    facts_of,
+    is_one_of,
+    option_rule,
+    unsupported,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,6 @@ class DynamicContextParallelOptions:
 
 _DEFAULTS: dict[str, Any] = {
     "context_parallel_size": 1,
-    "cuda_graph_granularity": "layer",
     "cuda_graph_impl": "none",
     "min_dynamic_context_parallel_size": 1,
 }
@@ -47,17 +56,16 @@ def _is_on(facts: Any) -> bool:
     return bool(facts.dynamic_context_parallel)
 
 
-def _is_off(option: str, because: str, cure: str) -> Rule:
-    return is_off(option, _is_on, "dynamic_context_parallel", because, cure)
+_unsupported = partial(unsupported, "with dynamic_context_parallel", _is_on)
 
 
 def _needs_it(option: str, default: Any) -> Rule:
-    return Rule(
+    return option_rule(
         option,
         lambda facts: not _is_on(facts),
         lambda facts: getattr(facts, option) in (None, default),
-        f"{option}={{{option}}} has no effect without dynamic_context_parallel; set "
-        f"dynamic_context_parallel, or leave {option} out",
+        f"{option}={{{option}}} has no effect without dynamic_context_parallel",
+        f"set dynamic_context_parallel, or leave {option} out",
     )
 
 
@@ -70,61 +78,54 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
     _needs_it("min_dynamic_context_parallel_size", 1),
     _needs_it("max_dynamic_context_parallel_size", None),
     _needs_it("dynamic_context_parallel_verify", False),
-    Rule(
+    _unsupported(
         "sequence_packing",
-        _is_on,
+        "sizes are chosen where documents of a batch are balanced",
+        "set balanced",
         is_one_of("sequence_packing", ("balanced",)),
-        "sequence_packing={sequence_packing} is not supported with dynamic_context_parallel "
-        "because sizes are chosen where documents of a batch are balanced; set balanced",
     ),
-    Rule(
+    _unsupported(
         "calculate_per_token_loss",
-        _is_on,
+        "tokens of larger groups would weigh more",
+        "set calculate_per_token_loss=True",
         lambda f: f.calculate_per_token_loss,
-        "calculate_per_token_loss={calculate_per_token_loss} is not supported with "
-        "dynamic_context_parallel because tokens of larger groups would weigh more; set "
-        "calculate_per_token_loss=True",
     ),
-    Rule(
+    _unsupported(
         "cp_comm_type",
-        _is_on,
+        "other exchanges need groups or numbers of heads that not every size has",
+        "set p2p",
         _exchanges_in_a_ring,
-        "cp_comm_type={cp_comm_type} is not supported with dynamic_context_parallel because other "
-        "exchanges need groups or numbers of heads that not every size has; set p2p",
     ),
-    _is_off(
+    _unsupported(
         "hierarchical_context_parallel_sizes",
         "its groups are made for one size",
         "leave it out",
     ),
-    _is_off(
+    _unsupported(
         "mtp_num_layers",
         "multi-token prediction shifts tokens within groups of the static size",
         "leave it out",
     ),
-    Rule(
+    _unsupported(
         "hybrid_layer_pattern",
-        _is_on,
+        "multi-token prediction shifts tokens within groups of the static size",
+        "leave the parts after / out",
         lambda f: "/" not in (f.hybrid_layer_pattern or ""),
-        "hybrid_layer_pattern={hybrid_layer_pattern!r} is not supported with "
-        "dynamic_context_parallel because multi-token prediction shifts tokens within groups of "
-        "the static size; leave the parts after / out",
     ),
-    Rule(
+    _unsupported(
         "cuda_graph_impl",
-        _is_on,
-        lambda f: f.cuda_graph_impl == "none" or f.cuda_graph_granularity == "chunk",
-        "cuda_graph_impl={cuda_graph_impl} is not supported with dynamic_context_parallel because "
-        "graphs of layers are captured with one size; set cuda_graph_impl=local with "
-        "cuda_graph_granularity=chunk, which captures one of each, or cuda_graph_impl=none",
+        "graphs of layers are captured with one size",
+        "leave it out, or set cuda_graph_granularity=chunk in its place, which captures one of "
+        "each size",
+        is_one_of("cuda_graph_impl", ("none",)),
     ),
-    _is_off(
+    _unsupported(
         "use_megatron_fsdp",
         "megatron-core has no groups of changing size together with it",
         "leave it out",
     ),
     *(
-        _is_off(
+        _unsupported(
             option,
             "keys and values would be exchanged in FP8 with scales that only ranks of the static "
             "group agree on",
@@ -137,36 +138,41 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
 an args namespace)."""
 
 
-def check_dynamic_context_parallel(args: Any) -> None:
-    """Check everything about dynamic context parallelism that the arguments alone can tell.
+POSITIONS = Rule(
+    "max_position_embeddings",
+    "error",
+    "max_position_embeddings={given} is not supported with dynamic_context_parallel and groups of "
+    "up to {largest} ranks because documents have up to {longest} tokens",
+    "set so many, or max_dynamic_context_parallel_size",
+)
 
-    Those of packed sequences (``check_packing``) come first.
+
+def check_dynamic_context_parallel(args: Any) -> list[Finding]:
+    """Everything about dynamic context parallelism that can be told from the arguments alone.
+
+    ``check_packing`` finds what is wrong with packed sequences.
 
     Args:
         args: An object with megatron's option names and ours as attributes; with
             ``data_parallel_size`` once megatron has worked it out.
-
-    Raises:
-        ValueError: The first broken rule, naming option, value and cure.
     """
     others = ("dynamic_context_parallel", "data_parallel_size", "position_embedding_type")
     facts = facts_of(args, DYNAMIC_RULES, others, _DEFAULTS)
-    check_rules(DYNAMIC_RULES, facts)
-    if _is_on(facts) and facts.data_parallel_size:
-        _check_positions(facts, rank_limits(facts))
+    findings = check_rules(DYNAMIC_RULES, facts)
+    if findings or not (_is_on(facts) and facts.data_parallel_size):
+        return findings
+    name = "max_dynamic_context_parallel_size"
+    return check_by(lambda: rank_limits(facts), name) or _check_positions(facts)
 
 
-def _check_positions(facts: Any, limits: RankLimits) -> None:
-    longest = limits.largest * limits.tokens_per_rank
+def _check_positions(facts: Any) -> list[Finding]:
     if facts.position_embedding_type != "learned_absolute":
-        return
-    if facts.max_position_embeddings < longest:
-        raise ValueError(
-            f"max_position_embeddings={facts.max_position_embeddings} is not supported with "
-            f"dynamic_context_parallel and groups of up to {limits.largest} ranks because "
-            f"documents have up to {longest} tokens; set so many, or "
-            "max_dynamic_context_parallel_size"
-        )
+        return []
+    limits, given = rank_limits(facts), facts.max_position_embeddings
+    longest = limits.largest * limits.tokens_per_rank
+    if given >= longest:
+        return []
+    return [POSITIONS.found(given=given, largest=limits.largest, longest=longest)]
 
 
 def rank_limits(args: Any) -> RankLimits:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.slipstream.doctor.facts import Facts
-from megatron.slipstream.preflight import Finding, Problem
+from megatron.slipstream.rules import Finding, Rule
 
-NOT_LOOKED_AT = Problem("not-looked-at", "note", "not looked at: {why}", "{cure}")
+NOT_LOOKED_AT = Rule("not-looked-at", "note", "not looked at: {why}", "{cure}")
 """What any check may say."""
 
 
@@ -27,7 +27,7 @@ class Check(NamedTuple):
 
     label: str
     look: Callable[[Facts], Seen]
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[Rule, ...] = ()
     """What it may find, beside :data:`NOT_LOOKED_AT`."""
 
 

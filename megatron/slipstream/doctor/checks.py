@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron.slipstream.doctor import command, gpus, memory, nodes, variables, versions
 from megatron.slipstream.doctor.check import Topic
 from megatron.slipstream.doctor.facts import Facts
-from megatron.slipstream.preflight import Finding, Severity
+from megatron.slipstream.rules import Finding, Severity
 
 TOPICS: tuple[Topic, ...] = (
     versions.TOPIC,

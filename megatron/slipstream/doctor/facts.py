@@ -10,6 +10,7 @@ from typing import NamedTuple, Optional
 
 from megatron.slipstream import preflight
 from megatron.slipstream.plan.trace import Bandwidth
+from megatron.slipstream.rules import Finding
 
 
 class Torch(NamedTuple):
@@ -96,12 +97,12 @@ class Host(NamedTuple):
 class Command(NamedTuple):
     """What the flags of a training command ask for, and what is wrong with them."""
 
-    findings: tuple[preflight.Finding, ...]
+    findings: tuple[Finding, ...]
     num_processes: int
     """That the flags were checked for."""
     offloads: bool = False
     graphs: str = "none"
-    """megatron-core's ``cuda_graph_impl``."""
+    """megatron-core's ``cuda_graph_impl``, or 'chunk' for graphs of whole chunks."""
     is_deterministic: bool = False
     host_memory_limit_bytes: Optional[int] = None
     """``offload_host_memory_limit_bytes``."""

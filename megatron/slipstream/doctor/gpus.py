@@ -10,7 +10,7 @@ from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
 from megatron.slipstream.doctor.facts import Facts, Gpu, Link
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.trace import Bandwidth
-from megatron.slipstream.preflight import Finding, Problem
+from megatron.slipstream.rules import Finding, Rule
 
 GB_PER_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """What one lane of PCI Express carries in each direction, by generation."""
@@ -22,38 +22,38 @@ generation 5; published figures of an A100 with generation 4 are 0.8."""
 ONE_WAY_AT_A_TIME = 1.25
 """Both directions at once, together, over the faster one alone: an H200 reaches 1.8."""
 
-NO_GPU = Problem(
+NO_GPU = Rule(
     "no-gpu",
     "note",
     "there is no GPU here: trainings run on the CPU, for trying things out, and imitate its memory",
     "run the doctor on a machine that trains",
 )
-GPU_NOT_SEEN = Problem(
+GPU_NOT_SEEN = Rule(
     "gpu-not-seen",
     "error",
     "there is an NVIDIA GPU or its driver, and torch sees no GPU{hidden}",
     "unset CUDA_VISIBLE_DEVICES, or give the container its GPUs (--gpus all); nvidia-smi tells "
     "whether the driver answers",
 )
-NARROW_LINK = Problem(
+NARROW_LINK = Rule(
     "pcie-lanes",
     "warning",
     "GPU {gpu} uses {width} of {max_width} lanes",
     "the card does not sit well, or the slot has fewer lanes: tell who runs the machine",
 )
-SLOW_LINK = Problem(
+SLOW_LINK = Rule(
     "pcie-generation",
     "warning",
     "GPU {gpu} has PCIe generation {generation} of {max_generation} right after copies",
     "see the firmware's settings of the slot and of power saving: tell who runs the machine",
 )
-IDLE_LINK = Problem(
+IDLE_LINK = Rule(
     "pcie-idle",
     "note",
     "GPU {gpu} has PCIe generation {generation} of {max_generation}, as an idle GPU may",
     "run the doctor without --no-bandwidth to see it at work",
 )
-SLOW_COPIES = Problem(
+SLOW_COPIES = Rule(
     "slow-copies",
     "warning",
     "GPU {gpu}: copies {direction} reach {rate:.1f} GB/s, {share:.0%} of what PCIe generation "
@@ -61,7 +61,7 @@ SLOW_COPIES = Problem(
     "see that nobody else uses the link or the memory now, and that pinned memory is on the GPU's "
     "node (NUMA, below); in a virtual machine, ask the provider",
 )
-ONE_WAY = Problem(
+ONE_WAY = Rule(
     "one-way-at-a-time",
     "note",
     "GPU {gpu}: both ways at once reach {both:.1f} GB/s together, hardly more than one way alone "
@@ -69,7 +69,7 @@ ONE_WAY = Problem(
     "pipelines, which copy both ways at once, then hide fewer bytes: let --offload-max-overhead-"
     "percent choose how many",
 )
-NOT_MEASURED = Problem(
+NOT_MEASURED = Rule(
     "bandwidth-not-measured",
     "warning",
     "GPU {gpu}: copies could not be measured: {error}",

@@ -7,7 +7,8 @@ from __future__ import annotations
 from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
 from megatron.slipstream.doctor.facts import Facts
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.preflight import HOST_MEMORY_SHARE, Problem, host_memory_share_bytes
+from megatron.slipstream.preflight import HOST_MEMORY_SHARE, host_memory_share_bytes
+from megatron.slipstream.rules import Rule
 
 LITTLE_BYTES = 4 << 30
 """Per rank with a GPU: less than the activations of a few layers of a large model."""
@@ -17,34 +18,34 @@ SMALL_SHM_BYTES = 1 << 30
 
 RANKS_PER_HOST_OF_LAUNCHERS = ("SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
-LITTLE_MEMORY = Problem(
+LITTLE_MEMORY = Rule(
     "little-host-memory",
     "warning",
     "each of {ranks} ranks may pin {share} of host memory; what does not fit stays on the GPU",
     "give the job more host memory (a container's limit counts), or offload fewer modules",
 )
-LIMIT_TOO_HIGH = Problem(
+LIMIT_TOO_HIGH = Rule(
     "host-memory-limit-too-high",
     "warning",
     "offload_host_memory_limit_bytes={limit} lets {ranks} ranks pin {together}, and {available} "
     "are available: the system may end the job",
     "set offload_host_memory_limit_bytes to {share_bytes} or less, or leave it out",
 )
-NODE_TOO_SMALL = Problem(
+NODE_TOO_SMALL = Rule(
     "node-memory-short",
     "note",
     "node {node} has {free} free, and the ranks of its {gpus} GPUs may pin {together}: the rest "
     "goes to another node, where copies are slower",
     "set offload_host_memory_limit_bytes to {share_bytes}, or spread the ranks over the nodes",
 )
-SHARE_NOT_KNOWN = Problem(
+SHARE_NOT_KNOWN = Rule(
     "local-world-size-not-set",
     "warning",
     "{variable}={number}, but LOCAL_WORLD_SIZE is not set: each rank takes itself for the only one "
     "of the host, and may pin all that is available",
     "start with torchrun, or export LOCAL_WORLD_SIZE={number}",
 )
-SMALL_MEMLOCK = Problem(
+SMALL_MEMLOCK = Rule(
     "memlock-limit",
     "note",
     "RLIMIT_MEMLOCK is {limit}. NVIDIA's driver pins memory without regard to it, but what NCCL "
@@ -52,7 +53,7 @@ SMALL_MEMLOCK = Problem(
     "ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: "
     "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf)",
 )
-SMALL_SHM = Problem(
+SMALL_SHM = Rule(
     "small-shm",
     "warning",
     "/dev/shm has {size}; NCCL and the workers of data loaders exchange data there, and fail once "

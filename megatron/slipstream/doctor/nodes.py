@@ -10,16 +10,16 @@ from functools import wraps
 from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
 from megatron.slipstream.doctor.facts import Facts, Gpu, Numa
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.preflight import Problem
+from megatron.slipstream.rules import Rule
 
-NODE_UNKNOWN = Problem(
+NODE_UNKNOWN = Rule(
     "gpu-node-unknown",
     "warning",
     "GPU {gpu}: the kernel does not tell its node, as in many virtual machines; nothing is bound",
     "ask the machine's provider for the node, and start the rank with "
     "numactl --cpunodebind=N --membind=N",
 )
-BOUND_ELSEWHERE = Problem(
+BOUND_ELSEWHERE = Rule(
     "bound-to-another-node",
     "warning",
     "GPU {gpu} is on node {node}, and this process may run on CPUs {cpus} only, none of which is "
@@ -27,20 +27,20 @@ BOUND_ELSEWHERE = Problem(
     "start the rank with numactl --cpunodebind={node} --membind={node}, or unbound (then "
     "offload_numa=auto binds it)",
 )
-NODE_FORBIDDEN = Problem(
+NODE_FORBIDDEN = Rule(
     "node-not-allowed",
     "warning",
     "GPU {gpu} is on node {node}, and this process may have memory of nodes {nodes} only",
     "give the job the memory of node {node} as well (Slurm: --mem-bind; containers: --cpuset-mems)",
 )
-POLICY_SET = Problem(
+POLICY_SET = Rule(
     "memory-policy-set",
     "note",
     "somebody has set the memory policy '{policy}' for this process, and Slipstream leaves it as "
     "it is",
     "drop it (numactl, launcher) to have pinned memory placed on the GPU's node",
 )
-TOOLS_MISSING = Problem(
+TOOLS_MISSING = Rule(
     "affinity-tools-missing",
     "warning",
     "cuda-python or pynvml is missing, and megatron's own training script ends with an error then; "

@@ -20,7 +20,7 @@ from megatron.slipstream.doctor.checks import SEVERITIES, Row, findings_of
 from megatron.slipstream.doctor.facts import Facts
 
 SCHEMA = "slipstream-doctor"
-VERSION = 1
+VERSION = 2
 
 WIDTH = 100
 """Columns where the output is no terminal, or a wider one."""

@@ -11,7 +11,7 @@ from packaging.version import Version
 from megatron.slipstream import preflight
 from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
 from megatron.slipstream.doctor.facts import Facts
-from megatron.slipstream.preflight import Finding, Problem, Severity
+from megatron.slipstream.rules import Finding, Rule, Severity
 
 OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"
@@ -31,21 +31,21 @@ _READS_NEW_NAME = "2.11"
 """torch that takes 'expandable_segments' from the new name. 2.9.1 does not
 (https://github.com/pytorch/pytorch/issues/183387)."""
 
-TWO_CONFIGURATIONS = Problem(
+TWO_CONFIGURATIONS = Rule(
     "allocator-configured-twice",
     "warning",
     f"{OLD_ALLOCATOR}={{old}} and {NEW_ALLOCATOR}={{new}} differ, and torch takes some settings "
     "from the one and some from the other",
     f"set one of them; megatron-core looks at {OLD_ALLOCATOR} only",
 )
-NEW_NAME_NOT_READ = Problem(
+NEW_NAME_NOT_READ = Rule(
     "allocator-setting-not-read",
     "warning",
     f"torch {{torch}} may leave {NEW_ALLOCATOR}={{value}} unread, as 2.9.1 does with "
     f"expandable_segments ({_READS_NEW_NAME} reads it)",
     f"set {OLD_ALLOCATOR} in its place",
 )
-EXPANDABLE_IN_GRAPHS = Problem(
+EXPANDABLE_IN_GRAPHS = Rule(
     "expandable-segments-in-graphs",
     "error",
     f"{{variable}}={{value}} is not supported with CUDA graphs unless {REGISTER}=0, because NCCL "
@@ -54,27 +54,27 @@ EXPANDABLE_IN_GRAPHS = Problem(
     f"set {REGISTER}=0, or leave expandable_segments out",
 )
 _UNNOTICED = f" (megatron-core looks for it in {OLD_ALLOCATOR} only, so nothing stops the run)"
-NO_CACHING = Problem(
+NO_CACHING = Rule(
     "no-memory-caching",
     "warning",
     f"{NO_CACHE}={{value}} gives every block back to the driver, which waits for the GPU each time",
     f"unset {NO_CACHE}",
 )
-BLOCKING_LAUNCHES = Problem(
+BLOCKING_LAUNCHES = Rule(
     "blocking-launches",
     "warning",
     f"{BLOCKING}={{value}} makes every launch wait for its end, so that no copy runs beside "
     "computation",
     f"unset {BLOCKING}; it is for looking for errors",
 )
-MANY_QUEUES = Problem(
+MANY_QUEUES = Rule(
     "many-queues",
     "note",
     f"{QUEUES} is not set, and where products of experts run in several streams, copies beside "
     "them are slower for it (on an H200 50 instead of 55 GB/s)",
     f"set {QUEUES}=1, as megatron-core wants it for tensor and context parallelism up to Hopper",
 )
-NOT_DETERMINISTIC = Problem(
+NOT_DETERMINISTIC = Rule(
     "not-deterministic",
     "note",
     f"{NONDETERMINISTIC} is {{value}}, so two runs of one training may differ in the last bits, "
@@ -82,7 +82,7 @@ NOT_DETERMINISTIC = Problem(
     f"set {NONDETERMINISTIC}=0 to compare runs bit by bit",
 )
 _REFUSED = "; deterministic_mode=True is refused with that once the model is built"
-NO_GRAPH_MIXING = Problem(
+NO_GRAPH_MIXING = Rule(
     "no-graph-mixing",
     "warning",
     f"{MIXING}=0 lets NCCL assume that no operation of a graph is under way beside another one, "

@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from megatron.slipstream import __version__, preflight
 from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
 from megatron.slipstream.doctor.facts import Facts
-from megatron.slipstream.preflight import Finding, Problem
+from megatron.slipstream.rules import Finding, Rule
 
 
 class Package(NamedTuple):
@@ -59,46 +59,46 @@ MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 """The oldest driver for each major version of the CUDA runtime, by NVIDIA's table of minor version
 compatibility."""
 
-MISSING = Problem(
+MISSING = Rule(
     "not-installed", "error", "{package} is not installed, and training needs it", "{cure}"
 )
-UNSUPPORTED = Problem(
+UNSUPPORTED = Rule(
     "version-not-supported",
     "error",
     "{package} {found} is not supported because Slipstream needs {supported}",
     "{cure}",
 )
-UNTESTED = Problem(
+UNTESTED = Rule(
     "version-not-tested",
     "note",
     "Slipstream was tested with {tested}, not with {package} {found}",
     "if something is odd, see whether it is with a tested version too",
 )
-TORCH_BROKEN = Problem(
+TORCH_BROKEN = Rule(
     "torch-does-not-import",
     "error",
     "torch is installed but does not import ({error})",
     "install it anew, or repair the libraries that the message names",
 )
-TORCH_WITHOUT_CUDA = Problem(
+TORCH_WITHOUT_CUDA = Rule(
     "torch-without-cuda",
     "error",
     "there is an NVIDIA GPU, and this torch was built without CUDA, so nothing can use it",
     "install torch with CUDA from the index that https://pytorch.org names",
 )
-ROCM = Problem(
+ROCM = Rule(
     "rocm",
     "warning",
     "this torch is built for ROCm {hip}, with which Slipstream has never run",
     "use an NVIDIA GPU",
 )
-OLD_DRIVER = Problem(
+OLD_DRIVER = Rule(
     "driver-too-old",
     "error",
     "driver {driver} is not supported with CUDA {cuda} because that needs driver {needed} or newer",
     "update the driver, or install a torch that is built for an older CUDA",
 )
-MOVED = Problem(
+MOVED = Rule(
     "patch-target-moved",
     "error",
     "{message}",
@@ -106,20 +106,20 @@ MOVED = Problem(
 )
 MAX_BUILD_S = 600.0
 """Nothing that megatron-core or Transformer Engine compile when they first use it takes so long."""
-STALE_LOCK = Problem(
+STALE_LOCK = Rule(
     "stale-build-lock",
     "warning",
     "{path} is {age} old, so that what held it was probably killed while it compiled; whatever "
     "needs that extension (megatron-core's recomputation needs one) waits for it without end",
     "if nothing is being compiled, delete the file",
 )
-TE_MISSING = Problem(
+TE_MISSING = Rule(
     "transformer-engine-missing",
     "warning",
     "Transformer Engine is not installed, and on a GPU megatron-core offloads only with its layers",
     'pip install --no-build-isolation "transformer-engine[pytorch]>=2.14"',
 )
-FLASH_ATTN = Problem(
+FLASH_ATTN = Rule(
     "flash-attn-not-tested",
     "note",
     "Slipstream was tested with the attention of cuDNN only, not with flash-attn",

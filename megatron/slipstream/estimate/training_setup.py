@@ -11,6 +11,7 @@ from megatron.slipstream.config import check_model_options
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.saved_tensors import MODULES, marked_modules
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL
+from megatron.slipstream.rules import require
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def check_modules(shape: ModelShape, modules: tuple[str, ...]) -> None:
         delta_offload_bytes_across_pp_ranks=0,
         cpu_offloading=False,
     )
-    check_model_options(facts)
+    require(check_model_options(facts))
     for name in modules:
         if name not in MODULES:
             raise ValueError(

@@ -23,7 +23,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.config import num_local_ranks
+from megatron.slipstream.launcher import num_local_ranks
 
 logger = logging.getLogger(__name__)
 

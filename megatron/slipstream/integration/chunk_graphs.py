@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -49,9 +48,11 @@ from megatron.slipstream.integration.quantized_weights import (
 )
 from megatron.slipstream.integration.rotary_tables import RotaryTables
 from megatron.slipstream.integration.schedules import chunk_slots
+from megatron.slipstream.launcher import rank
 from megatron.slipstream.patches import exchanged_tensors, table
 from megatron.slipstream.patches.patching import applied, replace_on
 from megatron.slipstream.patches.table import Feature
+from megatron.slipstream.rules import require
 
 logger = logging.getLogger(__name__)
 
@@ -70,28 +71,23 @@ class _ReplayedChunk:
 _replayed: weakref.WeakSet[_ReplayedChunk] = weakref.WeakSet()
 """Of all models of this process that still exist."""
 
+_replayed_blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""The blocks of these chunks."""
+
 
 def prepare_arguments(args: Any) -> None:
-    """Check the options of chunk graphs, and set what they need of megatron's; before it validates.
+    """Set what chunk graphs need of megatron's options, before it validates them.
 
     Args:
-        args: Parsed arguments, changed in place if they ask for chunk graphs.
-
-    Raises:
-        ValueError: Chunk graphs are asked for with something that they don't go with.
+        args: Checked arguments that ask for chunk graphs, changed in place.
     """
-    has_gpu = torch.cuda.is_available()
-    check_chunk_graphs(args, has_gpu)
-    if args.cuda_graph_granularity != "chunk":
-        return
-    if not has_gpu and os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            "cuda_graph_granularity=chunk: without a GPU graphs are imitated, and a replay runs "
-            "the chunk once more; that tries the options out and makes nothing faster"
-        )
-    # Else layers would be captured by megatron-core as well.
-    args.cuda_graph_impl = "none"
-    if has_gpu and not args.te_rng_tracker:
+    if not torch.cuda.is_available():
+        if rank() == 0:
+            logger.warning(
+                "cuda_graph_granularity=chunk: without a GPU graphs are imitated, and a replay "
+                "runs the chunk once more; that tries the options out and makes nothing faster"
+            )
+    elif not args.te_rng_tracker:
         logger.info("cuda_graph_granularity=chunk: setting te_rng_tracker=True, as graphs need it")
         args.te_rng_tracker = True
 
@@ -135,14 +131,15 @@ def replay_chunks(
         The graphs of each chunk; ``delete`` and ``figures`` are for callers.
 
     Raises:
-        ValueError: A chunk is not of the kind that can be replayed.
+        ValueError: A chunk is not of the kind that can be replayed, or is replayed already.
     """
     for chunk in chunks:
         _check(chunk)
+    _check_not_replayed([get_attr_wrapped_model(chunk, "decoder") for chunk in chunks])
     config = get_attr_wrapped_model(chunks[0], "config")
-    asked = {"cuda_graph_granularity": "chunk", "cuda_graph_impl": "local"}
-    facts = {**vars(config), "num_experts": config.num_moe_experts, **asked}
-    check_chunk_graphs(SimpleNamespace(**facts), torch.cuda.is_available())
+    asked = {"cuda_graph_granularity": "chunk", "num_experts": config.num_moe_experts}
+    facts = SimpleNamespace(**{**vars(config), **asked})
+    require(check_chunk_graphs(facts, torch.cuda.is_available()))
     if config.fp8:
         for chunk in chunks:
             quantize_weights_in_every_pass(get_attr_wrapped_model(chunk, "decoder"))
@@ -178,6 +175,7 @@ def close_graphs() -> None:
         for undo in chunk.undo:
             undo()
     _replayed.clear()
+    _replayed_blocks.clear()
     gc.collect()
 
 
@@ -199,6 +197,16 @@ def _check(chunk: torch.nn.Module) -> None:
         raise ValueError(
             "te_rng_tracker=False is not supported with cuda_graph_granularity=chunk because "
             "graphs cannot draw random numbers from other trackers; set te_rng_tracker=True"
+        )
+
+
+def _check_not_replayed(blocks: Sequence[torch.nn.Module]) -> None:
+    """A second replacement of a method would be undone in no fixed order with the first."""
+    if len(set(blocks)) < len(blocks) or not _replayed_blocks.isdisjoint(blocks):
+        raise ValueError(
+            "replay_chunks() is not supported with a model chunk that it replays already because "
+            "its graphs hold the chunk's own methods; give each chunk once, or call close_graphs() "
+            "first"
         )
 
 
@@ -245,6 +253,7 @@ def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
         replace_on(wrapper, "zero_grad_buffer", begin_iteration),
     ]
     _replayed.add(replayed)
+    _replayed_blocks.add(block)
 
 
 def _run(

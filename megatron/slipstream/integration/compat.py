@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Optional
+from types import SimpleNamespace
+from typing import Any, NoReturn, Optional
 
 import torch
 
@@ -31,6 +32,14 @@ from megatron.slipstream.patches.releases import (
     release,
 )
 from megatron.slipstream.patches.training_loop import bound
+from megatron.slipstream.rules import (
+    Finding,
+    Predicate,
+    Rule,
+    always,
+    check_rules,
+    option_rule,
+)
 
 
 def forget_expert_metrics() -> None:
@@ -138,33 +147,24 @@ def keep_what_graphs_hand_on(layer: Any) -> None:
 # Options
 
 
-class _LaterOption(NamedTuple):
-    """An offloading option of megatron-core 0.19: what it is without, and what to do instead."""
-
-    name: str
-    default: Any
-    cure: str
-
-
-_LATER_OPTIONS = (
-    _LaterOption(
-        "activation_offload_fraction",
+LATER_OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "activation_offload_fraction": (
         1.0,
         "set offload_target_memory_gib or offload_max_overhead_percent, which choose how much "
         "moves",
     ),
-    _LaterOption(
-        "delta_offload_bytes_across_pp_ranks",
+    "delta_offload_bytes_across_pp_ranks": (
         0,
         "set offload_target_memory_gib, which each pipeline rank meets by itself",
     ),
-    _LaterOption("delay_offload_until_cuda_graph", False, "leave it out"),
-)
+    "delay_offload_until_cuda_graph": (False, "leave it out"),
+}
+"""Offloading options of megatron-core 0.19: what each is without, and what to do instead."""
 
 
 def defaults_of_later_options() -> dict[str, Any]:
     """What later options of megatron-core are on every release, as if not given."""
-    return {option.name: option.default for option in _LATER_OPTIONS}
+    return {name: default for name, (default, _) in LATER_OPTIONS.items()}
 
 
 def refuse_later_flags(message: str) -> None:
@@ -176,78 +176,43 @@ def refuse_later_flags(message: str) -> None:
     Raises:
         ValueError: One of them is such a flag.
     """
-    for option in _LATER_OPTIONS:
-        if "--" + option.name.replace("_", "-") in message:
-            raise refusal_of_later_option(option.name)
+    for name in LATER_OPTIONS:
+        if "--" + name.replace("_", "-") in message:
+            refuse_later_option(name)
 
 
-def refusal_of_later_option(name: str) -> ValueError:
-    """What to raise for an offloading option that only a later release has."""
-    cures = {option.name: option.cure for option in _LATER_OPTIONS}
-    return _refusal(name, "that release does not have it", cures.get(name, "leave it out"))
-
-
-def check_options(args: Any) -> None:
-    """Refuse what the installed release cannot do. Called with parsed arguments.
+def refuse_later_option(name: str) -> NoReturn:
+    """Raise for an offloading option that only a later release has.
 
     Raises:
-        ValueError: The first such option, with the cure.
+        ValueError: Always.
     """
-    if args.fine_grained_activation_offloading and not models_pass_their_rank():
-        _check_offloading(args)
-    if args.cuda_graph_granularity == "chunk" and not models_pass_their_rank():
-        raise _refusal(
-            "cuda_graph_granularity=chunk",
-            "its training loop has no place where finished models are changed",
-            "leave it out",
-        )
-    if args.hybrid_layer_pattern is not None and not has_hybrid_models():
-        raise _refusal(
-            f"hybrid_layer_pattern={args.hybrid_layer_pattern!r}",
-            "that release has no HybridModel",
-            "train a GPT model",
-            TESTED_RELEASES[1],
-        )
-    if args.hybrid_layer_pattern is None and not has_gpt_builder():
-        for name in _NOT_BUILT:
-            if getattr(args, name, None) is not None:
-                raise _refusal(
-                    f"{name}={getattr(args, name)}",
-                    "its wheel has no builder of GPT models, and ours does not know the option",
-                    "build the model in a script of your own that calls install()",
-                )
-    if args.tokenizer_json is not None and not null_tokenizer_takes_end_of_document():
-        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
-            if getattr(args, name):
-                raise _refusal(
-                    f"{name}=True with tokenizer_json",
-                    "that release cannot be told which token ends a document",
-                    f"leave {name} out",
-                )
+    _, cure = LATER_OPTIONS.get(name, (None, "leave it out"))
+    rule = _lacks(name, always, name, "that release does not have it", cure)
+    raise ValueError(rule.found(release=release()).text)
 
 
-def _check_offloading(args: Any) -> None:
-    """What 0.17 and 0.18 cannot do while activations move."""
-    if "fused_group_mlp" in (args.offload_modules or ()):
-        raise _refusal(
-            "offload_modules=fused_group_mlp", "that release does not mark it", "leave it out"
-        )
-    if args.cuda_graph_impl == "local" and args.offload_engine == "slipstream":
-        raise _refusal(
-            "cuda_graph_impl='local' with offloading",
-            "that release brings offloading and Transformer Engine's graphs together only",
-            "set cuda_graph_impl='transformer_engine' or 'none'",
-        )
-
-
-def _refusal(what: str, because: str, cure: str, later: str = TESTED_RELEASES[-1]) -> ValueError:
-    return ValueError(
-        f"{what} is not supported with {release()} because {because}; {cure}, or install "
-        f"megatron-core {later}"
+def _lacks(
+    option: str,
+    when: Predicate,
+    shown: str,
+    because: str,
+    cure: str,
+    later: str = TESTED_RELEASES[-1],
+) -> Rule:
+    """The rule that the installed release cannot do ``shown`` ``when`` that is asked for."""
+    return option_rule(
+        option,
+        when,
+        lambda _: False,
+        f"{shown} is not supported with {{release}} because {because}",
+        f"{cure}, or install megatron-core {later}",
     )
 
 
-# Training
+def _offloads_without_rank(facts: Any) -> bool:
+    return facts.fine_grained_activation_offloading and not models_pass_their_rank()
+
 
 _NOT_BUILT = (
     "mtp_num_layers",
@@ -256,6 +221,86 @@ _NOT_BUILT = (
     "spec",
 )
 """What :class:`_GPT` does not know."""
+
+
+def _not_built(name: str) -> Rule:
+    def is_asked_for(facts: Any) -> bool:
+        is_gpt = facts.hybrid_layer_pattern is None and not has_gpt_builder()
+        return is_gpt and getattr(facts, name, None) is not None
+
+    return _lacks(
+        name,
+        is_asked_for,
+        f"{name}={{{name}}}",
+        "its wheel has no builder of GPT models, and ours does not know the option",
+        "build the model in a script of your own that calls install()",
+    )
+
+
+def _needs_end_of_document(name: str) -> Rule:
+    def is_asked_for(facts: Any) -> bool:
+        has_tokens = facts.tokenizer_json is not None and getattr(facts, name)
+        return has_tokens and not null_tokenizer_takes_end_of_document()
+
+    return _lacks(
+        name,
+        is_asked_for,
+        f"{name}=True with tokenizer_json",
+        "that release cannot be told which token ends a document",
+        f"leave {name} out",
+    )
+
+
+RELEASE_RULES: tuple[Rule, ...] = (
+    _lacks(
+        "offload_modules",
+        lambda f: _offloads_without_rank(f) and "fused_group_mlp" in (f.offload_modules or ()),
+        "offload_modules=fused_group_mlp",
+        "that release does not mark it",
+        "leave it out",
+    ),
+    _lacks(
+        "cuda_graph_impl",
+        lambda f: (
+            _offloads_without_rank(f)
+            and f.cuda_graph_impl == "local"
+            and f.offload_engine == "slipstream"
+        ),
+        "cuda_graph_impl=local with offloading",
+        "that release brings offloading and Transformer Engine's graphs together only",
+        "set cuda_graph_impl=transformer_engine or none",
+    ),
+    _lacks(
+        "cuda_graph_granularity",
+        lambda f: f.cuda_graph_granularity == "chunk" and not models_pass_their_rank(),
+        "cuda_graph_granularity=chunk",
+        "its training loop has no place where finished models are changed",
+        "leave it out",
+    ),
+    _lacks(
+        "hybrid_layer_pattern",
+        lambda f: f.hybrid_layer_pattern is not None and not has_hybrid_models(),
+        "hybrid_layer_pattern={hybrid_layer_pattern!r}",
+        "that release has no HybridModel",
+        "train a GPT model",
+        TESTED_RELEASES[1],
+    ),
+    *map(_not_built, _NOT_BUILT),
+    *map(_needs_end_of_document, ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")),
+)
+"""What the installed release cannot do, of options that a later one can."""
+
+
+def check_release(args: Any) -> list[Finding]:
+    """What the installed release cannot do of what the arguments ask for.
+
+    Args:
+        args: Parsed.
+    """
+    return check_rules(RELEASE_RULES, SimpleNamespace(**vars(args), release=release()))
+
+
+# Training
 
 
 def null_tokenizer_takes_end_of_document() -> bool:

@@ -25,6 +25,7 @@ from megatron.slipstream.fine_grained_activation_offload.graph_capture import Gr
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat, install
 from megatron.slipstream.integration.specs import replace_classes
+from megatron.slipstream.rules import require
 
 
 class GraphOffloadMixin(torch.nn.Module):
@@ -54,7 +55,7 @@ class GraphOffloadMixin(torch.nn.Module):
         if not manager.store.backend.is_capturing():
             # Transformer Engine warms its graphs up: what is copied now would be for nothing.
             if not manager.graphs.is_open:
-                preflight.require(preflight.check_graphs(preflight.collect()))
+                require(preflight.check_graphs(preflight.collect()))
                 manager.graphs.open(manager.plan)
             with install.suspended():
                 outputs = capture(*arguments, **options)

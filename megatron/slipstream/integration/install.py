@@ -20,16 +20,16 @@ from typing import Any, Optional
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
-from megatron.slipstream import preflight
-from megatron.slipstream.config import OffloadConfig, check_is_config, launcher_number
+from megatron.slipstream.config import OffloadConfig, check_is_config
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
-from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import model_router, numa
+from megatron.slipstream.integration import model_router
 from megatron.slipstream.integration.config_file import config_from_environment, log_settings
+from megatron.slipstream.integration.engine_setup import open_backend, policy_options
 from megatron.slipstream.integration.run_metadata import environment, settings
+from megatron.slipstream.launcher import launcher_number, rank
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.model_calls import set_before_first_call
 from megatron.slipstream.patches.table import Feature
@@ -76,28 +76,13 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         if current.config == config:
             return current.router.default
         current.router.close()
-    backend = make_backend(config.offload_backend)
+    backend = open_backend(config, _local_gpu)
     features = [Feature.ENGINE]
     if isinstance(backend, CudaBackend):
         features.append(Feature.ENGINE_ON_GPU)
     if config.offload_checkpoint_inputs:
         features.append(Feature.CHECKPOINT_INPUTS)
-    backend.names_ranges = config.offload_nvtx_ranges
-    if isinstance(backend, CudaBackend) and config.offload_numa == "auto":
-        backend.place_host_memory = numa.bind_to_gpu(_local_gpu())
-    options = PolicyOptions(
-        release_lag=config.offload_release_lag,
-        prefetch_depth=config.offload_prefetch_depth,
-        host_memory_limit_bytes=(
-            config.offload_host_memory_limit_bytes or preflight.default_host_memory_limit_bytes()
-        ),
-        target_memory_bytes=(
-            None
-            if config.offload_target_memory_gib is None
-            else int(config.offload_target_memory_gib * 2**30)
-        ),
-        max_overhead_percent=config.max_overhead_percent,
-    )
+    options = policy_options(config)
     manager = model_router.Router(partial(_make_manager, config, backend, options)).default
     table.apply(*features)
     table.undo(*(feature for feature in _FEATURES if feature not in features))
@@ -112,7 +97,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
 def _make_manager(
     config: OffloadConfig, backend: Backend, options: PolicyOptions, router: model_router.Router
 ) -> model_router.RoutedManager:
-    manager = model_router.manager_class()(router, backend, options, _rank(), config.offload_verify)
+    manager = model_router.manager_class()(router, backend, options, rank(), config.offload_verify)
     manager.config = config
     manager.moves_checkpoint_inputs = config.offload_checkpoint_inputs
     manager.report.settings = settings(config)
@@ -256,12 +241,6 @@ def gather_report() -> Report:
     reports: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reports, mine)
     return Report.merge(reports)
-
-
-def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return launcher_number("RANK", 0)
 
 
 def _local_gpu() -> int:

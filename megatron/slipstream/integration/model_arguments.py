@@ -8,9 +8,11 @@ what a training would have. What a plan cannot know the sizes of is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Optional
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Optional
 
 from megatron.slipstream import preflight
 from megatron.slipstream.estimate.model_shapes import (
@@ -26,7 +28,19 @@ from megatron.slipstream.estimate.training_setup import (
     default_micro_batches,
     usable_modules,
 )
-from megatron.slipstream.integration import arguments, cpu_only, doctor
+from megatron.slipstream.integration import cpu_only, dry_run, validation
+from megatron.slipstream.integration.checks import check_options
+from megatron.slipstream.rules import (
+    Predicate,
+    Rule,
+    always,
+    check_rules,
+    facts_of,
+    is_one_of,
+    option_rule,
+    require,
+    unsupported,
+)
 
 
 def configured_by_flags(
@@ -46,44 +60,32 @@ def configured_by_flags(
             show what repeats.
 
     Raises:
-        ValueError: megatron refuses the flags, or a plan cannot be made of them.
+        ValueError: The flags would be refused by a training anywhere, or a plan cannot be made of
+            them.
     """
-    environment = {
-        # What a launcher and the training script set, and megatron insists on.
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "NVTE_CPU_OFFLOAD_V1": "1",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-    }
-    with doctor._quiet(), doctor._environment(environment):
-        args, config = _parse(flags, num_processes)
-    for message in _refusals(args, config):
-        raise ValueError(message)
+    with dry_run.as_in_training(CUDA_DEVICE_MAX_CONNECTIONS="1"):
+        cpu_only.install_training_shims()
+        args = dry_run.parse_for(flags, num_processes)
+        validation.apply_tokenizer(args)
+        require(check_options(args))
+        config = _config(args)
+    require(check_rules(PLAN_RULES, _facts(args, config)))
     return _configured(args, config, num_micro_batches)
 
 
-def _parse(flags: Sequence[str], num_processes: Optional[int]) -> tuple[Any, Any]:
-    """Megatron's arguments, validated, and the configuration that it makes of them."""
-    if {"-h", "--help"} & set(flags):
-        raise ValueError("the flags ask for help, so there is nothing to plan; leave --help out")
-    if any(flag.split("=")[0] == "--yaml-cfg" for flag in flags):
-        arguments.parse_and_validate(flags)  # which refuses it before anything else
-    cpu_only.install_training_shims()
+def _config(args: Any) -> Any:
+    """The configuration that megatron makes of the arguments, which it validates."""
     from megatron.training import arguments as megatron_arguments
 
-    with arguments._process_arguments(flags):
-        args = megatron_arguments.parse_args(arguments.add_arguments)
-    args.world_size = num_processes or doctor._fewest_processes(args)
-    arguments._apply_tokenizer(args)
     fused = _hide_fusions(args)
     try:
         megatron_arguments.validate_args(args, {})
         config = megatron_arguments.core_transformer_config_from_args(args)
         for name, value in fused.items():
             setattr(config, name, value)
-        return args, config
+        return config
     except AssertionError as error:
-        raise arguments.refused_by_megatron(error) from error
+        raise validation.refused_by_megatron(error) from error
     except (KeyError, TypeError, AttributeError) as error:
         # Megatron's code fails in any way on what it did not expect.
         raise ValueError(
@@ -106,84 +108,69 @@ def _hide_fusions(args: Any) -> dict[str, Any]:
     return fused
 
 
-class _Refusal(NamedTuple):
-    """Something that changes what layers save and that is not modelled."""
-
-    option: str
-    is_on: Callable[[Any, Any], Any]
-    """Of the arguments and the configuration; what is true is on."""
-    cure: str = "leave it out"
-    because: str = "what its layers save is not modelled"
+def _facts(args: Any, config: Any) -> SimpleNamespace:
+    """Options by name: the configuration's, or the arguments' where it has none or it is off."""
+    of_config = {name: value for name, value in vars(config).items() if value}
+    merged = SimpleNamespace(**{**vars(args), **of_config})
+    return facts_of(merged, PLAN_RULES, (), {"cuda_graph_impl": "none", "num_moe_experts": None})
 
 
-def _get(name: str) -> Callable[[Any, Any], Any]:
-    return lambda args, config: getattr(config, name, None) or getattr(args, name, None)
-
+_unsupported = partial(unsupported, "with a plan from flags", always)
 
 _IN_16_BITS = "leave it out for sizes in 16 bits, an upper limit, or plan a recorded trace"
 _BY_RECIPE = (
-    "what Transformer Engine keeps of a quantised tensor depends on recipe and GPU, and nobody has "
-    "measured it"
+    "what Transformer Engine keeps of a quantised tensor depends on recipe and GPU and has not "
+    "been measured"
 )
+_NOT_MODELLED = (
+    *("mtp_num_layers", "hybrid_layer_pattern", "heterogeneous_layers_config_path"),
+    *("experimental_attention_variant", "attention_output_gate", "qk_l2_norm"),
+    *("fp32_residual_connection", "cpu_offloading", "moe_expert_capacity_factor"),
+    *("moe_latent_size", "moe_apply_probs_on_input", "use_transformer_engine_op_fuser"),
+    *("use_te_activation_func", "activation_func_fp8_input_store"),
+    "overlap_moe_expert_parallel_comm",
+)
+"""Options that change what layers save."""
 
-_REFUSED = (
-    _Refusal("fp8", _get("fp8"), _IN_16_BITS, _BY_RECIPE),
-    _Refusal("fp4", _get("fp4"), _IN_16_BITS, _BY_RECIPE),
-    _Refusal(
+
+def _not_modelled(option: str, accepts: Optional[Predicate] = None) -> Rule:
+    return _unsupported(option, "what its layers save is not modelled", "leave it out", accepts)
+
+
+PLAN_RULES: tuple[Rule, ...] = (
+    _unsupported("fp8", _BY_RECIPE, _IN_16_BITS),
+    _unsupported("fp4", _BY_RECIPE, _IN_16_BITS),
+    _unsupported(
         "recompute_granularity",
-        lambda args, config: config.recompute_granularity == "full" and "full",
-        "set 'selective'",
         "layers then keep nothing but their inputs, which no module holds",
+        "set recompute_granularity=selective",
+        lambda f: f.recompute_granularity != "full",
     ),
-    _Refusal("mtp_num_layers", _get("mtp_num_layers")),
-    _Refusal("hybrid_layer_pattern", _get("hybrid_layer_pattern")),
-    _Refusal("heterogeneous_layers_config_path", _get("heterogeneous_layers_config_path")),
-    _Refusal("experimental_attention_variant", _get("experimental_attention_variant")),
-    _Refusal("attention_output_gate", _get("attention_output_gate")),
-    _Refusal("qk_l2_norm", _get("qk_l2_norm")),
-    _Refusal("fp32_residual_connection", _get("fp32_residual_connection")),
-    _Refusal("cpu_offloading", _get("cpu_offloading")),
-    _Refusal("moe_expert_capacity_factor", _get("moe_expert_capacity_factor")),
-    _Refusal("moe_latent_size", _get("moe_latent_size")),
-    _Refusal("moe_apply_probs_on_input", _get("moe_apply_probs_on_input")),
-    _Refusal("use_transformer_engine_op_fuser", _get("use_transformer_engine_op_fuser")),
-    _Refusal("use_te_activation_func", _get("use_te_activation_func")),
-    _Refusal("activation_func_fp8_input_store", _get("activation_func_fp8_input_store")),
-    _Refusal("overlap_moe_expert_parallel_comm", _get("overlap_moe_expert_parallel_comm")),
-    _Refusal("mlp_chunks_for_training", lambda a, c: getattr(c, "mlp_chunks_for_training", 1) > 1),
-    _Refusal("cuda_graph_impl", lambda args, config: _graphs(config)),
-    _Refusal(
+    *map(_not_modelled, _NOT_MODELLED),
+    _not_modelled("mlp_chunks_for_training", lambda f: (f.mlp_chunks_for_training or 1) <= 1),
+    _not_modelled("cuda_graph_impl", is_one_of("cuda_graph_impl", ("none",))),
+    _not_modelled("cuda_graph_granularity", is_one_of("cuda_graph_granularity", ("layer",))),
+    _unsupported(
         "transformer_impl",
-        lambda args, config: (
-            args.transformer_impl not in ("transformer_engine", "local") and args.transformer_impl
-        ),
-        "set 'transformer_engine'",
+        "what its layers save is not modelled",
+        "set transformer_impl=transformer_engine",
+        is_one_of("transformer_impl", ("transformer_engine", "local")),
     ),
-    _Refusal(
-        "moe_grouped_gemm=False",
-        lambda args, config: config.num_moe_experts and not config.moe_grouped_gemm,
-        "set --moe-grouped-gemm",
+    _unsupported(
+        "moe_grouped_gemm",
         "megatron-core marks the experts only if they are grouped",
+        "set --moe-grouped-gemm",
+        lambda f: not f.num_moe_experts or f.moe_grouped_gemm,
+    ),
+    option_rule(
+        "vocab_size",
+        lambda f: getattr(f, "padded_vocab_size", None) is None,
+        lambda f: f.vocab_size is not None,
+        "vocab_size is not set, so the size of the output layer is not known",
+        "set --vocab-size, or --tokenizer-json",
     ),
 )
-
-
-def _graphs(config: Any) -> Any:
-    implementation = getattr(config, "cuda_graph_impl", "none")
-    return implementation != "none" and implementation
-
-
-def _refusals(args: Any, config: Any) -> Iterator[str]:
-    for option, is_on, cure, because in _REFUSED:
-        value = is_on(args, config)
-        if value:
-            shown = option if "=" in option else f"{option}={value}"
-            yield f"{shown} is not supported with a plan from flags because {because}; {cure}"
-    if args.vocab_size is None and getattr(args, "padded_vocab_size", None) is None:
-        yield (
-            "vocab_size is not set, so the size of the output layer is not known; set "
-            "--vocab-size, or --tokenizer-json"
-        )
+"""Requirements of a plan on the options that a training may have otherwise."""
 
 
 def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Configured:

@@ -21,7 +21,12 @@ MODEL_SETTINGS = (
     *("virtual_pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "data_parallel_size"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("cuda_graph_impl", "fine_grained_activation_offloading", "offload_modules"),
+    *(
+        "cuda_graph_impl",
+        "cuda_graph_granularity",
+        "fine_grained_activation_offloading",
+        "offload_modules",
+    ),
     *("min_offloaded_tensor_size", "activation_offload_fraction"),
     "delta_offload_bytes_across_pp_ranks",
 )

@@ -20,22 +20,19 @@ from typing import Any, NoReturn, Optional
 
 import torch
 
-from megatron.slipstream.config import OffloadConfig, check_launcher, launcher_number
+from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.integration import compat
-from megatron.slipstream.integration.arguments import (
-    offload_config,
-    parse_and_validate,
-    print_help,
-    refused_by_megatron,
-)
+from megatron.slipstream.integration.arguments import offload_config, print_help
 from megatron.slipstream.integration.free_port import free_port
 from megatron.slipstream.integration.log_setup import log_to_stderr
 from megatron.slipstream.integration.monitor import Monitor, progress_kind
 from megatron.slipstream.integration.run_files import RunFiles
 from megatron.slipstream.integration.run_metadata import settings
+from megatron.slipstream.integration.validation import parse_and_validate, refused_by_megatron
+from megatron.slipstream.launcher import check_launcher, launcher_number, rank
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.table import Feature
@@ -134,12 +131,8 @@ def _end_at_once() -> NoReturn:
     os._exit(1)
 
 
-def _rank() -> int:
-    return launcher_number("RANK", 0)
-
-
 def _is_last_rank() -> bool:
-    return _rank() == launcher_number("WORLD_SIZE", 1) - 1
+    return rank() == launcher_number("WORLD_SIZE", 1) - 1
 
 
 # Training
@@ -167,7 +160,7 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
 
     table.apply(Feature.FUSED_ROTATION)  # with the engine off too, so that the two can be compared
     engine = _install_engine(args, config)
-    files = RunFiles(args, config, _rank(), engine)
+    files = RunFiles(args, config, rank(), engine)
     monitor = Monitor(
         num_iterations=args.train_iters or 0,
         iteration=lambda: args.curr_iteration + 1,

@@ -6,10 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Optional
 
-from megatron.slipstream.config import Rule, check_rules, facts_of, is_off, is_one_of
 from megatron.slipstream.packed_sequences.packing import PackLimits
+from megatron.slipstream.rules import (
+    Finding,
+    Rule,
+    check_by,
+    check_rules,
+    facts_of,
+    is_one_of,
+    option_rule,
+    unsupported,
+)
 
 _TOKENS_PER_SEQUENCE = 64
 """What the default number of sequences allows for: documents of this length fill a buffer."""
@@ -53,17 +63,16 @@ def _packs_balanced(facts: Any) -> bool:
     return bool(facts.sequence_packing == "balanced")
 
 
-def _is_off(option: str, because: str, cure: str) -> Rule:
-    return is_off(option, _packs, "sequence_packing={sequence_packing}", because, cure)
+_unsupported = partial(unsupported, "with sequence_packing={sequence_packing}", _packs)
 
 
 def _needs_packing(option: str) -> Rule:
-    return Rule(
+    return option_rule(
         option,
         lambda facts: not _packs(facts),
         lambda facts: getattr(facts, option) is None,
-        f"{option}={{{option}}} has no effect without sequence_packing; set "
-        f"sequence_packing=greedy or balanced, or leave {option} out",
+        f"{option}={{{option}}} has no effect without sequence_packing",
+        f"set sequence_packing=greedy or balanced, or leave {option} out",
     )
 
 
@@ -84,78 +93,78 @@ def _balancing_types(facts: Any) -> set[str]:
 PACKING_RULES: tuple[Rule, ...] = (
     _needs_packing("thd_max_packed_sequences"),
     _needs_packing("thd_max_tokens"),
-    Rule(
+    option_rule(
         "micro_batch_size",
         _packs,
         lambda f: f.micro_batch_size == 1 and f.eval_micro_batch_size in (None, 1),
         "micro_batch_size={micro_batch_size} (eval_micro_batch_size={eval_micro_batch_size}) is "
         "not supported with sequence_packing={sequence_packing} because a micro-batch is one "
-        "buffer of packed documents; set 1 and a larger seq_length",
+        "buffer of packed documents",
+        "set 1 and a larger seq_length",
     ),
-    Rule(
-        "thd_max_tokens",
+    unsupported(
+        "seq_length={seq_length} and context_parallel_size={context_parallel_size}",
         _packs,
+        "thd_max_tokens",
+        "pipeline stages exchange tensors of seq_length / context_parallel_size tokens",
+        "set seq_length to thd_max_tokens times context_parallel_size, or leave thd_max_tokens out",
         lambda f: (
             f.thd_max_tokens is None or f.thd_max_tokens * f.context_parallel_size == f.seq_length
         ),
-        "thd_max_tokens={thd_max_tokens} is not supported with seq_length={seq_length} and "
-        "context_parallel_size={context_parallel_size} because pipeline stages exchange tensors of "
-        "seq_length / context_parallel_size tokens; set seq_length to thd_max_tokens times "
-        "context_parallel_size, or leave thd_max_tokens out",
     ),
-    Rule(
+    option_rule(
         "calculate_per_token_loss",
         lambda f: _packs(f) and f.context_parallel_size > 1,
         lambda f: f.calculate_per_token_loss,
-        "sequence_packing={sequence_packing} is not supported with context_parallel_size="
-        "{context_parallel_size} unless the loss is per token, because ranks have different "
-        "numbers of labels that count; set calculate_per_token_loss=True",
+        "sequence_packing={sequence_packing} is not supported with "
+        "context_parallel_size={context_parallel_size} unless the loss is per token, because "
+        "ranks have different numbers of labels that count",
+        "set calculate_per_token_loss=True",
     ),
-    _is_off(
+    _unsupported(
         "reset_position_ids", "packing begins positions anew in every document", "leave it out"
     ),
-    _is_off("reset_attention_mask", "packing hides documents from each other", "leave it out"),
-    _is_off(
+    _unsupported("reset_attention_mask", "packing hides documents from each other", "leave it out"),
+    _unsupported(
         "dataloader_inter_document_masking",
         "both pack documents, and only one can make the batches",
         "leave one of them out",
     ),
-    _is_off("sft", "its dataset makes packs of its own", "leave one of them out"),
-    _is_off(
+    _unsupported("sft", "its dataset makes packs of its own", "leave one of them out"),
+    _unsupported(
         "hybrid_context_parallel",
         "its scheduler makes micro-batches of its own",
         "leave one of them out",
     ),
-    _is_off(
+    _unsupported(
         "dataloader_fast_cache_load",
         "it expects the index files of megatron's own datasets",
         "leave it out",
     ),
-    _is_off(
+    _unsupported(
         "dataloader_defer_npy_index_mmap",
         "it expects the index files of megatron's own datasets",
         "leave it out",
     ),
-    Rule(
+    _unsupported(
         "dataloader_type",
-        _packs,
+        "the batches then come from elsewhere",
+        "set 'single'",
         is_one_of("dataloader_type", (None, "single", "cyclic")),
-        "dataloader_type={dataloader_type} is not supported with sequence_packing="
-        "{sequence_packing} because the batches then come from elsewhere; set 'single'",
     ),
-    Rule(
-        "dataloader_type",
+    unsupported(
+        "with sequence_packing=balanced",
         _packs_balanced,
+        "dataloader_type",
+        "shuffled micro-batches no longer are a balanced batch",
+        "set 'single' (documents are shuffled before they are packed), or sequence_packing=greedy",
         is_one_of("dataloader_type", (None, "single")),
-        "dataloader_type={dataloader_type} is not supported with sequence_packing=balanced because "
-        "shuffled micro-batches no longer are a balanced batch; set 'single' (documents are "
-        "shuffled before they are packed), or sequence_packing=greedy",
     ),
     *(
-        is_off(
-            option,
+        unsupported(
+            "with sequence_packing=balanced",
             _packs_balanced,
-            "sequence_packing=balanced",
+            option,
             "packs are spread over batches of one size",
             "set sequence_packing=greedy",
         )
@@ -165,100 +174,94 @@ PACKING_RULES: tuple[Rule, ...] = (
             "decrease_batch_size_if_needed",
         )
     ),
-    Rule(
+    _unsupported(
         "moe_router_load_balancing_type",
-        _packs,
+        "it routes each token with regard to all others, padding included",
+        "set aux_loss, seq_aux_loss, global_aux_loss or none",
         lambda f: not _balancing_types(f) & {"sinkhorn", "quantile_balancing"},
-        "moe_router_load_balancing_type={moe_router_load_balancing_type} is not supported with "
-        "sequence_packing={sequence_packing} because it routes each token with regard to all "
-        "others, padding included; set aux_loss, seq_aux_loss, global_aux_loss or none",
     ),
-    Rule(
+    _unsupported(
         "hybrid_layer_pattern",
-        _packs,
+        "other layers than attention, MLP and MoE are not known to keep documents apart (the "
+        "state of some carries over)",
+        "use only * (attention), - (MLP) and E (MoE)",
         lambda f: not set(f.hybrid_layer_pattern or "") - set("*-E|/"),
-        "hybrid_layer_pattern={hybrid_layer_pattern!r} is not supported with sequence_packing="
-        "{sequence_packing} because other layers than attention, MLP and MoE are not known to keep "
-        "documents apart (the state of some carries over); use only * (attention), - (MLP) and E "
-        "(MoE)",
     ),
-    _is_off(
+    _unsupported(
         "experimental_attention_variant",
         "such layers are not known to keep documents apart",
         "leave it out",
     ),
-    Rule(
-        "attention_backend",
+    unsupported(
+        "with sequence_packing={sequence_packing}",
         lambda f: _packs(f) and f.transformer_impl == "transformer_engine",
+        "attention_backend",
+        "Transformer Engine's FlashAttention 2 and unfused attention take no padding between "
+        "sequences",
+        "set fused",
         is_one_of("attention_backend", ("auto", "fused")),
-        "attention_backend={attention_backend} is not supported with sequence_packing="
-        "{sequence_packing} because Transformer Engine's FlashAttention 2 and unfused attention "
-        "take no padding between sequences; set fused",
     ),
-    Rule(
+    _unsupported(
         "cuda_graph_impl",
-        lambda f: _packs(f) and f.cuda_graph_granularity != "chunk",
+        "megatron-core's graphs take no packed sequences",
+        "leave it out, or set cuda_graph_granularity=chunk in its place",
         is_one_of("cuda_graph_impl", ("none",)),
-        "cuda_graph_impl={cuda_graph_impl} is not supported with sequence_packing="
-        "{sequence_packing} because megatron-core's graphs take no packed sequences; set none, or "
-        "local with cuda_graph_granularity=chunk",
     ),
-    Rule(
+    option_rule(
         "position_embedding_type",
         _packs,
         lambda f: f.position_embedding_type != "mrope",
         "position_embedding_type=mrope is not supported with sequence_packing={sequence_packing} "
-        "because its positions are not those of tokens in a document; set rope",
+        "because its positions are not those of tokens in a document",
+        "set rope",
     ),
-    Rule(
+    option_rule(
         "mtp_num_layers",
         lambda f: _packs(f) and f.context_parallel_size > 1,
         lambda f: not _predicts_more(f),
         "mtp_num_layers={mtp_num_layers} (hybrid_layer_pattern={hybrid_layer_pattern}) is not "
-        "supported with sequence_packing={sequence_packing} and context_parallel_size="
-        "{context_parallel_size} because megatron-core looks for documents where they would be "
-        "without the padding between them; leave one of them out",
+        "supported with sequence_packing={sequence_packing} and "
+        "context_parallel_size={context_parallel_size} because megatron-core looks for documents "
+        "where they would be without the padding between them",
+        "leave one of them out",
     ),
-    Rule(
-        "pipeline_model_parallel_layout",
+    unsupported(
+        "with sequence_packing={sequence_packing} and mtp_num_layers={mtp_num_layers}",
         lambda f: _packs(f) and bool(f.mtp_num_layers),
+        "pipeline_model_parallel_layout",
+        "stages in the middle of the pipeline get no tokens of packed documents to predict from",
+        "leave one of them out",
         lambda f: f.pipeline_model_parallel_layout is None,
-        "pipeline_model_parallel_layout={pipeline_model_parallel_layout} is not supported with "
-        "sequence_packing={sequence_packing} and mtp_num_layers={mtp_num_layers} because stages in "
-        "the middle of the pipeline get no tokens of packed documents to predict from; leave one "
-        "of them out",
     ),
-    Rule(
-        "mtp_num_layers",
+    unsupported(
+        "with sequence_packing={sequence_packing}, num_experts={num_experts} and "
+        "sequence_parallel={sequence_parallel}",
         lambda f: _packs(f) and f.sequence_parallel,
-        lambda f: not _predicts_more_with_experts(f),
-        "mtp_num_layers={mtp_num_layers} is not supported with sequence_packing="
-        "{sequence_packing}, num_experts={num_experts} and sequence_parallel={sequence_parallel} "
-        "because megatron-core shifts a rank's part of the padding mask as if it were all of it; "
+        "mtp_num_layers",
+        "megatron-core shifts a rank's part of the padding mask as if it were all of it",
         "leave sequence_parallel or mtp_num_layers out",
+        lambda f: not _predicts_more_with_experts(f),
     ),
-    Rule(
+    option_rule(
         "hybrid_layer_pattern",
         lambda f: _packs(f) and f.hybrid_layer_pattern is not None,
         lambda f: not _predicts_more_with_experts(f),
         "hybrid_layer_pattern={hybrid_layer_pattern!r} (mtp_num_layers={mtp_num_layers}) is not "
-        "supported with sequence_packing={sequence_packing} and num_experts={num_experts} because "
-        "megatron-core's HybridModel does not tell the experts of multi-token prediction what is "
-        "padding; leave the parts after / out",
+        "supported with sequence_packing={sequence_packing} and num_experts={num_experts} "
+        "because megatron-core's HybridModel does not tell the experts of multi-token prediction "
+        "what is padding",
+        "leave the parts after / out",
     ),
 )
 """Requirements on :class:`PackingOptions` and megatron's options beside them (duck-typed: an args
 namespace)."""
 
 
-def check_packing(args: Any) -> None:
-    """Check everything about packed training that the arguments alone can tell.
+def check_packing(args: Any) -> list[Finding]:
+    """Everything about packed training that can be told from the arguments alone.
 
     Args:
         args: An object with megatron's option names and ours as attributes.
-
-    Raises:
-        ValueError: The first broken rule, naming option, value and cure.
     """
     others = (
         "sequence_packing",
@@ -267,33 +270,35 @@ def check_packing(args: Any) -> None:
         "num_experts",
         "sequence_parallel",
         "transformer_impl",
-        "cuda_graph_granularity",
     )
     facts = facts_of(args, PACKING_RULES, others, _DEFAULTS)
     # Megatron parses this one to a member of an enum.
     facts.attention_backend = getattr(facts.attention_backend, "name", facts.attention_backend)
-    check_rules(PACKING_RULES, facts)
-    if _packs(facts):
-        pack_limits(facts)
+    findings = check_rules(PACKING_RULES, facts)
+    if _packs(facts) and not findings:
+        return check_by(lambda: pack_limits(facts), "seq_length")
+    return findings
 
 
-def check_corpora(args: Any, blends: Iterable[Sequence[str]]) -> None:
-    """Check that the corpora can be packed as asked for.
+CORPORA = Rule(
+    "data_path",
+    "error",
+    "data_path with {number} corpora is not supported with sequence_packing=balanced because each "
+    "is packed by itself, and a batch that mixes them is not balanced",
+    "set data_path to one corpus, or sequence_packing=greedy",
+)
+
+
+def check_corpora(args: Any, blends: Iterable[Sequence[str]]) -> list[Finding]:
+    """Whether the corpora can be packed as asked for.
 
     Args:
         args: With ``sequence_packing``.
         blends: The path prefixes of the corpora that each set of samples is mixed from.
-
-    Raises:
-        ValueError: Packs of several corpora are to be balanced.
     """
     largest = max(map(len, blends), default=0)
-    if args.sequence_packing == "balanced" and largest > 1:
-        raise ValueError(
-            f"data_path with {largest} corpora is not supported with sequence_packing=balanced "
-            "because each is packed by itself, and a batch that mixes them is not balanced; set "
-            "data_path to one corpus, or sequence_packing=greedy"
-        )
+    is_mixed = args.sequence_packing == "balanced" and largest > 1
+    return [CORPORA.found(number=largest)] if is_mixed else []
 
 
 def pack_limits(args: Any) -> PackLimits:

@@ -11,9 +11,9 @@ import pytest
 from megatron.core.enums import Fp8Recipe
 
 from megatron.slipstream.chunk_graphs.options import CHUNK_GRAPH_RULES, check_chunk_graphs
-from megatron.slipstream.config import check_model_options
+from megatron.slipstream.rules import require
 
-CHUNK = {"cuda_graph_granularity": "chunk", "cuda_graph_impl": "local"}
+CHUNK = {"cuda_graph_granularity": "chunk"}
 EXPERTS = {
     "num_experts": 8,
     "moe_token_dispatcher_type": "alltoall",
@@ -24,7 +24,7 @@ IN_FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 
 
 def check(has_gpu: bool = True, **options: Any) -> None:
-    check_chunk_graphs(SimpleNamespace(**options), has_gpu)
+    require(check_chunk_graphs(SimpleNamespace(**options), has_gpu))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_goes_together(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"cuda_graph_impl": "none"}, "cuda_graph_impl=none is not .* set cuda_graph_impl=local"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl=local is not .*; leave it out"),
         ({"cuda_graph_impl": "transformer_engine"}, "cuda_graph_impl=transformer_engine is not"),
         ({"cuda_graph_modules": ["attn"]}, r"cuda_graph_modules=\['attn'\] .* leave it out"),
         ({"cuda_graph_warmup_steps": 0}, "cuda_graph_warmup_steps=0 .* set at least 1"),
@@ -146,36 +146,10 @@ def test_every_rule_can_be_broken() -> None:
         for options, _ in mark.args[1]
         for name in options
     }
-    assert {rule.option for rule in CHUNK_GRAPH_RULES} <= tested
+    assert {rule.name for rule in CHUNK_GRAPH_RULES} <= tested
     assert not any(rule.when(SimpleNamespace(cuda_graph_granularity="layer", num_experts=8))
                    for rule in CHUNK_GRAPH_RULES)  # fmt: skip
 
 
 def test_without_a_gpu_rotary_embeddings_need_not_be_fused() -> None:
     check(False, **CHUNK, sequence_packing="greedy", apply_rope_fusion=False)
-
-
-@pytest.mark.parametrize("granularity, is_refused", [("chunk", False), ("layer", True)])
-def test_rules_of_graphs_of_layers_do_not_keep_activations_from_moving_in_chunks(
-    granularity: str, is_refused: bool
-) -> None:
-    from megatron.slipstream.integration.arguments import _model_facts
-
-    args = SimpleNamespace(
-        cuda_graph_impl="local",
-        cuda_graph_granularity=granularity,
-        cuda_graph_modules=[],
-        num_experts=None,
-        cpu_offloading_num_layers=0,
-        fine_grained_activation_offloading=True,
-        offload_modules=["core_attn"],
-        activation_offload_fraction=1.0,
-        min_offloaded_tensor_size=1,
-        delta_offload_bytes_across_pp_ranks=0,
-    )
-    refused = False
-    try:
-        check_model_options(_model_facts(args))
-    except ValueError as error:
-        refused = "cuda_graph_impl='local'" in str(error)
-    assert refused == is_refused

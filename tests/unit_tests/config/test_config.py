@@ -19,14 +19,13 @@ from megatron.slipstream.config import (
     MOE_MODULE_NAMES,
     RULES,
     OffloadConfig,
-    Rule,
     check_model_options,
     check_module_names,
-    check_rules,
     modules_at_the_edge_of_graphs,
-    num_local_ranks,
     parse_percent,
 )
+from megatron.slipstream.launcher import num_local_ranks
+from megatron.slipstream.rules import Rule, always, check_rules, option_rule, require
 
 CURES = ("set ", "add ", "remove ")
 
@@ -72,7 +71,7 @@ def broken_rules(rules: tuple[Rule, ...], facts: Any) -> list[int]:
 
 def test_defaults_meet_every_rule() -> None:
     assert broken_rules(RULES, OffloadConfig()) == []
-    check_model_options(model_facts())
+    require(check_model_options(model_facts()))
 
 
 def test_every_rule_has_a_case_here() -> None:
@@ -83,12 +82,12 @@ def test_every_rule_has_a_case_here() -> None:
 @pytest.mark.parametrize(
     "index, changed",
     list(enumerate(BREAKS_RULE)),
-    ids=[f"{i}-{rule.option}" for i, rule in enumerate(RULES)],
+    ids=[f"{i}-{rule.name}" for i, rule in enumerate(RULES)],
 )
 def test_a_bad_setting_is_refused_with_option_value_and_cure(
     index: int, changed: dict[str, Any]
 ) -> None:
-    assert RULES[index].option == next(iter(changed))
+    assert RULES[index].name == next(iter(changed))
     with pytest.raises(ValueError) as refused:
         OffloadConfig(**changed)
     for option, value in changed.items():
@@ -102,21 +101,21 @@ def test_a_bad_setting_is_refused_with_option_value_and_cure(
 @pytest.mark.parametrize(
     "index, changed",
     list(enumerate(BREAKS_MODEL_RULE)),
-    ids=[f"{i}-{rule.option}" for i, rule in enumerate(MODEL_RULES)],
+    ids=[f"{i}-{rule.name}" for i, rule in enumerate(MODEL_RULES)],
 )
 def test_a_bad_model_option_is_refused_with_option_and_cure(
     index: int, changed: dict[str, Any]
 ) -> None:
     facts = model_facts(**changed)
-    with pytest.raises(ValueError, match=MODEL_RULES[index].option) as refused:
-        check_model_options(facts)
+    with pytest.raises(ValueError, match=MODEL_RULES[index].name) as refused:
+        require(check_model_options(facts))
     assert any(cure in str(refused.value) for cure in CURES)
     assert broken_rules(MODEL_RULES, facts) == [index]
 
 
 @pytest.mark.parametrize("changed", BREAKS_MODEL_RULE, ids=lambda changed: next(iter(changed)))
 def test_model_options_are_not_judged_while_offloading_is_off(changed: dict[str, Any]) -> None:
-    check_model_options(model_facts(fine_grained_activation_offloading=False, **changed))
+    require(check_model_options(model_facts(fine_grained_activation_offloading=False, **changed)))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,7 @@ def test_values_at_the_edge_of_a_rule_are_accepted(changed: dict[str, Any]) -> N
     ids=str,
 )
 def test_model_values_at_the_edge_of_a_rule_are_accepted(changed: dict[str, Any]) -> None:
-    check_model_options(model_facts(**changed))
+    require(check_model_options(model_facts(**changed)))
 
 
 class _Part(enum.Enum):
@@ -210,12 +209,12 @@ def test_modules_whose_tensors_graphs_hand_on_are_known(
 )
 def test_an_unknown_module_gets_the_nearest_name(wrong: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"'{wrong}'.*did you mean '{meant}'"):
-        check_model_options(model_facts(offload_modules=[wrong]))
+        require(check_model_options(model_facts(offload_modules=[wrong])))
 
 
 def test_an_unknown_module_far_from_all_gets_the_list_and_no_guess() -> None:
     with pytest.raises(ValueError, match="Known modules: ") as refused:
-        check_module_names(["zzz"])
+        require(check_module_names(["zzz"]))
     assert "did you mean" not in str(refused.value)
     assert all(name in str(refused.value) for name in MODULE_NAMES)
 
@@ -242,9 +241,9 @@ def test_another_word_for_the_limit_of_the_overhead_is_refused() -> None:
 
 
 def test_a_message_shows_the_value_that_was_given() -> None:
-    rule = Rule("x", lambda _: True, lambda facts: facts.x < 3, "x={x} is too large; set 2")
+    rule = option_rule("x", always, lambda facts: facts.x < 3, "x={x} is too large", "set 2")
     with pytest.raises(ValueError, match="x=7 is too large; set 2"):
-        check_rules([rule], SimpleNamespace(x=7))
+        require(check_rules([rule], SimpleNamespace(x=7)))
 
 
 @pytest.mark.parametrize("text", ["many", "0", "-1", "1.5", ""], ids=repr)

@@ -19,9 +19,7 @@ from megatron.slipstream.config import (
     MODEL_RULES,
     RULES,
     OffloadConfig,
-    Rule,
     check_model_options,
-    check_rules,
 )
 from megatron.slipstream.context_parallel.options import (
     DYNAMIC_RULES,
@@ -34,6 +32,7 @@ from megatron.slipstream.packed_sequences.options import (
     PackingOptions,
     check_packing,
 )
+from megatron.slipstream.rules import Rule, check_rules, require
 
 Options = Mapping[str, Any]
 
@@ -53,7 +52,6 @@ MODEL: dict[str, Any] = {
 CHUNK = {
     **MODEL,
     "fine_grained_activation_offloading": False,
-    "cuda_graph_impl": "local",
     "cuda_graph_granularity": "chunk",
 }
 PACKED = {**MODEL, "sequence_packing": "greedy"}
@@ -148,7 +146,7 @@ OF_MODEL = [
 ]
 FP8 = {"fp8": "hybrid", "fp8_recipe": "blockwise"}
 OF_CHUNK_GRAPHS = [
-    either("cuda_graph_impl", "none", a="local"),
+    either("cuda_graph_impl", "local", a="none"),
     off("cuda_graph_modules", ["attn"]),
     either("cuda_graph_warmup_steps", 0, a=1),
     Case({"num_experts": 8}, [EXPERTS]),
@@ -205,18 +203,14 @@ def _accept_own(facts: SimpleNamespace) -> None:
 def _accept(facts: SimpleNamespace) -> None:
     """What training checks, in any order."""
     _accept_own(facts)
-    check_packing(facts)
-    check_dynamic_context_parallel(facts)
-    check_chunk_graphs(facts, has_gpu=True)
-    # Chunk graphs take the place of megatron-core's, which a chunk's own option names.
-    is_chunk = facts.cuda_graph_granularity == "chunk"
-    check_model_options(
-        SimpleNamespace(**{**vars(facts), **({"cuda_graph_impl": "none"} if is_chunk else {})})
-    )
+    require(check_packing(facts))
+    require(check_dynamic_context_parallel(facts))
+    require(check_chunk_graphs(facts, has_gpu=True))
+    require(check_model_options(facts))
 
 
 def _accept_attached(facts: SimpleNamespace) -> None:
-    check_rules(ATTACH_RULES, facts)
+    require(check_rules(ATTACH_RULES, facts))
     _accept_own(facts)
 
 
@@ -293,7 +287,7 @@ OF_PACKING = [
         TE_GRAPHS,
         [
             {"cuda_graph_impl": "none"},
-            {"cuda_graph_impl": "local", "cuda_graph_granularity": "chunk"},
+            {"cuda_graph_impl": "none", "cuda_graph_granularity": "chunk"},
         ],
     ),
     either("position_embedding_type", "mrope", a="rope"),
@@ -339,8 +333,8 @@ OF_DYNAMIC_SIZES = [
     Case(
         TE_GRAPHS,
         [
-            {"cuda_graph_impl": "local", "cuda_graph_granularity": "chunk"},
             {"cuda_graph_impl": "none"},
+            {"cuda_graph_impl": "none", "cuda_graph_granularity": "chunk"},
         ],
     ),
     off("use_megatron_fsdp"),
@@ -378,7 +372,7 @@ def _all_cases() -> Iterator[Any]:
     for name, table in TABLES.items():
         for index, case in enumerate(table.cases):
             rule = table.rules[index] if index < len(table.rules) else None
-            option = rule.option if rule else "?"
+            option = rule.name if rule else "?"
             yield pytest.param(table, rule, case, id=f"{name}-{index}-{option}")
 
 
@@ -402,15 +396,11 @@ def test_every_cure_is_accepted(table: Table, rule: Rule, case: Case) -> None:
 def test_every_option_that_a_cure_names_is_set_here(table: Table, rule: Rule, case: Case) -> None:
     """A message that offers more than is tried above is found."""
     tried = {option for cure in case.cures for option in cure}
-    known = {other.option for name in TABLES for other in TABLES[name].rules} | EXPERTS.keys()
+    known = {other.name for name in TABLES for other in TABLES[name].rules} | EXPERTS.keys()
     known |= RANK_CAPACITY.keys() | {"cuda_graph_granularity", "dynamic_context_parallel"}
-    words = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", _cure_in(rule.message)))
+    words = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", rule.cure))
     # Sizes that other options follow from, and names of what is chosen.
     assert words & known <= tried | case.broken.keys() | {"offload_modules"}
-
-
-def _cure_in(message: str) -> str:
-    return message.partition("because")[2].partition("; ")[2] or message.partition("; ")[2]
 
 
 def _beginning(rule: Rule, facts: Options) -> str:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from forked import run_module, run_script
 
-from megatron.slipstream.config import OffloadConfig, check_launcher, num_local_ranks
-from megatron.slipstream.integration import install
+from megatron.slipstream import launcher
+from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.launcher import check_launcher, num_local_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -83,7 +84,7 @@ def test_a_variable_of_a_launcher_that_is_no_number_is_named(
             num_local_ranks()
     if variable == "RANK":
         with pytest.raises(ValueError, match=message):
-            install._rank()
+            launcher.rank()
 
 
 @no_gpu

@@ -21,6 +21,7 @@ from megatron.slipstream.context_parallel.options import (
     rank_limits,
 )
 from megatron.slipstream.packed_sequences.options import PackingOptions
+from megatron.slipstream.rules import require
 
 
 def arguments(**options: Any) -> SimpleNamespace:
@@ -64,7 +65,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"cp_comm_type": ["p2p"], "hybrid_layer_pattern": "*-*E"},
     {"cp_comm_type": "p2p", "dynamic_context_parallel_verify": True},
     {"cuda_graph_granularity": "layer"},
-    {"cuda_graph_impl": "local", "cuda_graph_granularity": "chunk"},
+    {"cuda_graph_granularity": "chunk"},
     {"cuda_graph_impl": "none", "cuda_graph_granularity": "chunk"},  # once they are prepared
     {"min_dynamic_context_parallel_size": 2, "max_dynamic_context_parallel_size": 2},
     {"position_embedding_type": "learned_absolute", "max_position_embeddings": 1024},
@@ -77,14 +78,14 @@ def test_what_dynamic_context_parallelism_does_not_go_with_is_refused(
     options: dict[str, Any],
 ) -> None:
     with pytest.raises(ValueError, match="=.*; (set|leave)") as caught:
-        check_dynamic_context_parallel(arguments(**options))
+        require(check_dynamic_context_parallel(arguments(**options)))
     assert "{" not in str(caught.value)
     assert any(option in str(caught.value) for option in options)
 
 
 def is_refused(options: dict[str, Any]) -> bool:
     try:
-        check_dynamic_context_parallel(arguments(**options))
+        require(check_dynamic_context_parallel(arguments(**options)))
     except ValueError:
         return True
     return False
@@ -99,7 +100,7 @@ def test_no_rule_is_there_for_nothing(index: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("options", ACCEPTED, ids=str)
 def test_what_it_goes_with_is_accepted(options: dict[str, Any]) -> None:
-    check_dynamic_context_parallel(arguments(**options))
+    require(check_dynamic_context_parallel(arguments(**options)))
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ def test_every_option_that_a_rule_refuses_is_on_the_page_of_its_feature() -> Non
         text = "".join((USER_GUIDE / page).read_text(encoding="utf-8") for page in pages)
         for rule in group.rules:
             num_rules += 1
-            names = (rule.option, "--" + rule.option.replace("_", "-"))
+            names = (rule.name, "--" + rule.name.replace("_", "-"))
             if not any(re.search(rf"(?<![\w-]){name}(?![\w-])", text) for name in names):
-                missing.append((group.cls_name, rule.option))
+                missing.append((group.cls_name, rule.name))
     assert num_rules > 70
     assert missing == []
 

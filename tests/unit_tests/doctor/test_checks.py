@@ -26,7 +26,8 @@ from megatron.slipstream.doctor.facts import (
     Torch,
 )
 from megatron.slipstream.plan.trace import Bandwidth
-from megatron.slipstream.preflight import ControlGroup, Finding
+from megatron.slipstream.preflight import ControlGroup
+from megatron.slipstream.rules import Finding
 
 NO_GPU = Torch("13.0", None, False)
 ONE_NODE = Numa(
@@ -347,16 +348,16 @@ CASES = {
 """By the problem's name."""
 
 OF_THE_COMMAND = {
-    *(command.REFUSED.name, command.REFUSED_BY_MEGATRON.name),
+    command.REFUSED_BY_MEGATRON.name,
     *(command.STAYS.name, command.NO_EFFECT.name, command.NOTHING_TO_MOVE.name),
-    *(problem.name for problem in preflight.PROBLEMS if "data" in problem.name),
+    *(problem.name for problem in preflight.RULES if "data" in problem.name),
     preflight.TOKEN_OUTSIDE_VOCABULARY.name,
 }
 """Found when the flags are checked; see test_command.py and integration/test_doctor.py."""
 
 
 def found(machine: Facts, name: str) -> list[Finding]:
-    return [finding for finding in findings_of(examine(machine)) if finding.problem == name]
+    return [finding for finding in findings_of(examine(machine)) if finding.rule == name]
 
 
 def test_every_problem_has_a_case_here_or_is_about_flags() -> None:
@@ -390,7 +391,7 @@ def test_a_check_finds_only_what_it_declares() -> None:
         for topic in TOPICS:
             for check in topic.checks:
                 names = {problem.name for problem in (*check.problems, NOT_LOOKED_AT)}
-                problems = {finding.problem for finding in check.look(machine).findings}
+                problems = {finding.rule for finding in check.look(machine).findings}
                 assert problems <= names, check.label
 
 
@@ -430,7 +431,7 @@ def test_expandable_segments_by_their_new_name_go_unnoticed_by_megatron() -> Non
     machine = environment(PYTORCH_ALLOC_CONF="max_split_size_mb:64, expandable_segments:true")
     (finding,) = found(with_command(machine, IN_GRAPHS), "expandable-segments-in-graphs")
     assert "nothing stops the run" in finding.message
-    (finding,) = found(CASES["expandable-segments-in-graphs"].sick, finding.problem)
+    (finding,) = found(CASES["expandable-segments-in-graphs"].sick, finding.rule)
     assert "nothing stops the run" not in finding.message
 
 
@@ -480,7 +481,7 @@ def test_what_was_not_looked_at_is_a_note(machine: Facts, label: str, why: str) 
     (row,) = (row for row in examine(machine) if row.label == label)
     assert row.severity == "note"
     assert row.value == "unknown"
-    assert row.findings[0].problem == NOT_LOOKED_AT.name
+    assert row.findings[0].rule == NOT_LOOKED_AT.name
     assert why in row.findings[0].message
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from doctor_facts import HEALTHY
 
+from megatron.slipstream.config import STAYS
 from megatron.slipstream.doctor.checks import examine
 from megatron.slipstream.doctor.command import Words, check_command, split_command
 from megatron.slipstream.doctor.facts import Command
-from megatron.slipstream.integration import doctor
+from megatron.slipstream.integration import dry_run
 from megatron.slipstream.preflight import DATASET_MISSING
+from megatron.slipstream.rules import Finding
 
 FLAGS = ("--num-layers", "2", "--data-path", "folder/of.py")
 
@@ -69,65 +71,52 @@ def test_a_command_without_flags_has_none() -> None:
     assert split_command([]).flags == ()
 
 
+FOUND = (
+    Finding("error", "a=1 is not supported with b because c", "set a=2; or b", "a"),
+    DATASET_MISSING.found(prefix="p", missing="p.idx"),
+    STAYS.found(names="attn_norm, mlp_norm"),
+)
+
+
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the check of flags gives, and is given."""
     args = SimpleNamespace(
         fine_grained_activation_offloading=True,
         deterministic_mode=True,
-        recompute_granularity=None,
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_granularity="layer",
         offload_host_memory_limit_bytes=5,
         moe_grouped_gemm=True,
         use_megatron_fsdp=False,
         use_torch_fsdp2=False,
     )
-    results: list[Any] = [
-        doctor.Checked(
-            args,
-            16,
-            "transformer_engine",
-            refusals=("a=1 is not supported with b because c; set a=2; or b", "no cure"),
-            refusal_of_megatron="hidden_size",
-            findings=(DATASET_MISSING.found(prefix="p", missing="p.idx"),),
-            stays=("attn_norm", "mlp_norm"),
-            unused=("offload_modules", "offload_verify"),
-        )
-    ]
+    results: list[Any] = [dry_run.Checked(args, 16, FOUND)]
 
-    def check_flags(*given: Any) -> doctor.Checked:
+    def check_flags(*given: Any) -> dry_run.Checked:
         results.extend(given)
         return results[0]
 
-    monkeypatch.setattr(doctor, "check_flags", check_flags)
+    monkeypatch.setattr(dry_run, "check_flags", check_flags)
     return results
 
 
-def test_all_that_is_wrong_with_flags_is_found_with_its_cure(checked: list[Any]) -> None:
+def test_all_that_is_wrong_with_flags_is_found(checked: list[Any]) -> None:
     command = check_command(Words(FLAGS, 8, 2))
     assert checked[1:] == [FLAGS, 16]
-    found = [(f.severity, f.message, f.cure) for f in command.findings]
-    assert found[0] == ("error", "a=1 is not supported with b because c", "set a=2; or b")
-    assert found[1] == ("error", "no cure", "")
-    assert found[2][:2] == ("error", "megatron-core's own validation: hidden_size")
-    assert found[3][1].startswith("data_path=p does not exist")
-    assert found[4][0] == "note"
-    assert "attn_norm, mlp_norm of the layers" in found[4][1]
-    assert found[5][0] == "note"
-    assert found[5][1].startswith("offload_modules, offload_verify: of no effect")
-    assert command[1:] == (16, True, "transformer_engine", True, 5, True)
+    assert command == Command(FOUND, 16, True, "transformer_engine", True, 5, True)
 
 
 @pytest.mark.parametrize(
-    "granularity, offloads, is_found",
-    [("full", True, True), ("selective", True, False), ("full", False, False)],
+    "implementation, granularity, graphs",
+    [("local", "layer", "local"), ("none", "chunk", "chunk"), ("none", "layer", "none")],
 )
-def test_full_recomputation_leaves_nothing_to_move(
-    checked: list[Any], granularity: str, offloads: bool, is_found: bool
+def test_graphs_of_chunks_are_graphs_too(
+    checked: list[Any], implementation: str, granularity: str, graphs: str
 ) -> None:
-    checked[0].args.recompute_granularity = granularity
-    checked[0].args.fine_grained_activation_offloading = offloads
-    problems = [finding.problem for finding in check_command(Words(FLAGS)).findings]
-    assert ("nothing-to-move" in problems) == is_found
+    checked[0].args.cuda_graph_impl = implementation
+    checked[0].args.cuda_graph_granularity = granularity
+    assert check_command(Words(FLAGS)).graphs == graphs
 
 
 @pytest.mark.parametrize(
@@ -146,10 +135,11 @@ def test_one_queue_is_for_copies_beside_experts(checked: list[Any], flag: str, v
 
 
 def test_flags_that_could_not_be_parsed_ask_for_nothing(checked: list[Any]) -> None:
-    checked[0] = doctor.Checked(None, refusals=("unrecognized arguments: --x",))
+    unknown = Finding("error", "unrecognized arguments: --x")
+    checked[0] = dry_run.Checked(None, findings=(unknown,))
     command = check_command(Words(FLAGS))
     assert checked[1:] == [FLAGS, None]
-    assert [f.message for f in command.findings] == ["unrecognized arguments: --x"]
+    assert command.findings == (unknown,)
     assert command == Command(command.findings, 1)
 
 

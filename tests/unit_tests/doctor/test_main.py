@@ -138,7 +138,7 @@ def test_json_has_every_check_and_all_facts(
     ]
     (torch,) = (c for c in whole["checks"] if c["check"] == "torch")
     assert torch["severity"] == "error"
-    assert torch["findings"][0]["problem"] == "version-not-supported"
+    assert torch["findings"][0]["rule"] == "version-not-supported"
     assert torch["findings"][0]["cure"] == "pip install 'torch>=2.8'"
     assert whole["facts"]["process"]["torch"] == "2.7.1"
     assert whole["facts"]["gpus"][1]["bandwidth"]["d2h_gb_per_s"] == 55.4
@@ -220,7 +220,7 @@ def test_without_torch_it_looks_at_what_it_can_and_says_what_it_cannot() -> None
     unseen = {
         label
         for label, check in checks.items()
-        if [finding["problem"] for finding in check["findings"]] == ["not-looked-at"]
+        if [finding["rule"] for finding in check["findings"]] == ["not-looked-at"]
     }
     assert unseen >= {"CUDA runtime", "NUMA nodes", "CPU affinity", "Flags"}
     assert checks["Available"]["severity"] == checks["Python"]["severity"] == "ok"

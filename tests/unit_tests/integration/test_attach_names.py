@@ -129,7 +129,7 @@ def test_a_module_is_attached_once_only() -> None:
 )
 def test_a_setting_that_cannot_be_followed_is_refused(options: dict[str, Any]) -> None:
     (name,) = options
-    assert name in {rule.option for rule in ATTACH_RULES}
+    assert name in {rule.name for rule in ATTACH_RULES}
     with pytest.raises(ValueError, match=f"{name}=.* is not supported with attach.*because.*; "):
         attach(Decoder(1), "layers.*", OffloadConfig(**options))
 

@@ -212,7 +212,7 @@ def _train_with_spec(
     rank: int, world_size: int, port: int, how: str, more: list[str]
 ) -> list[dict[str, Any]]:
     """With megatron's own spec and with ours: what is in the model, and what moves."""
-    from megatron.slipstream.integration.arguments import parse_and_validate
+    from megatron.slipstream.integration.validation import parse_and_validate
 
     args = parse_and_validate(GPT + more)
     initialize(CASE)
@@ -267,7 +267,7 @@ def _build_by_flag(rank: int, world_size: int, port: int) -> tuple[bool, str, st
     """As ``megatron.training`` 0.19 does with the flag."""
     from megatron.core import parallel_state
 
-    from megatron.slipstream.integration.arguments import parse_and_validate
+    from megatron.slipstream.integration.validation import parse_and_validate
 
     args = parse_and_validate(GPT + SPEC)
     initialize(CASE)
@@ -298,8 +298,8 @@ def _graphed(rank: int, world_size: int, port: int) -> list[bool]:
     """Whether the spec has our layers: without graphs, with them, and without offloading."""
     from megatron.training.arguments import core_transformer_config_from_args
 
-    from megatron.slipstream.integration.arguments import parse_and_validate
     from megatron.slipstream.integration.frameworks.spec import layer_spec
+    from megatron.slipstream.integration.validation import parse_and_validate
 
     args = parse_and_validate(GPT)
     initialize(CASE)
@@ -379,7 +379,7 @@ def _pre_wrap_hook(rank: int, world_size: int, port: int) -> bool:
     from megatron.training.argument_utils import gpt_config_from_args
 
     from megatron.slipstream import bind
-    from megatron.slipstream.integration.arguments import parse_and_validate
+    from megatron.slipstream.integration.validation import parse_and_validate
 
     args = parse_and_validate(GPT)
     initialize(CASE)

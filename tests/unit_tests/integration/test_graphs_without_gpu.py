@@ -26,13 +26,13 @@ OFFLOAD = ["--fine-grained-activation-offloading", "--offload-modules", "core_at
 TE = ["--cuda-graph-impl", "transformer_engine"]
 
 REFUSED = {
-    "transformer_engine": (TE, "cuda_graph_impl='transformer_engine'"),
-    "transformer_engine, offloading": ([*OFFLOAD, *TE], "cuda_graph_impl='transformer_engine'"),
-    "local": (["--cuda-graph-impl", "local"], "cuda_graph_impl='local'"),
+    "transformer_engine": (TE, "cuda_graph_impl=transformer_engine"),
+    "transformer_engine, offloading": ([*OFFLOAD, *TE], "cuda_graph_impl=transformer_engine"),
+    "local": (["--cuda-graph-impl", "local"], "cuda_graph_impl=local"),
     "by its older name": (["--enable-cuda-graph"], "enable_cuda_graph=True"),
     "of the optimizer": (["--optimizer-cuda-graph"], "optimizer_cuda_graph=True"),
 }
-CHUNK = ["--cuda-graph-impl", "local", "--cuda-graph-granularity", "chunk"]
+CHUNK = ["--cuda-graph-granularity", "chunk"]
 
 
 def train(folder: Path, *flags: str) -> Done:

@@ -18,7 +18,7 @@ from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
-from megatron.slipstream.integration import install, numa
+from megatron.slipstream.integration import engine_setup, install, numa
 from megatron.slipstream.integration.numa import Binding, bind_to_gpu, decide
 
 GPU = "0000:1b:00.0"
@@ -254,8 +254,8 @@ def test_only_a_gpu_and_only_with_the_option_is_bound(
         asked.append(index)
         return place
 
-    monkeypatch.setattr(install, "make_backend", lambda _: backend())
-    monkeypatch.setattr(install.numa, "bind_to_gpu", bind)
+    monkeypatch.setattr(engine_setup, "make_backend", lambda _: backend())
+    monkeypatch.setattr(engine_setup.numa, "bind_to_gpu", bind)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("LOCAL_RANK", "5")
     try:
@@ -271,7 +271,7 @@ def test_only_a_gpu_and_only_with_the_option_is_bound(
 def test_the_limit_is_the_option_or_the_share_of_this_process(
     monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None
 ) -> None:
-    monkeypatch.setattr(install.preflight, "default_host_memory_limit_bytes", lambda: 777)
+    monkeypatch.setattr(engine_setup.preflight, "default_host_memory_limit_bytes", lambda: 777)
     config = OffloadConfig(offload_backend="cpu", offload_host_memory_limit_bytes=limit_bytes)
     try:
         manager = install.install(config)

@@ -107,7 +107,7 @@ def test_a_training_that_fails_at_once_says_what_is_missing(tmp_path: Path) -> N
 def test_a_negative_interval_is_refused(tmp_path: Path) -> None:
     code, output = train(tmp_path, "pass", "--global-batch-size", "1", "--output-interval", "-1")
     assert code == 2
-    assert "error: output_interval=-1 is no number of iterations; set 1 or more" in output
+    assert "error: output_interval=-1 is negative; set 1 or more" in output
 
 
 def test_two_files_of_one_name_are_refused_by_both_options(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from training_runs import prepare_training
 from megatron.slipstream import preflight
 from megatron.slipstream.integration import compat
 from megatron.slipstream.patches import releases
+from megatron.slipstream.rules import check_rules, require
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -121,11 +122,11 @@ REFUSALS = {
     "negative lag": (["--offload-release-lag", "-1"], ["offload_release_lag=-1"]),
     "megatron's engine": (
         [*OFFLOAD, "core_attn", "--offload-engine", "megatron"],
-        ["offload_engine='megatron'", "set offload_engine='slipstream'"],
+        ["offload_engine=megatron", "set offload_engine=slipstream"],
     ),
     "cuda backend": (
         [*OFFLOAD, "core_attn", "--offload-backend", "cuda"],
-        ["offload_backend='cuda'", "set offload_backend='auto'"],
+        ["offload_backend=cuda", "set offload_backend=auto"],
     ),
     "flag with a typo": (
         ["--fine-grained-activation-offloding"],
@@ -139,7 +140,7 @@ REFUSALS = {
     ),
     "layers of Transformer Engine": (
         ["--transformer-impl", "transformer_engine"],
-        ["transformer_impl='transformer_engine'", "set --transformer-impl local"],
+        ["transformer_impl=transformer_engine", "set --transformer-impl local"],
     ),
     "hybrid model": (["--hybrid-layer-pattern", "M*"], ["hybrid_layer_pattern='M*'"]),
     "tokenizer file": (["--tokenizer-json", "no.json"], ["tokenizer_json=no.json", "No such file"]),
@@ -150,7 +151,7 @@ REFUSALS = {
     ),
     "packing by another name": (
         ["--sequence-packing", "greedy", "--enable-cuda-graph"],
-        ["cuda_graph_impl=local", "sequence_packing=greedy", "set none"],
+        ["cuda_graph_impl=local", "sequence_packing=greedy", "leave it out"],
     ),
 }
 
@@ -196,17 +197,25 @@ def test_megatron_s_own_attention_on_a_gpu_takes_no_packed_sequences(
     implementation: str,
     has_gpu: bool,
     refused: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron.slipstream.integration import arguments
+    from megatron.slipstream.integration import checks
 
-    monkeypatch.setattr(arguments.torch.cuda, "is_available", lambda: has_gpu)
-    args = types.SimpleNamespace(sequence_packing=packing, transformer_impl=implementation)
+    args = types.SimpleNamespace(
+        has_gpu=has_gpu,
+        sequence_packing=packing,
+        transformer_impl=implementation,
+        fine_grained_activation_offloading=False,
+        eval_interval=1,
+        full_validation=False,
+        skip_train=False,
+        output_interval=0,
+    )
+    findings = check_rules(checks.MACHINE_RULES, args)
     if refused:
-        with pytest.raises(ValueError, match="transformer_impl='local'.*=greedy.*; set --transf"):
-            arguments._check_packed_attention(args)
+        with pytest.raises(ValueError, match="transformer_impl=local .*=greedy.*; set --transf"):
+            require(findings)
     else:
-        arguments._check_packed_attention(args)
+        assert findings == []
 
 
 # What an older release does not have
@@ -230,7 +239,7 @@ LATER: dict[str, tuple[Callable[[], bool], list[str], list[str]]] = {
     "CUDA graphs": (
         releases.models_pass_their_rank,
         [*OFFLOAD, "core_attn", "--cuda-graph-impl", "local"],
-        ["cuda_graph_impl='local'", "set cuda_graph_impl='transformer_engine' or 'none'"],
+        ["cuda_graph_impl=local", "set cuda_graph_impl=transformer_engine or none"],
     ),
     "delay": (
         releases.models_pass_their_rank,
@@ -319,7 +328,7 @@ def test_the_switch_does_not_matter_without_offloading() -> None:
 def test_a_transformer_engine_that_does_not_import_is_refused() -> None:
     facts = preflight.Facts("3.12", None, None, "2.20", "OSError: no lib", None, None, None, True)
     with pytest.raises(ValueError, match="does not import"):
-        preflight.require(preflight.check_process(facts, offloading=False))
+        require(preflight.check_process(facts, offloading=False))
 
 
 # Data
@@ -426,7 +435,7 @@ def test_help_teaches_our_flags_and_the_modules(folder: Path) -> None:
 def test_flags_of_an_engine_that_is_off_are_told(folder: Path) -> None:
     outcome = _train(folder, [*MODEL, *MOCK, "--offload-modules", "core_attn"])
     assert outcome.code == 0, outcome.output
-    told = "offload_modules has no effect without fine_grained_activation_offloading; add --fine-"
+    told = "offload_modules: no effect without fine_grained_activation_offloading; add --fine-"
     assert outcome.output.count(told) == 1
 
 

@@ -21,6 +21,7 @@ from megatron.slipstream.packed_sequences.options import (
     pack_limits,
 )
 from megatron.slipstream.packed_sequences.packing import PackLimits
+from megatron.slipstream.rules import require
 
 
 def arguments(**options: Any) -> SimpleNamespace:
@@ -97,7 +98,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"attention_backend": "fused", "transformer_impl": "transformer_engine"},
     {"attention_backend": "unfused", "transformer_impl": "local"},
     {"cuda_graph_impl": "none"},
-    {"cuda_graph_impl": "local", "cuda_graph_granularity": "chunk"},
+    {"cuda_graph_granularity": "chunk"},
     {"sequence_packing": None, "cuda_graph_impl": "local", "mtp_num_layers": 1, **IN_PARTS},
 ]
 
@@ -105,14 +106,14 @@ ACCEPTED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", REFUSED, ids=str)
 def test_what_packing_does_not_go_with_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="=.*; (set|use|leave)") as caught:
-        check_packing(arguments(**options))
+        require(check_packing(arguments(**options)))
     assert "{" not in str(caught.value)
     assert any(option in str(caught.value) for option in options)
 
 
 def is_refused(options: dict[str, Any]) -> bool:
     try:
-        check_packing(arguments(**options))
+        require(check_packing(arguments(**options)))
     except ValueError:
         return True
     return False
@@ -127,7 +128,7 @@ def test_no_rule_is_there_for_nothing(index: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("options", ACCEPTED, ids=str)
 def test_what_packing_goes_with_is_accepted(options: dict[str, Any]) -> None:
-    check_packing(arguments(**options))
+    require(check_packing(arguments(**options)))
 
 
 @pytest.mark.parametrize(
@@ -146,9 +147,9 @@ def test_packs_of_several_corpora_cannot_be_balanced(
     args = arguments(sequence_packing=packing)
     if refused:
         with pytest.raises(ValueError, match="data_path with 2 corpora.*; set data_path"):
-            check_corpora(args, blends)
+            require(check_corpora(args, blends))
     else:
-        check_corpora(args, blends)
+        require(check_corpora(args, blends))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_rules_look_at_options_that_megatron_has() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(add_megatron_arguments(parser))
     known = {action.dest for action in parser._actions}
-    looked_at = {rule.option for rule in PACKING_RULES}
+    looked_at = {rule.name for rule in PACKING_RULES}
     looked_at |= {option for options in (*REFUSED, *ACCEPTED) for option in options}
     assert looked_at - known == set()
 

@@ -13,29 +13,20 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
 import torch
 
-from megatron.slipstream import preflight
-from megatron.slipstream.config import (
-    MODEL_RULES,
-    OffloadConfig,
-    Rule,
-    check_is_config,
-    check_rules,
-    launcher_number,
-)
-from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
-from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
+from megatron.slipstream.config import MODEL_RULES, OffloadConfig, check_is_config
 from megatron.slipstream.fine_grained_activation_offload.report import Report
-from megatron.slipstream.integration import numa
 from megatron.slipstream.integration.attach.engine import AttachedEngine
 from megatron.slipstream.integration.attach.forward import ForwardHooks
 from megatron.slipstream.integration.attach.names import Match, Pattern, find_modules
+from megatron.slipstream.integration.engine_setup import open_backend, policy_options
 from megatron.slipstream.integration.run_metadata import environment, settings
+from megatron.slipstream.launcher import rank
 from megatron.slipstream.plan import files
-from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.rules import Rule, always, check_rules, is_one_of, require, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -43,31 +34,28 @@ DEFAULT_MIN_NUMEL = 1024 * 1024
 """megatron-core's default."""
 
 
-def _is_none(option: str) -> Any:
-    return lambda config: getattr(config, option) is None
-
-
 ATTACH_RULES: tuple[Rule, ...] = (
-    Rule(
+    unsupported(
+        "with attach()",
+        always,
         "offload_engine",
-        lambda _: True,
-        lambda c: c.offload_engine == "slipstream",
-        "offload_engine={offload_engine!r} is not supported with attach() because that engine "
-        "knows megatron-core's layers only; set offload_engine='slipstream'",
+        "that engine knows megatron-core's layers only",
+        "set offload_engine=slipstream",
+        is_one_of("offload_engine", ("slipstream",)),
     ),
-    Rule(
+    unsupported(
+        "with attach()",
+        always,
         "offload_report_path",
-        lambda _: True,
-        _is_none("offload_report_path"),
-        "offload_report_path={offload_report_path!r} is not supported with attach() because nobody "
-        "tells it when training ends; leave it out and call report().save(path)",
+        "it cannot see when training ends",
+        "leave it out and call report().save(path)",
     ),
-    Rule(
+    unsupported(
+        "with attach()",
+        always,
         "offload_trace_path",
-        lambda _: True,
-        _is_none("offload_trace_path"),
-        "offload_trace_path={offload_trace_path!r} is not supported with attach() because nobody "
-        "tells it when training ends; leave it out and call save_trace(path)",
+        "it cannot see when training ends",
+        "leave it out and call save_trace(path)",
     ),
 )
 """Requirements on an :class:`OffloadConfig` that is given to :func:`attach`."""
@@ -115,26 +103,23 @@ def attach(
         raise ValueError(f"model={model!r} is no module; give the torch.nn.Module to attach to")
     config = OffloadConfig() if config is None else config
     check_is_config(config)
-    check_rules(ATTACH_RULES, config)
+    require(check_rules(ATTACH_RULES, config))
     own = SimpleNamespace(
         fine_grained_activation_offloading=True,
         min_offloaded_tensor_size=min_offloaded_tensor_size,
         activation_offload_fraction=activation_offload_fraction,
     )
-    check_rules((rule for rule in MODEL_RULES if rule.option in _OWN_OPTIONS), own)
+    require(check_rules((rule for rule in MODEL_RULES if rule.name in _OWN_OPTIONS), own))
     if isinstance(patterns, (str, type)) or not isinstance(patterns, Iterable):
         patterns = [patterns]
     matches = find_modules(model, patterns)
     _check_not_attached(model, matches)
     _check_one_gpu(model)
-    backend = make_backend(config.offload_backend)
-    backend.names_ranges = config.offload_nvtx_ranges
-    if isinstance(backend, CudaBackend) and config.offload_numa == "auto":
-        backend.place_host_memory = numa.bind_to_gpu(torch.cuda.current_device())
+    backend = open_backend(config, torch.cuda.current_device)
     engine = AttachedEngine(
         backend,
-        _policy_options(config),
-        _rank(),
+        policy_options(config),
+        rank(),
         config.offload_verify,
         model=model,
         min_offloaded_tensor_size=min_offloaded_tensor_size,
@@ -218,19 +203,6 @@ class Attached:
         self.detach()
 
 
-def _policy_options(config: OffloadConfig) -> PolicyOptions:
-    target_gib = config.offload_target_memory_gib
-    return PolicyOptions(
-        release_lag=config.offload_release_lag,
-        prefetch_depth=config.offload_prefetch_depth,
-        host_memory_limit_bytes=(
-            config.offload_host_memory_limit_bytes or preflight.default_host_memory_limit_bytes()
-        ),
-        target_memory_bytes=None if target_gib is None else int(target_gib * 2**30),
-        max_overhead_percent=config.max_overhead_percent,
-    )
-
-
 def _check_not_attached(model: torch.nn.Module, matches: list[Match]) -> None:
     taken = [match.name for match in matches if match.module in _attached]
     if model in _attached:
@@ -250,9 +222,3 @@ def _check_one_gpu(model: torch.nn.Module) -> None:
             f"attach() is not supported with a model on several GPUs ({devices}) of one process "
             "because copies follow the stream of one; use one process for each GPU"
         )
-
-
-def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return launcher_number("RANK", 0)

@@ -19,6 +19,7 @@ from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.config_file import config_from_environment
 from megatron.slipstream.integration.log_setup import log_to_stderr
+from megatron.slipstream.rules import require
 
 logger = logging.getLogger(__name__)
 
@@ -60,4 +61,4 @@ def _check_process() -> None:
     Raises:
         ValueError: Transformer Engine would move weights as well.
     """
-    preflight.require(preflight.check_process(preflight.collect(), offloading=True))
+    require(preflight.check_process(preflight.collect(), offloading=True))

@@ -28,6 +28,7 @@ from typing import Any, Optional, TypedDict, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from megatron.slipstream.config import check_model_options
+from megatron.slipstream.rules import require
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def to_transformer_overrides(
         # Not the list that the configuration may have: who switches on says what moves.
         effective[MODULES] = given.get(MODULES, [])
     facts = {field.name: getattr(model_facts, field.name) for field in dataclasses.fields(DENSE)}
-    check_model_options(SimpleNamespace(**{**facts, **effective}))
+    require(check_model_options(SimpleNamespace(**{**facts, **effective})))
     return overrides
 
 
@@ -195,7 +196,7 @@ def revalidate(config: Any) -> None:
     """
     facts = ModelFacts.of(config)
     fields = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}
-    check_model_options(SimpleNamespace(**{**fields, **DEFAULTS, **facts.options}))
+    require(check_model_options(SimpleNamespace(**{**fields, **DEFAULTS, **facts.options})))
     finish = getattr(config, "finalize", None) or config.__post_init__
     try:
         finish()
@@ -245,7 +246,7 @@ def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
         else:
             from megatron.slipstream.integration import compat
 
-            raise compat.refusal_of_later_option(name)
+            compat.refuse_later_option(name)
     return known
 
 

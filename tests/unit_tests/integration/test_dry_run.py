@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The doctor finds in a training's flags all that training would refuse, one after the other.
+"""A dry run finds in a training's flags all that training would refuse, one after the other.
 
 Megatron takes seconds to import, so the cases run in processes forked from this one after it has
 imported what they need; the shims stay in the child.
@@ -14,15 +14,18 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.slipstream.integration import arguments, doctor
+from megatron.slipstream.integration import checks, dry_run
+from megatron.slipstream.integration.model_arguments import configured_by_flags
+from megatron.slipstream.integration.validation import parse_and_validate
 from megatron.slipstream.patches import releases
+from megatron.slipstream.rules import Finding
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the messages are those of a machine without a GPU"
@@ -43,10 +46,9 @@ def _warm_parent() -> None:
     import megatron.slipstream.integration.providers  # noqa: F401
 
 
-def check(
-    folder: Path, flags: Sequence[str], num_processes: int | None = None, **variables: str
-) -> dict[str, Any]:
-    """``check_flags`` in a forked process; also what it printed, and what became of the variables.
+def in_child(folder: Path, work: Callable[[], dict[str, Any]], **variables: str) -> dict[str, Any]:
+    """The answer of ``work`` in a forked process; also what it printed, and what became of the
+    variables.
 
     Warnings and logs of the modules that are imported there count as printed.
     """
@@ -63,9 +65,7 @@ def check(
                 os.environ.pop(name, None)
             os.environ.update(variables)
             before, argv = dict(os.environ), list(sys.argv)
-            checked = doctor.check_flags(flags, num_processes)
-            result = checked._replace(args=checked.args is not None)._asdict()
-            result["findings"] = [finding.text for finding in checked.findings]
+            result = work()
             result["is_clean"] = dict(os.environ) == before and sys.argv == argv
             answer.write_text(json.dumps(result))
         except BaseException:
@@ -77,18 +77,34 @@ def check(
     return {**json.loads(answer.read_text()), "printed": log.read_text()}
 
 
+def check(
+    folder: Path, flags: Sequence[str], num_processes: int | None = None, **variables: str
+) -> dict[str, Any]:
+    """``check_flags`` in a forked process."""
+
+    def work() -> dict[str, Any]:
+        args, number, findings = dry_run.check_flags(flags, num_processes)
+        assert {f.severity for f in findings} <= {"error", "warning"}
+        return {
+            "args": args is not None,
+            "num_processes": number,
+            "errors": [f.text for f in findings if f.severity == "error"],
+            "warnings": [f.text for f in findings if f.severity == "warning"],
+            "rules": [f.rule for f in findings],
+        }
+
+    return in_child(folder, work, **variables)
+
+
 @pytest.mark.releases
 def test_flags_that_train_are_all_right(tmp_path: Path) -> None:
     result = check(tmp_path, [*MODEL, *MOCK, *OFFLOAD, "core_attn", "attn_proj"])
     assert result == {
         "args": True,
         "num_processes": 1,
-        "graphs": "none",
-        "refusals": [],
-        "refusal_of_megatron": None,
-        "findings": [],
-        "stays": [],
-        "unused": [],
+        "errors": [],
+        "warnings": [],
+        "rules": [],
         "is_clean": True,
         "printed": "",
     }
@@ -114,14 +130,20 @@ def test_every_broken_rule_is_found_at_once(tmp_path: Path) -> None:
         "offload_release_lag=-1",
         "offload_target_memory_gib=0.0",
         "thd_max_tokens=7",
-        "offload_backend='cuda'",
-        "transformer_impl='transformer_engine'",
+        "offload_backend=cuda",
+        "transformer_impl=transformer_engine",
         "data_path is not set",
     )
-    refusals = result["refusals"]
-    assert [r for r, text in zip(refusals, beginnings, strict=True) if not r.startswith(text)] == []
-    assert all("; " in refusal for refusal in refusals), "each says what to do"
-    assert "num_attention_heads" in result["refusal_of_megatron"]
+    *errors, of_megatron = result["errors"]
+    assert [e for e, text in zip(errors, beginnings, strict=True) if not e.startswith(text)] == []
+    assert all("; " in error for error in errors), "each says what to do"
+    assert "num_attention_heads" in of_megatron
+    assert result["rules"] == [
+        *["offload_modules"] * 4,
+        *("activation_offload_fraction", "cpu_offloading", "offload_release_lag"),
+        *("offload_target_memory_gib", "thd_max_tokens", "offload_backend", "transformer_impl"),
+        *("data_path", "refused-by-megatron"),
+    ]
     assert (result["printed"], result["is_clean"]) == ("", True)
 
 
@@ -139,9 +161,9 @@ def test_flags_that_cannot_be_parsed_are_one_refusal(
 ) -> None:
     result = check(tmp_path, [*MODEL, *MOCK, *flags])
     assert not result["args"]
-    (refusal,) = result["refusals"]
+    (error,) = result["errors"]
     for word in words:
-        assert word in refusal
+        assert word in error
     assert result["is_clean"]
 
 
@@ -149,8 +171,8 @@ def test_what_megatrons_configuration_refuses_is_found_too(tmp_path: Path) -> No
     # Of its TransformerConfig, not of its arguments.
     flags = "--recompute-granularity selective --recompute-modules no_module".split()
     result = check(tmp_path, [*MODEL, *MOCK, *flags])
-    assert result["refusals"] == []
-    assert "no_module" in result["refusal_of_megatron"]
+    assert result["rules"] == ["refused-by-megatron"]
+    assert "no_module" in result["errors"][0]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +188,7 @@ def test_flags_are_checked_for_as_many_processes_as_they_need(
     tmp_path: Path, flags: str, given: int | None, number: int
 ) -> None:
     result = check(tmp_path, [*MODEL, *MOCK, *flags.split()], given)
-    assert (result["num_processes"], result["refusal_of_megatron"]) == (number, None)
+    assert (result["num_processes"], result["errors"]) == (number, [])
 
 
 def test_a_launcher_tells_the_number_of_processes(tmp_path: Path) -> None:
@@ -177,62 +199,75 @@ def test_a_launcher_tells_the_number_of_processes(tmp_path: Path) -> None:
 
 def test_a_number_of_processes_that_does_not_fit_is_refused_by_megatron(tmp_path: Path) -> None:
     result = check(tmp_path, [*MODEL, *MOCK, "--tensor-model-parallel-size", "2"], 3)
-    assert "3" in result["refusal_of_megatron"]
+    assert result["rules"] == ["refused-by-megatron"]
+    assert "3" in result["errors"][0]
 
 
 def test_a_flag_that_megatron_misses_is_named_as_a_flag(tmp_path: Path) -> None:
     at = MODEL.index("--micro-batch-size")
     result = check(tmp_path, [*MODEL[:at], *MODEL[at + 2 :], *MOCK])
-    assert result["refusal_of_megatron"].endswith("is not None; set --micro-batch-size")
+    (error,) = (e for e in result["errors"] if e.startswith("megatron-core's own validation"))
+    assert "is not None; set --micro-batch-size" in error
 
 
 def test_files_that_cannot_be_written_are_found(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "record.json"
     result = check(tmp_path, [*MODEL, *MOCK, "--run-record-path", str(path)])
-    (refusal,) = result["refusals"]
-    assert refusal.startswith(f"run_record_path={path} is not in a folder")
+    (error,) = result["errors"]
+    assert error.startswith(f"run_record_path={path} is not in a folder")
 
 
 def test_every_dataset_is_looked_at(tmp_path: Path) -> None:
     flags = ["--data-path", "no/one", "no/two", *MOCK[1:]]
-    findings = check(tmp_path, [*MODEL, *flags])["findings"]
+    errors = check(tmp_path, [*MODEL, *flags])["errors"]
     beginnings = [f"data_path=no/{name} does not exist" for name in ("one", "two")]
-    assert [f[: len(b)] for f, b in zip(findings, beginnings, strict=True)] == beginnings
+    assert [e[: len(b)] for e, b in zip(errors, beginnings, strict=True)] == beginnings
 
 
-def test_what_training_checks_beyond_that_is_found_once_the_rest_is_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _check_of_tomorrow(_: object) -> list[Finding]:
+    return [Finding("error", "a check of tomorrow", "cure", "tomorrow")]
+
+
+@pytest.mark.parametrize("checks_name", ["OPTION_CHECKS", "RUN_CHECKS"])
+def test_a_check_in_the_list_is_one_of_training_doctor_and_plan(
+    checks_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check_more(*_: object) -> None:
-        raise ValueError("a check of tomorrow")
+    of_today = getattr(checks, checks_name)
+    monkeypatch.setattr(checks, checks_name, (*of_today, _check_of_tomorrow))
+    result = check(tmp_path, [*MODEL, *MOCK])
+    assert result["errors"] == ["a check of tomorrow; cure"]
 
-    monkeypatch.setattr(arguments, "check", check_more)
-    assert check(tmp_path, [*MODEL, *MOCK])["refusals"] == ["a check of tomorrow"]
-    wrong = ["--offload-release-lag", "-1"]
-    (refusal,) = check(tmp_path, [*MODEL, *MOCK, *wrong])["refusals"]
-    assert refusal.startswith("offload_release_lag=-1")
+    def error_of(use: Callable[[list[str]], object]) -> str:
+        def work() -> dict[str, Any]:
+            try:
+                use([*MODEL, *MOCK])
+            except ValueError as error:
+                return {"error": str(error)}
+            return {"error": ""}
+
+        return str(in_child(tmp_path, work)["error"])
+
+    assert error_of(parse_and_validate) == "a check of tomorrow; cure"
+    # A plan is made for another machine.
+    is_of_plan = checks_name == "OPTION_CHECKS"
+    assert error_of(configured_by_flags) == ("a check of tomorrow; cure" if is_of_plan else "")
 
 
 def test_settings_of_the_engine_do_not_matter_where_none_is_asked_for(tmp_path: Path) -> None:
     flags = [*MODEL, *MOCK, "--offload-backend", "cuda", "--offload-modules=core_attn"]
     result = check(tmp_path, flags)
-    assert result["refusals"] == []
-    assert result["unused"] == ["offload_modules", "offload_backend"]
+    assert result["errors"] == []
+    (warning,) = result["warnings"]
+    assert warning.startswith("offload_modules, offload_backend: no effect without fine_grained")
     result = check(tmp_path, [*MODEL, *MOCK, *OFFLOAD, "core_attn", "attn_proj"])
-    assert result["unused"] == []
+    assert result["warnings"] == []
 
 
 def test_what_is_refused_with_its_cure_is_not_refused_again_by_megatron(tmp_path: Path) -> None:
     result = check(tmp_path, [*MODEL, *MOCK, *OFFLOAD, "core_atn"])
-    (refusal,) = result["refusals"]
-    assert "did you mean 'core_attn'" in refusal
-    assert result["refusal_of_megatron"] is None
-
-
-def test_graphs_are_told_as_they_were_asked_for(tmp_path: Path) -> None:
-    flags = "--cuda-graph-impl local".split()
-    assert check(tmp_path, [*MODEL, *MOCK, *flags])["graphs"] == "local"
+    (error,) = result["errors"]
+    assert "did you mean 'core_attn'" in error
 
 
 def test_variables_are_as_before_whatever_was_done_to_them(
@@ -241,7 +276,7 @@ def test_variables_are_as_before_whatever_was_done_to_them(
     monkeypatch.setenv("GIVEN", "1")
     monkeypatch.delenv("DEFAULT", raising=False)
     before = dict(os.environ)
-    with doctor._environment({"GIVEN": "2", "DEFAULT": "3"}):
+    with dry_run._environment({"GIVEN": "2", "DEFAULT": "3"}):
         assert (os.environ["GIVEN"], os.environ["DEFAULT"]) == ("1", "3")
         os.environ.update({"GIVEN": "4", "NEW": "5"})
     assert dict(os.environ) == before
@@ -250,7 +285,7 @@ def test_variables_are_as_before_whatever_was_done_to_them(
 def test_nothing_is_heard_of_what_megatron_says(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with doctor._quiet():
+    with dry_run._quiet():
         print("a table")
         print("a complaint", file=sys.stderr)
         warnings.warn("a warning", stacklevel=1)

@@ -1,0 +1,280 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Every check of a training's arguments, before megatron's own bare assertions.
+
+One list: a training refuses the first error, ``slipstream doctor`` shows all of them, and
+``slipstream plan`` takes those of :func:`check_options`, which do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron.slipstream import preflight
+from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
+from megatron.slipstream.config import (
+    NO_EFFECT,
+    NOTHING_TO_MOVE,
+    RULES,
+    STAYS,
+    OffloadConfig,
+    check_model_options,
+    modules_at_the_edge_of_graphs,
+)
+from megatron.slipstream.context_parallel.options import check_dynamic_context_parallel
+from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
+from megatron.slipstream.integration import compat
+from megatron.slipstream.integration.frameworks.options import OffloadOptions
+from megatron.slipstream.packed_sequences.options import check_corpora, check_packing
+from megatron.slipstream.rules import (
+    Finding,
+    Rule,
+    always,
+    check_by,
+    check_rules,
+    finding_of,
+    option_rule,
+    unsupported,
+)
+
+Check = Callable[[Any], list[Finding]]
+"""Of parsed arguments."""
+
+
+def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
+    """What is wrong with the options, on any machine.
+
+    Args:
+        args: Parsed, before megatron completes them or after.
+        argv: The flags they come from.
+    """
+    findings = _of_all(OPTION_CHECKS, args)
+    unused = unused_flags(args, argv)
+    return findings + ([NO_EFFECT.found(names=", ".join(unused))] if unused else [])
+
+
+def check_run(args: Any) -> list[Finding]:
+    """What keeps a training with these options from running here: devices, data and files.
+
+    Args:
+        args: Parsed, with the tokenizer's sizes.
+    """
+    return _of_all(RUN_CHECKS, args)
+
+
+def check_process(args: Any, facts: preflight.Facts) -> list[Finding]:
+    """What of this process does not go with the options.
+
+    Args:
+        args: Parsed.
+        facts: Of the process.
+    """
+    offloads = args.fine_grained_activation_offloading
+    findings = preflight.check_process(facts, offloads)
+    if offloads and getattr(args, "cuda_graph_impl", "none") == "transformer_engine":
+        findings += preflight.check_graphs(facts)
+    return findings
+
+
+def _of_all(checks: Sequence[Check], args: Any) -> list[Finding]:
+    return [finding for check in checks for finding in check(args)]
+
+
+# Options
+
+
+def _check_model_options(args: Any) -> list[Finding]:
+    """Megatron's offloading options, under the names that ``TransformerConfig`` gives them."""
+    facts = SimpleNamespace(**{**compat.defaults_of_later_options(), **vars(args)})
+    facts.num_moe_experts = args.num_experts
+    facts.cpu_offloading = args.cpu_offloading_num_layers > 0
+    return check_model_options(facts)
+
+
+def _check_settings(args: Any) -> list[Finding]:
+    return check_rules(RULES, args)
+
+
+def _check_chunk_graphs(args: Any) -> list[Finding]:
+    return check_chunk_graphs(args, torch.cuda.is_available())
+
+
+def _check_what_moves(args: Any) -> list[Finding]:
+    if not args.fine_grained_activation_offloading:
+        return []
+    names = modules_at_the_edge_of_graphs(args)
+    findings = [STAYS.found(names=", ".join(names))] if names else []
+    if args.recompute_granularity == "full" and not args.offload_checkpoint_inputs:
+        findings.append(NOTHING_TO_MOVE.found())
+    return findings
+
+
+OPTION_CHECKS: tuple[Check, ...] = (
+    compat.check_release,
+    _check_model_options,
+    _check_settings,
+    check_packing,
+    check_dynamic_context_parallel,
+    _check_chunk_graphs,
+    _check_what_moves,
+)
+"""In the order in which a training stops at them."""
+
+
+def unused_flags(args: Any, argv: Sequence[str]) -> list[str]:
+    """Options of an engine that is not switched on, of those that were given as flags.
+
+    Not an error, since it is how a training with and one without offloading are compared; and what
+    a file of settings says is meant for all trainings.
+    """
+    if args.fine_grained_activation_offloading:
+        return []
+    given = {word.split("=")[0] for word in argv}
+    own = (field.name for field in dataclasses.fields(OffloadConfig))
+    options = (*OffloadOptions.__annotations__, *own)
+    return [name for name in options if "--" + name.replace("_", "-") in given]
+
+
+# The machine, the data and the files of a training
+
+
+def _offloads_without_gpu(facts: Any) -> bool:
+    return bool(facts.fine_grained_activation_offloading) and not facts.has_gpu
+
+
+def _graphs_layers_without_gpu(facts: Any) -> bool:
+    # Packed sequences go with no graphs of layers, with a GPU either: their rules say so.
+    return not facts.has_gpu and facts.sequence_packing is None
+
+
+def _graphs_are_off(option: str, off: Any) -> Rule:
+    """Graphs of whole chunks are imitated without a GPU; no others are."""
+    return unsupported(
+        "without a GPU",
+        _graphs_layers_without_gpu,
+        option,
+        "CUDA graphs are captured from a GPU's streams",
+        f"set {option}={off}, or leave it out",
+        lambda facts: getattr(facts, option, None) in (None, False, off),
+    )
+
+
+MACHINE_RULES: tuple[Rule, ...] = (
+    unsupported(
+        "without a GPU",
+        _offloads_without_gpu,
+        "offload_engine",
+        "megatron-core's engine is written for CUDA streams",
+        "set offload_engine=slipstream",
+        lambda f: f.offload_engine == "slipstream",
+    ),
+    unsupported(
+        "without a GPU",
+        _offloads_without_gpu,
+        "offload_backend",
+        "there is no device memory to leave",
+        "set offload_backend=auto or cpu",
+        lambda f: f.offload_backend != "cuda",
+    ),
+    _graphs_are_off("cuda_graph_impl", "none"),
+    _graphs_are_off("enable_cuda_graph", False),
+    _graphs_are_off("external_cuda_graph", False),
+    _graphs_are_off("optimizer_cuda_graph", False),
+    unsupported(
+        "without a GPU",
+        lambda f: not f.has_gpu,
+        "transformer_impl",
+        "its kernels run on CUDA only",
+        "set --transformer-impl local",
+        lambda f: f.transformer_impl != "transformer_engine",
+    ),
+    option_rule(
+        "eval_interval",
+        lambda f: not (f.full_validation or f.skip_train),
+        lambda f: f.eval_interval is not None,
+        "eval_interval is not set, and megatron-core divides by it even if nothing is evaluated",
+        "set --eval-interval to the iterations between evaluations (with --eval-iters 0 there is "
+        "none)",
+    ),
+    # Without a GPU our own core attention takes packed sequences; see cpu_modules.py.
+    unsupported(
+        "with sequence_packing={sequence_packing} on a GPU",
+        lambda f: f.has_gpu and f.sequence_packing is not None,
+        "transformer_impl",
+        "megatron-core's own attention takes no packed sequences",
+        "set --transformer-impl transformer_engine",
+        lambda f: f.transformer_impl == "transformer_engine",
+    ),
+    option_rule(
+        "output_interval",
+        always,
+        lambda f: f.output_interval >= 0,
+        "output_interval={output_interval} is negative",
+        "set 1 or more iterations, or 0 to write at the end only",
+    ),
+)
+"""Requirements of a training on this machine on the arguments; ``has_gpu`` is beside them."""
+
+
+def _check_machine(args: Any) -> list[Finding]:
+    facts = SimpleNamespace(**vars(args), has_gpu=torch.cuda.is_available())
+    return check_rules(MACHINE_RULES, facts)
+
+
+def _check_data(args: Any) -> list[Finding]:
+    try:
+        blends = dataset_prefixes(args)
+    except ValueError as error:
+        return [finding_of(error, "data_path")]
+    # Only for the tokenizer that stands for tokens made elsewhere is their range known here.
+    vocab_size = args.vocab_size if args.tokenizer_type == "NullTokenizer" else None
+    findings = check_corpora(args, blends)
+    for prefix in dict.fromkeys(itertools.chain.from_iterable(blends)):
+        findings += preflight.check_dataset(prefix, vocab_size)
+    return findings
+
+
+def dataset_prefixes(args: Any) -> list[list[str]]:
+    """Path prefixes of the datasets that each set is mixed from, without the weights between them.
+
+    Raises:
+        ValueError: Neither data nor mock data was asked for, or the list of paths is unreadable.
+    """
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    if args.mock_data:
+        return []
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except OSError as error:
+        raise ValueError(
+            f"the list of data paths {error.filename} cannot be read ({error.strerror}); set "
+            "data_args_path or per_split_data_args_path to a file that exists"
+        ) from error
+    blends = [blend] if blend is not None else [b for b in per_split or () if b is not None]
+    if not blends:
+        raise ValueError(
+            "data_path is not set, so there is nothing to train on; set --data-path to the prefix "
+            "of a dataset made by tools/preprocess_text.py, or --mock-data"
+        )
+    return [prefixes for prefixes, _ in blends]
+
+
+def _check_outputs(args: Any) -> list[Finding]:
+    options = ("offload_report_path", "offload_trace_path", "run_record_path")
+    paths = {name: Path(getattr(args, name)) for name in options if getattr(args, name) is not None}
+    findings = check_by(partial(require_distinct, paths))
+    for option, path in paths.items():
+        findings += check_by(partial(require_writable, option, path), option)
+    return findings
+
+
+RUN_CHECKS: tuple[Check, ...] = (_check_machine, _check_data, _check_outputs)
