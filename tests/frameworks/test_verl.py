@@ -69,7 +69,7 @@ def test_the_critic_has_options_of_its_own() -> None:
     assert "offload_modules" not in cfg.critic.megatron.override_transformer_config
 
 
-def test_the_reference_inherits_and_can_only_be_given_all_anew() -> None:
+def test_the_reference_inherits_and_can_only_be_given_all_again() -> None:
     from hydra.errors import ConfigCompositionException
 
     reference = _engine_config(_compose(*ON).actor_rollout_ref.ref)

@@ -87,7 +87,7 @@ def test_moe_options(overrides: dict[str, Any]) -> None:
     ids=["as given", "cost", "memory"],
 )
 def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
-    """As many iterations as it takes to plan anew three times, all of them bit-equal."""
+    """As many iterations as it takes to plan again three times, all of them bit-equal."""
     modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
     case = ModelCase(**{**vars(case), "num_layers": 4})
     result = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, {**MIN_NUMEL, **goal})

@@ -126,7 +126,7 @@ def host_buffer_lent_while_a_late_copy_in_reads_it(late: Lateness) -> bool:
     hand.copy_out(other)
     late.check()
     if saved_other.storage.allocation.buffer.address != address:
-        raise AssertionError("the scenario needs the pool to lend the same buffer again")
+        raise AssertionError("the scenario needs the pool to allocate the same buffer again")
     right = bool((hand.store.read(saved) == 1.0).all())
     return right and bool((hand.store.read(saved_other) == 2.0).all())
 

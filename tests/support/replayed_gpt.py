@@ -249,7 +249,7 @@ def gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
         for parameter in chunk.parameters()
         if parameter.requires_grad
     ]
-    # Rotary tables are no state: where a graph holds its own, nobody renews the module's.
+    # Rotary tables are no state: where a graph holds its own, the module's are not renewed.
     found += [
         buffer.clone()
         for chunk in chunks

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The imitated device with a clock, so that iterations are timed and planned anew without a GPU."""
+"""The imitated device with a clock: iterations are timed and planned again without a GPU."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def compare(
     install.uninstall()
     manager = install.install(OffloadConfig(offload_backend=backend, **own))
     config = make_config(case, offload_modules, **offload)
-    with _counted(manager.store.backend, reads_memory) as memory, _compiled_anew(case):
+    with _counted(manager.store.backend, reads_memory) as memory, _compiled_again(case):
         chunks = build_chunks(case, config)
         actual = train(case, config, chunks, counts)
         claimed = manager.offload_summary_total_bytes
@@ -264,7 +264,7 @@ def _switched_off(
     if key not in _last_switched_off:
         _last_switched_off.clear()
         config = make_config(case)
-        with _counted(make_backend(backend), reads_memory) as memory, _compiled_anew(case):
+        with _counted(make_backend(backend), reads_memory) as memory, _compiled_again(case):
             chunks = build_chunks(case, config)
             expected = train(case, config, chunks, counts)
             arguments = (case, config, chunks, counts[-1], memory, keeps_gradients)
@@ -294,7 +294,7 @@ def _reasons(manager: Any, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 @contextmanager
-def _compiled_anew(case: ModelCase) -> Iterator[None]:
+def _compiled_again(case: ModelCase) -> Iterator[None]:
     """Inside, what torch compiles for numbers of tokens that vary is as in a process of its own.
 
     A compiled sum is rounded by the shape of a kernel that was chosen for the first numbers that it

@@ -51,7 +51,7 @@ def test_a_folder_that_packages_share_does_not_stand_for_one_of_them(
     assert not is_installed("slip_shared.bindings")
 
 
-def test_a_module_that_somebody_has_put_in_place_is_installed(
+def test_a_module_that_was_put_in_place_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "slip_placed", types.ModuleType("slip_placed"))

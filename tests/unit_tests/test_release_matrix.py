@@ -78,7 +78,7 @@ def test_a_failed_test_fails_the_command_and_is_named(folder: Path) -> None:
     assert "- 0.19.2: `tests.a::five`" in page
 
 
-def test_one_release_anew_leaves_the_others_rows(folder: Path) -> None:
+def test_one_release_again_leaves_the_others_rows(folder: Path) -> None:
     run(folder)
     (folder / "report-0.17.1.xml").write_text(REPORT.format(more=FAILED))
     assert run(folder, "0.17.1") == 1

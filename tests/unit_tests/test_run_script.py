@@ -87,7 +87,7 @@ def link_to_this_python(path: Path) -> Path:
 
 
 needs_312 = pytest.mark.skipif(
-    sys.version_info[:2] != (3, 12), reason="these tests lend the script their own Python 3.12"
+    sys.version_info[:2] != (3, 12), reason="these tests give the script their own Python 3.12"
 )
 
 
@@ -384,7 +384,7 @@ def test_lint_fails_when_any_of_its_checks_fails(machine: dict[str, str], clone:
         assert run("lint", env=machine, script=clone).returncode == 1, check
 
 
-def test_the_documentation_is_built_anew_and_as_strictly_as_can_be(
+def test_the_documentation_is_built_afresh_and_as_strictly_as_can_be(
     machine: dict[str, str], clone: Path
 ) -> None:
     stale = clone.parent / "build" / "site" / "gone.html"

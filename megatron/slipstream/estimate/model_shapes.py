@@ -2,7 +2,7 @@
 
 """A model and the way it is trained as plain numbers: what decides how much its layers save.
 
-Names are megatron-core's, shortened as everybody shortens them (``tp``, ``pp``, ``ep``). What a
+Names are megatron-core's, shortened as usual (``tp``, ``pp``, ``ep``). What a
 layer saves follows in :mod:`saved_tensors`, how long it computes in :mod:`layer_costs`.
 """
 

@@ -94,9 +94,9 @@ def decide(
         return "the machine has one node"
     machine = frozenset().union(*nodes.values())
     if not machine <= cpus:
-        return "somebody has bound the process to CPUs already"
+        return "the process is bound to CPUs already"
     if policy not in (POLICY_DEFAULT, None):
-        return "somebody has set a memory policy already"
+        return "a memory policy is set already"
     if pci_address is None:
         return "torch does not tell the GPU's PCI address"
     node = _read(sysfs / "bus/pci/devices" / pci_address / "numa_node")

@@ -125,7 +125,7 @@ def test_ranks_of_a_group_have_one_micro_batch_between_them(
     assert sizes == {1, 2, 4}
 
 
-def test_a_rank_has_its_part_of_every_sequence_and_positions_begin_anew() -> None:
+def test_a_rank_has_its_part_of_every_sequence_and_positions_begin_again() -> None:
     limits = RANKS.of(2)
     texts = [np.arange(100, 109), np.arange(200, 203)]
     whole = {key: tensor.unsqueeze(0) for key, tensor in packed_sample(texts, limits).items()}

@@ -165,7 +165,7 @@ def test_a_document_gets_as_many_ranks_as_it_needs() -> None:
 
 
 def test_a_document_that_would_cost_its_ranks_too_much_gets_more() -> None:
-    # It fits into one rank's buffer, and fills it so that no other document makes it dearer.
+    # It fits into one rank's buffer, and fills it so that no other document adds to its cost.
     limits = RankLimits(num_ranks=4, tokens_per_rank=104, max_sequences=100)
     pieces = pieces_of([100, *[8] * 39])
     (groups,) = schedule(pieces, limits, ATTENTION)

@@ -136,7 +136,7 @@ FAULTS = {
     "![Picture](docs/pictre.png)": "docs/pictre.png",
     "```{eval-rst}\n.. autoapifunction:: megatron.slipstream.module.thrice\n```": "thrice",
 }
-"""What somebody may write, and what the build then complains of."""
+"""Faults in a page, and the text of the build's complaint."""
 
 
 def test_what_leads_nowhere_ends_the_build(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Operations are counted as everybody counts them, and GPUs are as fast as their table says."""
+"""Operations are counted as usual, and GPUs are as fast as their table says."""
 
 from __future__ import annotations
 

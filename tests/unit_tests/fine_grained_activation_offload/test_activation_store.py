@@ -61,7 +61,7 @@ def test_storage_of_two_groups_moves_once_and_is_freed_by_the_last(bench: HandDr
     in_first, in_second = bench.save(first, tensor), bench.save(second, tensor.view(16, 16))
     del tensor
     bench.send(first)
-    assert gone() is not None, "the second group has not let go"
+    assert gone() is not None, "the second group has not released it"
     bench.send(second)
     assert gone() is None
     assert bench.copies == 1
@@ -109,7 +109,7 @@ def test_a_view_outside_of_what_has_left_is_a_storage_of_its_own(bench: HandDriv
     assert torch.equal(bench.store.read(in_first), expected[3])
 
 
-def test_what_somebody_else_holds_is_not_copied_back_and_is_learnt(bench: HandDriven) -> None:
+def test_what_something_else_holds_is_not_copied_back_and_is_learnt(bench: HandDriven) -> None:
     tensor = torch.randn(128)
     group = bench.group()
     saved = bench.save(group, tensor)

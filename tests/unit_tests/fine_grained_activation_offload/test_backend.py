@@ -161,7 +161,7 @@ def test_host_buffers_are_kept_out_of_the_meter(backend_type: type[CpuBackend]) 
     assert meter.num_exclusions == 1
 
 
-# cpu-lazy: a copy runs when somebody waits.
+# cpu-lazy: a copy runs when something waits for it.
 
 
 def test_new_memory_is_poisoned(lazy: LazyCpuBackend) -> None:
@@ -169,7 +169,7 @@ def test_new_memory_is_poisoned(lazy: LazyCpuBackend) -> None:
     assert Bytes(lazy.allocate_device(NBYTES, CPU), 0, NBYTES).view().equal(poison())
 
 
-def test_a_copy_does_not_run_until_somebody_waits(lazy: LazyCpuBackend) -> None:
+def test_a_copy_does_not_run_until_something_waits(lazy: LazyCpuBackend) -> None:
     destination = lazy.allocate_host(NBYTES)
     event = ordered_copy(lazy, lazy.new_stream(), destination, filled(7))
     assert destination.equal(poison())
@@ -195,7 +195,7 @@ def test_copies_run_up_to_what_the_host_outlasts(lazy: LazyCpuBackend) -> None:
 
 
 def test_a_late_copy_reads_what_its_source_has_become(lazy: LazyCpuBackend) -> None:
-    # Which is why the memory of a source must not be reused before somebody waited.
+    # So the memory of a source must not be reused before a wait.
     source, destination = filled(7), filled(0)
     event = ordered_copy(lazy, lazy.new_stream(), destination, source)
     source.fill_(8)
@@ -305,7 +305,7 @@ def test_dropped_device_memory_is_poisoned_at_once(lazy: LazyCpuBackend) -> None
     assert Bytes(storage, 0, NBYTES).view().equal(poison())
 
 
-def test_dropped_device_memory_is_left_alone_while_somebody_else_holds_it(
+def test_dropped_device_memory_is_left_alone_while_something_else_holds_it(
     lazy: LazyCpuBackend,
 ) -> None:
     tensor = filled(7)
@@ -314,7 +314,7 @@ def test_dropped_device_memory_is_left_alone_while_somebody_else_holds_it(
 
 
 def test_memory_dropped_before_its_copy_out_has_run_copies_poison(lazy: LazyCpuBackend) -> None:
-    # The engine forgot to wait before it let go (edge E3).
+    # The engine forgot to wait before the release (edge E3).
     storage, host = lazy.allocate_device(NBYTES, CPU), lazy.allocate_host(NBYTES)
     Bytes(storage, 0, NBYTES).view().fill_(7)
     event = ordered_copy(lazy, lazy.new_stream(), host, Bytes(storage, 0, NBYTES).view())
@@ -341,7 +341,7 @@ def test_dropping_memory_that_a_copy_has_yet_to_write_is_refused(lazy: LazyCpuBa
     lazy.drop_device(storage)
 
 
-def test_host_contents_that_nobody_needs_are_poisoned_in_stream_order(
+def test_unneeded_host_contents_are_poisoned_in_stream_order(
     lazy: LazyCpuBackend,
 ) -> None:
     stream, host, device = lazy.new_stream(), filled(7), filled(0)

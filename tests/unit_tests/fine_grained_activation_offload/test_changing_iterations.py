@@ -87,7 +87,7 @@ def test_figures_are_those_of_the_last_iterations_plan() -> None:
     assert all(item.stall_ms == 0 for item in report.modules.values())
 
 
-def test_what_nobody_follows_any_more_is_no_measure_of_what_declines() -> None:
+def test_a_plan_that_is_no_longer_followed_is_no_measure_of_what_declines() -> None:
     engine = Engine(HostBound(copy_ms=1.0), 1.0)
     train(engine)
     engine.finish_report()

@@ -51,7 +51,7 @@ def _buffer_is_reused_before_its_copy_in_has_run() -> bool:
     )
 
 
-def _returned_memory_that_nobody_came_for() -> bool:
+def _returned_memory_that_was_never_read() -> bool:
     hand = HandDriven()
     group = hand.group()
     saved = hand.save(group, torch.ones(4096))
@@ -115,7 +115,7 @@ SCENARIOS: dict[Edge, Callable[[], bool]] = {
     Edge.E3: _schedule_scenario("accumulation"),
     Edge.E4: _schedule_scenario("1F1B first of two"),
     Edge.E5: _schedule_scenario("interleaved first of two"),
-    Edge.E6: _returned_memory_that_nobody_came_for,
+    Edge.E6: _returned_memory_that_was_never_read,
     Edge.E7: _closed_with_copies_under_way,
     Edge.E8: _returned_memory_read_on_another_stream,
     Edge.E9: _read_in_the_graph_after_the_one_that_copies_back,

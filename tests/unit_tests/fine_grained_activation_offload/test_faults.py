@@ -125,7 +125,7 @@ def _second_model(rig: Rig, error: BaseException) -> None:
     raise error
 
 
-def _model_made_anew(rig: Rig, error: BaseException) -> None:
+def _new_model(rig: Rig, error: BaseException) -> None:
     rig.chunks = [chunk.to(rig.device) for chunk in make_chunks(2)]
     raise error
 
@@ -141,7 +141,7 @@ FAULTS: dict[str, tuple[Callable[[Rig, BaseException], None], type[BaseException
     "other shapes": (_other_shapes, LookupError),
     "other micro-batches": (_other_micro_batches, LookupError),
     "a second model": (_second_model, LookupError),
-    "the model made anew": (_model_made_anew, LookupError),
+    "a new model": (_new_model, LookupError),
 }
 
 

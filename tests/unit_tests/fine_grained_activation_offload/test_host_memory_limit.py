@@ -20,7 +20,7 @@ from megatron.slipstream.fine_grained_activation_offload.storage import Residenc
 
 SCHEDULE = SCHEDULES["1F1B first of four"]
 NEEDED_BYTES = 245760
-"""What the schedule lends at once with two chunks and no limit."""
+"""Host memory in use at once with two chunks and no limit."""
 LIMITS = [1, 4096, 20_000, 60_000, 150_000, NEEDED_BYTES - 1]
 
 

@@ -181,7 +181,7 @@ def test_memory_of_a_large_buffer_serves_many_small_ones(pool: HostPool) -> None
     assert pool.num_slabs == 1
 
 
-def test_a_new_buffer_has_nobody_to_wait_for(pool: HostPool) -> None:
+def test_a_new_buffer_has_nothing_to_wait_for(pool: HostPool) -> None:
     assert pool.allocate(8 * KIB).last_use == ()
 
 
@@ -208,7 +208,7 @@ def test_a_buffer_of_several_earlier_ones_has_all_their_last_uses(pool: HostPool
 
 
 def test_the_buffer_that_was_given_back_first_is_lent_first(pool: HostPool) -> None:
-    # Its last reader has most likely finished, so that nobody waits.
+    # Its last reader has most likely finished, so that nothing waits.
     allocations = [pool.allocate(8 * KIB) for _ in range(6)]
     for name, allocation in zip("abcdef", allocations, strict=True):
         allocation.last_use = (name,)

@@ -34,7 +34,7 @@ def test_wrong_without_the_edge(edge: Edge) -> None:
         assert not any(SCENARIOS[edge]() for _ in range(3))
 
 
-def test_host_memory_that_nobody_returned_can_be_registered_again() -> None:
+def test_host_memory_that_was_not_returned_can_be_registered_again() -> None:
     """A pool that is forgotten, not closed, must not leave its addresses registered."""
     for _ in range(20):
         hand = HandDriven("cuda")

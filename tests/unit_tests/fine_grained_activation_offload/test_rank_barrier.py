@@ -76,7 +76,7 @@ def miss_the_first(rank: int, num_ranks: int, port: int) -> tuple[bool, float]:
     return meeting.is_alone, elapsed_s
 
 
-def test_who_does_not_come_is_waited_for_once_and_waits_for_nobody() -> None:
+def test_a_rank_that_does_not_come_is_waited_for_once_and_does_not_wait() -> None:
     (early_is_alone, early_s), (late_is_alone, late_s) = run_ranks(2, miss_the_first)
     assert early_is_alone
     assert late_is_alone
@@ -85,7 +85,7 @@ def test_who_does_not_come_is_waited_for_once_and_waits_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("world", ["1", None], ids=["one rank", "no group"])
-def test_without_other_ranks_nobody_is_waited_for(
+def test_without_other_ranks_there_is_no_wait(
     world: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", world or "8")

@@ -74,7 +74,7 @@ def test_a_leaf_that_only_autograd_keeps_gives_its_memory_up(bench: HandDriven) 
     assert torch.equal(x.grad, expected)
 
 
-def test_nothing_is_taken_from_a_leaf_that_somebody_else_has(
+def test_nothing_is_taken_from_a_leaf_with_other_references(
     bench: HandDriven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SavesALeaf, "keeps", True)

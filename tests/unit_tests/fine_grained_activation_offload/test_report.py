@@ -365,8 +365,8 @@ def test_planned_and_measured_times_are_shown_where_there_are_any() -> None:
 def test_what_was_tried_out_is_shown() -> None:
     trials = [TriedPlan(28, 96, 12 << 30, 3.5, 0.2), TriedPlan(4, 96, 4 << 30, 0.625, 0.125)]
     lines = Report([RankReport(rank=2, tried=trials)]).render().splitlines()
-    dear, kept = (line for line in lines if "tried out" in line)
-    assert dear.startswith("offloading of rank 2, tried out: +3.50% (± 0.20)")
+    expensive, kept = (line for line in lines if "tried out" in line)
+    assert expensive.startswith("offloading of rank 2, tried out: +3.50% (± 0.20)")
     assert kept.startswith("offloading of rank 2, tried out: +0.62% (± 0.12)")
-    assert dear.endswith("with 28 of 96 groups moving (12.0 GiB each way)")
+    assert expensive.endswith("with 28 of 96 groups moving (12.0 GiB each way)")
     assert "tried out" not in Report([RankReport(rank=2)]).render()

@@ -90,7 +90,7 @@ def test_times_of_steps_are_those_of_the_iteration_that_was_timed() -> None:
     assert sum(report.step_stall_ms) > 0
 
 
-def test_a_plan_that_was_made_anew_has_no_times_of_the_one_before() -> None:
+def test_a_plan_that_was_made_again_has_no_times_of_the_one_before() -> None:
     manager = PipelineOffloadManager(TimedBackend())
     train(manager, *["accumulation"] * (1 + NUM_WARMUPS + NUM_TIMED))
     assert manager.plan is not None
@@ -160,7 +160,7 @@ def test_the_time_between_the_last_iterations_is_kept(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def log() -> Iterator[tuple[WarningLog, logging.Logger]]:
-    """A log on a logger of its own, that nobody else hears."""
+    """A log on a logger of its own, without other handlers."""
     logger = logging.getLogger("slipstream_test_of_warnings")
     logger.propagate = False
     log = WarningLog()
@@ -191,7 +191,7 @@ def test_no_more_than_so_many_different_warnings_are_kept(
     assert kept.counts["number 3"] == 2
 
 
-def test_a_warning_that_nobody_else_hears_goes_to_stderr_as_ever(
+def test_a_warning_without_other_handlers_goes_to_stderr_as_before(
     log: tuple[WarningLog, logging.Logger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []

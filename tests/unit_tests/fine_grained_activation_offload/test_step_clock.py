@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Iterations are timed once they are warm, stalls are told apart, and the plan is made anew."""
+"""Iterations are timed once they are warm, stalls are told apart, and the plan is made again."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_no_missing_wait_is_forgiven_in_plans_from_times(
 
 
 @pytest.mark.parametrize("schedule", ["accumulation", "1F1B first of two"])
-def test_the_plan_is_made_anew_from_times_and_still_right(schedule: str) -> None:
+def test_the_plan_is_made_again_from_times_and_still_right(schedule: str) -> None:
     chunks = make_chunks(1)
     expected = run_schedule(chunks, SCHEDULES[schedule], None)
     manager = PipelineOffloadManager(TimedBackend())

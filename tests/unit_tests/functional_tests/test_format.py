@@ -271,7 +271,7 @@ for words in json.loads(pathlib.Path(sys.argv[1]).read_text()):
 
 
 def test_the_training_script_knows_every_flag_of_every_case(tmp_path: Path) -> None:
-    """Those for a GPU too, where nobody may have tried them yet."""
+    """Those for a GPU too, which may not have been tried yet."""
     lines = []
     for case in our_cases():
         for platform in ("cpu", "h200"):

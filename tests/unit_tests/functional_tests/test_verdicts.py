@@ -124,7 +124,7 @@ def test_the_first_step_that_differs_is_told() -> None:
     assert zeros.passed
 
 
-def test_a_metric_that_nobody_has_recorded_does_not_pass() -> None:
+def test_a_metric_without_a_golden_value_does_not_pass() -> None:
     golden = measured(result_of(moved=1))
     del golden["num-zeros"]
     verdicts = [row.passed for row in golden_rows(case_of(), "cpu", golden, result_of(moved=1))]

@@ -122,7 +122,7 @@ def test_when_the_time_is_over_what_runs_is_ended_with_its_children(tmp_path: Pa
 def _wait_for_end(pid: int) -> None:
     for _ in range(50):
         os.kill(pid, 0)
-        # A child whose parent is gone may stay as a zombie where nobody collects it.
+        # A child whose parent is gone may stay as a zombie where no process collects it.
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
             raise ProcessLookupError
         time.sleep(0.1)

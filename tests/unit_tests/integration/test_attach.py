@@ -244,7 +244,7 @@ def test_what_other_hooks_of_a_module_save_belongs_to_its_group(when: str) -> No
         train(model, one_backward_each)
         return counters(attached)["layers.*.mlp"].freed_bytes
 
-    # tanh saves its result, which nobody else does.
+    # tanh saves its result, which no other operation does.
     result_bytes = 2 * 8 * WIDTH * 4
     assert moved_bytes(lambda x: x.tanh() * 2) - moved_bytes(lambda x: x * 2) == 3 * result_bytes
 
@@ -485,7 +485,7 @@ def test_an_iteration_ends_with_its_backward_and_before_the_optimizer() -> None:
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dropped", "kept"])
 def test_a_forward_for_a_metric_does_not_change_the_plan(keeps: bool) -> None:
-    """With gradients on, since somebody forgot ``no_grad``."""
+    """With gradients on, without the ``no_grad`` it should have."""
     kept: list[torch.Tensor] = []
 
     def step(model: torch.nn.Module, iteration: int) -> list[torch.Tensor]:
@@ -814,7 +814,7 @@ def test_no_hooks_stay_set_once_an_interrupted_model_is_detached(
         patch.setattr(model.layers[2].mlp, "forward", lambda _: _throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             model(micro_batch(0))
-    assert has_own_hooks(), "torch tells nobody of an interrupt"
+    assert has_own_hooks(), "torch reports no interrupt"
     attached.detach()
     assert not has_own_hooks()
 
@@ -882,7 +882,7 @@ def test_a_trace_for_the_planner(tmp_path: Path) -> None:
 
 
 def test_a_model_and_its_engine_go_without_the_garbage_collector() -> None:
-    """With them goes host memory, which is dear."""
+    """With them goes host memory, which is scarce."""
     model, attached = make(partial(Decoder, checkpointing=False), ["layers.*", "head"])
     assert attached is not None
     train(model, one_backward_each)
@@ -950,7 +950,7 @@ def test_two_models_share_nothing() -> None:
     assert attached.report().ranks[0].num_plans == other.report().ranks[0].num_plans == 1
 
 
-def test_under_hooks_of_somebody_else_nothing_is_done(caplog: pytest.LogCaptureFixture) -> None:
+def test_under_other_hooks_nothing_is_done(caplog: pytest.LogCaptureFixture) -> None:
     def step(model: torch.nn.Module, iteration: int) -> list[torch.Tensor]:
         with torch.autograd.graph.save_on_cpu():
             loss = loss_of(model, iteration)

@@ -125,7 +125,7 @@ def test_one_checkpoint_around_several_chosen_modules(reentrant: bool) -> None:
 
 @REENTRANT
 def test_inputs_that_are_also_saved_before_the_checkpoint_leave_the_device(reentrant: bool) -> None:
-    """All that holds them must let go."""
+    """All that holds them must release them."""
 
     class Between(Decoder):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:

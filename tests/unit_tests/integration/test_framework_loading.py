@@ -30,7 +30,7 @@ MODULES = ("core_attn", "attn_proj")
 
 
 @pytest.fixture(autouse=True)
-def _loaded_by_nobody() -> Any:
+def _not_loaded() -> Any:
     yield
     install.uninstall()
 
@@ -83,7 +83,7 @@ def test_the_engine_of_megatron_core_stays_if_the_file_says_so(
     assert not _is_ready()
 
 
-def test_flags_that_somebody_added_to_megatrons_parser_are_the_settings() -> None:
+def test_flags_that_were_added_to_megatrons_parser_are_the_settings() -> None:
     config = OffloadConfig(offload_prefetch_depth=3)
     args = SimpleNamespace(**vars(config), num_layers=2)
     assert loading.config_from_arguments(args) == config
@@ -185,7 +185,7 @@ MOE = ["--num-experts", "4", "--moe-grouped-gemm"]
 
 
 def _model(how: str, args: Any, spec: Any) -> torch.nn.Module:
-    """A GPT model from a spec that somebody read from ``--spec``, in one of three ways."""
+    """A GPT model from a spec that was read from ``--spec``, in one of three ways."""
     from megatron.core.models.gpt import GPTModel
     from megatron.training.arguments import core_transformer_config_from_args
 

@@ -346,7 +346,7 @@ def router() -> Iterator[Any]:
 def test_bound_chunks_are_one_model(router: Any) -> None:
     first, second = Chunk(0, 2), Chunk(1, 2)
     others = [Chunk(0, 2), Chunk(1, 2)]
-    # Called in an order from which nobody could tell which belong together.
+    # Called in an order that does not show which belong together.
     router.bind([first, second])
     router.bind(others)
     assert router.managers == [router.default], "what is not trained needs no engine"
@@ -561,7 +561,7 @@ def _forward_only_with_gradients(rank: int, world_size: int, port: int) -> tuple
     expected = [plain.run(step) for step in range(STEPS)]
     manager = install.install(OffloadConfig(offload_backend="cpu-lazy"))
     for step in range(STEPS):
-        moved.run(step, count=1, forward_only=True)  # nobody has switched gradients off
+        moved.run(step, count=1, forward_only=True)  # gradients are on
         before = manager.report.num_plans
         actual = moved.run(step)
         assert all(torch.equal(a, b) for a, b in zip(expected[step], actual, strict=True))

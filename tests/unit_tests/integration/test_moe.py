@@ -97,7 +97,7 @@ def test_the_map_is_made_without_a_wait() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("as_numpy", [False, True])
-def test_values_arrive_and_stay_as_long_as_somebody_has_them(
+def test_values_arrive_and_stay_as_long_as_they_are_referenced(
     dtype: torch.dtype, as_numpy: bool
 ) -> None:
     copies = D2HByKernel(lambda tensor, **_: pytest.fail("it should not be asked"))

@@ -90,10 +90,10 @@ def test_an_unknown_memory_policy_does_not_hinder(tmp_path: Path) -> None:
         # Memory without CPUs, as a GPU's own may be, is no place to run at.
         ({0: "0-15", 1: ""}, 0, GPU, ALL, 0, "the machine has one node"),
         ({}, 0, GPU, ALL, 0, "the machine has one node"),
-        (TWO_NODES, 1, GPU, ALL - {15}, 0, "somebody has bound the process to CPUs already"),
-        (TWO_NODES, 1, GPU, frozenset(range(4)), 0, "somebody has bound the process to CPUs"),
-        (TWO_NODES, 1, GPU, ALL, 2, "somebody has set a memory policy already"),
-        (TWO_NODES, 1, GPU, ALL, 3, "somebody has set a memory policy already"),
+        (TWO_NODES, 1, GPU, ALL - {15}, 0, "the process is bound to CPUs already"),
+        (TWO_NODES, 1, GPU, frozenset(range(4)), 0, "the process is bound to CPUs"),
+        (TWO_NODES, 1, GPU, ALL, 2, "a memory policy is set already"),
+        (TWO_NODES, 1, GPU, ALL, 3, "a memory policy is set already"),
         (TWO_NODES, -1, GPU, ALL, 0, f"the node of {GPU} is unknown"),
         (TWO_NODES, 2, GPU, ALL, 0, f"the node of {GPU} is unknown"),
         (TWO_NODES, None, GPU, ALL, 0, f"the node of {GPU} is unknown"),
@@ -140,7 +140,7 @@ def test_binding_changes_the_affinity_and_logs_before_and_after(
     )
 
 
-def test_installing_again_does_not_take_our_binding_for_somebody_elses(
+def test_installing_again_does_not_take_our_binding_for_the_users(
     tmp_path: Path, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sysfs = make_sysfs(tmp_path, TWO_NODES, 1)

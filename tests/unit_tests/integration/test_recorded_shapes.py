@@ -106,7 +106,7 @@ def test_each_group_saves_what_was_computed(recordings: dict[str, Recording], na
                 computed.append((module, sum(movable)))
     groups = _groups_of_second_pass(trace)
     assert [group.name for group in groups] == [module for module, _ in computed]
-    # The last layer never moves, so nobody finds out what of it something else holds.
+    # The last layer never moves, so what else holds its tensors is not found out.
     for group, (module, nbytes) in zip(groups[: len(groups) // 2], computed, strict=False):
         storages = [trace.storages[index] for index in group.storages]
         recorded = sum(item.nbytes for item in storages if not item.held_outside)
@@ -146,7 +146,7 @@ def test_one_more_layer_saves_what_all_parts_of_it_do(
 
 
 def _saved_bytes(recording: Recording, name: str) -> int:
-    """What a pass keeps, parts that nobody marks included."""
+    """Kept by a pass, parts without marks included."""
     return _workplan(recording.shape, name).chunks[0, 0].saved_bytes
 
 

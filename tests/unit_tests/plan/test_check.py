@@ -179,7 +179,7 @@ def test_a_shared_storage_does_not_come_back_before_its_last_group_let_go() -> N
 def test_nothing_of_a_group_leaves_once_backward_has_reached_it(
     commit_step: int, action: str
 ) -> None:
-    # At its own use the engine would start no copy out, nor let go.
+    # At its own use the engine would start no copy out, nor release.
     plan = change_group(FOUR_LAYERS, FIRST, commit_step=commit_step, free_step=11, h2d_step=11)
     assert_refused(plan, SafetyProperty.LEAVES_BEFORE_USE, f"0.0.core_attn:{action}")
 

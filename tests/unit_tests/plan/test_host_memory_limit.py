@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A plan lends no more host memory at once than the limit, and keeps no group without need."""
+"""A plan uses no more host memory at once than the limit, and keeps no group without need."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_range_never_goes_from_one_slab_into_another() -> None:
     assert free.take(11) is None
 
 
-def test_memory_that_was_given_back_without_a_copy_has_nobody_to_wait_for() -> None:
+def test_memory_that_was_freed_without_a_copy_has_nothing_to_wait_for() -> None:
     free = FreeRanges()
     free.add_slab(10)
     span = free.take(10)

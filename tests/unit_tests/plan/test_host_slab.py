@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The slab that is said to be enough is: the engine's pool lends all buffers of a plan from it."""
+"""The slab that is said to be enough is: the pool allocates all buffers of a plan from it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SLOW_COPIES = timed(TWO_MODULES, 1.0, 0.0000004)
 
 
 def most_in_flight(plan: Plan) -> int:
-    """Groups of one module whose copies out have started and whose memory is not let go."""
+    """Groups of one module whose copies out have started and whose memory is not released."""
     in_flight: Counter[str] = Counter()
     most = 0
     for actions in plan.actions:

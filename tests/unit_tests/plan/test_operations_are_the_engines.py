@@ -115,7 +115,7 @@ class Case(NamedTuple):
 
 CASES = {
     **{name: Case(name) for name in SCHEDULES},
-    "let go late, fetched early": Case("1F1B first of four", release_lag=3, prefetch_depth=4),
+    "released late, reloaded early": Case("1F1B first of four", release_lag=3, prefetch_depth=4),
     "fetched at the last moment": Case("interleaved first of two", prefetch_depth=0),
     "interleaved, fetched early": Case("interleaved first of two", prefetch_depth=6, num_layers=2),
     "something else holds a storage": Case("1F1B first of two", has_table=True),
@@ -249,7 +249,7 @@ def test_also_from_a_pool_that_has_served_before(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_what_nobody_reads_is_abandoned_as_the_schedule_says(case: Case) -> None:
+def test_what_is_never_read_is_abandoned_as_the_schedule_says(case: Case) -> None:
     followed = follow(case, is_read=False)
     assert_is_followed(followed)
     assert_abandons_the_same(followed)

@@ -212,8 +212,8 @@ def count_features(plan: Plan, seen: Counter[str]) -> None:
     seen["shares among passes"] += any(len(indices) > 1 for indices in passes)
     seen["keeps some of a group"] += any(group.kept_storages for group in plan.groups)
     earlier = [buffer.lent_before for buffer in schedule.buffers.values()]
-    seen["lends a buffer again"] += any(earlier)
-    seen["lends parts of several again"] += any(len(storages) > 1 for storages in earlier)
+    seen["reuses a buffer"] += any(earlier)
+    seen["reuses parts of several"] += any(len(storages) > 1 for storages in earlier)
     seen["keeps for host memory"] += plan.num_kept_for_host_memory > 0
     seen["is timed"] += bool(plan.trace.step_ms)
     seen["has a target"] += bool(plan.trace.step_ms) and plan.bound is not None
@@ -251,8 +251,8 @@ def test_every_plan_is_safe_and_ends(chunk: int) -> None:
         ("shares", 50),
         ("shares among passes", 1),
         ("keeps some of a group", 50),
-        ("lends a buffer again", 50),
-        ("lends parts of several again", 10),
+        ("reuses a buffer", 50),
+        ("reuses parts of several", 10),
         ("keeps for host memory", 20),
         ("is timed", 150),
         ("has a target", 40),

@@ -11,7 +11,7 @@ told by its :class:`BackwardHook` objects, which die with its graph. An iteratio
 
 - at the end of the backward after which no pass waits, before the optimizer runs; or
 - at the next forward, if the newest pass does not wait for its first backward. That covers graphs
-  that somebody keeps (``retain_graph``, an output that the loss does not use).
+  that are kept (``retain_graph``, an output that the loss does not use).
 
 Passes of which backward reached nothing (a forward for a metric, an exception) teach nothing: an
 iteration of only such ones is dropped and the plan stays what it was.
@@ -232,7 +232,7 @@ class AttachedEngine(OffloadEngine):
     def begin_region(self, name: str) -> None:
         """The operations of a group follow. Where no pass is open, one begins.
 
-        That is the case where somebody calls a part of the model without the model.
+        That is the case where a part of the model is called without the model.
         """
         if self._now.chunk is None and self.is_training_forward:
             self._open_pass()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Getting the engine into processes that somebody else's script starts.
+"""Loads the engine in processes that a framework's script starts.
 
 Each framework has a place that names code to run: :mod:`on_import`, :mod:`spec` and :mod:`slime`
 are what to name there. All of them only get the engine ready, since that code may run in processes
@@ -44,7 +44,7 @@ def load(config: Optional[OffloadConfig] = None) -> None:
 
 
 def config_from_arguments(args: Any) -> Optional[OffloadConfig]:
-    """Slipstream's settings where somebody has added its flags to megatron's parser, else None.
+    """Slipstream's settings where its flags are in megatron's parser, else None.
 
     Args:
         args: Megatron's arguments; see ``integration.arguments.add_offload_arguments``.
