@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What all tests share: GPU tests run where there are enough GPUs and are skipped elsewhere."""
+"""Shared by all tests: GPU tests run where there are enough GPUs and are skipped elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the test files have imported stays: the garbage collector need not go through it."""
+    """Imports of test files stay: the garbage collector need not go through them."""
     gc.collect()
     gc.freeze()
 
@@ -108,7 +108,7 @@ def _device_memory_is_returned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _messages_as_they_were() -> Iterator[None]:
-    """What shows the library's messages to users would keep them from the tests that come next."""
+    """Handlers that show messages to users would keep them from the tests that come next."""
     package = logging.getLogger("megatron.slipstream")
     handlers, propagates, level = list(package.handlers), package.propagate, package.level
     yield

@@ -120,7 +120,7 @@ def test_fields_and_checked_overrides_come_to_the_same() -> None:
 
 @dataclass
 class Container:
-    """What of a recipe the command line of the page is about."""
+    """The part of a recipe that the page's command line sets."""
 
     model: Any
 

@@ -95,7 +95,7 @@ def _initialize() -> None:
 
 
 def _config(extra: dict[str, Any], **arguments: Any) -> Any:
-    """What ms-swift makes of its arguments; those that matter here are given, others not."""
+    """ms-swift's parsed arguments; those that matter here are given, others not."""
     from swift.megatron.model.utils import get_mcore_model_config
 
     given: dict[str, Any] = defaultdict(

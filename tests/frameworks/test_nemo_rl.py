@@ -42,7 +42,7 @@ def _setup() -> Any:
 
 
 def _apply(config: dict[str, Any], **model: Any) -> dict[str, Any]:
-    """What NeMo-RL makes of a model's configuration that offloads already."""
+    """NeMo-RL's changes to a model's configuration that offloads already."""
     target = SimpleNamespace(
         gated_linear_unit=True, num_moe_experts=None, **{SWITCH: True, "offload_modules": ["x"]}
     )

@@ -100,7 +100,7 @@ def setting_of(name: str, num_ranks: int) -> Setting:
 
 @functools.cache
 def found_on(num_ranks: int, name: str) -> list[Found]:
-    """What each rank has found; the processes of a case are started once."""
+    """Results of each rank; the processes of a case are started once."""
     return run_ranks(num_ranks, compare_sizes, setting_of(name, num_ranks))
 
 

@@ -40,7 +40,7 @@ Steps = Sequence[Sequence[int]]
 
 @dataclasses.dataclass(frozen=True)
 class Banked:
-    """What :func:`compare_bank` found on one rank."""
+    """Result of :func:`compare_bank` on one rank."""
 
     difference: Optional[str]
     """Where training with and without the bank differs; None if nowhere."""
@@ -49,7 +49,7 @@ class Banked:
     num_other: int
     """Micro-batches of iterations with graphs that ran without."""
     figures: tuple[str, ...]
-    """What capture took, of each size of each chunk."""
+    """Memory and time of the capture, of each size of each chunk."""
     num_poisoned: int
     moved_bytes: dict[int, int]
     """By size, of one forward replay of each chunk that offloads."""
@@ -244,7 +244,7 @@ def _imports_frozen() -> Iterator[None]:
 
 
 def forget_rotary_tables(chunks: Sequence[torch.nn.Module]) -> None:
-    """What megatron-core keeps of rotary embeddings is gone, and its memory used for others."""
+    """megatron-core's cached rotary embeddings are gone, and their memory is used for others."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
         YarnRotaryEmbedding,

@@ -12,6 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def benchmark(module: str, *arguments: str, sees_gpu: bool = False) -> Done:
-    """What came of ``python -m benchmarks.MODULE``."""
+    """Result of ``python -m benchmarks.MODULE``."""
     hidden = {} if sees_gpu else {"CUDA_VISIBLE_DEVICES": ""}
     return run_module(f"benchmarks.{module}", *arguments, folder=ROOT, environment=hidden)

@@ -77,6 +77,6 @@ def prepare_unwrapped(chunks: Sequence[Any]) -> list[Any]:
 
 
 def _accumulator(parameter: torch.nn.Parameter) -> Any:
-    """What accumulates the parameter's gradient, the same one for as long as it is kept."""
+    """The accumulator of the parameter's gradient, the same one for as long as it is kept."""
     view: Any = parameter.expand_as(parameter)
     return view.grad_fn.next_functions[0][0]

@@ -66,6 +66,6 @@ def commands_in(text: str) -> Iterator[list[str]]:
 
 
 def inline_code(page: Path) -> list[str]:
-    """What stands between back quotes in a page's text, examples left out."""
+    """Text between back quotes in a page, examples left out."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     return re.findall(r"(?<!`)`([^`]+)`(?!`)", text)

@@ -31,7 +31,7 @@ def words(page: str, containing: str) -> list[str]:
 
 
 def variables(page: str, containing: str) -> dict[str, str]:
-    """What a shell block exports."""
+    """Variables that a shell block exports."""
     (block,) = blocks(page, "bash", containing)
     exported = [line.removeprefix("export ") for line in block.splitlines() if "export " in line]
     return dict(shlex.split(line, comments=True)[0].split("=", 1) for line in exported)

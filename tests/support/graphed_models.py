@@ -101,7 +101,7 @@ class Training:
             chunk.train()
 
     def capture(self) -> None:
-        """What ``megatron.training`` does after ``cuda_graph_warmup_steps`` steps.
+        """As ``megatron.training`` after ``cuda_graph_warmup_steps`` steps.
 
         Gradients so far are gone afterwards, with graphs and without.
         """
@@ -112,7 +112,7 @@ class Training:
         self._graphs = capture_layers(self.case, self._config, self.chunks, self._num_micro_batches)
 
     def delete_graphs(self) -> None:
-        """What ``megatron.training`` does at the end."""
+        """As ``megatron.training`` at the end."""
         self._graphs.delete_cuda_graphs()
         self._graphs = None
 
@@ -131,7 +131,7 @@ class Training:
 
     @property
     def graphed_bytes(self) -> int:
-        """What one replay of all graphs copies out."""
+        """Bytes that one replay of all graphs copies out."""
         return sum(self.graphed_modules.values())
 
     @property
@@ -148,12 +148,12 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What :func:`compare` found on one rank."""
+    """Result of :func:`compare` on one rank."""
 
     difference: Optional[str]
     """Where the two differ; None if nowhere."""
     graphed_bytes: int
-    """What one replay of all graphs copies out."""
+    """Bytes that one replay of all graphs copies out."""
 
 
 def compare(
@@ -200,7 +200,7 @@ def graph_memory(
     offload_modules: Sequence[str],
     offload: dict[str, Any],
 ) -> tuple[list[int], int]:
-    """What a case's graphs take without and with offloading, and what a replay of them moves.
+    """Memory of a case's graphs without and with offloading, and bytes that a replay moves.
 
     Args:
         rank: This rank.

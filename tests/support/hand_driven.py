@@ -34,7 +34,7 @@ class HandDriven:
         return group
 
     def save(self, group: OffloadTensorGroup, *tensors: torch.Tensor, min_numel: int = 1) -> Any:
-        """What autograd would keep of ``tensors``; alone if there is one."""
+        """Kept by autograd in place of ``tensors``; alone if there is one."""
         group.min_numel = min_numel
         saved = [self.store.save(group, tensor) for tensor in tensors]
         return saved[0] if len(saved) == 1 else saved

@@ -39,7 +39,7 @@ def passes_that_turn_around(schedule: Schedule) -> list[int]:
 
 @dataclass(frozen=True)
 class Model:
-    """What every pass through a chunk marks and saves."""
+    """Marks and storages of every pass through a chunk."""
 
     num_layers: int = 2
     modules: Sequence[str] = ("core_attn",)

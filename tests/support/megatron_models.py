@@ -414,7 +414,7 @@ def _packing_of(case: ModelCase, batch: dict[str, torch.Tensor]) -> dict[str, An
 def shared_inputs(
     texts: Sequence[Any], share: Share, limits: RankLimits, group: Optional[Any]
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """What a rank's model is called with for its part of a micro-batch, and which labels count.
+    """Arguments of a rank's model for its part of a micro-batch, and which labels count.
 
     Args:
         texts: The tokens of each document of the pack.

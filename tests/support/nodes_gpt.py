@@ -38,7 +38,7 @@ CASE = ModelCase(
 
 @dataclass(frozen=True)
 class InNodes:
-    """What :func:`compare_in_nodes` found on one rank."""
+    """Result of :func:`compare_in_nodes` on one rank."""
 
     difference: int
     """Tensors that are not equal bit by bit."""

@@ -197,7 +197,7 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a trial did."""
+    """Result of a trial."""
 
     num_values: int
     """Numbers that were compared."""

@@ -61,7 +61,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
 
 
 def import_megatron() -> None:
-    """What nearly all that is forked from this process is going to import, once for all."""
+    """Imports of nearly all that is forked from this process, once for all."""
     import megatron.core.models.gpt
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.pipeline_parallel  # noqa: F401

@@ -22,14 +22,14 @@ DROP_AND_PAD = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_cap
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """What :func:`compare` found on one rank."""
+    """Result of :func:`compare` on one rank."""
 
     difference: Optional[str]
     """Where training with and without graphs differ; None if nowhere."""
     num_replays: tuple[int, ...]
     """Of each model chunk."""
     figures: tuple[str, ...]
-    """What capture took, of each model chunk."""
+    """Memory and time of the capture, of each model chunk."""
     num_experts_metrics: int
     num_poisoned: int
     """How often a free slot's memory was filled."""
@@ -265,7 +265,7 @@ def gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def expert_metrics() -> list[torch.Tensor]:
-    """What megatron-core has counted of experts since its log was written."""
+    """megatron-core's counts of experts since its log was written."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]

@@ -68,7 +68,7 @@ def _record(
 
 
 def _saved_bytes(case: ModelCase, model: torch.nn.Module) -> int:
-    """What a forward pass of one micro-batch leaves for backward."""
+    """Tensors that a forward pass of one micro-batch leaves for backward."""
     mask = _causal_mask(case.seq_length)
     left_out = {item.untyped_storage()._cdata for item in (*model.parameters(), mask)}
     storages: dict[int, torch.UntypedStorage] = {}

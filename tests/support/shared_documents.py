@@ -276,7 +276,7 @@ def difference_by_size(
 
 
 class Found(NamedTuple):
-    """What :func:`compare_sizes` finds."""
+    """Result of :func:`compare_sizes`."""
 
     change_from_static: dict[int, Optional[str]]
     change_by_order: dict[tuple[int, ...], Optional[str]]

@@ -14,7 +14,7 @@ END_OF_DOCUMENT = 0
 
 
 class Tokenizer:
-    """What megatron's configuration of datasets asks of one."""
+    """The parts of a tokenizer that megatron's configuration of datasets reads."""
 
     eod = END_OF_DOCUMENT
     vocab_size = 128

@@ -111,7 +111,7 @@ def first_difference(
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found on one rank."""
+    """Result of :func:`compare` on one rank."""
 
     difference: Optional[str]
     """Where engine on and off differ; None if nowhere."""
@@ -124,7 +124,7 @@ class Comparison:
     """By how much the device peak of the last step is lower; 0 where memory was not read."""
     planned_drop_bytes: int = 0
     claimed_drop_bytes: int = 0
-    """What the engine said of it before the step was run that was measured: its summary."""
+    """The engine's summary before the measured step."""
     reported_drop_bytes: int = 0
     """The sum over modules in its report."""
     baseline_peak_bytes: int = 0
@@ -226,7 +226,7 @@ def compare_on_ranks(
 
 
 _trained_without: dict[str, list[bytes]] = {}
-"""What :func:`train_without` has returned on each rank, by its arguments, the last ones."""
+"""Last results of :func:`train_without` on each rank, by its arguments."""
 MAX_KEPT = 4
 
 
@@ -240,7 +240,7 @@ def _without_on_ranks(num_ranks: int, *settings: Any) -> list[bytes]:
 
 
 def train_without(rank: int, world_size: int, port: int, case: ModelCase, *settings: Any) -> bytes:
-    """What :func:`_switched_off` returns, as a file."""
+    """Result of :func:`_switched_off`, as a file."""
     initialize(case, rank, world_size, port)
     file = io.BytesIO()
     torch.save(_switched_off(case, *settings), file)
@@ -248,7 +248,7 @@ def train_without(rank: int, world_size: int, port: int, case: ModelCase, *setti
 
 
 _last_switched_off: dict[str, tuple[list[list[torch.Tensor]], int]] = {}
-"""What :func:`_switched_off` has returned last, by its arguments: tests compare several sets of
+"""Last results of :func:`_switched_off`, by its arguments: tests compare several sets of
 modules with the same training."""
 
 

@@ -119,7 +119,7 @@ class Training:
         self.before = torch.nn.Linear(WIDTH, WIDTH)
         self.module = ToyChunk(**chunk)
         self.hooks: list[str] = []
-        """What happened: 'before' and 'after' replays, and 'hook' for each of a parameter's."""
+        """Events: 'before' and 'after' replays, and 'hook' for each of a parameter's."""
         self.results: list[torch.Tensor] = []
         self.graphs: Optional[ChunkGraphs] = None
         self._keep: list[Any] = []
@@ -146,7 +146,7 @@ class Training:
         return [*self.before.parameters(), *self.module.parameters()]
 
     def _wrap(self, parameter: Any) -> None:
-        """What DistributedDataParallel does: a hook adds gradients to ``main_grad``."""
+        """As DistributedDataParallel: a hook adds gradients to ``main_grad``."""
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.grad_added_to_main_grad = False
         accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]

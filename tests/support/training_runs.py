@@ -47,7 +47,7 @@ def train_on_ranks(
 
 
 def prepare_training() -> None:
-    """What each training would repeat, once for all that fork: imports, and megatron-core's
+    """Work that each training would repeat, once for all that fork: imports, and megatron-core's
     reading of its options' texts from its own source."""
     from megatron.training import argument_utils, arguments
 
@@ -88,7 +88,7 @@ def read_records(num_ranks: int, record: Path) -> list[dict[str, Any]]:
 
 
 def result_of(record: dict[str, Any]) -> dict[str, Any]:
-    """What a training comes to, without its times and bytes."""
+    """Results of a training, without its times and bytes."""
     return {
         "losses": [iteration["loss"] for iteration in record["iterations"]],
         "evaluations": record["evaluations"],

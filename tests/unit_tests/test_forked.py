@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What is run as a command leaves the tests' process alone, and is seen as from a shell."""
+"""Commands leave the tests' process alone, and are seen as from a shell."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a release holds: the whole package in the wheel and nothing else, all there is in the sdist.
+"""Contents of a release: the wheel has the package and nothing else, the sdist everything.
 
 Both are built from a copy of this repository without a network, by the setuptools that is here.
 """
@@ -37,7 +37,7 @@ PLANTED = (
     *("tests/__init__.py", "examples/__init__.py", "megatron/other/__init__.py"),
     *("megatron/slipstream/plan/__pycache__/stale.py", "tests/__pycache__/stale.pyc"),
 )
-"""What must not get into a wheel; caches not into an sdist either."""
+"""Files that must not get into a wheel; caches not into an sdist either."""
 
 _BUILD = """
 import sys

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What tests with several ranks rely on."""
+"""Guarantees for tests with several ranks."""
 
 from __future__ import annotations
 

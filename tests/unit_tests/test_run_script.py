@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 TOOLS = "bash cat cut dirname flock grep mv readlink rm sha256sum sort".split()
-"""What the script calls. A folder of links to these stands for a machine without any Python."""
+"""Programs that the script calls. A folder of links to these is a machine without any Python."""
 
 BROKEN_SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
 

@@ -40,7 +40,7 @@ for name, text in NOTICES.items():
 
 
 def said(shows: str | None, **environment: str) -> str:
-    """What a script prints under ``./run python`` that says all that is silenced, and more."""
+    """Output under ``./run python`` of a script that prints all that is silenced, and more."""
     kept = {name: value for name, value in os.environ.items() if name != VARIABLE}
     kept |= {"SLIPSTREAM_USE_CURRENT_ENV": "1", "PYTHON": sys.executable} | environment
     if shows is not None:

@@ -85,7 +85,7 @@ def _small(case: Case) -> Case:
 
 @dataclasses.dataclass
 class _Outcome:
-    """What :func:`_measure_eagerly` has seen."""
+    """Records of :func:`_measure_eagerly`."""
 
     rows: list[Row] = dataclasses.field(default_factory=list)
     captured: list[str] = dataclasses.field(default_factory=list)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What is measured before a recording takes as much memory as what is recorded."""
+"""A measured pass takes as much memory as a recorded one."""
 
 from __future__ import annotations
 

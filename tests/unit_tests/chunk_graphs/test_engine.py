@@ -317,7 +317,7 @@ class _Watched(EagerGraphs):
 
 
 def test_what_is_captured_has_been_run_and_then_measured() -> None:
-    """What happens on first use can't be captured, and is no part of what a pass takes."""
+    """First-use work can't be captured, and is no part of a pass's memory."""
     backend = _Watched()
     training = Training(1, backend=backend)
     backend.module = training.module

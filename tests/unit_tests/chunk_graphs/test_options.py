@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What chunk graphs go together with."""
+"""Options that chunk graphs work with."""
 
 from __future__ import annotations
 

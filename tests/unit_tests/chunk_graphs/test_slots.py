@@ -71,7 +71,7 @@ class _TorchOnCpu:
 def passes_of_megatron(
     monkeypatch: pytest.MonkeyPatch, layout: PipelineLayout, num_micro_batches: int
 ) -> list[Pass]:
-    """What megatron-core's schedule runs on this rank when every pass only takes a note."""
+    """Passes that megatron-core's schedule runs on this rank, recorded without computing."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.process_groups_config import ProcessGroupCollection

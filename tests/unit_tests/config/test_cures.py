@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the message of a rule says to set is accepted, by that rule and by all others."""
+"""A cure that a rule's message gives is accepted, by that rule and by all others."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ RANK_CAPACITY = {
 
 
 class Case(NamedTuple):
-    """What breaks a rule, and everything that its message offers instead."""
+    """Options that break a rule, and all cures that its message offers."""
 
     broken: Options
     cures: Sequence[Options]
@@ -201,7 +201,7 @@ def _accept_own(facts: SimpleNamespace) -> None:
 
 
 def _accept(facts: SimpleNamespace) -> None:
-    """What training checks, in any order."""
+    """The checks of training, in any order."""
     _accept_own(facts)
     require(check_packing(facts))
     require(check_dynamic_context_parallel(facts))

@@ -25,7 +25,7 @@ from megatron.slipstream.rules import require
 
 
 def arguments(**options: Any) -> SimpleNamespace:
-    """What megatron parses for a run on 8 ranks; no more than the rules need on every release."""
+    """Parsed arguments of a run on 8 ranks; no more than the rules need on every release."""
     given: dict[str, Any] = {
         **dataclasses.asdict(PackingOptions(sequence_packing="balanced")),
         **dataclasses.asdict(DynamicContextParallelOptions(dynamic_context_parallel=True)),

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What holds for schedules of any documents, and how near they come to the best there is."""
+"""Properties of schedules of any documents, and how near they come to the optimum."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _NoLoadBalancing:
 
 
 def _most_level(micro_batches: Sequence[MicroBatch], cost: Cost) -> int:
-    """What the same groups cost when the most expensive ones run side by side."""
+    """Cost of the same groups when the most expensive ones run side by side."""
     by_cost = sorted(
         (
             (cost(size, attention_work(pack)), size)

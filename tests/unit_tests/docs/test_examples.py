@@ -41,7 +41,7 @@ from megatron.core.transformer import TransformerConfig
 config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2)
 """,
 }
-"""What the reader of a page has when its first line runs."""
+"""Names that exist when the first line of a page runs."""
 
 OTHER_PROGRAMS = {
     *("bash", "cat", "cd", "conda", "docker", "echo", "exit", "export", "git", "kubectl", "ls"),
@@ -92,7 +92,7 @@ print("\\n" + json.dumps({"failures": failures, "refused": refused, "options": o
 
 
 class Tried(NamedTuple):
-    """What became of the examples."""
+    """Results of the examples."""
 
     failures: dict[str, str]
     """Pages whose Python blocks do not run, with the traceback."""

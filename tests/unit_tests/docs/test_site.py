@@ -101,7 +101,7 @@ def build(
 
 
 def _options_of_run_docs() -> list[str]:
-    """What ``./run docs`` gives to Sphinx, so that this is as strict."""
+    """Options that ``./run docs`` gives to Sphinx, so that this is as strict."""
     found = re.search(r"-m sphinx (.*?) \. ", (ROOT / "run").read_text(), re.S)
     assert found is not None
     return found[1].replace("\\\n", " ").split()

@@ -80,7 +80,7 @@ FOUND = (
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the check of flags gives, and is given."""
+    """Input and result of the check of flags."""
     args = SimpleNamespace(
         fine_grained_activation_offloading=True,
         deterministic_mode=True,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What is computed from shapes is what was measured on H200s: the rows of benchmarks/results."""
+"""Computed shapes are those measured on H200s: the rows of benchmarks/results."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ some = settings(max_examples=40, deadline=None)
 EXPERTS = Experts(num_experts=8, topk=2, ffn_hidden_size=256, shared_ffn_hidden_size=128)
 LATENT = LatentAttention(128, 64, 32, 16, 32)
 PER_SEQUENCE = {"query_cosines", "query_sines", "key_cosines", "key_sines", "mask"}
-"""What does not depend on how many sequences there are."""
+"""Tensors whose size does not depend on the number of sequences."""
 
 
 def tensors(shape: ModelShape, layer: int = 0) -> dict[str, int]:

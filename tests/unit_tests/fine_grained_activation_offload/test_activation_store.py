@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What is saved comes back bit by bit, moves once, and lives as long as without offloading."""
+"""Saved tensors come back bit by bit, move once, and live as long as without offloading."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_a_copy_out_of_what_is_discarded_is_called_back() -> None:
 
 @pytest.mark.parametrize("is_emptied", [True, False])
 def test_only_what_is_emptied_counts_as_recomputed(is_emptied: bool) -> None:
-    """What is changed in place while it is copied stays too, for another reason."""
+    """A tensor changed in place while it is copied stays too, for another reason."""
     bench = HandDriven("cpu")
     tensor = torch.randn(64)
     group = bench.group()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Whatever goes wrong in an iteration, the next one is right and nothing is left behind."""
+"""After any fault of an iteration, the next one is right and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_next_iteration_is_right(backend: str, fault: str, num_before: int) 
 
 
 def _alive(manager: PipelineOffloadManager) -> dict[str, int]:
-    """What a leak would let grow."""
+    """Figures that grow with a leak."""
     gc.collect()
     objects = gc.get_objects()
     figures = {

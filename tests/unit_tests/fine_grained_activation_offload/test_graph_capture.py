@@ -63,7 +63,7 @@ class Captured:
 
 
 def warm_up(chunks: list[Chunk], manager: PipelineOffloadManager) -> None:
-    """What a layer does before it is captured."""
+    """A layer's steps before it is captured."""
     manager.graphs.open(manager.plan)
     for chunk in chunks:
         for layer in chunk.layers:

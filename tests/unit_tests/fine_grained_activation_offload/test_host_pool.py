@@ -354,7 +354,7 @@ def test_the_number_of_slabs_is_constant_although_sizes_vary_from_step_to_step(
 
 
 def test_buffers_that_run_out_while_others_are_free_take_their_space(pool: HostPool) -> None:
-    """Whatever the sizes of a step, what served one step serves the next of as many bytes."""
+    """Memory of one step serves the next of as many bytes, with any sizes."""
     rng = random.Random(0)
     for step in range(50):
         nbytes = rng.randint(5, 60) * KIB

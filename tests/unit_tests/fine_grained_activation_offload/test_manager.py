@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Whatever the schedule does, gradients are those of the engine switched off, bit by bit."""
+"""In every schedule, gradients are those of the engine switched off, bit by bit."""
 
 from __future__ import annotations
 

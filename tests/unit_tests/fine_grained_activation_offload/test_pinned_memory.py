@@ -87,7 +87,7 @@ def test_a_refused_registration_does_not_fail_the_next_kernel(
 
 @pytest.mark.gpu
 def test_copies_to_every_buffer_of_a_slab_do_not_hold_up_the_host() -> None:
-    """What pinning is for. (``Tensor.is_pinned`` looks at the storage's first byte, which lies
+    """The purpose of pinning. (``Tensor.is_pinned`` looks at the storage's first byte, which lies
     before the page that the slab begins on.)"""
     pool = HostPool(CudaBackend())
     allocations = [pool.allocate(nbytes) for nbytes in (5000, 1 << 20, 64 << 20)]

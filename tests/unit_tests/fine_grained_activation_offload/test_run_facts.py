@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a run's report tells beside its counters: plan, measurements, lateness, warnings."""
+"""A run's report beside its counters: plan, measurements, lateness, warnings."""
 
 from __future__ import annotations
 

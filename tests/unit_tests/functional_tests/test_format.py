@@ -47,7 +47,7 @@ def write_case(
 
 
 def words(folder: Path, arguments: str, **variables: str) -> list[str]:
-    """What a case with these arguments gives the training script beside its length."""
+    """Flags of a case with these arguments, beside its length."""
     case = load_case(write_case(folder, arguments))
     assert case.config.MODEL_ARGS["--train-iters"] == "4"
     return command_line(case.arguments(), variables)[2:]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What is compared with golden values, and with the run without offloading, and how."""
+"""Comparison with golden values, and with the run without offloading."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the GPU suite has to run, and what it starts first."""
+"""Jobs of the GPU suite, and their order."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_gpu_test_is_in_one_job_of_each_release(tmp_path: Path) -> None:
 
 
 def _fits(wanted: str, marks: set[str]) -> bool:
-    """What ``pytest -m`` takes is Python's own language; marks that are not there are False."""
+    """``pytest -m`` takes a Python expression; marks that are not there are False."""
     return bool(eval(wanted, {}, defaultdict(bool, dict.fromkeys(marks, True))))
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What autograd allows a model to do, an attached model may do, too."""
+"""An attached model may do all that autograd allows a model."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_transform_inside_of_a_module(backend: str) -> None:
 def test_a_model_inside_of_a_transform_is_left_alone(
     backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is allocated there has no memory of its own, so the host memory cannot be either."""
+    """Tensors allocated there have no memory of their own, so the host memory cannot be there."""
 
     def transformed(model: torch.nn.Module) -> list[torch.Tensor]:
         model.zero_grad()

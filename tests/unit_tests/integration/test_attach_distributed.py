@@ -66,7 +66,7 @@ def _run(
 
 
 def _check(rank: int, case: dict[str, Any], whole_bytes: int) -> str:
-    """What is not as it should be; empty if everything is.
+    """Faults that were found; empty if there are none.
 
     Args:
         rank: This rank.
@@ -117,7 +117,7 @@ def _rank_main(rank: int, folder: str, cases: list[dict[str, Any]], sender: Any)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each rank says of each case. The processes are started once, which takes longest."""
+    """Results of each rank for each case. The processes are started once, which takes longest."""
     if not torch.distributed.is_gloo_available():
         pytest.skip("torch was built without gloo")
     context: Any = multiprocessing.get_context("fork")

@@ -24,7 +24,7 @@ SEEDS_PER_TEST = 10
 
 
 def failures_of(seeds: Iterable[int]) -> list[str]:
-    """What is wrong with each seed. Something must be compared, and something must move."""
+    """Faults by seed. Something must be compared, and something must move."""
     found, num_values, moved_bytes = [], 0, 0
     for seed in seeds:
         try:

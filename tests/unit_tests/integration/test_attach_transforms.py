@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What else torch does with an attached model: it steps aside, and moves again afterwards."""
+"""Other transforms of torch on an attached model: it steps aside, and moves again afterwards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What checkpoints keep is a group like any other, and the patches for that are undone."""
+"""Inputs of checkpoints are a group like any other, and the patches for that are undone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What stands in for parts that some releases of megatron-core lack does what those parts do."""
+"""Replacements for parts that some releases of megatron-core lack do what those parts do."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_offloading_in_graphs_of_layers_is_refused_on_no_release() -> None:
 
 
 def _build_twice(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
-    """What megatron's builder of GPT models and ours pass to the model."""
+    """Arguments that megatron's builder of GPT models and ours pass to the model."""
     from megatron.core import parallel_state
     from megatron.core.models import gpt as core_gpt
     from megatron.training.argument_utils import gpt_config_from_args

@@ -78,7 +78,7 @@ def test_host_buffers_are_excluded_for_good() -> None:
 
 
 def test_moving_saved_tensors_to_the_host_lowers_the_peak() -> None:
-    """What the meter is for: an offloaded activation is gone between forward and backward."""
+    """The meter shows that an offloaded activation is gone between forward and backward."""
     num_layers, floats = 16, 8 * FLOATS_PER_KIB
     peaks = {}
     for offload in (False, True):

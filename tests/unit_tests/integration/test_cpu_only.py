@@ -102,7 +102,7 @@ print("FACTS" + json.dumps(facts))
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process sees that has installed the shims."""
+    """State of a process that has installed the shims."""
     script = tmp_path_factory.mktemp("facts") / "facts.py"
     script.write_text(_FACTS)
     done = run_script(script)

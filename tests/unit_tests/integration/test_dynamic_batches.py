@@ -152,7 +152,7 @@ def batches_of(dataset: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 class Trained(NamedTuple):
-    """What a rank has after the forward and backward passes of an iteration."""
+    """State of a rank after the forward and backward passes of an iteration."""
 
     loss: float
     """Mean over all labels; 0 but on the last stage."""
@@ -384,7 +384,7 @@ def test_tensor_parallel_ranks_have_one_batch_and_groups_of_their_own(
 
 
 def _different_corpora(rank: int, num_ranks: int, port: int, corpus: str, cache: Path) -> list[str]:
-    """What a rank says whose documents are others than its neighbour's, with a check and not."""
+    """Answers of a rank whose documents differ from its neighbour's, with a check and without."""
     from megatron.slipstream.integration import dynamic_batches
 
     initialize(case_of(), rank, num_ranks, port)

@@ -156,7 +156,7 @@ def test_what_the_configuration_has_counts_where_nothing_is_given() -> None:
 # Releases.
 
 OLDEST = frozenset({SWITCH, "offload_modules", "min_offloaded_tensor_size"})
-"""What megatron-core 0.17 has."""
+"""The options of megatron-core 0.17."""
 
 
 @pytest.mark.parametrize("name", sorted(DEFAULTS.keys() - OLDEST))

@@ -145,7 +145,7 @@ def test_graphs_do_not_need_the_tables_that_megatron_core_keeps() -> None:
 
 
 def _refusals(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What a rank is told of micro-batches that no graph can run, and whether it goes on then."""
+    """Errors for micro-batches that no graph can run, and whether the rank goes on then."""
     setting = on_two(ModelCase(**SMALL, overrides=PER_TOKEN))
     initialize(setting.case, rank, num_ranks, port)
     training = Training(setting, True, {})

@@ -37,7 +37,7 @@ def _case(kind: str, scope: Sequence[str]) -> ModelCase:
 
 @contextlib.contextmanager
 def _as_on_a_gpu(events: list[str]) -> Iterator[None]:
-    """What the layers ask of CUDA and Transformer Engine; ``events`` notes what is recorded."""
+    """CUDA and Transformer Engine as the layers call them; ``events`` notes what is recorded."""
     from megatron.core.transformer import transformer_layer
 
     def event(**options: Any) -> Any:
@@ -131,7 +131,7 @@ def _compare(rank: int, world_size: int, port: int, scope: Sequence[str], backen
 
 
 def _replay(rank: int, world_size: int, port: int) -> Any:
-    """What layers hand to their graphs, without and with copies in them."""
+    """Arguments of layers' graphs, without and with copies in them."""
     from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
 

@@ -319,7 +319,7 @@ def test_virtual_stages_of_a_model_share_its_engine(own_configs: bool) -> None:
 
 
 class Chunk(torch.nn.Module):
-    """What the router looks at in a model chunk."""
+    """The part of a model chunk that the router reads."""
 
     def __init__(self, stage: Optional[int] = None, num_stages: Optional[int] = None) -> None:
         super().__init__()
@@ -643,7 +643,7 @@ def test_backward_begins_in_every_pipeline_stage() -> None:
 
 
 class _Output(NamedTuple):
-    """What a model with a fused loss may return."""
+    """Possible results of a model with a fused loss."""
 
     name: str
     log_probs: list[torch.Tensor]

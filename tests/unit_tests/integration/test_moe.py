@@ -127,7 +127,7 @@ def test_larger_and_other_tensors_are_left_to_megatron() -> None:
 @pytest.mark.gpu
 @pytest.mark.exclusive
 def test_a_small_copy_does_not_wait_for_a_large_one() -> None:
-    """What the dispatcher's own copy does, on record; and what ours does."""
+    """Calls of the dispatcher's own copy, recorded; and those of ours."""
     nbytes = 512 << 20
     device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -37,7 +37,7 @@ NUM_TRIES = 3
 
 
 class Seen(NamedTuple):
-    """What a stage has got, and what it has waited for."""
+    """Tensors that a stage received, and its waits."""
 
     received: list[torch.Tensor]
     num_device_waits: int

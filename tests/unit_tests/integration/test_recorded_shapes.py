@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a plan from a configuration computes is what megatron-core's layers save, group by group.
+"""A plan from a configuration has the sizes that megatron-core's layers save, group by group.
 
 Every model is built and run on the CPU, in one process of its own.
 """

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the training entry asks of the engine."""
+"""The calls of the training entry to the engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a user gets wrong is one line before training, exit code 2, and nothing written.
+"""A user's mistake is one line before training, exit code 2, and nothing written.
 
 Megatron takes seconds to import, so the cases run in processes forked from this one after it has
 imported what they need; the shims and megatron's global variables stay in the child.
@@ -262,7 +262,7 @@ LATER: dict[str, tuple[Callable[[], bool], list[str], list[str]]] = {
         ["eod_mask_loss=True", "tokenizer_json", "leave eod_mask_loss out"],
     ),
 }
-"""What says whether the release has it; flags that ask for it; words of the refusal."""
+"""Test for the release; flags that need it; words of the refusal."""
 
 
 @pytest.mark.releases

@@ -258,7 +258,7 @@ def test_routers_that_count_padding_spoil_gradients_with_a_pack_without_a_docume
 def _change_by_padding(
     rank: int, num_ranks: int, port: int, case: ModelCase, exclude: bool
 ) -> tuple[Optional[str], list[int]]:
-    """What differs in any bit if padding holds other tokens, and how many tokens routers count."""
+    """Results that differ in any bit if padding holds other tokens, and routers' token counts."""
     model = model_of(case, rank, num_ranks, port)
     if not exclude:
         _count_padding()

@@ -25,7 +25,7 @@ from megatron.slipstream.rules import require
 
 
 def arguments(**options: Any) -> SimpleNamespace:
-    """What megatron parses for a packed run; no more than the rules need on every release."""
+    """Parsed arguments of a packed run; no more than the rules need on every release."""
     given: dict[str, Any] = {
         **dataclasses.asdict(PackingOptions(sequence_packing="greedy")),
         "seq_length": 128,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What holds for packs of any documents: nothing lost, nothing too full, and known order."""
+"""Properties of packs of any documents: nothing lost, nothing too full, and known order."""
 
 from __future__ import annotations
 

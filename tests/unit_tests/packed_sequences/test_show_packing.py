@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What tools/show_packing.py says of a corpus is what training would do with it."""
+"""tools/show_packing.py shows what training would do with a corpus."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def fill_weights(chunk: torch.nn.Module) -> None:
 
 
 class Trained(NamedTuple):
-    """What a rank has after the forward and backward passes of an iteration."""
+    """State of a rank after the forward and backward passes of an iteration."""
 
     losses: list[tuple[float, float]]
     """Summed loss and number of labels of each micro-batch; none but on the last stage."""

@@ -20,7 +20,7 @@ ROWS = [patch for patch, _ in table.rows()]
 
 
 def value_of(patch: Patch) -> Any:
-    """What the owner of a target has itself; None if it inherits it."""
+    """The target's own value at its owner; None if it is inherited."""
     owner, name = patching.resolve(patch.target)
     return vars(owner).get(name)
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a plan does at which step.
+"""The actions of a plan at each step.
 
 Most traces here are one pass of ``n`` layers with one group each, whose steps are easily counted:
 group ``g`` starts at step ``2 * g``, commits at ``2 * g + 1`` and is used at ``3 * n - 1 - g``.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What is written is read back as it was; whatever else a file holds is refused, in one error."""
+"""Files are read back as they were written; any other content is refused, in one error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What ``derive_schedule`` says of a plan is what the engine issues when it follows that plan.
+"""``derive_schedule`` gives the operations that the engine issues when it follows the plan.
 
 The proof of ``check`` and the times of ``simulate`` are of a schedule that is derived without the
 engine. Here it is compared with what the engine puts on its queues, noted without the schedule.
@@ -68,7 +68,7 @@ def issued_by_schedule(schedule: Schedule, parts: Sequence[Operation]) -> Queues
 
 
 def split(operations: Sequence[Operation], engine: Queues) -> list[Operation]:
-    """What the engine does storage by storage, so that the waits of each are compared.
+    """The engine's operations storage by storage, so that the waits of each are compared.
 
     Storages are used in the order in which autograd asks for them, and abandoned in any.
     """

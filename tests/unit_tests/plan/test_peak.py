@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a plan lowers the device peak by, and on which module's account."""
+"""The drop of the device peak by a plan, and each module's part of it."""
 
 from __future__ import annotations
 

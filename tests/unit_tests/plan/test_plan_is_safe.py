@@ -202,7 +202,7 @@ def assert_ends(plan: Plan, rng: random.Random) -> None:
 
 
 def count_features(plan: Plan, seen: Counter[str]) -> None:
-    """What the cases have in them, so that a chunk in which nothing moves cannot pass."""
+    """Features of the cases, so that a chunk in which nothing moves cannot pass."""
     schedule = derive_schedule(plan)
     holders = [plan.trace.storages[storage.index].holders for storage in plan.storages]
     seen["cases"] += 1

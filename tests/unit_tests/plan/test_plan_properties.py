@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What holds for the plan of any schedule, any model and any options."""
+"""Properties of the plan of any schedule, any model and any options."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What moves for a memory target or for an allowed overhead, and how far from the best that is.
+"""Groups that move for a memory target or an allowed overhead, and how far from the best that is.
 
 As in ``test_arrange``, most traces are passes of layers with one group of 1 MB each, 1 ms a step.
 """
@@ -66,7 +66,7 @@ from megatron.slipstream.plan.walk import simulate
 EXAMPLE_MODELS = Path(__file__).resolve().parents[3] / "examples" / "models"
 MB = 10**6
 OTHER_BYTES = 10 * MB
-"""What the device holds beside saved storages."""
+"""Device memory beside saved storages."""
 
 
 def layers(num_layers: int, gb_per_s: float, micro_batches: int = 1) -> Trace:

@@ -91,7 +91,7 @@ def column(page: Opened, title: str) -> list[str]:
 
 
 def views(page: Opened) -> list[tuple[float, float]]:
-    """What part of its drawing each chart shows: where it begins, and how much of it."""
+    """The part of its drawing that each chart shows: where it begins, and how much of it."""
     boxes = page.locator("section.rank:visible svg.stretch").evaluate_all(
         "charts => charts.map(chart => chart.getAttribute('viewBox'))"
     )

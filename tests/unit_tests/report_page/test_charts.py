@@ -137,7 +137,7 @@ def test_the_memory_curve_has_each_steps_bytes_from_its_time_on() -> None:
 
 
 def _top_bytes(drawn: charts.MemoryCurve) -> float:
-    """What the upper edge stands for, from the ticks."""
+    """The value at the upper edge, from the ticks."""
     low, high = drawn.ticks[0], drawn.ticks[-1]
     value, unit = high.text.split()
     nbytes = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]

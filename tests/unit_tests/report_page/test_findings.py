@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What is wrong with a run is found, with a cure; a run in which nothing is has no finding."""
+"""Faults of a run are found, with a cure; a run without faults has no finding."""
 
 from __future__ import annotations
 

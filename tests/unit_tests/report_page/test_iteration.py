@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the page draws is what was simulated and measured, nothing else."""
+"""The page draws what was simulated and measured, nothing else."""
 
 from __future__ import annotations
 

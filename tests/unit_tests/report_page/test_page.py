@@ -42,7 +42,7 @@ VOID = frozenset("meta link path rect line circle br input".split())
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page, as far as these tests ask."""
+    """A page as a browser reads it, as far as these tests need."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
