@@ -15,7 +15,7 @@ import argparse
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, Optional, Union, get_type_hints
 
@@ -112,6 +112,11 @@ class OffloadConfig:
         _check_types(self)
         require(check_rules(RULES, self))
 
+    @classmethod
+    def of(cls, args: Any) -> OffloadConfig:
+        """The settings from parsed arguments, or another object with all of them as attributes."""
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
     @property
     def max_overhead_percent(self) -> Optional[float]:
         """``offload_max_overhead_percent`` as a number."""
@@ -201,12 +206,21 @@ def graphed_modules(facts: Any) -> frozenset[str]:
     return frozenset(getattr(module, "name", module) for module in given or ())
 
 
+def moves_in_layer_graphs(facts: Any) -> bool:
+    """Whether activations move inside Transformer Engine's graphs of layers.
+
+    Args:
+        facts: With megatron-core's option names.
+    """
+    return _offloading(facts) and _graph_impl(facts) == "transformer_engine"
+
+
 def modules_at_the_edge_of_graphs(facts: Any) -> list[str]:
     """Of ``offload_modules``, those whose tensors graphs hand on, so that they stay in some layers.
 
     What a graph takes in or gives out is static memory that it keeps: to move that frees nothing.
     """
-    if not (_offloading(facts) and _graph_impl(facts) == "transformer_engine"):
+    if not moves_in_layer_graphs(facts):
         return []
     captured = graphed_modules(facts)
     at_the_edge = set()

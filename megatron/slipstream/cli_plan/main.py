@@ -43,7 +43,7 @@ def show_plan(options: argparse.Namespace) -> int:
     """Plan what the options name, and show it. Returns the exit status."""
     # None of what is imported below imports torch, megatron's flags apart: a plan can be made where
     # it is not installed.
-    from megatron.slipstream.doctor.command import is_command
+    from megatron.slipstream.estimate.training_command import is_command
 
     _check_files(options)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.slipstream.cli_plan.options import UNTIMED, flag_of
-from megatron.slipstream.estimate.flags_file import read_flags
 from megatron.slipstream.estimate.gpus import DEFAULT_ACHIEVED_SHARE, Speed, find_speed
 from megatron.slipstream.estimate.hugging_face import load_hub_config
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
+from megatron.slipstream.estimate.training_command import read_flags, split_command
 from megatron.slipstream.estimate.training_setup import (
     Configured,
     default_micro_batches,
@@ -38,8 +38,6 @@ def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configur
     """
     if options.hf_config is not None:
         return _by_hub_config(options)
-    from megatron.slipstream.doctor.command import split_command
-
     needing = "flags after -- need"
     if options.args_file is not None:
         needing = f"--args-file={options.args_file} needs"

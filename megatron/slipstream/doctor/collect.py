@@ -34,6 +34,7 @@ from megatron.slipstream.doctor.facts import (
     Ranks,
     Torch,
 )
+from megatron.slipstream.estimate.training_command import Words, split_command
 from megatron.slipstream.preflight import installed_version, read_lines
 
 VARIABLES = (
@@ -64,7 +65,7 @@ class Request:
     measures: bool = True
     """Whether to measure copies."""
     words: Sequence[str] = ()
-    """Of a training command; see :func:`~megatron.slipstream.doctor.command.split_command`."""
+    """Of a training command, for ``split_command``."""
 
 
 def collect(request: Request, progress: Progress = lambda _: None, root: Path = Path("/")) -> Facts:
@@ -75,7 +76,7 @@ def collect(request: Request, progress: Progress = lambda _: None, root: Path = 
         progress: Told of every step.
         root: Where /proc, /sys and /dev are found.
     """
-    words = command.split_command(list(request.words))
+    words = split_command(list(request.words))
     progress("versions")
     # Before anything is imported or set for the flags' sake.
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
@@ -134,7 +135,7 @@ def _patches() -> tuple[PatchTarget, ...]:
     return tuple(found)
 
 
-def _with_command(facts: Facts, words: command.Words, progress: Progress) -> Facts:
+def _with_command(facts: Facts, words: Words, progress: Progress) -> Facts:
     """Last: to read the flags replaces parts of torch where there is no GPU."""
     if not words.flags:
         return facts
@@ -360,9 +361,7 @@ def _size_of(folder: Path) -> Optional[int]:
     return found.f_blocks * found.f_frsize
 
 
-def _ranks(
-    request: Request, words: command.Words, environment: Mapping[str, str], num_gpus: int
-) -> Ranks:
+def _ranks(request: Request, words: Words, environment: Mapping[str, str], num_gpus: int) -> Ranks:
     if request.ranks_per_host is not None:
         return Ranks(request.ranks_per_host, "--ranks-per-host")
     if words.ranks_per_host is not None:

@@ -31,6 +31,7 @@ from megatron.slipstream.context_parallel.options import (
 )
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.config_file import config_from_environment
+from megatron.slipstream.launcher import rank
 from megatron.slipstream.packed_sequences.options import (
     PackingOptions,
 )
@@ -192,12 +193,6 @@ def defaults_of_machine(argv: Sequence[str]) -> list[str]:
     return _gpu_defaults(argv) if torch.cuda.is_available() else _cpu_defaults(argv)
 
 
-def offload_config(args: Any) -> OffloadConfig:
-    """The engine's settings from parsed arguments."""
-    fields = dataclasses.fields(OffloadConfig)
-    return OffloadConfig(**{field.name: getattr(args, field.name) for field in fields})
-
-
 @contextmanager
 def _process_arguments(argv: Sequence[str]) -> Iterator[None]:
     """Megatron's parser reads ``sys.argv``, whoever calls it."""
@@ -215,7 +210,7 @@ def _cpu_defaults(argv: Sequence[str]) -> list[str]:
     added = [flag for flags in _CPU_DEFAULTS if flags[0] not in given for flag in flags]
     # Megatron wants it with tensor parallelism, for the order of launches on a GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if os.environ.get("RANK", "0") == "0":
+    if rank() == 0:
         logger.info("no GPU found; running on the CPU with %s", " ".join(added))
     return added
 
@@ -229,7 +224,7 @@ def _gpu_defaults(argv: Sequence[str]) -> list[str]:
     flag = "--no-gradient-accumulation-fusion"
     if flag in argv or preflight.is_installed(_APEX_FUSED_WEIGHT_GRADIENT):
         return []
-    if os.environ.get("RANK", "0") == "0":
+    if rank() == 0:
         logger.info("Apex is not installed; running with %s", flag)
     return [flag]
 

@@ -28,6 +28,7 @@ from megatron.slipstream.config import (
     OffloadConfig,
     check_model_options,
     modules_at_the_edge_of_graphs,
+    moves_in_layer_graphs,
 )
 from megatron.slipstream.context_parallel.options import check_dynamic_context_parallel
 from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
@@ -45,7 +46,7 @@ from megatron.slipstream.rules import (
     unsupported,
 )
 
-Check = Callable[[Any], list[Finding]]
+OptionCheck = Callable[[Any], list[Finding]]
 """Of parsed arguments."""
 
 
@@ -77,14 +78,11 @@ def check_process(args: Any, facts: preflight.Facts) -> list[Finding]:
         args: Parsed.
         facts: Of the process.
     """
-    offloads = args.fine_grained_activation_offloading
-    findings = preflight.check_process(facts, offloads)
-    if offloads and getattr(args, "cuda_graph_impl", "none") == "transformer_engine":
-        findings += preflight.check_graphs(facts)
-    return findings
+    findings = preflight.check_process(facts, args.fine_grained_activation_offloading)
+    return findings + (preflight.check_graphs(facts) if moves_in_layer_graphs(args) else [])
 
 
-def _of_all(checks: Sequence[Check], args: Any) -> list[Finding]:
+def _of_all(checks: Sequence[OptionCheck], args: Any) -> list[Finding]:
     return [finding for check in checks for finding in check(args)]
 
 
@@ -117,7 +115,7 @@ def _check_what_moves(args: Any) -> list[Finding]:
     return findings
 
 
-OPTION_CHECKS: tuple[Check, ...] = (
+OPTION_CHECKS: tuple[OptionCheck, ...] = (
     compat.check_release,
     _check_model_options,
     _check_settings,
@@ -277,4 +275,4 @@ def _check_outputs(args: Any) -> list[Finding]:
     return findings
 
 
-RUN_CHECKS: tuple[Check, ...] = (_check_machine, _check_data, _check_outputs)
+RUN_CHECKS: tuple[OptionCheck, ...] = (_check_machine, _check_data, _check_outputs)

@@ -22,6 +22,7 @@ import yaml
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration.frameworks.options import DEFAULTS as MEGATRON_OPTIONS
+from megatron.slipstream.launcher import rank
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def config_from_environment() -> OffloadConfig:
 
 def log_settings(config: OffloadConfig) -> None:
     """Log every setting with the value that is in effect, on the first rank only."""
-    if os.environ.get("RANK", "0") == "0":
+    if rank() == 0:
         path = os.environ.get(VARIABLE)
         source = f"{VARIABLE}={path}" if path else f"{VARIABLE} is not set"
         logger.info("settings (%s): %s", source, describe(config))

@@ -20,6 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron.slipstream.config import moves_in_layer_graphs
 from megatron.slipstream.context_parallel.options import rank_limits
 from megatron.slipstream.integration import (
     compat,
@@ -46,7 +47,7 @@ def model_config(args: Any) -> Any:
     config = _gpt_or_hybrid_config(args)
     if args.dynamic_context_parallel:
         change_model_spec(config, dynamic_context_parallel.with_dynamic_context_parallelism)
-    if offloads_in_graphs(args):
+    if args.offload_engine == "slipstream" and moves_in_layer_graphs(args):
         from megatron.slipstream.integration.graph_layers import with_graph_offloading
 
         change_model_spec(config, with_graph_offloading)
@@ -56,15 +57,6 @@ def model_config(args: Any) -> Any:
         limits = rank_limits(args) if args.dynamic_context_parallel else None
         change_model_config(config, args.cuda_graph_warmup_steps, limits)
     return config
-
-
-def offloads_in_graphs(args: Any) -> bool:
-    """Whether our engine is to move what Transformer Engine's CUDA graphs capture."""
-    return (
-        args.fine_grained_activation_offloading
-        and args.offload_engine == "slipstream"
-        and getattr(args, "cuda_graph_impl", "none") == "transformer_engine"
-    )
 
 
 def _gpt_or_hybrid_config(args: Any) -> Any:

@@ -25,7 +25,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.integration import compat
-from megatron.slipstream.integration.arguments import offload_config, print_help
+from megatron.slipstream.integration.arguments import print_help
 from megatron.slipstream.integration.free_port import free_port
 from megatron.slipstream.integration.log_setup import log_to_stderr
 from megatron.slipstream.integration.monitor import Monitor, progress_kind
@@ -65,7 +65,7 @@ def main(
         check_launcher()
         _set_single_process_environment()
         args = parse_and_validate(arguments)
-        config = offload_config(args)
+        config = OffloadConfig.of(args)
         pretrain = _bind_pretrain(args, model_config)
     except ValueError as error:
         return _refuse(error)
@@ -153,7 +153,7 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
 
     Args:
         args: From :func:`parse_and_validate`.
-        config: From :func:`offload_config`.
+        config: Of the arguments.
         pretrain: From :func:`compat.bind_pretrain`.
     """
     from megatron.slipstream.integration import providers

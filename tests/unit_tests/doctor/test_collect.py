@@ -18,6 +18,7 @@ from megatron.slipstream import preflight
 from megatron.slipstream.doctor import collect as reading
 from megatron.slipstream.doctor.collect import Request, collect
 from megatron.slipstream.doctor.facts import BuildLock, Facts, Gpu, Link, Node, Ranks, Torch
+from megatron.slipstream.estimate.training_command import Words, split_command
 from megatron.slipstream.integration import numa
 
 QUIET = Request(measures=False)
@@ -171,7 +172,7 @@ def test_how_many_ranks_share_the_memory(
     ranks: tuple[int, str],
 ) -> None:
     given, launcher = options
-    words = reading.command.Words((), launcher)
+    words = Words((), launcher)
     found = reading._ranks(Request(given), words, variables, num_gpus)
     assert found.number == ranks[0]
     assert found.source.startswith(ranks[1])
@@ -338,7 +339,7 @@ def test_targets_of_patches_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_flags_are_not_parsed_by_what_does_not_import(here: Facts) -> None:
-    words = reading.command.split_command(["--lr", "1"])
+    words = split_command(["--lr", "1"])
     broken = replace(here.process, te_import_error="OSError: no lib")
     steps: list[str] = []
     machine = replace(here, process=broken)

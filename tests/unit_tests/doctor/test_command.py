@@ -12,8 +12,9 @@ from doctor_facts import HEALTHY
 
 from megatron.slipstream.config import STAYS
 from megatron.slipstream.doctor.checks import examine
-from megatron.slipstream.doctor.command import Words, check_command, split_command
+from megatron.slipstream.doctor.command import check_command
 from megatron.slipstream.doctor.facts import Command
+from megatron.slipstream.estimate.training_command import Words, split_command
 from megatron.slipstream.integration import dry_run
 from megatron.slipstream.preflight import DATASET_MISSING
 from megatron.slipstream.rules import Finding

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron.slipstream.estimate.flags_file import read_flags
 from megatron.slipstream.estimate.hugging_face import MODEL_TYPES, load_hub_config
 from megatron.slipstream.estimate.model_shapes import Experts, LatentAttention, ModelShape
 from megatron.slipstream.estimate.model_state import num_parameters
+from megatron.slipstream.estimate.training_command import read_flags
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "models"
 BASE = {

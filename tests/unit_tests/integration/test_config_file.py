@@ -151,9 +151,9 @@ def test_making_the_flags_prints_nothing(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.releases
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(write: Write) -> None:
-    from megatron.slipstream.integration.arguments import add_offload_arguments, offload_config
+    from megatron.slipstream.integration.arguments import add_offload_arguments
 
     write("offload_release_lag: 4\noffload_prefetch_depth: 5\n")
     parser = add_offload_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--offload-prefetch-depth", "6"])
-    assert offload_config(args) == OffloadConfig(offload_release_lag=4, offload_prefetch_depth=6)
+    assert OffloadConfig.of(args) == OffloadConfig(offload_release_lag=4, offload_prefetch_depth=6)

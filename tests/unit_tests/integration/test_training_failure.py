@@ -40,7 +40,8 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> Writer:
     monkeypatch.setattr(training.os, "_exit", end)
     for name in ("_set_single_process_environment", "_configure_logging"):
         monkeypatch.setattr(training, name, lambda: None)
-    for name in ("parse_and_validate", "offload_config", "_bind_pretrain"):
+    monkeypatch.setattr(training.OffloadConfig, "of", lambda _: None)
+    for name in ("parse_and_validate", "_bind_pretrain"):
         monkeypatch.setattr(training, name, lambda *_: None)
     monkeypatch.setattr(training, "run", _fail)
     return writer

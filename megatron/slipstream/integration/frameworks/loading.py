@@ -49,10 +49,8 @@ def config_from_arguments(args: Any) -> Optional[OffloadConfig]:
     Args:
         args: Megatron's arguments; see ``integration.arguments.add_offload_arguments``.
     """
-    names = [field.name for field in dataclasses.fields(OffloadConfig)]
-    if not all(hasattr(args, name) for name in names):
-        return None
-    return OffloadConfig(**{name: getattr(args, name) for name in names})
+    has_all = all(hasattr(args, field.name) for field in dataclasses.fields(OffloadConfig))
+    return OffloadConfig.of(args) if has_all else None
 
 
 def _check_process() -> None:

@@ -15,6 +15,7 @@ from typing import Any, Optional
 
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron.slipstream.config import moves_in_layer_graphs
 from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.frameworks import loading
 from megatron.slipstream.integration.graph_layers import with_graph_offloading
@@ -54,10 +55,7 @@ class DefaultLayerSpec(TransformerBlockSubmodules):
             from megatron.training.models.gpt import default_layer_spec
 
             spec, transformer = default_layer_spec(first, vp_stage), first.transformer
-        is_offloading = transformer.fine_grained_activation_offloading
-        if is_offloading and transformer.cuda_graph_impl == "transformer_engine":
-            return with_graph_offloading(spec)
-        return spec
+        return with_graph_offloading(spec) if moves_in_layer_graphs(transformer) else spec
 
     @property
     def layer_specs(self) -> Any:

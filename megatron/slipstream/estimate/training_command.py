@@ -1,0 +1,160 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The flags of a training: in a command as it is typed, or in a file, as text or as YAML.
+
+:mod:`~megatron.slipstream.integration.arguments` parses them. In a file, text is what would follow
+the script on a command line; ``#`` begins a comment. YAML is a mapping from flags to values, under
+``MODEL_ARGS`` as in megatron's own test cases, or at the top:
+
+    MODEL_ARGS:
+      --num-layers: 32
+      --swiglu: true
+      --offload-modules: [core_attn, attn_proj]
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from megatron.slipstream.estimate.file_errors import wrong_with
+
+
+class Words(NamedTuple):
+    """A training command in parts."""
+
+    flags: tuple[str, ...]
+    """Of the training script."""
+    ranks_per_host: Optional[int] = None
+    """As the launcher is told; None if it is not."""
+    num_hosts: int = 1
+
+
+_SHELLS = frozenset({"bash", "dash", "ksh", "sbatch", "sh", "zsh"})
+_SHELL_SCRIPTS = (".sbatch", ".sh", ".slurm")
+_OTHER_LAUNCHERS = frozenset({"accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun"})
+_TORCHRUN = frozenset({"torch.distributed.launch", "torch.distributed.run"})
+
+
+def is_command(word: str) -> bool:
+    """Whether one word without flags starts a program, and is no file to read."""
+    path = Path(word)
+    is_program = path.name in _SHELLS | _OTHER_LAUNCHERS | {"python", "python3", "torchrun"}
+    return is_program or path.suffix in (".py", *_SHELL_SCRIPTS)
+
+
+def split_command(words: list[str]) -> Words:
+    """Take the launcher and the script away from a command.
+
+    Args:
+        words: Such as ``torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2``,
+            ``./run train --num-layers 2``, or the flags alone.
+
+    Raises:
+        ValueError: The flags, or the number of processes, are somewhere else.
+    """
+    if not words or words[0].startswith("-"):
+        return Words(tuple(words))
+    if Path(words[0]).name == "run" and words[1:2] == ["train"]:
+        return Words(tuple(words[2:]))
+    first_flag = _after_script(words)
+    launcher = " ".join(words[:first_flag])
+    ranks_per_host = _number(launcher, "nproc")
+    others = [word for word in words[:first_flag] if Path(word).name in _OTHER_LAUNCHERS]
+    if others and ranks_per_host is None:
+        raise ValueError(
+            f"{others[0]!r} is not supported before the script because the number of processes "
+            "is not read from its options; give torchrun --nproc-per-node N --nnodes M in its place"
+        )
+    return Words(tuple(words[first_flag:]), ranks_per_host, _number(launcher, "nnodes") or 1)
+
+
+def _after_script(words: list[str]) -> int:
+    """The place behind the script, or behind ``-m`` and its module."""
+    is_python = False  # 'numactl -m 0' has an '-m' of its own.
+    for place, word in enumerate(words):
+        is_python = is_python or Path(word).name.startswith(("python", "torchrun"))
+        if Path(word).name in _SHELLS or word.endswith(_SHELL_SCRIPTS):
+            raise ValueError(
+                f"{' '.join(words[: place + 2])!r} is not supported because a training's flags are "
+                "not read from a shell script; give the command in it: torchrun "
+                "--nproc-per-node N pretrain_gpt.py --num-layers ..."
+            )
+        if word.endswith(".py"):
+            return place + 1
+        following = "".join(words[place + 1 : place + 2])
+        if is_python and word in ("-m", "--module") and following not in ("", *_TORCHRUN):
+            return place + 2
+    raise ValueError(
+        f"{' '.join(words[:3])!r} names no script (NAME.py or -m MODULE), so where its flags begin "
+        "is not known; give the flags alone, or the whole command"
+    )
+
+
+def _number(launcher: str, name: str) -> Optional[int]:
+    """The number that torchrun is given as an option; None for words such as 'gpu' and ranges."""
+    found = re.search(rf"--{name}(?:[-_]per[-_]node)?[ =](\d+)(?: |$)", launcher)
+    return int(found[1]) if found else None
+
+
+def read_flags(path: Path) -> list[str]:
+    """The words of a file of flags.
+
+    Raises:
+        ValueError: It is not one, or cannot be read; names the place.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--args-file={path} {wrong_with(error)}; give a file of megatron's flags, as text or "
+            "YAML"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--args-file={path} is not a text file: {error}; give a file of megatron's flags, as "
+            "text or YAML"
+        ) from error
+    if path.suffix not in (".yaml", ".yml"):
+        try:
+            return shlex.split(text.replace("\\\n", " "), comments=True)
+        except ValueError as error:
+            raise ValueError(f"{path} is no list of flags: {error}; close the quotes") from error
+    values = _yaml(path, text)
+    values = values.get("MODEL_ARGS", values)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no flags; write one '--name: value' a line")
+    return [word for name, value in values.items() for word in _words(path, name, value)]
+
+
+def _yaml(path: Path, text: str) -> dict[Any, Any]:
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError(
+            f"--args-file={path} needs PyYAML, which is not installed; pip install pyyaml, or "
+            "write the flags as text"
+        ) from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no flags; write one '--name: value' a line")
+    return values
+
+
+def _words(path: Path, name: Any, value: Any) -> Iterator[str]:
+    if not isinstance(name, str):
+        raise ValueError(f"{path}: {name!r} is no flag; write one '--name: value' a line")
+    if isinstance(value, dict):
+        raise ValueError(f"{path}: {name} holds a mapping, not a value; write '--name: value'")
+    if value is None or value is False:
+        return
+    yield "--" + name.removeprefix("--").replace("_", "-")
+    if value is not True:
+        for word in value if isinstance(value, list) else [value]:
+            yield str(word)
