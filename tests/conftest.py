@@ -90,6 +90,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "one JSON line each, for benchmarks/results",
     )
     parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="run each case of tests/functional_tests/test_cases that this machine can run",
+    )
+    parser.addoption(
+        "--record",
+        action="store_true",
+        help="what these cases measure becomes their golden values",
+    )
+    parser.addoption(
         "--soak-iterations",
         type=int,
         default=100,

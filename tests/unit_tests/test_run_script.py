@@ -274,8 +274,10 @@ def test_no_command_runs_in_an_environment_that_failed_to_install(
         (["train", "--seed", "1"], "{root}/pretrain_gpt.py|--seed|1"),
         (["test", "-k", "two words"], "-m|pytest|-k|two words"),
         (["test-release", "0.18.2", "-x"], "-m|pytest|-m|releases|-x"),
-        (["functional-tests", "--list"], "-m|tools.functional_tests|--list"),
-        (["gpu-suite", "tests*"], "-m|tools.gpu_suite|tests*"),
+        (
+            ["functional-tests", "--record"],
+            "-m|pytest|tests/functional_tests/test_cases.py|--all-cases|--record",
+        ),
         (["report", "r.json"], "-m|megatron.slipstream.cli|report|r.json"),
         (["slipstream", "plan", "t.json"], "-m|megatron.slipstream.cli|plan|t.json"),
         (["docs", "--serve"], "-m|http.server|--bind|127.0.0.1|--directory|build/site|8000"),

@@ -180,7 +180,8 @@ def test_the_flags_of_trainings_are_accepted(tried: Tried) -> None:
 
 @cache
 def sub_commands() -> set[str]:
-    return set(re.findall(r"^  ([a-z-]+)(?: \|[^)]*)?\)$", (ROOT / "run").read_text(), re.M))
+    cases = (ROOT / "run").read_text().partition("\ncase $command in\n")[2]
+    return set(re.findall(r"^  ([a-z-]+)(?: \|[^)]*)?\)", cases, re.M))
 
 
 @cache
@@ -203,7 +204,7 @@ def problem_of(words: Sequence[str]) -> str:
         case ["./run", "python", *rest]:
             return problem_of(["python", *rest])
         case ["./run", "functional-tests", *rest]:
-            return unknown(rest, flags_in("tools/functional_tests/*.py"))
+            return unknown(rest, {"--collect-only", *flags_in("tests/conftest.py")})
         case ["./run", "demo", *rest]:
             return unknown(rest, flags_in("examples/demo.py"))
         case ["./run", "docs" | "lint", *rest]:

@@ -1,59 +1,50 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Cases and recipes are read as Megatron-LM's scripts read theirs, and all of ours can be."""
+"""Cases and recipes are read as Megatron-LM's scripts read theirs, and compared as they compare."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import math
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import functional_cases
 import pytest
 from forked import run_script
+from functional_cases import (
+    BYTES_METRICS,
+    CASES,
+    EXACT_METRICS,
+    OFFLOADING_FLAGS,
+    RECIPES,
+    ModelConfig,
+    Result,
+    arguments_of,
+    command_line,
+    compare,
+    expand,
+    first_difference,
+    load_jobs,
+    read_golden,
+    read_yaml,
+    write_golden,
+)
 
 from megatron.slipstream.config import OffloadConfig
-from tools.functional_tests import recipes
-from tools.functional_tests.cases import (
-    Case,
-    command_line,
-    expand,
-    find_cases,
-    load_case,
-    without_offloading,
-)
-from tools.functional_tests.checks import metrics_of
-from tools.functional_tests.command import ENVIRONMENT, _parser
-from tools.functional_tests.launch import Training
-from tools.functional_tests.recipes import job_for, load_jobs
-
-CONFIG = """\
-MODEL_ARGS:
-  --train-iters: 4
-{arguments}TEST_TYPE: {kind}
-{rest}"""
-
-
-def write_case(
-    folder: Path, arguments: str = "", kind: str = "regular", rest: str = "", name: str = "a_case"
-) -> Path:
-    case = folder / "gpt" / name
-    case.mkdir(parents=True)
-    lines = "".join(f"  {line}\n" for line in arguments.splitlines())
-    content = CONFIG.format(arguments=lines, kind=kind, rest=rest)
-    (case / "model_config.yaml").write_text(content)
-    return case
-
-
-def words(folder: Path, arguments: str, **variables: str) -> list[str]:
-    """Flags of a case with these arguments, beside its length."""
-    case = load_case(write_case(folder, arguments))
-    assert case.config.MODEL_ARGS["--train-iters"] == "4"
-    return command_line(case.arguments(), variables)[2:]
-
 
 # --- MODEL_ARGS -----------------------------------------------------------------------------------
+
+
+def words(folder: Path, line: str, **variables: str) -> list[str]:
+    """What a line of MODEL_ARGS gives the training script."""
+    path = folder / "arguments.yaml"
+    path.write_text(line + "\n")
+    return command_line(read_yaml(path), variables)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +53,6 @@ def words(folder: Path, arguments: str, **variables: str) -> list[str]:
         ("--bf16: true", ["--bf16"]),
         ("--num-layers: 4", ["--num-layers", "4"]),
         ("--norm-epsilon: 1e-6", ["--norm-epsilon", "1e-6"]),
-        ("--min-lr: 1.0e-5", ["--min-lr", "1.0e-5"]),
         ("--lr: .010", ["--lr", ".010"]),
         ("--split: 949,50,1", ["--split", "949,50,1"]),
         ('--modules: "[core_attn attn_proj]"', ["--modules", "core_attn", "attn_proj"]),
@@ -97,163 +87,43 @@ def test_variables_are_put_in_and_others_left(tmp_path: Path) -> None:
     assert expand("$A${A}$AB", {"A": "1"}) == "11$AB"
 
 
-@pytest.mark.parametrize("value", ["false", "null", ""])
-def test_a_flag_is_left_out_and_not_set_to_nothing(tmp_path: Path, value: str) -> None:
-    case = write_case(tmp_path, f"--bf16: {value}")
-    with pytest.raises(ValueError, match="MODEL_ARGS: --bf16: .* is not supported .*leave"):
-        load_case(case)
-
-
-@pytest.mark.parametrize(
-    "arguments, kind, rest, message",
-    [
-        ("bf16: true", "regular", "", "'bf16' is no flag"),
-        ("--x: [a, b]", "regular", "", r"MODEL_ARGS.--x: Input should be a valid string"),
-        ("", "nightly", "", "TEST_TYPE: Input should be 'regular' or 'ckpt-resume'"),
-        ("", "regular", "MODEL_ARG_2: {}\n", "MODEL_ARG_2: Extra inputs are not permitted"),
-        ("", "regular", "MODEL_ARGS_2: {--bf16: true}\n", "MODEL_ARGS_2 has no --train-iters"),
-        ("--load: x", "ckpt-resume", "", "has no --save"),
-        ("--x: 'a", "regular", "", "is no YAML"),
-    ],
-)
-def test_what_is_not_in_the_format_is_refused_by_file_and_field(
-    tmp_path: Path, arguments: str, kind: str, rest: str, message: str
-) -> None:
-    case = write_case(tmp_path, arguments, kind, rest)
-    with pytest.raises(ValueError, match=message) as refusal:
-        load_case(case)
-    assert str(case / "model_config.yaml") in str(refusal.value)
-
-
-def test_the_second_training_has_its_own_flags_where_a_case_gives_some(tmp_path: Path) -> None:
-    plain = load_case(write_case(tmp_path, "--bf16: true"))
-    assert plain.arguments(2) == plain.arguments(1)
-    rest = "MODEL_ARGS_2:\n  --train-iters: 4\n  --fp16: true\n"
-    case = load_case(write_case(tmp_path, "--bf16: true", rest=rest, name="other"))
-    assert "--bf16" in case.arguments(1)
-    assert "--fp16" in case.arguments(2)
-    assert "--bf16" not in case.arguments(2)
+def test_a_field_that_is_not_in_the_format_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"MODEL_ARG_2\s+Extra inputs are not permitted"):
+        ModelConfig.model_validate({"MODEL_ARGS": {}, "TEST_TYPE": "regular", "MODEL_ARG_2": {}})
 
 
 def test_without_offloading_a_case_is_otherwise_the_same() -> None:
-    own = {f"--{field.name.replace('_', '-')}": "1" for field in dataclasses.fields(OffloadConfig)}
-    kept = {"--bf16": "true", "--optimizer-cpu-offload": "true", "--train-iters": "4"}
-    megatron = {
-        "--fine-grained-activation-offloading": "true",
-        "--offload-modules": "[core_attn]",
-        "--min-offloaded-tensor-size": "1",
-        "--activation-offload-fraction": "0.5",
-        "--delta-offload-bytes-across-pp-ranks": "1",
-        "--delay-offload-until-cuda-graph": "true",
-    }
-    assert without_offloading({**megatron, **kept, **own}) == kept
+    own = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(OffloadConfig)}
+    assert own < OFFLOADING_FLAGS
+    for job in load_jobs():
+        plain, offloading = arguments_of(job, offloads=False), arguments_of(job)
+        assert plain == {f: v for f, v in offloading.items() if f not in OFFLOADING_FLAGS}
+        assert "--fine-grained-activation-offloading" in offloading
 
 
-def test_an_unknown_case_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    write_case(tmp_path, name="gpt3_offload")
-    with pytest.raises(ValueError, match="gpt3_ofload is not .* did you mean gpt3_offload?"):
-        find_cases(["gpt3_ofload"], tmp_path)
-
-
-# --- recipes --------------------------------------------------------------------------------------
-
-RECIPE = """\
-type: basic
-format_version: 1
-maintainers: [slipstream]
-loggers: [stdout]
-spec:
-  name: "{test_case}_{environment}"
-  model: gpt
-  nodes: 1
-  gpus: 1
-  platforms: cpu
-  script: |-
-    ./run functional-tests {test_case} --platform {platforms}
-products:
-  - test_case: [one]
-    products:
-      - environment: [dev, lts]
-        scope: [mr]
-        platforms: [cpu, h200]
-  - test_case: [two]
-    products:
-      - environment: [dev]
-        scope: [nightly]
-        platforms: [h200]
-        gpus: [2]
-"""
-
-
-def write_recipe(folder: Path, text: str = RECIPE) -> Path:
-    path = folder / "h200" / "gpt.yaml"
-    path.parent.mkdir()
-    path.write_text(text)
-    return path
-
-
-def test_a_recipe_combines_its_lists_and_its_products_override_its_spec(tmp_path: Path) -> None:
-    write_recipe(tmp_path)
-    jobs = load_jobs(tmp_path)
-    assert len(jobs) == 5
-    assert {(job.environment, job.platform) for job in jobs if job.case == "one"} == {
-        ("dev", "cpu"), ("dev", "h200"), ("lts", "cpu"), ("lts", "h200"),
-    }  # fmt: skip
-    (two,) = (job for job in jobs if job.case == "two")
-    assert (two.num_ranks, two.scope) == (2, "nightly")
-    assert two.script == "./run functional-tests two --platform h200"
-    assert job_for(jobs, "one", "h200", "lts").num_ranks == 1
-
-
-def test_a_case_on_a_platform_without_recipe_is_refused_with_those_it_has(tmp_path: Path) -> None:
-    write_recipe(tmp_path)
-    jobs = load_jobs(tmp_path)
-    with pytest.raises(ValueError, match="two is not supported on platform cpu.* h200"):
-        job_for(jobs, "two", "cpu", "dev")
-
-
-def test_an_unknown_field_of_a_recipe_is_refused(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path, RECIPE.replace("  gpus: 1\n", "  gpus: 1\n  n_repeat: 5\n"))
-    with pytest.raises(ValueError, match="spec.n_repeat: Extra inputs") as refusal:
-        load_jobs(tmp_path)
-    assert str(path) in str(refusal.value)
-
-
-# --- those of this repository ---------------------------------------------------------------------
-
-
-def our_cases() -> list[Case]:
-    return find_cases()
+# --- the cases and recipes of this repository -----------------------------------------------------
 
 
 def test_every_case_is_in_a_recipe_of_its_model_and_every_recipe_has_its_case() -> None:
-    jobs, cases = load_jobs(), our_cases()
-    assert {(job.model, job.case) for job in jobs} == {(case.model, case.name) for case in cases}
-    assert {job.environment for job in jobs} == {ENVIRONMENT}
-    paths = {path.parent.name for path in recipes.RECIPES.glob("*/*.yaml")}
-    assert {job.platform for job in jobs} == paths
+    jobs = load_jobs()
+    folders = {path.parent for path in CASES.glob("*/*/model_config.yaml")}
+    assert {job.folder for job in jobs} == folders
+    assert {job.platform for job in jobs} == {path.parent.name for path in RECIPES.glob("*/*.yaml")}
 
 
-def test_a_recipe_starts_the_runner_with_arguments_that_it_takes() -> None:
+def test_a_recipe_starts_its_case_only() -> None:
+    ids = [f"{job.case}-{job.platform}" for job in load_jobs()]
     for job in load_jobs():
-        run, command, *arguments = shlex.split(job.script)
-        assert (run, command) == ("./run", "functional-tests")
-        options = _parser().parse_args(arguments)
-        assert (options.cases, options.platform) == ([job.case], job.platform)
+        run, command, option, name = shlex.split(job.script)
+        assert (run, command, option) == ("./run", "functional-tests", "-k")
+        assert [one for one in ids if name in one] == [f"{job.case}-{job.platform}"]
 
 
-def test_every_case_is_deterministic_and_asks_for_what_is_measured() -> None:
-    for case in our_cases():
-        assert case.offloads
-        assert case.config.ENV_VARS["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
-        assert metrics_of(case, "h200") == ("lm loss", "num-zeros")
-
-
-def test_every_case_that_runs_without_a_gpu_has_golden_values_for_that() -> None:
-    names = {job.case for job in load_jobs() if job.platform == "cpu"}
-    assert len(names) >= 6
-    for case in find_cases(sorted(names)):
-        assert case.golden_path(ENVIRONMENT, "cpu").exists(), case.name
+def test_every_case_is_deterministic_and_has_its_golden_values() -> None:
+    for job in load_jobs():
+        assert job.config.ENV_VARS["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+        golden = read_golden(job.golden_path)
+        assert set(golden) == {*EXACT_METRICS, *(BYTES_METRICS if job.platform == "cpu" else ())}
 
 
 _PARSE = """
@@ -271,14 +141,133 @@ for words in json.loads(pathlib.Path(sys.argv[1]).read_text()):
 
 
 def test_the_training_script_knows_every_flag_of_every_case(tmp_path: Path) -> None:
-    """Those for a GPU too, which may not have been tried yet."""
-    lines = []
-    for case in our_cases():
-        for platform in ("cpu", "h200"):
-            training = Training(case, True, platform, 1, tmp_path, tmp_path)
-            lines.append(command_line(training.arguments(), {}))
-    script, words = tmp_path / "parse.py", tmp_path / "words.json"
+    """Those for a GPU too, which CI does not run."""
+    script, lines = tmp_path / "parse.py", tmp_path / "words.json"
     script.write_text(_PARSE)
-    words.write_text(json.dumps(lines))
-    result = run_script(script, str(words))
+    lines.write_text(json.dumps([command_line(arguments_of(job), {}) for job in load_jobs()]))
+    result = run_script(script, str(lines))
     assert result.returncode == 0, result.stderr[-1000:]
+
+
+# --- golden values --------------------------------------------------------------------------------
+
+NUM_ITERATIONS = 4
+
+
+def result_of(
+    peak: int = 100, moved: int = 0, num_ranks: int = 2, first: int = 1, pool: int = 0
+) -> Result:
+    """Of a training in which a rank's figures tell which rank and iteration they are of."""
+    steps = range(first, NUM_ITERATIONS + 1)
+    records: list[dict[str, Any]] = [
+        {
+            "iterations": [
+                {
+                    "loss": 5.0 - step / 8 if rank == num_ranks - 1 else None,
+                    "activation_peak_bytes": peak + rank - pool,
+                    "graph_pool_bytes": pool,
+                    "bytes_offloaded": moved,
+                }
+                for step in steps
+            ],
+            "gradients_sha256": f"g{rank}",
+            "weights_sha256": f"w{rank}",
+        }
+        for rank in range(num_ranks)
+    ]
+    return Result(records, dict.fromkeys(steps, 2.0), NUM_ITERATIONS)
+
+
+def test_metrics_are_of_the_right_ranks_and_have_five_decimals() -> None:
+    result = result_of(peak=100, moved=7)
+    result.records[-1]["iterations"][0]["loss"] = 4.123456789
+    metrics = result.metrics()
+    assert metrics["lm loss"][1] == 4.12346
+    assert metrics["lm loss"][4] == 4.5
+    assert metrics["num-zeros"] == {1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0}
+    assert metrics["activation-peak-bytes"][2] == 101
+    assert metrics["offloaded-bytes"][3] == 14
+
+
+def test_a_file_of_golden_values_is_in_megatrons_format(tmp_path: Path) -> None:
+    path = tmp_path / "golden_values_dev_cpu.json"
+    write_golden(path, {"lm loss": {1: 4.5, 2: 4.25}})
+    values = {"1": 4.5, "2": 4.25}
+    metric = {"start_step": 1, "end_step": 2, "step_interval": 1, "values": values}
+    assert json.loads(path.read_text()) == {"lm loss": metric}
+    assert read_golden(path) == {"lm loss": {1: 4.5, 2: 4.25}}
+
+
+def steps(*values: float) -> dict[int, float]:
+    return dict(enumerate(values, start=1))
+
+
+GOLDEN = steps(4.0, 3.0, 2.0)
+
+
+@pytest.mark.parametrize("now", [steps(4.0, 3.00001, 2.0), steps(4.0, 3.0), steps(math.nan)])
+def test_an_exact_metric_has_to_be_the_same(now: dict[int, float]) -> None:
+    assert compare(GOLDEN, now, exact=True)
+    assert not compare(GOLDEN, dict(GOLDEN), exact=True)
+
+
+def test_other_values_may_differ_by_five_percent_and_one_of_them_by_more() -> None:
+    assert not compare(GOLDEN, steps(4.19, 2.86, 2.0), exact=False)
+    assert not compare(GOLDEN, steps(4.0, 9.0, 2.0), exact=False)
+    assert compare(GOLDEN, steps(9.0, 9.0, 2.0), exact=False) == [1, 2]
+    assert compare(GOLDEN, steps(4.0), exact=False) == [2, 3]
+    assert compare(steps(4.0), steps(4.3), exact=False)
+
+
+# --- against the training without offloading ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rank, where, value, told",
+    [
+        (1, ("iterations", 2, "loss"), 4.625 + 2**-40, "loss differs in iteration 3"),
+        (0, ("gradients_sha256",), "x", "gradients of rank 0"),
+        (1, ("weights_sha256",), "x", "weights of rank 1"),
+        (1, ("weights_sha256",), None, "weights of rank 1"),
+    ],
+)
+def test_any_bit_of_difference_is_one(
+    rank: int, where: tuple[Any, ...], value: object, told: str
+) -> None:
+    assert first_difference(result_of(), result_of(peak=50, moved=8)) is None
+    changed = copy.deepcopy(result_of(peak=50, moved=8))
+    inner: Any = changed.records[rank]
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = value
+    assert told in (first_difference(result_of(), changed) or "")
+
+
+def test_digests_that_both_lack_are_no_equality() -> None:
+    left, right = result_of(), result_of()
+    for result in (left, right):
+        del result.records[0]["gradients_sha256"]
+    assert first_difference(left, right) is not None
+
+
+def test_what_graphs_keep_counts_as_peak() -> None:
+    assert result_of(peak=100, pool=60).peak_bytes() == 101
+
+
+def test_a_resumed_training_is_compared_where_both_have_been() -> None:
+    again = result_of(first=3)
+    assert list(again.by_iteration("loss")) == [3, 4]
+    assert first_difference(result_of(), again) is None
+    again.records[-1]["iterations"][0]["loss"] = 1.0
+    assert "iteration 3" in (first_difference(result_of(), again) or "")
+
+
+def test_a_training_that_fails_shows_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        functional_cases, "_launcher", lambda _: ["bash", "-c", "echo ValueError: no luck; exit 3"]
+    )
+    job = next(job for job in load_jobs() if job.platform == "cpu")
+    with pytest.raises(AssertionError, match=r"ended with status 3(.|\n)*no luck"):
+        functional_cases.train(job, True, tmp_path / "run")
