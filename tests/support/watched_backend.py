@@ -83,7 +83,7 @@ class WatchedBackend(CpuBackend):
         """The storages that each group saved, by their numbers in the trace."""
         self.addresses: dict[int, int] = {}
         """Where in host memory each storage has been."""
-        self.lent_before: dict[int, set[int]] = {}
+        self.used_before: dict[int, set[int]] = {}
         """For each storage, those whose copy back was the last to read any of its host bytes."""
         self.in_use_bytes: dict[int, int] = {}
         """By step, what the pool had in use when the last copy out was issued."""
@@ -173,7 +173,7 @@ class WatchedBackend(CpuBackend):
         self.addresses[number] = buffer.address
         self._in_host[buffer.address] = number
         blocks = host_blocks(buffer)
-        self.lent_before[number] = {self._last_read[b] for b in blocks if b in self._last_read}
+        self.used_before[number] = {self._last_read[b] for b in blocks if b in self._last_read}
         self.in_use_bytes[self.step] = self.manager.store.host_pool.in_use_bytes
         return number
 

@@ -180,6 +180,7 @@ class ActivationStore:
         self,
         group: OffloadTensorGroup,
         may_move: Optional[Callable[[int, SavedStorage], bool]] = None,
+        numbers: Optional[Sequence[int]] = None,
     ) -> None:
         """Start copying out the group's storages that have not been copied yet.
 
@@ -189,8 +190,10 @@ class ActivationStore:
             group: A committed group.
             may_move: Called with a storage's position in the group, and the storage; None if all
                 of them may.
+            numbers: By position, the index of the group's storages in the trace of the plan whose
+                host layout is followed; None where none is.
         """
-        storages, sources = [], []
+        storages, sources, planned = [], [], []
         for position, storage in enumerate(group.storages_or_none()):
             if storage is None or storage.residence is not Residence.DEVICE:
                 continue
@@ -199,9 +202,11 @@ class ActivationStore:
             if source is not None and (may_move is None or may_move(position, storage)):
                 storages.append(storage)
                 sources.append(source)
+                # A storage that the trace does not have is asked of the pool.
+                planned.append(numbers[position] if numbers and position < len(numbers) else -1)
         if not storages:
             return
-        allocations = self._allocate(storages)
+        allocations = self._allocate(storages, planned)
         if allocations is None:
             self.modules[group.name].num_kept_for_host_memory += 1
             return
@@ -364,12 +369,15 @@ class ActivationStore:
         self.copy_streams.finish()
         self.host_pool.close()
 
-    def _allocate(self, storages: Sequence[SavedStorage]) -> Optional[list[HostAllocation]]:
+    def _allocate(
+        self, storages: Sequence[SavedStorage], numbers: Sequence[int]
+    ) -> Optional[list[HostAllocation]]:
         """A host buffer for each storage, or None if there is not enough memory for all."""
         allocations: list[HostAllocation] = []
         try:
-            for storage in storages:
-                allocations.append(storage.pool.allocate(storage.nbytes))
+            for storage, number in zip(storages, numbers, strict=True):
+                planned = storage.pool.allocate_planned(number, storage.nbytes)
+                allocations.append(planned or storage.pool.allocate(storage.nbytes))
         except HostMemoryFull:
             for storage, allocation in zip(storages, allocations, strict=False):
                 storage.pool.free(allocation)

@@ -10,11 +10,20 @@ A buffer and the events of the last copies of its bytes travel together in a
 :class:`HostAllocation`.
 The pool never waits: the next user's copy does (edge E2 of ``copy_streams``).
 
+[Note: Layouts]
+An iteration that follows its plan asks for the same buffers as the one before, in the same order.
+So where they lie is computed once (``plan.host_layout.lay_out``), with the storages that had their
+bytes before, and the pool hands them out without a search: :meth:`HostPool.allocate_planned`. The
+free ranges are not kept up to date meanwhile. They are made again from what is in use as soon as
+something else is asked for. A buffer is refused if the storages before it have not been there, or
+have not given their bytes back: so each user of a byte waits for the user before, as planned, and
+the first one for all copies of earlier iterations.
+
 [Note: Waste of host memory]
 What is pinned beyond what was asked for has three parts. *Slack*: a buffer is as long as its size
 class, less than a sixteenth longer than a request of 8 KiB or more. *Unusable*: what was free, but
 in no range long enough, when a slab had to be added. *Spare*: what of the last slab has not been
-needed yet, or is not needed any more; it goes once plans are settled (``host_shrink``). Waste is
+needed yet, or is not needed any more; it goes once plans are settled (``host_trim``). Waste is
 the first two. While buffers are only allocated, as in a forward pass, a slab cannot serve the next
 one only if what is left of it is shorter, which is a sixteenth of a slab that was made for such
 buffers; so waste stays below an eighth of what is in use. Where forward and backward alternate and
@@ -35,7 +44,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
-from megatron.slipstream.plan.host_layout import FreeRanges, size_class_bytes
+from megatron.slipstream.plan.host_layout import FreeRanges, HostLayout, size_class_bytes
 from megatron.slipstream.plan.render import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -59,18 +68,38 @@ class HostAllocation:
     were none."""
 
 
+class _Layout:
+    """A layout that is being followed: [Note: Layouts]."""
+
+    def __init__(self, buffers: HostLayout, carried: tuple[Any, ...]) -> None:
+        self.buffers = buffers
+        self.carried = carried
+        """The signals after the last copies of earlier iterations."""
+        self.allocations: dict[int, HostAllocation] = {}
+        """Handed out in this iteration, by storage; some have been given back."""
+        self.newest: dict[Any, Any] = {signal.stream: signal for signal in carried}
+        """By stream, the signal after the last copies of buffers that have been given back."""
+
+    def note_last_use(self, signals: tuple[Any, ...]) -> None:
+        for signal in signals:
+            known = self.newest.get(signal.stream)
+            if known is None or known.position < signal.position:
+                self.newest[signal.stream] = signal
+
+
 class _InUse(NamedTuple):
     """What the pool knows of a buffer that is out."""
 
     allocation: HostAllocation
     slab: int
     start: int
+    stop: int
     nbytes: int
     """As it was asked for."""
 
 
 class HostPool:
-    """Lends host buffers.
+    """Hands out host buffers.
 
     Args:
         backend: Where slabs come from.
@@ -92,6 +121,7 @@ class HostPool:
         self._returned: deque[HostAllocation] = deque()
         """Given back, and not yet free: see :meth:`free`."""
         self._is_busy = False
+        self._layout: Optional[_Layout] = None
         self.allocated_bytes = 0
         """Host memory that the pool holds, in use or not."""
         self.in_use_bytes = 0
@@ -110,6 +140,16 @@ class HostPool:
         return len(self._slabs)
 
     @property
+    def slab_lengths(self) -> tuple[int, ...]:
+        """The length of each slab in bytes, for :meth:`follow`."""
+        return tuple(slab.nbytes for slab in self._slab_bytes)
+
+    @property
+    def follows_layout(self) -> bool:
+        """Whether nothing but what was planned has been asked for since :meth:`follow`."""
+        return self._layout is not None
+
+    @property
     def waste_bytes(self) -> int:
         """Slack and unusable memory at the high-water mark: [Note: Waste of host memory]."""
         slack = self.high_water_bytes - self._high_water_requested_bytes
@@ -125,9 +165,77 @@ class HostPool:
             self._take_back()
         self._is_busy = True
         try:
+            self._leave_layout()
             return self._allocate_span(nbytes)
         finally:
             self._is_busy = False
+
+    def follow(self, buffers: HostLayout) -> bool:
+        """An iteration begins whose buffers lie as planned: [Note: Layouts].
+
+        Args:
+            buffers: For :attr:`slab_lengths`.
+
+        Returns:
+            Whether they can: nothing may be in use.
+        """
+        if self.in_use_bytes:
+            return False
+        known = self._layout
+        carried = known.newest.values() if known is not None else self._latest_uses()
+        self._layout = _Layout(buffers, tuple(carried))
+        return True
+
+    def allocate_planned(self, storage: int, nbytes: int) -> Optional[HostAllocation]:
+        """The buffer of a storage by the layout that is followed; None if it cannot be had.
+
+        Args:
+            storage: Index in ``Trace.storages``.
+            nbytes: Its length, which has to be as planned.
+        """
+        layout = self._layout
+        buffer = layout.buffers.get(storage) if layout is not None else None
+        if layout is None or buffer is None or storage in layout.allocations:
+            return None
+        start, stop, used_before, slab = buffer
+        if stop - start != size_class_bytes(nbytes):
+            return None  # Sizes vary from one iteration to the next.
+        events = layout.carried
+        for earlier in used_before:
+            before = layout.allocations.get(earlier)
+            if before is None or id(before) in self._in_use:
+                return None
+            events = (*events, *before.last_use)
+        allocation = self._hand_out(slab, start, stop - start, events, nbytes)
+        layout.allocations[storage] = allocation
+        return allocation
+
+    def _latest_uses(self) -> list[Any]:
+        """Signals that cover all copies of what is free."""
+        latest: dict[Any, Any] = {}
+        for signal in self._free.events():
+            known = latest.get(signal.stream)
+            if known is None or known.position < signal.position:
+                latest[signal.stream] = signal
+        return list(latest.values())
+
+    def _leave_layout(self) -> None:
+        """Make the free ranges again, from what is in use."""
+        layout, self._layout = self._layout, None
+        if layout is None:
+            return
+        events = tuple(layout.newest.values())
+        self._free = FreeRanges()
+        in_use = sorted((item.slab, item.start, item.stop) for item in self._in_use.values())
+        for number, slab in enumerate(self._slab_bytes):
+            self._free.add_slab(slab.nbytes, is_free=False)
+            free_from = 0
+            for _, start, stop in (item for item in in_use if item[0] == number):
+                if free_from < start:
+                    self._free.put(number, free_from, start, events)
+                free_from = stop
+            if free_from < slab.nbytes:
+                self._free.put(number, free_from, slab.nbytes, events)
 
     def reserve(self, nbytes: int) -> None:
         """Hold ``nbytes`` bytes more, if the system gives them, and from then on no more."""
@@ -148,6 +256,7 @@ class HostPool:
     def close(self) -> None:
         """Return all memory to the system. Every copy must have completed (edge E7)."""
         self._in_use.clear()
+        self._layout = None
         self._free = FreeRanges()
         self._slab_bytes.clear()
         while self._slabs:
@@ -180,9 +289,14 @@ class HostPool:
             self._grow(size)
             span = self._free.take(size)
             assert span is not None
-        storage, offset, _ = self._slab_bytes[span.slab]
-        allocation = HostAllocation(Bytes(storage, offset + span.start, size), span.events)
-        self._in_use[id(allocation)] = _InUse(allocation, span.slab, span.start, nbytes)
+        return self._hand_out(span.slab, span.start, size, span.events, nbytes)
+
+    def _hand_out(
+        self, slab: int, start: int, size: int, events: tuple[Any, ...], nbytes: int
+    ) -> HostAllocation:
+        storage, offset, _ = self._slab_bytes[slab]
+        allocation = HostAllocation(Bytes(storage, offset + start, size), events)
+        self._in_use[id(allocation)] = _InUse(allocation, slab, start, start + size, nbytes)
         self.in_use_bytes += size
         self._requested_bytes += nbytes
         if self.in_use_bytes > self._peak_in_use_bytes:
@@ -207,10 +321,12 @@ class HostPool:
         in_use = self._in_use.pop(id(allocation), None)
         if in_use is None:
             return  # Allocated before the pool was closed, so it is not of the pool any more.
-        size = allocation.buffer.nbytes
-        self.in_use_bytes -= size
+        self.in_use_bytes -= allocation.buffer.nbytes
         self._requested_bytes -= in_use.nbytes
-        self._free.put(in_use.slab, in_use.start, in_use.start + size, allocation.last_use)
+        if self._layout is not None:
+            self._layout.note_last_use(allocation.last_use)
+        else:
+            self._free.put(in_use.slab, in_use.start, in_use.stop, allocation.last_use)
 
     def _grow(self, size: int) -> None:
         """Add a slab with room for a buffer of ``size``."""
@@ -231,6 +347,7 @@ class HostPool:
         self._hold(slab)
 
     def _hold(self, slab: torch.Tensor) -> None:
+        self._leave_layout()
         self._unusable_bytes = self.allocated_bytes - self.in_use_bytes
         self._slabs.append(slab)
         self._slab_bytes.append(Bytes.of(slab))

@@ -28,6 +28,8 @@ class Iteration:
     """What is special about it: the engine may be left out of it."""
     plan: Optional[Plan] = None
     """The plan being followed; None where it is not like any planned one."""
+    has_layout: bool = False
+    """Whether host buffers lie as computed for the plan: [Note: Layouts] in ``host_pool``."""
     host_sync_points: HostSyncPoints = field(default_factory=dict)
     """Where the host waits in it, if it follows its plan."""
     probe: Optional[IterationProbe] = None

@@ -21,7 +21,12 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     Times,
 )
 from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.host_layout import HostLayout, lay_out
+from megatron.slipstream.plan.operations import derive_schedule
 from megatron.slipstream.plan.trace import MemoryReading, Step
+
+MAX_LAYOUTS_LEFT = 3
+"""After so many iterations that asked for other buffers than the layout has, the pool is asked."""
 
 Steps = tuple[Step, ...]
 
@@ -108,6 +113,11 @@ class PlanEntry:
     """What a trial of this plan found that was within the limit."""
     followed_by: tuple[Optional[Steps], Optional[Steps]] = (None, None)
     """What came after iterations like this one the last two times."""
+    layout: Optional[HostLayout] = None
+    """Where its host buffers lie, in slabs of these lengths; None if they have too little room."""
+    layout_slabs: Optional[tuple[int, ...]] = None
+    num_layouts_left: int = 0
+    """Iterations that asked for other host buffers than the layout has."""
     num_passes: int = 0
     """Times that forward enters a model chunk, in those that have no marks too."""
 
@@ -117,6 +127,19 @@ class PlanEntry:
         most, following = _NEXT.get(self.phase, (0, self.phase))
         if self.num_in_phase == most:
             self.phase, self.num_in_phase = following, 0
+
+    def layout_in(self, slabs: tuple[int, ...]) -> Optional[HostLayout]:
+        """Where its host buffers lie in slabs of these lengths.
+
+        None if there is too little room, before the plan is known to be followed, and where
+        iterations ask for other buffers, as where sizes vary from one to the next.
+        """
+        if self.phase is Phase.WARM_UP or self.num_layouts_left == MAX_LAYOUTS_LEFT:
+            return None
+        if self.layout_slabs != slabs:
+            self.layout = lay_out(derive_schedule(self.plan).host_requests(), slabs)
+            self.layout_slabs = slabs
+        return self.layout
 
     @property
     def num_moving(self) -> int:

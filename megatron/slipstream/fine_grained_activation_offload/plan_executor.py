@@ -63,6 +63,7 @@ class PlanExecutor:
             self._recorder.reads_memory = True
             self._recorder.watch_gradients()
             return
+        self._follow_layout(now, plan)
         now.host_sync_points = self._tuner.sync_points_of(plan)
         now.probe = self._tuner.probe(plan)
         if now.probe is not None and now.probe.clock is not None:
@@ -110,7 +111,7 @@ class PlanExecutor:
         self.stop_measuring(now)
         if now.plan is None:
             return
-        planned, now.plan = now.plan.trace.steps[:num_steps], None
+        planned, now.plan, now.has_layout = now.plan.trace.steps[:num_steps], None, False
         self._recorder.steps.extend(planned)
         commits = (step.key for step in planned if step.kind is StepKind.FORWARD_COMMIT)
         self._fallback.adopt(now.groups[key] for key in commits)
@@ -121,6 +122,7 @@ class PlanExecutor:
 
     def clear(self, now: Iteration) -> None:
         """The iteration has ended, or is dropped."""
+        self._note_layout(now)
         self.stop_measuring(now)
         self._fallback.clear()
 
@@ -134,7 +136,7 @@ class PlanExecutor:
                 "the model has to do the same in every micro-batch"
             )
         self.stop_measuring(now)
-        now.host_sync_points = {}
+        now.host_sync_points, now.has_layout = {}, False
         plan = self._cache.find_beginning((*departed.trace.steps[:index], step))
         if plan is not None:
             now.plan = plan
@@ -174,11 +176,13 @@ class PlanExecutor:
         backend = self._store.backend
         if backend.names_ranges:
             with backend.profiler_range(str(action)):
-                self._carry_out(plan, action, group)
+                self._carry_out(now, plan, action, group)
         else:
-            self._carry_out(plan, action, group)
+            self._carry_out(now, plan, action, group)
 
-    def _carry_out(self, plan: Plan, action: Action, group: OffloadTensorGroup) -> None:
+    def _carry_out(
+        self, now: Iteration, plan: Plan, action: Action, group: OffloadTensorGroup
+    ) -> None:
         if action.kind is ActionKind.H2D:
             self._store.copy_in(group.storages())
         elif group.state is not GroupState.COMMITTED:
@@ -188,7 +192,20 @@ class PlanExecutor:
         else:
             kept = plan.group_by_key[action.key].kept_storages
             may_move = (lambda position, _: position not in kept) if kept else None
-            self._store.copy_out(group, may_move)
+            numbers = plan.trace.group_by_key[action.key].storages if now.has_layout else None
+            self._store.copy_out(group, may_move, numbers)
+
+    def _follow_layout(self, now: Iteration, plan: Plan) -> None:
+        entry, pool = self._cache.entry_of(plan), self._store.host_pool
+        layout = entry.layout_in(pool.slab_lengths) if entry is not None else None
+        now.has_layout = layout is not None and pool.follow(layout)
+
+    def _note_layout(self, now: Iteration) -> None:
+        """Count the iterations whose buffers did not lie as computed."""
+        if now.has_layout and not self._store.host_pool.follows_layout:
+            entry = self._cache.entry_of(now.plan)
+            if entry is not None:
+                entry.num_layouts_left += 1
 
 
 class Fallback:

@@ -176,7 +176,7 @@ class _Walk:
         after: dict[int, None] = {}
         for item in self.jobs[number].out_storages:
             buffer = self._ledger.allocate(self._trace.storages[item].nbytes)
-            after.update((self._returned_by[old], None) for old in buffer.lent_before)
+            after.update((self._returned_by[old], None) for old in buffer.used_before)
             self._buffers[item] = buffer
         return tuple(after)
 

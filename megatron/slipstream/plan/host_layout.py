@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 MIN_BUFFER_BYTES = 4096
@@ -84,11 +84,17 @@ class FreeRanges:
         self._serials = itertools.count()
         self._num_slabs = 0
 
-    def add_slab(self, nbytes: int) -> int:
-        """A new slab, all of it free and never used. Returns its number: 0, 1, 2, ..."""
+    def add_slab(self, nbytes: int, is_free: bool = True) -> int:
+        """A new slab, never used. Returns its number: 0, 1, 2, ...
+
+        Args:
+            nbytes: Its length.
+            is_free: False if all of it is taken.
+        """
         slab = self._num_slabs
         self._num_slabs += 1
-        self._insert(_FreeRange(nbytes, next(self._serials), slab, 0, nbytes, ()))
+        if is_free:
+            self._insert(_FreeRange(nbytes, next(self._serials), slab, 0, nbytes, ()))
         return slab
 
     def take(self, nbytes: int) -> Optional[Span]:
@@ -125,6 +131,10 @@ class FreeRanges:
             stop, uses = after.stop, uses + after.uses
         self._insert(_FreeRange(stop - start, next(self._serials), slab, start, stop, uses))
 
+    def events(self) -> tuple[Hashable, ...]:
+        """The events that end the last copies of what is free."""
+        return _distinct(use for free in self._by_size for use in free.uses)
+
     def ranges(self) -> list[tuple[int, int, int]]:
         """All free ranges as (slab, start, stop), in order."""
         return sorted((free.slab, free.start, free.stop) for free in self._by_size)
@@ -155,44 +165,49 @@ _ENDLESS_BYTES = 1 << 62
 
 
 class HostBuffer(NamedTuple):
-    """Bytes ``[start, stop)`` that were in use for a storage."""
+    """Bytes ``[start, stop)`` of a slab that were in use for a storage."""
 
     start: int
     stop: int
-    lent_before: tuple[int, ...]
+    used_before: tuple[int, ...]
     """The storages whose copies back the pool gives the user to wait for (edge E2)."""
+    slab: int = 0
 
 
 class HostLedger:
     """The pool of an iteration as numbers.
 
-    It is the engine's allocator over one slab without an end: where slabs end depends on what the
-    pool has served before, which a plan cannot know. So more memory lies side by side than in the
-    engine, and more buffers have parts of several earlier ones.
+    Args:
+        slabs: The length of each slab in bytes. By default one slab without an end: where slabs end
+            depends on what the pool has served before, which a plan cannot know. So more memory
+            lies side by side than in the engine, and more buffers have parts of several earlier
+            ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slabs: Sequence[int] = (_ENDLESS_BYTES,)) -> None:
         self._free = FreeRanges()
-        self._slab = self._free.add_slab(_ENDLESS_BYTES)
+        for nbytes in slabs:
+            self._free.add_slab(nbytes)
         self.in_use_bytes = 0
         """Bytes of the buffers in use now."""
 
     def allocate(self, nbytes: int) -> HostBuffer:
-        """Lend a buffer of at least ``nbytes`` bytes."""
+        """A buffer of at least ``nbytes`` bytes.
+
+        Raises:
+            MemoryError: No free range is long enough.
+        """
         span = self._free.take(size_class_bytes(nbytes))
-        assert span is not None
+        if span is None:
+            raise MemoryError(f"no slab has {nbytes} bytes side by side")
         self.in_use_bytes += span.stop - span.start
         before = tuple(event for event in span.events if isinstance(event, int))
-        return HostBuffer(span.start, span.stop, before)
+        return HostBuffer(span.start, span.stop, before, span.slab)
 
     def free(self, buffer: HostBuffer, storage: int) -> None:
         """Take back the buffer of ``storage``, whose copy back has been issued."""
         self.in_use_bytes -= buffer.stop - buffer.start
-        self._free.put(self._slab, buffer.start, buffer.stop, (storage,))
-
-
-_STEPS = 64
-"""Into so many parts the most that is in use is divided, to find how much more it takes."""
+        self._free.put(buffer.slab, buffer.start, buffer.stop, (storage,))
 
 
 class HostRequest(NamedTuple):
@@ -201,6 +216,37 @@ class HostRequest(NamedTuple):
     storage: int
     nbytes: int
     """Of the buffer; 0 to take it back."""
+
+
+HostLayout = Mapping[int, HostBuffer]
+"""The buffer of each moving storage of an iteration, by index in ``Trace.storages``."""
+
+
+def lay_out(requests: Sequence[HostRequest], slabs: Sequence[int]) -> Optional[HostLayout]:
+    """Where the engine's allocator puts the buffers of an iteration.
+
+    Args:
+        requests: Of the iteration, which begins with nothing in use.
+        slabs: The length of each slab in bytes.
+
+    Returns:
+        The layout; None if the slabs have too little room.
+    """
+    ledger = HostLedger(slabs)
+    layout: dict[int, HostBuffer] = {}
+    for storage, nbytes in requests:
+        if not nbytes:
+            ledger.free(layout[storage], storage)
+            continue
+        try:
+            layout[storage] = ledger.allocate(nbytes)
+        except MemoryError:
+            return None
+    return layout
+
+
+_STEPS = 64
+"""Into so many parts the most that is in use is divided, to find how much more it takes."""
 
 
 def slab_bytes_for(iterations: Sequence[Sequence[HostRequest]]) -> int:
@@ -214,7 +260,7 @@ def slab_bytes_for(iterations: Sequence[Sequence[HostRequest]]) -> int:
     """
     nbytes = most = max(map(_most_in_use_bytes, iterations), default=0)
     step = -(-most // _STEPS // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
-    while not all(_fits(requests, nbytes) for requests in iterations):
+    while any(lay_out(requests, [nbytes]) is None for requests in iterations):
         nbytes += step
     return nbytes
 
@@ -227,20 +273,3 @@ def _most_in_use_bytes(requests: Sequence[HostRequest]) -> int:
         most = max(most, total)
         in_use[storage] = nbytes
     return most
-
-
-def _fits(requests: Sequence[HostRequest], slab_bytes: int) -> bool:
-    """Whether the engine's allocator finds room for every buffer in a slab of this length."""
-    free = FreeRanges()
-    slab = free.add_slab(slab_bytes)
-    in_use: dict[int, Span] = {}
-    for storage, nbytes in requests:
-        if not nbytes:
-            span = in_use.pop(storage)
-            free.put(slab, span.start, span.stop, ())
-            continue
-        taken = free.take(nbytes)
-        if taken is None:
-            return False
-        in_use[storage] = taken
-    return True

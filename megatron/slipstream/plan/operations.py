@@ -145,7 +145,7 @@ class Schedule:
             waits_for: dict[int, None] = {}
             for signal, is_of_buffer in rules:
                 for storage in operation.storages:
-                    subjects = self.buffers[storage].lent_before if is_of_buffer else (storage,)
+                    subjects = self.buffers[storage].used_before if is_of_buffer else (storage,)
                     for subject in subjects:
                         if (signal, subject) in place:
                             waits_for[place[signal, subject]] = None

@@ -306,7 +306,7 @@ def test_a_copy_in_needs_no_edge_to_its_own_copy_out() -> None:
 
 def test_a_plan_whose_buffers_serve_once_is_proved_without_their_edge() -> None:
     # The proof asks for what a plan needs, not for a list of edges.
-    assert not any(b.lent_before for b in derive_schedule(FOUR_LAYERS).buffers.values())
+    assert not any(b.used_before for b in derive_schedule(FOUR_LAYERS).buffers.values())
     check_plan(FOUR_LAYERS, without("E2"))
 
 
@@ -366,10 +366,10 @@ def test_the_storages_of_a_group_move_in_one_batch() -> None:
 def test_host_memory_is_lent_again_once_its_copy_back_was_started() -> None:
     schedule = derive_schedule(IN_FLIGHT)
     order = {(op.kind, storage): i for i, op in enumerate(schedule.operations) for storage in op[3]}
-    again = {s: buffer.lent_before for s, buffer in schedule.buffers.items() if buffer.lent_before}
+    again = {s: buffer.used_before for s, buffer in schedule.buffers.items() if buffer.used_before}
     assert again
-    for storage, lent_before in again.items():
-        for before in lent_before:
+    for storage, used_before in again.items():
+        for before in used_before:
             assert order[OpKind.COPY_IN, before] < order[OpKind.COPY_OUT, storage]
 
 
@@ -380,14 +380,14 @@ def test_a_buffer_names_all_that_had_bytes_of_it_before() -> None:
     ledger.free(first, 0)
     ledger.free(second, 1)
     assert ledger.allocate(96 << 10) == HostBuffer(0, 96 << 10, (0, 1))
-    assert last.lent_before == ()
+    assert last.used_before == ()
 
 
 def test_a_host_buffer_that_is_lent_while_another_copy_reads_it_is_found() -> None:
     # The pool's word for who had the bytes before is not trusted.
     class ForgetfulLedger(HostLedger):
         def allocate(self, nbytes: int) -> HostBuffer:
-            return super().allocate(nbytes)._replace(lent_before=())
+            return super().allocate(nbytes)._replace(used_before=())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "HostLedger", ForgetfulLedger)

@@ -228,8 +228,8 @@ def test_the_engine_lends_the_host_bytes_that_the_schedule_says(followed: Follow
     (slab,) = backend.slabs
     starts = {number: address - slab for number, address in backend.addresses.items()}
     assert starts == {number: buffer.start for number, buffer in schedule.buffers.items()}
-    lent_before = {number: set(buffer.lent_before) for number, buffer in schedule.buffers.items()}
-    assert backend.lent_before == lent_before
+    used_before = {number: set(buffer.used_before) for number, buffer in schedule.buffers.items()}
+    assert backend.used_before == used_before
     assert backend.in_use_bytes
     for step, in_use_bytes in backend.in_use_bytes.items():
         assert in_use_bytes == schedule.host_bytes[step]
@@ -242,7 +242,7 @@ def test_also_from_a_pool_that_has_served_before(case: Case) -> None:
     plan, schedule, backend = followed = follow(case, num_iterations=3)
     assert_is_followed(followed)
     buffers = {
-        number: HostBuffer(buffer.start, buffer.stop, tuple(backend.lent_before[number]))
+        number: HostBuffer(buffer.start, buffer.stop, tuple(backend.used_before[number]))
         for number, buffer in schedule.buffers.items()
     }
     assert_issues_the_same(Followed(plan, replace(schedule, buffers=buffers), backend))
@@ -288,7 +288,7 @@ def test_the_cases_have_in_them_what_is_to_be_compared() -> None:
     assert any(len(keys) == 2 for keys in holders)
     assert len({storage.nbytes for storage in plan.storages}) > 3
     assert any(len(operation.storages) > 1 for operation in schedule.operations)
-    assert any(len(buffer.lent_before) > 1 for buffer in schedule.buffers.values())
+    assert any(len(buffer.used_before) > 1 for buffer in schedule.buffers.values())
     kept = follow(CASES["something else holds a storage"]).plan.groups
     assert any(group.moves and group.kept_storages for group in kept)
 

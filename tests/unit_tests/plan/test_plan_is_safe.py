@@ -211,7 +211,7 @@ def count_features(plan: Plan, seen: Counter[str]) -> None:
     passes = [{key.chunk_pass for key in keys} for keys in holders]
     seen["shares among passes"] += any(len(indices) > 1 for indices in passes)
     seen["keeps some of a group"] += any(group.kept_storages for group in plan.groups)
-    earlier = [buffer.lent_before for buffer in schedule.buffers.values()]
+    earlier = [buffer.used_before for buffer in schedule.buffers.values()]
     seen["reuses a buffer"] += any(earlier)
     seen["reuses parts of several"] += any(len(storages) > 1 for storages in earlier)
     seen["keeps for host memory"] += plan.num_kept_for_host_memory > 0
