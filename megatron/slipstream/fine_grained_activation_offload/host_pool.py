@@ -73,12 +73,13 @@ class _Layout:
 
     def __init__(self, buffers: HostLayout, carried: tuple[Any, ...]) -> None:
         self.buffers = buffers
-        self.carried = carried
-        """The signals after the last copies of earlier iterations."""
         self.allocations: dict[int, HostAllocation] = {}
         """Handed out in this iteration, by storage; some have been given back."""
-        self.newest: dict[Any, Any] = {signal.stream: signal for signal in carried}
+        self.newest: dict[Any, Any] = {}
         """By stream, the signal after the last copies of buffers that have been given back."""
+        self.note_last_use(carried)
+        self.carried = tuple(self.newest.values())
+        """The signals after the last copies of earlier iterations."""
 
     def note_last_use(self, signals: tuple[Any, ...]) -> None:
         for signal in signals:
@@ -182,8 +183,8 @@ class HostPool:
         if self.in_use_bytes:
             return False
         known = self._layout
-        carried = known.newest.values() if known is not None else self._latest_uses()
-        self._layout = _Layout(buffers, tuple(carried))
+        carried = self._free.events() if known is None else tuple(known.newest.values())
+        self._layout = _Layout(buffers, carried)
         return True
 
     def allocate_planned(self, storage: int, nbytes: int) -> Optional[HostAllocation]:
@@ -209,15 +210,6 @@ class HostPool:
         allocation = self._hand_out(slab, start, stop - start, events, nbytes)
         layout.allocations[storage] = allocation
         return allocation
-
-    def _latest_uses(self) -> list[Any]:
-        """Signals that cover all copies of what is free."""
-        latest: dict[Any, Any] = {}
-        for signal in self._free.events():
-            known = latest.get(signal.stream)
-            if known is None or known.position < signal.position:
-                latest[signal.stream] = signal
-        return list(latest.values())
 
     def _leave_layout(self) -> None:
         """Make the free ranges again, from what is in use."""
