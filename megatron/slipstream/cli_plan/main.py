@@ -117,20 +117,14 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _show_trace(path: Path, options: argparse.Namespace) -> int:
-    from megatron.slipstream.estimate.file_errors import wrong_with
+    from megatron.slipstream.estimate.file_errors import reading
     from megatron.slipstream.plan.files import load_trace
 
-    try:
-        with _progress(f"reading {path.name}"):
-            trace = load_trace(path)
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path} does not exist; train with --offload-trace-path {path} to write it"
-        ) from None
-    except OSError as error:
-        raise ValueError(
-            f"trace {path} {wrong_with(error)}; give a file that --offload-trace-path wrote"
-        ) from error
+    with (
+        reading("trace ", path, "train with --offload-trace-path", "--offload-trace-path"),
+        _progress(f"reading {path.name}"),
+    ):
+        trace = load_trace(path)
     policy = _policy_options(options)
     with _progress("planning"):
         plan, simulation = _plan(trace, policy, bool(options.timeline or options.frontier))

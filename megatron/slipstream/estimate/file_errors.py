@@ -27,6 +27,29 @@ def wrong_with(error: OSError) -> str:
 
 
 @contextmanager
+def reading(label: str, path: Path, how: str, writer: str) -> Iterator[None]:
+    """Around the reading of a file that Slipstream has written.
+
+    Args:
+        label: Before the path in errors, such as ``--trace=``.
+        path: Of the file.
+        how: To write it, up to its path.
+        writer: The option that writes such files.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; {how} {path} to write it") from None
+    except OSError as error:
+        raise ValueError(
+            f"{label}{path} {wrong_with(error)}; give a file that {writer} wrote"
+        ) from error
+
+
+@contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
     """Around what writes the file that an option names.
 

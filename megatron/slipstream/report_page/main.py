@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.slipstream.estimate.file_errors import require_writable, writing, wrong_with
+from megatron.slipstream.estimate.file_errors import reading, require_writable, writing
 from megatron.slipstream.report_page import PAGE_SUFFIXES
 
 if TYPE_CHECKING:
@@ -119,16 +119,8 @@ def _check(options: argparse.Namespace) -> None:
 def _load(path: Path) -> Report:
     from megatron.slipstream.fine_grained_activation_offload.report import Report
 
-    try:
+    with reading("report ", path, "train with --offload-report-path", "--offload-report-path"):
         data = path.read_bytes()
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path} does not exist; train with --offload-report-path {path} to write it"
-        ) from None
-    except OSError as error:
-        raise ValueError(
-            f"report {path} {wrong_with(error)}; give a file that --offload-report-path wrote"
-        ) from error
     return Report.from_json(data, path)
 
 
@@ -186,22 +178,12 @@ def _plan(rank: RankReport, path: Path, is_plan: bool) -> Plan:
     from megatron.slipstream.plan.check import check_plan
     from megatron.slipstream.plan.files import load_plan, load_trace
 
-    try:
-        if is_plan:
+    if is_plan:
+        how = "run slipstream plan with --output"
+        with reading("--plan=", path, how, "'slipstream plan --output'"):
             return load_plan(path)
+    with reading("--trace=", path, "train with --offload-trace-path", "--offload-trace-path"):
         trace = load_trace(path)
-    except FileNotFoundError:
-        how = "run slipstream plan with --output" if is_plan else "train with --offload-trace-path"
-        raise ValueError(f"{path} does not exist; {how} {path} to write it") from None
-    except OSError as error:
-        if is_plan:
-            raise ValueError(
-                f"--plan={path} {wrong_with(error)}; give a file that 'slipstream plan --output' "
-                "wrote"
-            ) from error
-        raise ValueError(
-            f"--trace={path} {wrong_with(error)}; give a file that --offload-trace-path wrote"
-        ) from error
     plan = build_plan(trace, rank.options or PolicyOptions())
     check_plan(plan)
     return plan
