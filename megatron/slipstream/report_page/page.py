@@ -39,8 +39,6 @@ from megatron.slipstream.report_page.summary import (
     rank_table,
 )
 
-MAX_STATIC_ROWS = 100
-"""Rows of groups that a page has without its script; the script shows all."""
 GRID_WIDTH = 64
 MAX_GRID_ROWS = 200
 MAX_FINDINGS_SHOWN = 8
@@ -104,7 +102,6 @@ def render_page(
         ranks=views,
         settings=differing_rows(report, lambda rank: rank.settings),
         environment=differing_rows(report, lambda rank: rank.environment),
-        max_rows=MAX_STATIC_ROWS,
         width=charts.WIDTH,
         height=charts.HEIGHT,
         lane_height=charts.LANE_HEIGHT,
@@ -132,7 +129,6 @@ def _view(rank: RankReport, plan: Optional[Plan]) -> _RankView:
     if plan is None or not plan.trace.steps:
         return _RankView(rank, "", None, None, None, None, None, rank.plan, spark)
     iteration = iteration_of(plan, rank)
-    groups = group_table(iteration, rank)
     remark = ""
     if rank.plan and render_plan(plan) != rank.plan:
         remark = (
@@ -145,29 +141,11 @@ def _view(rank: RankReport, plan: Optional[Plan]) -> _RankView:
         iteration=iteration,
         timeline=charts.draw_timeline(iteration),
         memory=charts.draw_memory(iteration),
-        groups=groups,
-        data=charts.figures(iteration) | {"table": _table_data(groups)},
+        groups=group_table(iteration, rank),
+        data=charts.figures(iteration),
         grid=render_plan(plan, GRID_WIDTH, MAX_GRID_ROWS),
         sparkline=spark,
     )
-
-
-def _table_data(table: GroupTable) -> dict[str, Any]:
-    """The table by columns, since a number is sorted by another value than it shows."""
-    columns = []
-    for place, column in enumerate(table.columns):
-        cells = [row[place] for row in table.rows]
-        columns.append(
-            {
-                "title": column.title,
-                "isNumber": column.is_number,
-                "text": [cell.text for cell in cells],
-                "order": [c.order for c in cells]
-                if any(c.order is not None for c in cells)
-                else [],
-            }
-        )
-    return {"columns": columns, "states": table.states, "waits": table.waits}
 
 
 def _subtitle(report: Report) -> list[str]:
