@@ -320,7 +320,7 @@ def _succeeded(result: Mapping[str, Any]) -> bool:
 
 
 def _show_reports(runs: Iterable[Run], console: Console) -> None:
-    """What the engine says it did; the plan stays in the file."""
+    """The engine's report; the plan stays in the file."""
     from megatron.slipstream.fine_grained_activation_offload.report import Report
 
     for run in runs:

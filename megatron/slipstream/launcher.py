@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the launcher of this process, such as torchrun, tells by variables of the environment."""
+"""The variables of this process's launcher, such as torchrun."""
 
 from __future__ import annotations
 

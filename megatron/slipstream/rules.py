@@ -29,9 +29,9 @@ class Finding(NamedTuple):
 
     severity: Severity
     message: str
-    """What is wrong and why."""
+    """The fault and its reason."""
     cure: str = ""
-    """What to do about it; empty where nothing need be done."""
+    """The cure; empty where none is needed."""
     rule: str = ""
     """Name of the :class:`Rule`."""
 

@@ -54,8 +54,7 @@ _OTHER_NAMES = {
     "kitchen_config_file": "quant_recipe",
     "kitchen_recipe_number": "quant_recipe",
 }
-"""What a flag is called in megatron-core's configuration, or the other way round, and the name that
-its rule has."""
+"""A flag's name in megatron-core's configuration, or the other way round, and its rule's name."""
 
 
 def _is_chunk(facts: Any) -> bool:
@@ -199,12 +198,12 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         lambda f: f.quant_recipe is None,
         "a precision for each module (te_precision_config_file, kitchen_config_file, "
         "kitchen_recipe_number, quant_recipe) is not supported with cuda_graph_granularity=chunk "
-        "because nobody has looked at what all of them keep from pass to pass",
+        "because some may keep state from pass to pass",
         "set fp8 and fp8_recipe for all modules",
     ),
     _unsupported(
         "fp4",
-        "gradients are rounded by random numbers that nobody has tested in a graph",
+        "gradients are rounded by random numbers, which is not tested in a graph",
         "train in bf16 or fp8",
     ),
     _unsupported(

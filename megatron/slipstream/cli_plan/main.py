@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.slipstream.plan.walk import Simulation
 
 GRID_ROWS = 16
-"""Of the grid of a plan that nobody has run: enough to see two layers."""
+"""Rows of the grid for a plan that has not run: enough to see two layers."""
 
 TARGET_NOT_MET = 3
 """Exit status where no plan keeps to --target-memory; what is shown has the lowest peak."""

@@ -150,7 +150,7 @@ def as_typed(message: str, options: argparse.Namespace) -> str:
 
 
 UNTIMED = ("gpu", "achieved_share", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib")
-"""Options for models that nobody has timed."""
+"""Options for models without times."""
 
 
 def add_options(
@@ -171,7 +171,7 @@ def add_options(
         "words",
         nargs="*",
         metavar="TRACE.json | -- FLAGS",
-        help="trace of one rank; or, after --, megatron's flags of a training that nobody has run",
+        help="trace of one rank; or, after --, megatron's flags of a training that has not run",
     )
     other = plan.add_argument_group("a model in place of a trace")
     other.add_argument(

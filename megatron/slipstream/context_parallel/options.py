@@ -195,7 +195,7 @@ def rank_limits(args: Any) -> RankLimits:
 
 
 def cost_model(args: Any) -> CostModel:
-    """What the layers of the model cost.
+    """Cost of the model's layers.
 
     Args:
         args: Validated arguments, of which the sizes of a layer are looked at.

@@ -53,7 +53,7 @@ class FrontierPoint:
 
     @property
     def flag(self) -> str:
-        """What makes ``slipstream plan`` plan the same."""
+        """The flag of ``slipstream plan`` for the same plan."""
         is_bytes = self.option == "target_memory_bytes"
         return f"{_FLAGS[self.option]} {self.value / 2**30 if is_bytes else self.value:.4g}"
 

@@ -17,13 +17,13 @@ from megatron.slipstream.estimate.model_shapes import MAX_LAYERS, Experts, Laten
 
 
 class HubModel(NamedTuple):
-    """What a ``config.json`` says."""
+    """A model as its ``config.json`` describes it."""
 
     model_type: str
     fields: dict[str, Any]
     """Of :class:`~megatron.slipstream.estimate.model_shapes.ModelShape`."""
     notes: tuple[str, ...] = ()
-    """What of it a plan leaves out."""
+    """Features that a plan leaves out."""
 
 
 def load_hub_config(path: Path) -> HubModel:
@@ -48,8 +48,8 @@ def load_hub_config(path: Path) -> HubModel:
     convert = _CONVERTERS.get(config["model_type"])
     if convert is None:
         raise ValueError(
-            f"model_type={config['model_type']!r} of {path} is not supported because nobody has "
-            f"written down which of its numbers is what; known are {', '.join(_CONVERTERS)}. Give "
+            f"model_type={config['model_type']!r} of {path} is not supported because the "
+            f"meaning of its fields is not known; known are {', '.join(_CONVERTERS)}. Give "
             "megatron's own flags after -- instead"
         )
     fields = convert(reader)

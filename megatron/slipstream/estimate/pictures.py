@@ -39,7 +39,7 @@ _MIN_LABEL_CHARACTER_INCHES = 0.062
 
 
 def timeline_png(plan: Plan, simulation: Simulation) -> bytes:
-    """What each queue runs, where compute stalls, and the memory underneath.
+    """The operations of each queue, the stalls of compute, and the memory underneath.
 
     Args:
         plan: The plan.

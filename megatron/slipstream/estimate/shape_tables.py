@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a model's layers save, and what of it hides, as tables."""
+"""Tables of the bytes that a model's layers save, and of the copies that hide."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WIDTH = 110
 
 @dataclass(frozen=True)
 class PartBytes:
-    """What one part of a layer saves in one micro-batch."""
+    """Bytes that one part of a layer saves in one micro-batch."""
 
     name: str
     nbytes: int
@@ -83,7 +83,7 @@ def layer_window(shape: ModelShape, speed: Speed, layer: int) -> LayerWindow:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What was found for one pipeline rank."""
+    """Sizes and plan of one pipeline rank."""
 
     work: Workplan
     pp_rank: int
@@ -135,7 +135,7 @@ def write(lines: Iterable[Line], stream: IO[str]) -> None:
 
 
 def describe(configured: Configured, speed: Speed) -> Iterator[Line]:
-    """What is planned, and what for."""
+    """The model and the GPU that are planned."""
     shape, par = configured.shape, configured.shape.parallelism
     whole = replace(shape, parallelism=Parallelism(), layers_per_chunk=())
     parts = [
@@ -234,7 +234,7 @@ def _what_hides(parts: Sequence[PartBytes], window: LayerWindow, speed: Speed) -
 
 
 def rank_table(ranks: Sequence[RankPlan], memory_gib: Optional[float]) -> Iterator[Line]:
-    """What each pipeline rank keeps, and what a plan would do for it."""
+    """Memory of each pipeline rank, without and with a plan."""
     table = _table(
         "Pipeline ranks",
         *("rank", "layers", "in flight", "state", "saved", "peak", "planned peak", "moved"),

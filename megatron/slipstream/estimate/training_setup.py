@@ -19,7 +19,7 @@ class Configured:
     """A model, and what of it may move."""
 
     title: str
-    """What it is, for people."""
+    """A description for the user."""
     shape: ModelShape
     modules: tuple[str, ...]
     num_micro_batches: int
@@ -30,7 +30,7 @@ class Configured:
     delta_bytes: int = 0
     """megatron-core's ``delta_offload_bytes_across_pp_ranks``."""
     notes: tuple[str, ...] = ()
-    """What the plan leaves out, or takes for granted."""
+    """Limits and assumptions of the plan."""
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1:

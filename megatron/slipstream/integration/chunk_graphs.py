@@ -330,7 +330,7 @@ def _marks_go_to(engine: PipelineOffloadManager) -> Iterator[None]:
 
 
 class _DataParallel:
-    """What hooks of the data parallel wrapper do for modules and parameters that run in graphs."""
+    """The work of the data parallel wrapper's hooks, for modules that run in graphs."""
 
     def __init__(self, wrapper: Any, block: torch.nn.Module) -> None:
         self._wrapper = wrapper

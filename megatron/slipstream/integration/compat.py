@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What differs between the megatron-core releases that Slipstream runs on, and how that is bridged.
+"""Differences between the releases of megatron-core that Slipstream runs on.
 
 The rest of ``integration`` is written against the newest of :data:`TESTED_RELEASES` and asks here
 where an older one differs. megatron-core is imported by the functions, not by this module: on a
@@ -64,18 +64,18 @@ _MANAGER_CONTRACT = frozenset(
     flush_delayed_groups h2d_stream init_model_chunk_offload_handler pop_forward_chunk
     push_offload_groups reset""".split()
 )
-"""What every release uses of the manager, outside of its own engine."""
+"""Methods of the manager that every release uses, outside of its own engine."""
 
 CHUNK_CONTRACT = frozenset(
     """on_group_commit_backward on_group_commit_forward on_group_start_backward
     on_group_start_forward""".split()
 )
-"""What it uses of what ``cur_forward_chunk`` (commit) and ``pop_forward_chunk`` (start) return. Our
+"""Methods of the results of ``cur_forward_chunk`` (commit) and ``pop_forward_chunk`` (start). Our
 ``pop_forward_chunk`` returns None: see [Note: One mark per group]."""
 
 
 def manager_contract() -> frozenset[str]:
-    """What the installed release uses of the manager, outside of its own engine."""
+    """Methods of the manager that the installed release uses, outside of its own engine."""
     if not models_pass_their_rank():
         return _MANAGER_CONTRACT | {"mark_not_offloadable"}
     names = "_in_replay cuda_graph_event cuda_graph_stream mark_not_offload"
@@ -159,11 +159,11 @@ LATER_OPTIONS: Mapping[str, tuple[Any, str]] = {
     ),
     "delay_offload_until_cuda_graph": (False, "leave it out"),
 }
-"""Offloading options of megatron-core 0.19: what each is without, and what to do instead."""
+"""Offloading options of megatron-core 0.19: the value without each, and the cure."""
 
 
 def defaults_of_later_options() -> dict[str, Any]:
-    """What later options of megatron-core are on every release, as if not given."""
+    """Options of later releases of megatron-core, with the values of releases without them."""
     return {name: default for name, (default, _) in LATER_OPTIONS.items()}
 
 
@@ -220,7 +220,7 @@ _NOT_BUILT = (
     "experimental_attention_variant",
     "spec",
 )
-"""What :class:`_GPT` does not know."""
+"""Options that :class:`_GPT` does not know."""
 
 
 def _not_built(name: str) -> Rule:
@@ -288,11 +288,11 @@ RELEASE_RULES: tuple[Rule, ...] = (
     *map(_not_built, _NOT_BUILT),
     *map(_needs_end_of_document, ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")),
 )
-"""What the installed release cannot do, of options that a later one can."""
+"""Options of later releases that the installed one does not support."""
 
 
 def check_release(args: Any) -> list[Finding]:
-    """What the installed release cannot do of what the arguments ask for.
+    """Findings about options that the installed release does not support.
 
     Args:
         args: Parsed.

@@ -26,7 +26,7 @@ from megatron.slipstream.rules import Finding, check_by, finding_of
 
 
 class Checked(NamedTuple):
-    """What is wrong with the flags of a command."""
+    """Findings about the flags of a command."""
 
     args: Optional[Any]
     """As megatron has parsed and completed them; None if it could not."""
@@ -75,7 +75,7 @@ def parse_for(
 
 
 def _fewest_processes(args: Any) -> int:
-    """What divides into the groups of dense layers, and into those of experts."""
+    """The least number that the groups of dense layers and those of experts divide."""
     pipeline = args.pipeline_model_parallel_size
     dense = args.tensor_model_parallel_size * args.context_parallel_size * pipeline
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size

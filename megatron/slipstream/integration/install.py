@@ -42,7 +42,7 @@ _FEATURES = (
     *(Feature.ENGINE, Feature.ENGINE_ON_GPU, Feature.CHECKPOINT_INPUTS),
     Feature.MODEL_CALLS,
 )
-"""What :func:`uninstall` undoes. The others belong to a model or a training, with any engine."""
+"""Features that :func:`uninstall` undoes. The others belong to a model or a training."""
 
 
 def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
@@ -155,7 +155,7 @@ def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     Not needed where a process trains one model. Where it trains several, their chunks are told
     apart when they are first called; binding says it before. For megatron's
     ``ModelConfig.pre_wrap_hooks`` and Megatron-Bridge's ``register_pre_wrap_hook``. Calls
-    :func:`install` if nobody has. Models whose configuration does not ask for offloading are left
+    :func:`install` if needed. Models whose configuration does not ask for offloading are left
     alone.
 
     Args:
@@ -270,7 +270,7 @@ class _TransformerEngineRegion:
 
 
 def _region_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What makes the context of a group's operations."""
+    """A function that makes the context of a group's operations."""
     try:
         from megatron.core.extensions.transformer_engine import cpu_offload
     except ImportError:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReportingEngine(Protocol):
-    """What the files are made of, from the installed engine."""
+    """The installed engine, as a source of the files."""
 
     def report(self) -> Report:
         """This rank's figures."""

@@ -22,7 +22,7 @@ from megatron.slipstream.rules import (
 )
 
 _TOKENS_PER_SEQUENCE = 64
-"""What the default number of sequences allows for: documents of this length fill a buffer."""
+"""With the default number of sequences, documents of this length fill a buffer."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ PACKING_RULES: tuple[Rule, ...] = (
         "set calculate_per_token_loss=True",
     ),
     _unsupported(
-        "reset_position_ids", "packing begins positions anew in every document", "leave it out"
+        "reset_position_ids", "packing restarts positions in every document", "leave it out"
     ),
     _unsupported("reset_attention_mask", "packing hides documents from each other", "leave it out"),
     _unsupported(
@@ -302,7 +302,7 @@ def check_corpora(args: Any, blends: Iterable[Sequence[str]]) -> list[Finding]:
 
 
 def pack_limits(args: Any) -> PackLimits:
-    """What a micro-batch of all context-parallel ranks together may hold.
+    """Limits of a micro-batch of all context-parallel ranks together.
 
     Args:
         args: With ``seq_length``, ``context_parallel_size`` and ``thd_max_packed_sequences``.

@@ -138,7 +138,7 @@ def attach(
 
 
 class Attached:
-    """What :func:`attach` has done to one model. Lives as long as the model does."""
+    """Result of :func:`attach` for one model. Lives as long as the model does."""
 
     def __init__(
         self, engine: AttachedEngine, model: torch.nn.Module, matches: list[Match]

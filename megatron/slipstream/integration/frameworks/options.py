@@ -42,7 +42,7 @@ class OffloadOptions(TypedDict, total=False):
     fine_grained_activation_offloading: Optional[bool]
     """See [Note: Three values of on and off]."""
     offload_modules: Optional[list[str]]
-    """What moves, by the names in ``config.MODULE_NAMES``."""
+    """The modules that move, by the names in ``config.MODULE_NAMES``."""
     activation_offload_fraction: Optional[float]
     """Fraction of each pass's groups that move, 0 to 1. From megatron-core 0.19 on."""
     delta_offload_bytes_across_pp_ranks: Optional[int]
@@ -66,12 +66,12 @@ DEFAULTS: Mapping[str, Any] = {
     "delay_offload_until_cuda_graph": False,
     "fine_grained_offloading_max_inflight_offloads": None,
 }
-"""What megatron-core has for each option that is not given."""
+"""megatron-core's default of each option."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """What the options are checked against: :meth:`of` takes it from a model's configuration."""
+    """Facts to check the options against: :meth:`of` reads a model's configuration."""
 
     num_moe_experts: Optional[int] = None
     """None for a dense model."""
