@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,36 +42,74 @@ class Direction:
         return self.bulk_bytes / self.bulk_ms / 1e6 if self.bulk_ms else None
 
 
+ENGINE_CALLS = ("cudaMemcpy", "cudaEventRecord", "cudaStreamWaitEvent", "cudaMalloc", "cudaFree")
+"""How the names of calls begin of which an offloading engine is made."""
+
+
 @dataclass(frozen=True)
-class Copies:
-    """An iteration's copies."""
+class Profile:
+    """An iteration's copies, and its calls of the driver."""
 
     d2h: Direction
     h2d: Direction
+    num_calls: Mapping[str, int]
+    call_us: Mapping[str, float]
+    """Host time inside of each kind of call, in all."""
+
+    @property
+    def engine_call_us(self) -> float:
+        """Host time inside the calls of which engines are made."""
+        return sum(us for name, us in self.call_us.items() if name.startswith(ENGINE_CALLS))
+
+    def fields(self) -> dict[str, Any]:
+        """Of a summary row."""
+        row: dict[str, Any] = {}
+        directions = {"d2h": self.d2h, "h2d": self.h2d}
+        if not any(way.bulk_bytes or way.num_small for way in directions.values()):
+            directions = {}  # the profiler saw no copies, or there were none
+        for name, way in directions.items():
+            row |= {
+                f"{name}_bulk_bytes": way.bulk_bytes,
+                f"{name}_bulk_ms": way.bulk_ms,
+                f"{name}_gb_per_s": way.gb_per_s,
+                f"{name}_num_small": way.num_small,
+                f"{name}_small_bytes": way.small_bytes,
+            }
+        row["num_driver_calls"] = dict(self.num_calls)
+        row["driver_us_per_call"] = {
+            name: us / self.num_calls[name] for name, us in self.call_us.items()
+        }
+        return row
 
 
-def profile_copies(run: Callable[[int], Any], iteration: int) -> Optional[Copies]:
-    """Every copy of one iteration, as the profiler saw it; None where it sees no copies."""
+def profile(run: Callable[[int], Any], iteration: int) -> Optional[Profile]:
+    """One iteration as torch's profiler saw it; None without a GPU."""
     if not use_gpu():
         return None
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run(iteration)
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return copies_of(events)
+    return profile_of(events)
 
 
-def copies_of(events: Iterable[Mapping[str, Any]]) -> Optional[Copies]:
-    """The copies among the events of a profiler's trace (Chrome's format, durations in us)."""
-    found = [event for event in events if event.get("cat") == "gpu_memcpy"]
-    if not found:
-        return None
-    return Copies(_direction(found, "DtoH"), _direction(found, "HtoD"))
+def profile_of(events: Iterable[Mapping[str, Any]]) -> Profile:
+    """What the events of a profiler's trace tell (Chrome's format, durations in us)."""
+    events = list(events)
+    copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
+    num_calls: Counter[str] = Counter()
+    call_us: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            num_calls[event["name"]] += 1
+            call_us[event["name"]] += event["dur"]
+    return Profile(_direction(copies, "DtoH"), _direction(copies, "HtoD"), num_calls, call_us)
 
 
 def _direction(events: Iterable[Mapping[str, Any]], name: str) -> Direction:

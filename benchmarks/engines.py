@@ -20,7 +20,8 @@ from garbage import give_back_unused_memory
 from megatron_models import build_chunks, make_config, micro_batches, run_schedule, use_gpu, wrap
 from model_case import ModelCase
 
-from benchmarks.cases import Case, Variant
+from benchmarks.case import Case, Variant
+from benchmarks.ways import Way
 
 Chunks = Sequence[torch.nn.Module]
 
@@ -75,12 +76,15 @@ class BaseModel:
         return run_schedule(self.case.model, chunks, self._data[iteration % NUM_DATA])
 
 
-class Engine:
-    """One way of running the variant's iterations. ``manager`` is None for 'off'."""
+class Engine(Way):
+    """An engine behind megatron-core's seam. ``manager`` is None for 'off'."""
+
+    has_marks = True
 
     def __init__(self, label: str, base: BaseModel, chunks: Chunks, manager: Any = None) -> None:
         self.label = label
         self.manager = manager
+        self.is_ours = label.startswith("slipstream")
         self._base = base
         self._chunks = chunks
 
@@ -89,21 +93,38 @@ class Engine:
         with behind_the_seam(self.manager, self._chunks):
             return self._base.run(self._chunks, iteration)
 
-    def run_with(self, manager: Any, iteration: int) -> list[torch.Tensor]:
-        """The same with another manager in this one's place."""
-        with behind_the_seam(manager, self._chunks):
-            return self._base.run(self._chunks, iteration)
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is Slipstream, in any tuning."""
-        return self.label.startswith("slipstream")
+    def fields(self) -> dict[str, Any]:
+        """What megatron-core's own engine says it moves."""
+        if self.manager is None or self.is_ours:
+            return {}
+        return {"claimed_bytes": self.manager.offload_summary_total_bytes}
 
     def close(self) -> None:
         """Give the host memory back."""
         if self.is_ours:
             self.manager.close()
         self.manager = None
+
+
+class Comparison:
+    """Engines on two models that share parameters: one without offloading, one for the others.
+
+    Args:
+        case: The case.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self._base = BaseModel(case)
+        self._chunks: Chunks = ()
+        self._built_for: Optional[Variant] = None
+
+    def build(self, variant: Variant, label: str, options: Mapping[str, Any]) -> Engine:
+        """See :class:`benchmarks.ways.Comparison`."""
+        if label != "off" and self._built_for != variant:
+            self._chunks = ()
+            self._chunks = build_offloading_chunks(self._base, variant)
+            self._built_for = variant
+        return make_engine(self._base, label, self._chunks, options)
 
 
 def seam() -> Any:
@@ -201,9 +222,7 @@ def share_parameters(source: torch.nn.Module, target: torch.nn.Module) -> None:
             twin._parameters[name] = parameter
 
 
-def make_engine(
-    base: BaseModel, label: str, chunks: Optional[Chunks], options: Mapping[str, Any]
-) -> Engine:
+def make_engine(base: BaseModel, label: str, chunks: Chunks, options: Mapping[str, Any]) -> Engine:
     """The engine called ``label``; ``options`` are Slipstream's (``OffloadConfig``).
 
     Raises:
@@ -212,7 +231,6 @@ def make_engine(
     """
     if label == "off":
         return Engine(label, base, base.chunks)
-    assert chunks is not None
     if label == "megatron":
         if not use_gpu():
             raise RuntimeError(
@@ -223,8 +241,20 @@ def make_engine(
 
 
 def _make_slipstream(options: Mapping[str, Any]) -> Any:
-    from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
+
+    # An engine that install() finds at the seam would be replaced, and closed.
+    with behind_the_seam(None):
+        return install.install(offload_config(options))  # behind_the_seam() says when it is on
+
+
+def offload_config(options: Mapping[str, Any]) -> Any:
+    """The ``OffloadConfig`` with these options.
+
+    Raises:
+        ValueError: An option is not one; names the nearest.
+    """
+    from megatron.slipstream.config import OffloadConfig
 
     names = [field.name for field in dataclasses.fields(OffloadConfig)]
     for name in options:
@@ -232,13 +262,4 @@ def _make_slipstream(options: Mapping[str, Any]) -> Any:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"OffloadConfig has no option {name!r}{hint}")
-    # An engine that install() finds at the seam would be replaced, and closed.
-    with behind_the_seam(None):
-        return install.install(OffloadConfig(**options))  # behind_the_seam() says when it is on
-
-
-def release_host_memory() -> None:
-    """Let the next engines begin without pinned memory that the last ones have left in a cache."""
-    give_back_unused_memory()
-    if use_gpu() and hasattr(torch._C, "_host_emptyCache"):
-        torch._C._host_emptyCache()
+    return OffloadConfig(**options)

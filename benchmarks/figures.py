@@ -56,35 +56,6 @@ def overhead_percent(samples: Sequence[float], base: Sequence[float]) -> Spread:
     return spread_of([100 * (a / b - 1) for a, b in zip(samples, base, strict=True)])
 
 
-class Pace(NamedTuple):
-    """How long the steps of one engine or way take, and how much longer than those of another."""
-
-    ms: Spread
-    slower_percent: Spread
-
-    @classmethod
-    def of(cls, times: Sequence[float], base: Sequence[float]) -> Pace:
-        """From milliseconds that were measured in turn; see :func:`overhead_percent`."""
-        return cls(spread_of(times), overhead_percent(times, base))
-
-    def fields(self) -> dict[str, float]:
-        """For a row of results."""
-        return {
-            "median_ms": self.ms.median,
-            "interquartile_ms": self.ms.interquartile,
-            "slower_percent": self.slower_percent.median,
-            "slower_percent_standard_error": self.slower_percent.standard_error,
-        }
-
-    def cells(self) -> tuple[str, str]:
-        """For the columns 'ms' and 'slower' of a table."""
-        slower = self.slower_percent
-        return (
-            f"{self.ms.median:.2f} ({self.ms.interquartile:.2f})",
-            f"{slower.median:+.1f}% (±{slower.standard_error:.1f})",
-        )
-
-
 def loss_difference(ours: Iterable[float], base: Iterable[float]) -> Optional[float]:
     """The largest relative difference of a loss to its counterpart; None without losses.
 

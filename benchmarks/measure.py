@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from garbage import give_back_unused_memory
 from megatron_models import use_gpu
 
+from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
@@ -28,7 +30,7 @@ NUM_MEMORY_ITERATIONS = 3
 
 def maximum_of_ranks(value: float) -> float:
     """The largest ``value`` of any rank, on each. A collective."""
-    if torch.distributed.get_world_size() == 1:
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return value
     held = torch.tensor([value], dtype=torch.float64, device="cuda" if use_gpu() else "cpu")
     torch.distributed.all_reduce(held, op=torch.distributed.ReduceOp.MAX)
@@ -52,37 +54,82 @@ class Step:
     num_device_allocs: int
     """Calls of cudaMalloc on this rank."""
     losses: tuple[float, ...]
+    host_ms: float = 0.0
+    """Until this rank's host had launched everything."""
 
 
 def timed_step(run: Run, iteration: int) -> Step:
     """Run one iteration with nothing before it in any queue, and time it. A collective."""
     wait_for_all()
     allocs = _num_device_allocs()
-    if use_gpu():
-        start = torch.cuda.Event(enable_timing=True)
-        stop = torch.cuda.Event(enable_timing=True)
-        start.record()
-        losses = run(iteration)
-        stop.record()
-        torch.cuda.synchronize()
-        ms = start.elapsed_time(stop)
-    else:
+    with _gpu_time() as gpu_ms:
         begin_s = time.perf_counter()
         losses = run(iteration)
-        ms = 1e3 * (time.perf_counter() - begin_s)
+        host_ms = 1e3 * (time.perf_counter() - begin_s)
     return Step(
-        maximum_of_ranks(ms), _num_device_allocs() - allocs, tuple(float(loss) for loss in losses)
+        maximum_of_ranks(gpu_ms() or host_ms),
+        _num_device_allocs() - allocs,
+        tuple(float(loss) for loss in losses),
+        host_ms,
     )
+
+
+@contextlib.contextmanager
+def _gpu_time() -> Iterator[Callable[[], float]]:
+    """Yields what returns, afterwards, the milliseconds on the compute stream; 0 without a GPU."""
+    if not use_gpu():
+        yield lambda: 0.0
+        return
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    yield lambda: start.elapsed_time(stop)
+    stop.record()
+    torch.cuda.synchronize()
 
 
 def _num_device_allocs() -> int:
     return int(torch.cuda.memory_stats().get("num_device_alloc", 0)) if use_gpu() else 0
 
 
-def reserved_bytes() -> int:
-    """Device memory that the caching allocator cannot give back; 0 without a GPU."""
+def release_host_memory() -> None:
+    """Let the next engines begin without pinned memory that the last ones have left in a cache."""
     give_back_unused_memory()
-    return torch.cuda.memory_reserved() if use_gpu() else 0
+    if use_gpu() and hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
+
+
+class HeldMemory(NamedTuple):
+    """Device memory that is held between iterations, in bytes; 0 without a GPU."""
+
+    graph_pool_bytes: int
+    tensor_bytes: int
+    """Of tensors outside of the pools."""
+    outside_bytes: int
+    """Not from torch's allocator: graphs themselves, connections of NCCL."""
+
+    @classmethod
+    def now(cls) -> HeldMemory:
+        """All of it."""
+        give_back_unused_memory()
+        if not use_gpu():
+            return cls(0, 0, 0)
+        segments = torch.cuda.memory_snapshot()
+        outside = [s for s in segments if tuple(s["segment_pool_id"]) == (0, 0)]
+        free, total = torch.cuda.mem_get_info()
+        return cls(
+            graph_pool_bytes(),
+            sum(segment["allocated_size"] for segment in outside),
+            total - free - torch.cuda.memory_reserved(),
+        )
+
+    def fields_since(self, before: HeldMemory) -> dict[str, int]:
+        """Of a summary row: what has been added to ``before``."""
+        pools, tensors, outside = (a - b for a, b in zip(self, before, strict=True))
+        return {
+            "held_bytes": pools + tensors,
+            "graph_pool_bytes": pools,
+            "outside_bytes": outside,
+        }
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import short_name
+from benchmarks.case import COMPARISONS, short_name
 from benchmarks.rows import Row
 
 MIB = 1 << 20
+FIRST = frozenset(labels[0] for labels in COMPARISONS.values())
 COLORS = {"megatron": "#9a6fb0", "slipstream": "#1b7f5c"}
 TUNINGS = ("#66b391", "#0d4d38", "#a6d8c2")
 """For Slipstream's tunings, in order of appearance."""
@@ -65,7 +66,8 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
         axes.set_title(case, loc="left", fontsize=9)
         axes.tick_params(labelsize=7)
         axes.set_xlabel(
-            "step time over engine off, % (black: physical bound; gray: standard error)", fontsize=8
+            "step time over the first way, % (black: physical bound; gray: standard error)",
+            fontsize=8,
         )
     _finish(figure, colors, path)
 
@@ -103,7 +105,7 @@ def plot_tradeoff(rows: Sequence[Row], path: Path) -> None:
         axes.set_title(case, loc="left", fontsize=9)
         axes.tick_params(labelsize=7)
         axes.set_xlabel("peak device memory saved, MiB", fontsize=8)
-        axes.set_ylabel("step time over engine off,\n% ± standard error", fontsize=8)
+        axes.set_ylabel("step time over the first way,\n% ± standard error", fontsize=8)
     _finish(figure, colors, path)
 
 
@@ -114,7 +116,7 @@ def _panels(rows: Sequence[Row], height: Any) -> tuple[Any, Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [row for row in rows if row["rank"] == 0 and row["engine"] != "off"]
+    shown = [row for row in rows if row["rank"] == 0 and row["engine"] not in FIRST]
     cases = {case: [row for row in shown if row["case"] == case] for case in _cases(shown)}
     heights = [height(mine) for mine in cases.values()]
     figure, axes = pyplot.subplots(
@@ -133,7 +135,7 @@ def _cases(rows: Sequence[Row]) -> list[str]:
 
 def _colors(rows: Sequence[Row]) -> dict[str, str]:
     """A color for each engine, megatron-core's first."""
-    labels = dict.fromkeys(row["engine"] for row in rows if row["engine"] != "off")
+    labels = dict.fromkeys(row["engine"] for row in rows if row["engine"] not in FIRST)
     tunings = [label for label in labels if label not in COLORS]
     colors = {label: color for label, color in COLORS.items() if label in labels}
     return colors | {label: TUNINGS[i % len(TUNINGS)] for i, label in enumerate(tunings)}

@@ -5,15 +5,16 @@
 Kinds of row, all with ``run``, the time at which the run was started:
 
 - ``machine``: where and with what it ran, and what its copies reach.
-- ``iteration``: one measured iteration of one engine, ``ms`` (of the slowest rank).
-- ``summary``: the figures of one engine, variant and rank; or ``error``, why there are none.
+- ``iteration``: one measured iteration of one way, ``ms`` (of the slowest rank).
+- ``summary``: the figures of one way (``engine``), variant and rank; or ``error``, why there are
+  none.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -86,31 +87,3 @@ def finished(rows: Iterable[Row], run: str, case: str) -> set[tuple[str, str]]:
         for row in rows
         if row["kind"] == "summary" and row["run"] == run and row["case"] == case
     }
-
-
-def with_newer(rows: Sequence[Row], newer: Sequence[Row]) -> list[Row]:
-    """``rows``, with all that ``newer`` has in place of theirs of the same cases and variants.
-
-    What ``newer`` has not come to the end of (an engine without a summary, or none that was
-    measured) is left out, and what ``rows`` have of it stays. Machines of which nothing is left go.
-    """
-    taken = _complete(newer)
-    kept = [row for row in rows if row["kind"] == "machine" or _measured(row) not in taken]
-    kept += [row for row in newer if row["kind"] == "machine" or _measured(row) in taken]
-    used = {(row["run"], row["case"]) for row in kept if row["kind"] != "machine"}
-    return [row for row in kept if row["kind"] != "machine" or (row["run"], row["case"]) in used]
-
-
-def _measured(row: Row) -> tuple[Any, Any]:
-    return row["case"], row["variant"]
-
-
-def _complete(rows: Iterable[Row]) -> set[tuple[Any, Any]]:
-    begun: dict[tuple[Any, Any], set[tuple[Any, Any]]] = {}
-    ended: dict[tuple[Any, Any], set[tuple[Any, Any]]] = {}
-    for row in rows:
-        if row["kind"] == "iteration":
-            begun.setdefault(_measured(row), set()).add((row["run"], row["engine"]))
-        elif row["kind"] == "summary" and row.get("step_ms") is not None:
-            ended.setdefault(_measured(row), set()).add((row["run"], row["engine"]))
-    return {name for name, engines in ended.items() if engines >= begun.get(name, set())}

@@ -16,26 +16,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
-from benchmarks.cases import CASES, FIGURES, Case, Limits, engine_labels, find_case, select_variants
+from benchmarks.case import COMPARISONS, FIGURES, Case, Limits, way_labels
+from benchmarks.cases import CASES, find_case, select_variants
 from benchmarks.rows import RowWriter, finished, read_rows
-from benchmarks.worker import EXIT_ENGINE_FAILED, Job, work
+from benchmarks.worker import EXIT_WAY_FAILED, Job, work
 from megatron.slipstream.integration.free_port import free_port
 from tools.shared_gpus import VARIABLE, num_places, share_a_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGINES = ("off", "megatron", "slipstream")
-PASSED_ON = (
-    *("min_iterations", "max_iterations", "warmups", "max_planning", "memory_iterations"),
-    *("planning_seconds", "seconds_per_variant", "figures", "micro_batches", "output", "name"),
-)
-"""Options that ranks get as they are."""
 GRACE_S = 5
 """What the other ranks of a failed one get to fail by themselves."""
 
 DESCRIPTION = """\
-Measure what activation offloading costs and saves: with the engine off, with the one built into
-megatron-core ('megatron') and with ours ('slipstream'), which run in turn, iteration by iteration,
-in one process on the same weights and data. Each case is a process of its own, or a group of them.
+Compare ways to run the iterations of a model, which take turns, iteration by iteration, in one
+process on the same data, so that drift of clocks cancels. Each case is a process of its own, or a
+group of them. What is compared depends on the case:
+
+  engines        activation offloading off, by the engine built into megatron-core ('megatron') and
+                 by ours ('slipstream')
+  layer_graphs   CUDA graphs of layers, with and without offloading inside of them
+  chunk_graphs   CUDA graphs of whole model chunks, those of layers, and none
+  graph_bank     context-parallel sizes that change, with and without graphs, and one fixed size
+  attached       attach() and other ways to offload a model that is not megatron-core's
 """
 
 EPILOG = """\
@@ -45,20 +47,22 @@ examples:
   python -m benchmarks.run --case moe                one case, all its sets of modules
   python -m benchmarks.run --case moe --modules core_attn+attn_proj --modules all
   python -m benchmarks.run --case dense --engine-option offload_release_lag=2 --name lag2
+  python -m benchmarks.run --case graphs_dense --engines graph,graph+offload
+  python -m benchmarks.run --case attach_1b --modules 'layers.*.attn+layers.*.mlp'
   python -m benchmarks.table benchmarks/results/engines.jsonl     table and plots from rows again
 
 what is written, to DIR/NAME.*:
-  .jsonl            a row per measured iteration, a summary row per engine and set of modules, and
+  .jsonl            a row per measured iteration, a summary row per way and set of modules, and
                     a row about the machine; what fails leaves a row with its error
-  .md               the table
-  _overhead.png     by how much each engine lengthens a step, with the physical bound
+  .md               the table, which explains its columns
+  _overhead.png     by how much each way lengthens a step, with the physical bound
   _tradeoff.png     that against the memory it saves
 
-how long it takes: an engine is done when the standard error of its median step is below 0.2% of it,
+how long it takes: a way is done when the standard error of its median step is below 0.2% of it,
 but not before --min-iterations, nor after --max-iterations or --seconds-per-variant. Before that
-ours plans until its plan is settled, or until --max-planning or --planning-seconds are over (then
-its rows say "is_settled": false). To that add a few seconds a variant for building, warm-up, memory
-and profiles. Where an iteration takes a second, little enough is --min-iterations 3
+our engine plans until its plan is settled, or until --max-planning or --planning-seconds are over
+(then its rows say "is_settled": false). To that add a few seconds a variant for building, warm-up,
+memory and profiles. Where an iteration takes a second, little enough is --min-iterations 3
 --max-iterations 3 --memory-iterations 1 --max-planning 12 --figures memory.
 """
 
@@ -72,10 +76,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         if options.list:
             sys.stdout.write(_list_cases(cases or list(CASES)))
             return 0
-        command = " ".join(["python -m benchmarks.run", *arguments])
         if options.worker:
-            _work(options, cases[0])
-        return _run(options, cases, command)
+            _work(_job(options, find_case(options.worker), options.run_id, arguments[:-4]))
+        return _run(options, cases, arguments)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -97,14 +100,14 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="A+B",
         help="measure this set of offload_modules instead of the case's own sets ('all': its last "
-        "one); repeatable",
+        "one; of attach(): patterns of sub-modules); repeatable",
     )
     add(
         "--engines",
-        default="megatron,slipstream",
+        default="",
         metavar="E,F",
-        help="engines beside 'off', which is always measured: megatron, slipstream, or one tuning "
-        "of it such as slipstream:auto (default: %(default)s)",
+        help="ways beside the first, which is always measured: those that --list shows, such as "
+        "megatron, slipstream, or one tuning of it such as slipstream:auto (default: all)",
     )
     add(
         "--engine-option",
@@ -129,9 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--name", default="engines", help="name of the files (default: %(default)s)")
     add("--append", action="store_true", help="add to the rows that are there already")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    add("--worker", metavar="CASE", help=argparse.SUPPRESS)
     add("--run-id", default="", help=argparse.SUPPRESS)
-    add("--command", default="", help=argparse.SUPPRESS)
     return parser
 
 
@@ -205,11 +207,15 @@ def _with_micro_batches(case: Case, number: Optional[int]) -> Case:
     return dataclasses.replace(case, num_micro_batches=number)
 
 
-def _engines(options: argparse.Namespace) -> tuple[str, ...]:
+def _engines(options: argparse.Namespace, case: Case) -> tuple[str, ...]:
     names = tuple(filter(None, options.engines.split(",")))
+    known = COMPARISONS[case.comparison]
     for name in names:
-        if name.partition(":")[0] not in ENGINES:
-            raise ValueError(f"--engines {name} is not an engine; Engines: {', '.join(ENGINES)}")
+        if name.partition(":")[0] not in known:
+            raise ValueError(
+                f"--engines {name} is not an engine of --case {case.name}; set some of: "
+                f"{', '.join(known)}"
+            )
     return names
 
 
@@ -233,30 +239,29 @@ def _list_cases(cases: Sequence[Case]) -> str:
         needs = f"{case.num_ranks} GPU(s)" if case.needs_gpu else f"{case.num_ranks} process(es)"
         lines.append(f"{case.name} ({needs}): {case.about}")
         for variant in case.variants:
-            engines = ", ".join(engine_labels(variant, ENGINES))
-            lines.append(f"    {'+'.join(variant.modules)}  [{engines}]")
+            lines.append(f"    {variant.name}  [{', '.join(way_labels(case, variant, ()))}]")
     return "\n".join(lines) + "\n"
 
 
-def _job(options: argparse.Namespace, case: Case, run: str, command: str) -> Job:
+def _job(options: argparse.Namespace, case: Case, run: str, arguments: Sequence[str]) -> Job:
     return Job(
         _with_micro_batches(case, options.micro_batches),
         select_variants(case, options.modules),
-        _engines(options),
+        _engines(options, case),
         _engine_options(options.engine_option),
         _limits(options),
         options.output / f"{options.name}.jsonl",
         run,
-        command,
+        tuple(arguments),
         options.traces,
     )
 
 
-def _work(options: argparse.Namespace, case: Case) -> NoReturn:
+def _work(job: Job) -> NoReturn:
     """Be one rank. Ends the process."""
     status = 1
     try:
-        status = work(_job(options, case, options.run_id, options.command))
+        status = work(job)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -265,13 +270,13 @@ def _work(options: argparse.Namespace, case: Case) -> NoReturn:
     os._exit(status)
 
 
-def _run(options: argparse.Namespace, cases: Sequence[Case], command: str) -> int:
+def _run(options: argparse.Namespace, cases: Sequence[Case], arguments: Sequence[str]) -> int:
     from benchmarks.table import write_results
 
     if not cases:
         raise ValueError("nothing to measure; name a --case (--list shows them)")
     run = time.strftime("%Y-%m-%dT%H:%M:%S")
-    jobs = [_job(options, case, run, command) for case in cases]
+    jobs = [_job(options, case, run, arguments) for case in cases]
     _check_devices(cases, jobs[0].limits.figures)
     rows = jobs[0].rows
     if rows.exists() and not options.append:
@@ -280,7 +285,7 @@ def _run(options: argparse.Namespace, cases: Sequence[Case], command: str) -> in
     rows.touch()
     for job in jobs:
         sys.stderr.write(f"{job.case.name}: {job.case.about}\n")
-        _run_case(job, options)
+        _run_case(job)
     for path in write_results(rows):
         sys.stdout.write(f"{path}\n")
     return 0
@@ -303,15 +308,15 @@ def _check_devices(cases: Sequence[Case], figures: Sequence[str]) -> None:
             )
 
 
-def _run_case(job: Job, options: argparse.Namespace) -> None:
+def _run_case(job: Job) -> None:
     """Measure a case; start it again without what failed for as long as that leads on."""
     while True:
         before = finished(read_rows(job.rows), job.run, job.case.name)
-        status = _run_ranks(job, options)
+        status = _run_ranks(job)
         if status == 0:
             return
         done = finished(read_rows(job.rows), job.run, job.case.name)
-        if status != EXIT_ENGINE_FAILED or done == before:
+        if status != EXIT_WAY_FAILED or done == before:
             RowWriter(job.rows, job.run).write(
                 "summary",
                 case=job.case.name,
@@ -324,10 +329,10 @@ def _run_case(job: Job, options: argparse.Namespace) -> None:
             return
 
 
-def _run_ranks(job: Job, options: argparse.Namespace) -> int:
+def _run_ranks(job: Job) -> int:
     """Start the ranks of a case and wait for them. Returns 0, or a failed one's exit status."""
     port = free_port()
-    ranks = [_start_rank(job, options, rank, port) for rank in range(job.case.num_ranks)]
+    ranks = [_start_rank(job, rank, port) for rank in range(job.case.num_ranks)]
     try:
         while True:
             codes = [rank.poll() for rank in ranks]
@@ -336,7 +341,7 @@ def _run_ranks(job: Job, options: argparse.Namespace) -> int:
                 _wait(ranks, GRACE_S)
                 # That of an engine tells most; other ranks fail of losing their neighbour.
                 codes = [rank.poll() for rank in ranks]
-                return EXIT_ENGINE_FAILED if EXIT_ENGINE_FAILED in codes else failed[0]
+                return EXIT_WAY_FAILED if EXIT_WAY_FAILED in codes else failed[0]
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(0.2)
@@ -357,18 +362,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
         time.sleep(0.1)
 
 
-def _start_rank(
-    job: Job, options: argparse.Namespace, rank: int, port: int
-) -> subprocess.Popen[bytes]:
-    arguments = ["--worker", "--case", job.case.name, "--run-id", job.run]
-    arguments += [f"--command={job.command}", f"--engines={options.engines}"]
-    arguments += [f"--modules={modules}" for modules in options.modules]
-    arguments += [f"--engine-option={option}" for option in options.engine_option]
-    for name in PASSED_ON:
-        if getattr(options, name) is not None:
-            arguments.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
-    if job.traces is not None:
-        arguments.append(f"--traces={job.traces}")
+def _start_rank(job: Job, rank: int, port: int) -> subprocess.Popen[bytes]:
     environment = {
         # Transformer Engine reads it when it is imported; without it, it keeps its saved tensors.
         "NVTE_CPU_OFFLOAD_V1": "1",
@@ -380,7 +374,8 @@ def _start_rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    command = [sys.executable, "-m", "benchmarks.run", *arguments]
+    command = [sys.executable, "-m", "benchmarks.run", *job.arguments]
+    command += ["--worker", job.case.name, "--run-id", job.run]
     # This package is found from anywhere; the output path stays relative to here.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(command, env={**environment, "PYTHONPATH": path})

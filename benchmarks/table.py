@@ -5,54 +5,35 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from benchmarks.cases import CASES, short_name
-from benchmarks.rank_memory import drop_rows
-from benchmarks.rows import Row, read_rows, with_newer
+from benchmarks.case import COMPARISONS, short_name
+from benchmarks.cases import CASES
+from benchmarks.rows import Row, read_rows
 
 NONE = "-"
 MIB = 1 << 20
 
-LEGEND = """\
-- `all` modules: every one that the kind of model can have.
-- `step ms`: median and its standard error, by CUDA events on the slowest rank; `time`: by how much
-  longer than with the engine off, in pairs of neighbouring iterations, with its standard error.
-- `bound`: what `time` must at least be for the plan's peak if copies ran at the link's full rate
-  and nothing else were lost: none out before its group has committed, none back after its use.
-- `act`: peak of allocated device memory less what is resident between steps; `saved`: by how much
-  that is lower than with the engine off; `reserved`: the most the caching allocator held.
-- `D2H`: bytes an iteration copies out in copies of 1 MiB and more; `copied/saved`: those of one
-  micro-batch for each byte of `saved`; `GB/s`: bytes by time of those copies, out and back;
-  `small`: the number of smaller copies, both ways.
-- `stall`: what the compute stream waits for copies in an iteration; `host`: host time in the engine
-  for each group; `mallocs`: calls of cudaMalloc in three iterations of the steady state.
-"""
+FIRST = frozenset(labels[0] for labels in COMPARISONS.values())
+"""The ways that others are compared with."""
 
 
 class Column(NamedTuple):
-    """A column of the table."""
+    """A column of the table, which is left out where no row has anything to say."""
 
     title: str
     cell: Callable[[Row], Optional[str]]
+    about: str = ""
+    """What it says, beyond its title."""
 
 
 def _number(name: str, digits: int = 0) -> Callable[[Row], Optional[str]]:
     def cell(row: Row) -> Optional[str]:
         value = row.get(name)
         return None if value is None else f"{value:.{digits}f}"
-
-    return cell
-
-
-def _percent(name: str) -> Callable[[Row], Optional[str]]:
-    def cell(row: Row) -> Optional[str]:
-        value = row.get(name)
-        return None if value is None else f"{value:.2f}%"
 
     return cell
 
@@ -84,9 +65,9 @@ def _with_error(
     return cell
 
 
-def _of_offloading(cell: Callable[[Row], Optional[str]]) -> Callable[[Row], Optional[str]]:
-    """Says nothing of the engine off, which everything is compared to."""
-    return lambda row: None if row["engine"] == "off" else cell(row)
+def _of_others(cell: Callable[[Row], Optional[str]]) -> Callable[[Row], Optional[str]]:
+    """Says nothing of the first way, which the others are compared with."""
+    return lambda row: None if row["engine"] in FIRST else cell(row)
 
 
 def _copied(row: Row) -> Optional[str]:
@@ -110,70 +91,68 @@ def _small(row: Row) -> Optional[str]:
 
 COLUMNS = (
     Column("engine", lambda row: row["engine"]),
-    Column("step ms", _with_error("step_ms", 2)),
-    Column("time", _of_offloading(_with_error("overhead_percent", 2, "%", "+"))),
-    Column("bound", _with_error("bound_overhead_percent", 2, "%", "+")),
-    Column("act MiB", _mib("act_bytes")),
-    Column("saved MiB", _of_offloading(_mib("saved_bytes"))),
-    Column("reserved MiB", _mib("reserved_bytes")),
-    Column("D2H MiB", _copied),
-    Column("copied/saved", _number("copied_per_saved", 2)),
-    Column("GB/s", _rates),
-    Column("small", _small),
-    Column("stall ms", _number("stall_ms", 2)),
-    Column("host us/group", _number("host_us_per_group", 0)),
-    Column("mallocs", _number("num_device_allocs")),
+    Column(
+        "step ms",
+        _with_error("step_ms", 2),
+        "median and its standard error, by CUDA events on the slowest rank",
+    ),
+    Column(
+        "time",
+        _of_others(_with_error("overhead_percent", 2, "%", "+")),
+        "by how much longer than the first way (`A+B`: than `A`), in pairs of neighbouring "
+        "iterations, with its standard error",
+    ),
+    Column("host ms", _number("host_ms", 1), "until the host had launched everything"),
+    Column(
+        "bound",
+        _with_error("bound_overhead_percent", 2, "%", "+"),
+        "what `time` must at least be for the plan's peak if copies ran at the link's full rate "
+        "and nothing else were lost: none out before its group commits, none back after its use",
+    ),
+    Column("held MiB", _mib("held_bytes"), "device memory between steps: graphs' pools, tensors"),
+    Column("pools MiB", _mib("graph_pool_bytes"), "of that, the memory pools of graphs"),
+    Column("outside MiB", _mib("outside_bytes"), "device memory not from torch's allocator"),
+    Column(
+        "act MiB",
+        _mib("act_bytes"),
+        "peak of allocated device memory less what is resident between steps",
+    ),
+    Column(
+        "saved MiB",
+        _of_others(_mib("saved_bytes")),
+        "by how much `act`, with `held`, is lower than that of the way that `time` compares with",
+    ),
+    Column("planned MiB", _mib("planned_saved_bytes"), "by how much a plan was to lower the peak"),
+    Column("away MiB", _mib("planned_away_bytes"), "the most that a plan has on the host at once"),
+    Column("reserved MiB", _mib("reserved_bytes"), "the most that the caching allocator held"),
+    Column("D2H MiB", _copied, "what an iteration copies out in copies of 1 MiB and more"),
+    Column("copied/saved", _number("copied_per_saved", 2), "of one micro-batch, for `saved`"),
+    Column("GB/s", _rates, "bytes by time of those copies, out and back"),
+    Column("small", _small, "the number of smaller copies, both ways"),
+    Column("stall ms", _number("stall_ms", 2), "for which compute waits for copies"),
+    Column("host us/group", _number("host_us_per_group", 0), "host time in the engine"),
+    Column(
+        "driver us/group",
+        _number("driver_us_per_group", 1),
+        "of that, inside the calls of the driver that an engine is made of",
+    ),
+    Column("layers us", _number("forward_us", 0), "host time of a forward pass of all layers"),
+    Column("mallocs", _number("num_device_allocs"), "calls of cudaMalloc in three iterations"),
 )
-
-RANK_COLUMNS = (
-    Column("engine", lambda row: row["engine"]),
-    Column("rank", lambda row: str(row["rank"])),
-    Column("peak MiB off", _mib("off_peak_bytes")),
-    Column("ours", _mib("peak_bytes")),
-    Column("built-in", _mib("builtin_peak_bytes")),
-    Column("drop MiB ours", _mib("drop_bytes")),
-    Column("theoretical", _mib("theoretical_drop_bytes")),
-    Column("reached", _percent("drop_percent")),
-    Column("drop MiB built-in", _mib("builtin_drop_bytes")),
-    Column("all marked", _mib("movable_drop_bytes")),
-    Column("reached", _percent("builtin_drop_percent")),
-)
-RANK_LEGEND = """\
-Peak device memory of each rank, everything counted. `theoretical`: of what our plan moves, the most
-bytes that are saved at once beside the group in use, each storage once; `all marked`: the same if
-all moved that is marked and can, which the built-in engine is held against."""
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the command. Returns 0, or 2 for an error of the user's."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
     parser.add_argument("rows", type=Path, metavar="FILE.jsonl", help="what benchmarks.run wrote")
-    parser.add_argument(
-        "--take",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE.jsonl",
-        help="bring what these files have measured into the first, in place of what it has of the "
-        "same cases and sets of modules",
-    )
     options = parser.parse_args(arguments)
     try:
-        if options.take:
-            _take(options.rows, options.take)
         for path in write_results(options.rows):
             sys.stdout.write(f"{path}\n")
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
-
-
-def _take(path: Path, newer: Sequence[Path]) -> None:
-    rows = read_rows(path) if path.exists() else []
-    for other in newer:
-        rows = with_newer(rows, read_rows(other))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_results(path: Path) -> list[Path]:
@@ -192,7 +171,7 @@ def write_results(path: Path) -> list[Path]:
     table.write_text(render(rows, path.name))
     written = [path, table]
     measured = [row for row in summaries if row.get("step_ms") is not None]
-    if any(row["engine"] != "off" for row in measured):
+    if any(row["engine"] not in FIRST for row in measured):
         written.append(path.with_name(path.stem + "_overhead.png"))
         plot_overhead(measured, written[-1])
         written.append(path.with_name(path.stem + "_tradeoff.png"))
@@ -218,7 +197,11 @@ def render(rows: Sequence[Row], rows_name: str) -> str:
     summaries = latest_summaries(rows)
     cases = list(dict.fromkeys(row["case"] for row in summaries))
     machines = [row for row in rows if row["kind"] == "machine"]
-    parts = ["# Engines side by side", *_machine_lines(machines), f"Raw rows: {rows_name}.", LEGEND]
+    shown = [column for column in _shown(COLUMNS, summaries) if column.about]
+    legend = ["- `all` modules: every one that the kind of model can have."]
+    legend += [f"- `{column.title}`: {column.about}." for column in shown]
+    parts = ["# Side by side", *_machine_lines(machines), f"Raw rows: {rows_name}."]
+    parts.append("\n".join(legend))
     about = {case.name: case.about for case in CASES}
     for case in cases:
         mine = [row for row in summaries if row["case"] == case]
@@ -255,9 +238,6 @@ def _case_tables(rows: Sequence[Row]) -> list[str]:
         several = any(row["num_ranks"] > 1 for row in measured)
         rank = [Column("rank", lambda row: str(row["rank"]))] if several else []
         parts.append(_table([*rank, *COLUMNS], measured))
-        drops = drop_rows(measured) if several else []
-        if drops:
-            parts += [RANK_LEGEND, _table(RANK_COLUMNS, drops)]
         offloading = [row for row in measured if row.get("host_us_per_call")]
         if offloading:
             parts.append("Host time of one call, in microseconds:")
@@ -288,6 +268,7 @@ def _call(name: str) -> Callable[[Row], Optional[str]]:
 
 def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     """A Markdown table with a first column for the variant, which is named on its first row."""
+    columns = _shown(columns, rows)
     lines = [
         "| modules | " + " | ".join(column.title for column in columns) + " |",
         "|" + "---|" * (len(columns) + 1),
@@ -300,6 +281,11 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
         lines.append(f"| {shown} | " + " | ".join(cells) + " |")
         previous = variant
     return "\n".join(lines)
+
+
+def _shown(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """The columns in which some row has something to say."""
+    return [column for column in columns if any(column.cell(row) for row in rows)]
 
 
 def _place(rows: Sequence[Row]) -> Callable[[Mapping[str, Any]], Any]:

@@ -1,62 +1,75 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the commands share that compare ways to run the kernels of one model."""
+"""Ways to run the iterations of a case, and the order in which they take turns."""
 
 from __future__ import annotations
 
-import argparse
-import gc
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from garbage import without_garbage_collection
-from rich.console import Console
-from rich.progress import Progress
+import torch
 
-
-def parser_of(
-    module: str, cases: Mapping[str, str], description: str, epilog: str
-) -> argparse.ArgumentParser:
-    """A parser without arguments, whose help lists the cases.
-
-    Args:
-        module: Of the command, as in ``python -m benchmarks.MODULE``.
-        cases: What each of them is, by name.
-        description: What the command does.
-        epilog: What follows the cases.
-    """
-    width = 1 + max(map(len, cases))
-    lines = "".join(f"  {name:{width}s} {what}\n" for name, what in cases.items())
-    return argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{module}",
-        description=description,
-        epilog=f"cases:\n{lines}\n{epilog}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+from benchmarks.case import Case, Variant
 
 
-def in_turn[Way](ways: Sequence[Way], round_number: int) -> list[Way]:
+class Way:
+    """A way to run the iterations of a case, on the data that all ways of the case have."""
+
+    label: str
+    manager: Any = None
+    """The offloading engine; None without one."""
+    is_ours = False
+    """Whether that is Slipstream's."""
+    has_marks = False
+    """Whether the engine is called at marks of groups, where its host time can be measured."""
+    num_eager_iterations = 0
+    """Before :meth:`capture`; more of them follow before the next way is built."""
+    ends_process = False
+    """Whether an error leaves the process unfit for the other ways, as that of a capture does."""
+    has_memory = True
+    """Whether its device memory can be told from other memory."""
+
+    def run(self, iteration: int) -> list[torch.Tensor]:
+        """One iteration, forward and backward. Returns its losses."""
+        raise NotImplementedError
+
+    def capture(self) -> None:
+        """Capture CUDA graphs, if that is to be asked for."""
+
+    def on_ready(self) -> None:
+        """Called after the iterations that follow :meth:`capture`."""
+
+    def fields(self) -> dict[str, Any]:
+        """Of its summary row. May run iterations."""
+        return {}
+
+    def close(self) -> None:
+        """Release what it holds."""
+
+
+class Comparison(Protocol):
+    """The ways of a case."""
+
+    def __init__(self, case: Case) -> None: ...
+
+    def build(self, variant: Variant, label: str, options: Mapping[str, Any]) -> Way:
+        """Make a way.
+
+        Args:
+            variant: What moves.
+            label: Of the way.
+            options: Options of ``OffloadConfig``, for Slipstream's engine.
+
+        Raises:
+            Exception: It cannot run here; nothing has been launched.
+        """
+        ...
+
+
+def in_turn[T](ways: Sequence[T], round_number: int) -> list[T]:
     """The ways in the order of a round: a random one, the same on all ranks.
 
     What a way leaves behind (heat, caches) must not always meet the same other one.
     """
     return random.Random(round_number).sample(ways, len(ways))
-
-
-def take_turns[Way](
-    ways: Sequence[Way], num_rounds: int, step: Callable[[Way, int], Any], console: Console
-) -> None:
-    """Call ``step(way, number of the round)`` for every way in every round.
-
-    Args:
-        ways: See :func:`in_turn`.
-        num_rounds: How many.
-        step: Times a step of a way; Python's garbage collector keeps out of it.
-        console: Where progress is shown.
-    """
-    with Progress(console=console, transient=True) as progress, without_garbage_collection():
-        for number in progress.track(range(num_rounds), description="measuring"):
-            for way in in_turn(ways, number):
-                step(way, number)
-            gc.collect()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import logging
 import os
@@ -12,14 +13,17 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-from benchmarks.cases import Case, Limits, Variant, engine_labels, short_name
+from benchmarks.case import Case, Limits, Variant, short_name, way_labels
 from benchmarks.rows import RowWriter, finished, read_rows
 from tools.shared_gpus import VARIABLE, share_a_gpu
 
-EXIT_ENGINE_FAILED = 3
-"""An engine failed and took the process with it; its row is written, so the rest can go on."""
+if TYPE_CHECKING:
+    from benchmarks.ways import Comparison
+
+EXIT_WAY_FAILED = 3
+"""A way failed and took the process with it; its row is written, so the rest can go on."""
 
 VERSIONS = ("torch", "transformer-engine", "megatron-core", "megatron-slipstream")
 ENVIRONMENT = (
@@ -44,7 +48,8 @@ class Job(NamedTuple):
     limits: Limits
     rows: Path
     run: str
-    command: str
+    arguments: tuple[str, ...]
+    """Of the command."""
     traces: Optional[Path] = None
     """Where the traces that our engine planned from go; None to keep none."""
 
@@ -53,20 +58,21 @@ def work(job: Job) -> int:
     """Measure what ``job`` asks for and its run does not have yet. Returns the exit status."""
     # megatron-core warns of each optional package that is not there, and of each GPTModel.
     warnings.simplefilter("ignore")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     # Imported here, after the environment is as it must be.
     import torch
     from megatron_models import initialize, use_gpu
 
     from benchmarks.copies import measure_bandwidth
-    from benchmarks.engines import BaseModel, release_host_memory
-    from benchmarks.measure import wait_for_all
-    from benchmarks.variant import EngineFailed, VariantRun
+    from benchmarks.measure import release_host_memory, wait_for_all
+    from benchmarks.variant import VariantRun, WayFailed
 
+    case = job.case
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     writer = RowWriter(job.rows, job.run, job.traces)
-    done = finished(read_rows(job.rows), job.run, job.case.name)
-    initialize(job.case.model, rank, num_ranks, int(os.environ["MASTER_PORT"]))
+    done = finished(read_rows(job.rows), job.run, case.name)
+    if case.comparison != "attached":  # whose models are not megatron-core's
+        initialize(case.model, rank, num_ranks, int(os.environ["MASTER_PORT"]))
     if use_gpu():
         from megatron.slipstream.integration import numa
 
@@ -78,22 +84,27 @@ def work(job: Job) -> int:
         writer.write(
             "machine",
             **machine_facts(),
-            command=job.command,
-            case=job.case.name,
+            command=" ".join(["python -m benchmarks.run", *job.arguments]),
+            case=case.name,
             bandwidth=bandwidth._asdict() if bandwidth else None,
         )
-    base = BaseModel(job.case)
+    module = importlib.import_module(f"benchmarks.{case.comparison}")
+    comparison: Comparison = module.Comparison(case)
     try:
-        with progress_bar(job, is_shown=rank == 0) as show:
+        with progress(is_shown=rank == 0) as show:
             for variant in job.variants:
-                labels = engine_labels(variant, job.engines)
+                labels = way_labels(case, variant, job.engines)
+                first = labels[0]
                 labels = tuple(label for label in labels if (variant.name, label) not in done)
-                if "off" in labels:
-                    measured = VariantRun(base, variant, labels, job.options, writer, bandwidth)
-                    measured.measure(job.limits, show(variant))
-    except EngineFailed as error:
-        sys.stderr.write(f"{job.case.name}: rank {rank}: engine {error} failed\n")
-        return EXIT_ENGINE_FAILED
+                if first not in labels:
+                    continue
+                measured = VariantRun(
+                    case, comparison, variant, labels, job.options, writer, bandwidth
+                )
+                measured.measure(job.limits, show(f"{case.name} {short_name(variant.name)}"))
+    except WayFailed as error:
+        sys.stderr.write(f"{case.name}: rank {rank}: {error} failed\n")
+        return EXIT_WAY_FAILED
     wait_for_all()  # the first rank to go takes away what the others meet at
     return 0
 
@@ -127,73 +138,32 @@ def _driver_version() -> Optional[str]:
     return next((word for word in text.split() if word[0].isdigit() and "." in word), None)
 
 
-Show = Callable[[Variant], Callable[[int, str], None]]
+Show = Callable[[str], Callable[[int, str], None]]
 
 
 @contextlib.contextmanager
-def progress_bar(job: Job, is_shown: bool) -> Iterator[Show]:
-    """Progress on stderr: a bar over variants and iterations on a terminal, else a line a variant.
+def progress(is_shown: bool) -> Iterator[Show]:
+    """A line on stderr for each variant, which on a terminal shows how far it has come.
 
     Yields what gives each variant its callback; see ``VariantRun.measure``.
     """
-    if not is_shown:
-        yield lambda variant: lambda num_rounds, text: None
-    elif sys.stderr.isatty():
-        with _terminal_bar(job) as show:
-            yield show
-    else:
-        with _lines(job.case.name) as show:
-            yield show
-
-
-@contextlib.contextmanager
-def _terminal_bar(job: Job) -> Iterator[Show]:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[text]}", style="dim"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        variants = progress.add_task(job.case.name, total=len(job.variants), text="variants")
-        task = progress.add_task("", total=job.limits.max_iterations, text="")
+    console = Console(stderr=True, quiet=not is_shown, soft_wrap=True, highlight=False)
+    last: list[str] = []
+    with console.status("") as status:
 
-        def show(variant: Variant) -> Callable[[int, str], None]:
-            progress.update(variants, completed=job.variants.index(variant))
-            progress.reset(task, description=short_name(variant.name), text="warming up")
+        def show(name: str) -> Callable[[int, str], None]:
+            console.print(*last, sep="\n", markup=False)
+            last.clear()
 
             def on_round(num_rounds: int, text: str) -> None:
-                progress.update(task, completed=num_rounds, text=text)
+                last[:] = [f"{name}: {num_rounds} iterations, {text}"]
+                status.update(last[0])
 
             return on_round
 
-        yield show
-        progress.update(variants, completed=len(job.variants))
-
-
-@contextlib.contextmanager
-def _lines(case: str) -> Iterator[Show]:
-    """A line for each variant once the next begins, or the case ends."""
-    last: list[str] = []
-
-    def flush() -> None:
-        for line in last:
-            sys.stderr.write(line + "\n")
-        last.clear()
-
-    def show(variant: Variant) -> Callable[[int, str], None]:
-        flush()
-
-        def on_round(num_rounds: int, text: str) -> None:
-            last[:] = [f"{case} {short_name(variant.name)}: {num_rounds} iterations, {text}"]
-
-        return on_round
-
-    try:
-        yield show
-    finally:
-        flush()
+        try:
+            yield show
+        finally:
+            console.print(*last, sep="\n", markup=False)

@@ -1,33 +1,46 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The benchmark of chunk graphs runs on any machine, and compares what it says it compares."""
+"""The comparison of chunk graphs runs on any machine, and compares what it says it compares."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 from benchmark_runs import benchmark
 
-from benchmarks import chunk_graphs
+from benchmarks import run
 from benchmarks.rows import read_rows
 
 
 def test_the_smoke_case_measures_both_ways_in_turn(tmp_path: Path) -> None:
-    output = tmp_path / "rows.jsonl"
-    arguments = f"--case smoke --steps 2 --output {output}".split()
-    result = benchmark("chunk_graphs", *arguments, sees_gpu=True)
+    arguments = f"--case smoke_chunk --min-iterations 2 --max-iterations 2 --output {tmp_path}"
+    result = benchmark("run", *arguments.split(), sees_gpu=True)
     assert result.returncode == 0, result.stderr
-    rows = read_rows(output)
-    steps = [row for row in rows if row["kind"] == "step"]
-    assert sorted((row["number"], row["way"]) for row in steps) == [
+    rows = read_rows(tmp_path / "engines.jsonl")
+    steps = [row for row in rows if row["kind"] == "iteration"]
+    assert sorted((row["iteration"], row["engine"]) for row in steps) == [
         (0, "chunk"), (0, "eager"), (1, "chunk"), (1, "eager"),
     ]  # fmt: skip
     assert all(row["ms"] >= row["host_ms"] > 0 for row in steps)
-    summaries = {row["way"]: row for row in rows if row["kind"] == "summary"}
-    assert summaries["eager"]["slot"] is None
+    summaries = {row["engine"]: row for row in rows if row["kind"] == "summary"}
+    assert "slot" not in summaries["eager"]
     assert summaries["chunk"]["slot"]["num_slots"] == 1
-    assert "chunk" in result.stdout
+    assert summaries["chunk"]["loss_difference"] == 0
+    assert all(row["forward_us"] > 0 for row in summaries.values())
+    table = (tmp_path / "engines.md").read_text()
+    assert "| layers us |" in table
+    assert "chunk, rank 0: 1 slots of" in table
 
 
-def test_other_cases_need_a_gpu() -> None:
-    assert chunk_graphs.use_gpu() or chunk_graphs.main(["--case", "launch_bound"]) == 2
+@pytest.mark.parametrize("case", ["chunk_small", "graphs_dense", "bank_cp2", "attach_1b"])
+def test_other_cases_need_a_gpu(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch sees one")
+    assert run.main(["--case", case, "--output", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"--case {case} needs" in error
+    assert "without a GPU there are: smoke" in error

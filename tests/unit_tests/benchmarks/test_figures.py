@@ -12,9 +12,10 @@ from dataclasses import replace
 import pytest
 from make_trace import Model, one_pass
 
-from benchmarks.copies import copies_of
-from benchmarks.figures import Pace, loss_difference, overhead_percent, spread_of
-from benchmarks.variant import bound_fields, describe
+from benchmarks.copies import profile_of
+from benchmarks.figures import loss_difference, overhead_percent, spread_of
+from benchmarks.marks import HostTimes
+from benchmarks.variant import VariantRun, _Figures, bound_fields, describe
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.trace import Bandwidth
@@ -54,22 +55,11 @@ def test_overhead_compares_neighbours_so_that_drift_cancels() -> None:
     assert overhead.standard_error == pytest.approx(0, abs=1e-9)
 
 
-def test_rows_and_tables_tell_the_same_pace() -> None:
-    pace = Pace.of([11.0, 22.0, 33.0], [10.0, 20.0, 30.0])
-    assert pace.fields() == {
-        "median_ms": 22.0,
-        "interquartile_ms": 11.0,
-        "slower_percent": pytest.approx(10),
-        "slower_percent_standard_error": pytest.approx(0, abs=1e-9),
-    }
-    assert pace.cells() == ("22.00 (11.00)", "+10.0% (±0.0)")
-
-
 def test_copies_are_read_from_a_profile() -> None:
     def copy(name: str, nbytes: int, us: float) -> dict[str, object]:
         return {"cat": "gpu_memcpy", "name": name, "dur": us, "args": {"bytes": nbytes}}
 
-    copies = copies_of(
+    profile = profile_of(
         [
             copy("Memcpy DtoH (Device -> Pinned)", 50_000_000, 1000),
             copy("Memcpy DtoH (Device -> Pinned)", 10_000_000, 200),
@@ -79,30 +69,64 @@ def test_copies_are_read_from_a_profile() -> None:
             {"cat": "kernel", "name": "gemm", "dur": 10, "args": {}},
         ]
     )
-    assert copies is not None
-    assert copies.d2h.bulk_bytes == 60_000_000
-    assert copies.d2h.gb_per_s == pytest.approx(50)
-    assert (copies.d2h.num_small, copies.d2h.small_bytes) == (1, 64)
-    assert copies.h2d.gb_per_s == pytest.approx(30)
+    assert profile.d2h.bulk_bytes == 60_000_000
+    assert profile.d2h.gb_per_s == pytest.approx(50)
+    assert (profile.d2h.num_small, profile.d2h.small_bytes) == (1, 64)
+    assert profile.h2d.gb_per_s == pytest.approx(30)
+    assert profile.fields()["d2h_bulk_bytes"] == 60_000_000
 
 
-def test_a_profile_without_copies_gives_no_figures() -> None:
-    assert copies_of([{"cat": "kernel", "name": "gemm", "dur": 10}]) is None
+def test_a_profile_without_copies_gives_no_figures_of_them() -> None:
+    profile = profile_of([{"cat": "kernel", "name": "gemm", "dur": 10}])
+    assert not any(name.startswith(("d2h", "h2d")) for name in profile.fields())
 
 
-def test_bound_needs_times_of_the_plans_own_marks() -> None:
+def call(name: str, us: float) -> dict[str, object]:
+    return {"cat": "cuda_runtime", "name": name, "dur": us, "args": {}}
+
+
+def test_calls_of_the_driver_are_counted_and_those_of_an_engine_added_up() -> None:
+    calls = [call("cudaEventRecord", 1.5), call("cudaEventRecord", 2.5)]
+    calls += [call("cudaMemcpyAsync", 4.0), call("cudaLaunchKernel", 30.0)]
+    profile = profile_of(calls)
+    assert profile.engine_call_us == 8.0
+    fields = profile.fields()
+    assert fields["num_driver_calls"]["cudaEventRecord"] == 2
+    assert fields["driver_us_per_call"]["cudaEventRecord"] == 2.0
+    assert fields["driver_us_per_call"]["cudaLaunchKernel"] == 30.0
+
+
+def test_the_floor_of_a_group_is_what_an_engines_calls_take_beyond_those_without_it() -> None:
+    host = HostTimes()
+    host.calls["on_group_commit_forward"] = 4
+    measured = VariantRun.__new__(VariantRun)
+    measured._first = "off"
+    measured._figures = {
+        "off": _Figures(profile=profile_of([call("cudaMemcpyAsync", 4.0)])),
+        "slipstream": _Figures(
+            host=host,
+            profile=profile_of([call("cudaMemcpyAsync", 14.0), call("cudaEventRecord", 10.0)]),
+        ),
+    }
+    assert measured._driver_us_per_group("slipstream") == 5.0
+    assert measured._driver_us_per_group("off") is None
+
+
+def test_the_bound_is_that_of_the_times_that_the_engine_measured_and_of_the_link() -> None:
     trace = one_pass(Model(num_layers=4))
-    plan = build_plan(trace, PolicyOptions())
-    marks = [(step.kind, step.name) for step in trace.steps]
-    bandwidth = Bandwidth(1e-3, 1e-3, 1e-3, 1e-3)
-    found = bound_fields(plan, (marks, (0.5,) * len(marks)), bandwidth, off_ms=10.0)
-    assert found["compute_ms"] == pytest.approx(0.5 * len(marks))
+    times_ms = (0.5,) * len(trace.steps)
+    plan = build_plan(replace(trace, step_ms=times_ms), PolicyOptions())
+    found = bound_fields(plan, Bandwidth(1e-3, 1e-3, 1e-3, 1e-3), off_ms=10.0)
+    assert found["compute_ms"] == pytest.approx(0.5 * len(times_ms))
     # Backward has four steps of half a millisecond, and copies of a millisecond each.
     assert found["bound_overhead_percent"] == pytest.approx(
         100 * (found["bound_ms"] - found["compute_ms"]) / 10
     )
-    assert bound_fields(plan, (marks[1:], (0.5,) * 7), bandwidth, off_ms=10.0) == {}
-    assert replace(plan) == plan
+    assert found["bound_ms"] > found["compute_ms"]
+    fast = bound_fields(plan, Bandwidth(1e3, 1e3, 1e3, 1e3), off_ms=10.0)
+    assert fast["bound_ms"] < found["bound_ms"]
+    untimed = replace(plan, trace=replace(plan.trace, step_ms=()))
+    assert bound_fields(untimed, Bandwidth(1e-3, 1e-3, 1e-3, 1e-3), off_ms=10.0) == {}
 
 
 def test_errors_are_told_with_their_place() -> None:

@@ -1,40 +1,52 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The benchmark of context-parallel sizes runs on any machine, and compares like with like."""
+"""The comparison of context-parallel sizes runs on any machine, and compares like with like."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 from benchmark_runs import benchmark
 
 from benchmarks import graph_bank
-from benchmarks.graph_bank import CASES, Documents
+from benchmarks.case import COMPARISONS
+from benchmarks.cases import find_case
+from benchmarks.graph_bank import Documents
 from benchmarks.rows import read_rows
 
 
 def test_the_smoke_case_measures_all_ways_in_turn(tmp_path: Path) -> None:
-    output = tmp_path / "rows.jsonl"
-    arguments = f"--case smoke --steps 2 --output {output}".split()
-    result = benchmark("graph_bank", *arguments, sees_gpu=True)
+    arguments = "--case smoke_bank --min-iterations 2 --max-iterations 2 --warmups 2"
+    result = benchmark(
+        "run", *arguments.split(), "--figures=", "--output", str(tmp_path), sees_gpu=True
+    )
     assert result.returncode == 0, result.stderr
-    rows = read_rows(output)
-    steps = [row["way"] for row in rows if row["kind"] == "step"]
-    assert [sorted(steps[:4]), sorted(steps[4:])] == [sorted(graph_bank.WAYS)] * 2
-    summaries = {row["way"]: row for row in rows if row["kind"] == "summary"}
-    assert summaries["bank"]["loss_difference"] == 0
-    assert 0 < summaries["fixed"]["loss_difference"] < 1e-5
-    sizes = {(row["way"], row["size"]): row for row in rows if row["kind"] == "size"}
-    assert set(sizes) == {("bank", 2), ("bank", 1), ("fixed+graph", 2)}
-    assert all(row["num_replays"] > 0 and row["num_slots"] == 1 for row in sizes.values())
-    assert "fixed+graph" in result.stdout
+    rows = read_rows(tmp_path / "engines.jsonl")
+    steps = [row["engine"] for row in rows if row["kind"] == "iteration"]
+    ways = sorted(COMPARISONS["graph_bank"])
+    assert [sorted(steps[:4]), sorted(steps[4:])] == [ways] * 2
+    summaries = {(row["engine"], row["rank"]): row for row in rows if row["kind"] == "summary"}
+    for rank in range(2):
+        assert summaries["bank", rank]["loss_difference"] == 0
+        assert 0 < summaries["fixed", rank]["loss_difference"] < 1e-5
+        sizes = {
+            (way, int(size)): figures
+            for (way, of_rank), row in summaries.items()
+            for size, figures in row["sizes"].items()
+            if of_rank == rank
+        }
+        assert set(sizes) == {("bank", 2), ("bank", 1), ("fixed+graph", 2)}
+        for figures in sizes.values():
+            assert figures["num_replays"] > 0
+            assert figures["num_slots"] == 1
+    assert "fixed+graph, rank 0: size 2" in (tmp_path / "engines.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["launch_bound", "larger"])
+@pytest.mark.parametrize("name", ["bank_cp4", "bank_cp4_large"])
 def test_one_size_has_the_documents_of_all_sizes(name: str) -> None:
-    documents = Documents(CASES[name], 4)
+    case = find_case(name)
+    documents = Documents(case)
     dynamic, fixed = (documents.micro_batches(3, is_fixed) for is_fixed in (False, True))
     sizes = {group.size for groups in dynamic for group in groups}
     assert sizes == {1, 2, 4}
@@ -44,15 +56,6 @@ def test_one_size_has_the_documents_of_all_sizes(name: str) -> None:
         return sorted(piece for groups in batch for group in groups for piece in group.pack)
 
     assert pieces(dynamic) == pieces(fixed)
-    assert len(dynamic) == CASES[name].num_micro_batches
+    assert len(dynamic) == case.num_micro_batches
     lengths = [piece.length for piece in pieces(dynamic)]
     assert max(lengths) > 20 * sorted(lengths)[len(lengths) // 2]
-
-
-@pytest.mark.parametrize("arguments", [["--ranks", "3", "--case", "smoke"], ["--ranks", "64"]])
-def test_ranks_that_cannot_be_are_refused(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert torch.cuda.device_count() < 64
-    assert graph_bank.main(arguments) == 2
-    assert "--ranks" in capsys.readouterr().err

@@ -1,36 +1,27 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The benchmark of layer graphs runs on any machine, and compares what it says it compares."""
+"""The comparison of layer graphs runs on any machine, and compares what it says it compares."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from benchmark_runs import benchmark
+from megatron_models import initialize
 from ranks import run_ranks
-from rich.console import Console
 
 from benchmarks import layer_graphs
-from benchmarks.layer_graphs import (
-    CASES,
-    EAGER,
-    GRAPH,
-    MEGATRON,
-    WAYS,
-    Case,
-    Counts,
-    Measurement,
-    Way,
-    WayFailed,
-)
-from benchmarks.rows import Row, read_rows
+from benchmarks.case import Case, Limits, way_labels
+from benchmarks.cases import CASES, find_case
+from benchmarks.engines import BaseModel
+from benchmarks.layer_graphs import LayerWay
+from benchmarks.rows import Row, RowWriter, read_rows
+from benchmarks.variant import VariantRun, WayFailed
 
 SMALL: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32,
@@ -40,39 +31,41 @@ SMALL_OPTIONS = {
     "ffn_hidden_size": 96, "moe_ffn_hidden_size": 64, "num_query_groups": 2, "num_moe_experts": 4,
     "moe_router_topk": 2, "apply_rope_fusion": False, "moe_permute_fusion": False,
 }  # fmt: skip
+MEGATRON = "graph+megatron"
+ALL = 6
+"""Ways there are."""
 
 
 def test_the_smoke_case_measures_what_needs_no_gpu_in_turn(tmp_path: Path) -> None:
-    output = tmp_path / "rows.jsonl"
-    arguments = f"--case smoke --steps 2 --output {output}".split()
-    result = benchmark("layer_graphs", *arguments)
+    arguments = f"--case smoke_graphs --min-iterations 2 --max-iterations 2 --output {tmp_path}"
+    result = benchmark("run", *arguments.split())
     assert result.returncode == 0, result.stderr
-    rows = read_rows(output)
-    steps = [row for row in rows if row["kind"] == "step"]
-    assert sorted((row["number"], row["way"]) for row in steps) == [
+    rows = read_rows(tmp_path / "engines.jsonl")
+    steps = [row for row in rows if row["kind"] == "iteration"]
+    assert sorted((row["iteration"], row["engine"]) for row in steps) == [
         (0, "eager"), (0, "eager+offload"), (1, "eager"), (1, "eager+offload"),
     ]  # fmt: skip
-    summaries = {row["way"]: row for row in rows if row["kind"] == "summary"}
-    assert list(summaries) == [GRAPH, f"{GRAPH}+offload", MEGATRON, EAGER, f"{EAGER}+offload"]
-    assert all("need a GPU" in row["error"] for way, row in summaries.items() if GRAPH in way)
-    eager, offloading = summaries[EAGER], summaries[f"{EAGER}+offload"]
+    summaries = {row["engine"]: row for row in rows if row["kind"] == "summary"}
+    assert list(summaries) == ["graph", "graph+offload", MEGATRON, "eager", "eager+offload"]
+    assert all("need a GPU" in row["error"] for way, row in summaries.items() if "graph" in way)
+    eager, offloading = summaries["eager"], summaries["eager+offload"]
     assert offloading["error"] is None
     assert offloading["loss_difference"] == 0
-    assert offloading["claimed_bytes"] > 0
-    assert eager["claimed_bytes"] is None
-    assert "eager+offload" in result.stdout
+    assert offloading["moved_bytes"] > 0
+    assert offloading["host_ms"] > 0
+    assert offloading["saved_bytes"] > 0
+    assert "moved_bytes" not in eager
+    assert "| eager+offload |" in (tmp_path / "engines.md").read_text()
 
 
-def test_other_cases_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    if layer_graphs.use_gpu():
-        pytest.skip("torch sees one")
-    assert layer_graphs.main(["--case", "smoke", "dense"]) == 2
-    assert "--case dense: torch sees no GPU" in capsys.readouterr().err
+def ways_of(name: str) -> tuple[str, ...]:
+    case = find_case(name)
+    return way_labels(case, case.variants[0], ())
 
 
 def test_delaying_is_measured_where_something_moves_outside_of_graphs() -> None:
-    delayed = {name for name, case in CASES.items() if len(case.ways) == len(WAYS)}
-    assert delayed == {"moe_experts"}
+    names = [case.name for case in CASES if case.comparison == "layer_graphs"]
+    assert {name for name in names if len(ways_of(name)) == ALL} == {"graphs_moe_experts"}
 
 
 def _small(case: Case) -> Case:
@@ -93,9 +86,18 @@ class _Outcome:
     num_deleted: int = 0
     num_models: int = 0
     """That differ in a parameter."""
+    failed: str = ""
+    """The way that ended the process."""
 
 
-def _measure_eagerly(rank: int, world_size: int, port: int, name: str, failing: str) -> _Outcome:
+LIMITS = Limits(
+    min_iterations=2, max_iterations=2, num_warmups=1, num_memory_iterations=1, figures=()
+)
+
+
+def _measure_eagerly(
+    rank: int, world_size: int, port: int, name: str, failing: str, path: Path
+) -> _Outcome:
     """All of a case on a small model, with nothing in the place of Transformer Engine's capture.
 
     A way called ``failing`` fails in it.
@@ -115,102 +117,92 @@ def _measure_eagerly(rank: int, world_size: int, port: int, name: str, failing: 
             raise RuntimeError("unjoined work")
         return Graphs()
 
-    def write(kind: str, **fields: Any) -> None:
-        outcome.rows.append({"kind": kind, **fields})
+    path.touch()
+    case = _small(find_case(name))
+    initialize(case.model, rank, world_size, port)
+    comparison, (variant,) = layer_graphs.Comparison(case), case.variants
+    measurement = VariantRun(
+        case, comparison, variant, ways_of(name), {}, RowWriter(path, "run"), None
+    )
+    measure_each = measurement._measure_each
 
-    measurement = Measurement(_small(CASES[name]), Counts(2, 1, 2), write, Console(quiet=True))
-    close = measurement.close
-
-    def note_and_close() -> None:
-        outcome.num_models = len(
-            {
-                tuple(id(item) for chunk in way._chunks for item in chunk.parameters())
-                for way in measurement._ways
-            }
-        )
-        close()
+    def note_and_measure(limits: Limits) -> None:
+        parameters = set()
+        for way in measurement._ways.values():
+            chunks = way._chunks  # type: ignore[attr-defined]
+            parameters.add(tuple(id(item) for chunk in chunks for item in chunk.parameters()))
+        outcome.num_models = len(parameters)
+        measure_each(limits)
 
     with (
         patch.object(layer_graphs, "can_capture", lambda: True),
         patch.object(layer_graphs, "capture_layers", capture_layers),
-        patch.object(measurement, "close", note_and_close),
+        patch.object(measurement, "_measure_each", note_and_measure),
         patch("megatron.core.transformer.transformer_layer.is_te_min_version", lambda *_: True),
         contextlib.suppress(WayFailed),
     ):
-        measurement.run(CASES[name].ways)
+        try:
+            measurement.measure(LIMITS, lambda *_: None)
+        except WayFailed as error:
+            outcome.failed = str(error)
+            raise
     return outcome
 
 
 OURS, THEIRS = "GraphOffloadTransformerLayer", "TransformerLayer"
 
 
-@pytest.mark.parametrize("name, parts", [("moe_experts", "attn moe_router"), ("launch_bound", "")])
-def test_ways_share_weights_and_differ_in_what_their_names_say(name: str, parts: str) -> None:
-    (outcome,) = run_ranks(1, _measure_eagerly, name, "")
-    ways = CASES[name].ways
-    delayed = [f"{parts}: {OURS} delayed"] * (len(ways) == len(WAYS))
+@pytest.mark.parametrize(
+    "name, parts", [("graphs_moe_experts", "attn moe_router"), ("graphs_small", "")]
+)
+def test_ways_share_weights_and_differ_in_what_their_names_say(
+    name: str, parts: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    (outcome,) = run_ranks(1, _measure_eagerly, name, "", path)
+    ways = ways_of(name)
+    delayed = [f"{parts}: {OURS} delayed"] * (len(ways) == ALL)
     graphs = [f"{parts}: {OURS}"] * 2 + delayed
     assert outcome.captured == graphs
     assert outcome.num_deleted == len(graphs)
     assert outcome.num_models == 1
-    summaries = {row["way"]: row for row in outcome.rows if row["kind"] == "summary"}
+    summaries = {row["engine"]: row for row in read_rows(path) if row["kind"] == "summary"}
     # megatron-core's own engine moves CUDA tensors only.
     assert "torch sees no GPU" in summaries.pop(MEGATRON)["error"]
     assert set(summaries) == set(ways) - {MEGATRON}
     for way, row in summaries.items():
         assert (row["error"], row["loss_difference"]) == (None, 0), way
-        assert bool(row["claimed_bytes"]) == ("offload" in way), way
-    assert summaries[GRAPH]["slower_percent"] == 0 != summaries[EAGER]["slower_percent"]
+        assert bool(row.get("moved_bytes")) == ("offload" in way), way
+    assert summaries["graph"]["base"] == "eager"
+    assert summaries["graph+offload"]["base"] == "graph"
+    assert summaries["graph"]["overhead_percent"] != 0 == summaries["eager"]["overhead_percent"]
 
 
 def test_the_engine_that_is_not_ours_keeps_its_layers() -> None:
     """They join its copies to the end of graphs; ours would not."""
-    case = layer_graphs.CASES["launch_bound"]
-    assert (case.captured, case.captured_by_megatron) == ((), ("attn", "mlp"))
+    assert find_case("graphs_small").captured == ()
     ((built, captured),) = run_ranks(1, _build_for_megatron)
     assert (built, captured) == (THEIRS, ["attn", "mlp"])
 
 
 def _build_for_megatron(rank: int, world_size: int, port: int) -> tuple[str, list[str]]:
-    case = _small(CASES["launch_bound"])
-    layer_graphs.initialize(case.model, rank, world_size, port)
-    base = layer_graphs.BaseModel(case)
+    case = _small(find_case("graphs_small"))
+    initialize(case.model, rank, world_size, port)
+    base = BaseModel(case)
     with (
-        patch.object(layer_graphs, "make_engine", lambda *_: None),
+        patch.object(layer_graphs, "can_capture", lambda: True),
+        patch.object(layer_graphs, "make_engine", lambda *_: layer_graphs.Engine("", base, [])),
         patch("megatron.core.transformer.transformer_layer.is_te_min_version", lambda *_: True),
     ):
-        way = Way(MEGATRON, base, 3)
+        way = LayerWay(MEGATRON, base, case.variants[0].modules, {})
     modules = [part.name for part in way._config.cuda_graph_modules]
     return type(way._chunks[0].decoder.layers[0]).__name__, modules
 
 
-def test_a_way_that_fails_leaves_its_row_and_ends_the_measurement() -> None:
-    (outcome,) = run_ranks(1, _measure_eagerly, "dense", "the second")
-    (row,) = outcome.rows
-    assert row["way"] == f"{GRAPH}+offload"
+def test_a_way_that_fails_leaves_its_row_and_ends_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    (outcome,) = run_ranks(1, _measure_eagerly, "graphs_dense", "the second", path)
+    assert outcome.failed == "graph+offload"
+    (row,) = read_rows(path)
+    assert row["engine"] == "graph+offload"
     assert row["error"].startswith("RuntimeError: unjoined work")
-
-
-def test_the_rest_is_measured_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-
-    def run(command: list[str]) -> Any:
-        started.append(command[3:])
-        return SimpleNamespace(returncode=len(started))
-
-    def measure(case: Case, *_: Any) -> Optional[str]:
-        return MEGATRON if case.name == "moe" else None
-
-    monkeypatch.setattr(layer_graphs, "use_gpu", lambda: True)
-    monkeypatch.setattr(layer_graphs, "_measure", measure)
-    monkeypatch.setattr(layer_graphs.subprocess, "run", run)
-    monkeypatch.setattr(layer_graphs, "release_host_memory", lambda: None)
-    monkeypatch.setattr(layer_graphs.os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as ended:
-        layer_graphs.main(["--steps", "7", "--run", "now"])
-    assert ended.value.code == 2
-    same = ["--steps=7", "--warmups=3", "--run=now", "--eager-steps=3"]
-    assert started == [
-        ["--case", "moe", "--ways", *(way for way in CASES["moe"].ways if way != MEGATRON), *same],
-        ["--case", "moe_experts", "launch_bound", *same],
-    ]

@@ -15,11 +15,13 @@ import torch
 from benchmark_runs import benchmark
 
 from benchmarks import run
-from benchmarks.cases import CASES, Limits, Variant, engine_labels, find_case, select_variants
+from benchmarks.case import Limits, Variant, base_label, way_labels
+from benchmarks.cases import CASES, find_case, select_variants
 from benchmarks.measure import MemoryFigures, Step
 from benchmarks.rows import Row, RowWriter, read_rows
 from benchmarks.variant import VariantRun, _Figures
-from benchmarks.worker import EXIT_ENGINE_FAILED
+from benchmarks.ways import Way
+from benchmarks.worker import EXIT_WAY_FAILED
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_trace
@@ -85,9 +87,9 @@ def test_ranks_of_a_pipeline_are_started_and_one_bad_option_does_not_end_the_run
 def failing_job(path: Path, statuses: list[int], failing: list[str]) -> tuple[run.Job, Callable]:
     """A job, and ranks that end with ``statuses``, the first ones after an engine's failure."""
     path.touch()
-    job = run.Job(find_case("smoke"), (), (), {}, Limits(), path, "run", "command")
+    job = run.Job(find_case("smoke"), (), (), {}, Limits(), path, "run", ())
 
-    def run_ranks(job: run.Job, _: object) -> int:
+    def run_ranks(job: run.Job) -> int:
         if failing:
             common = {"case": "smoke", "variant": "core_attn", "rank": 0, "num_ranks": 1}
             engine = failing.pop(0)
@@ -100,22 +102,22 @@ def failing_job(path: Path, statuses: list[int], failing: list[str]) -> tuple[ru
 def test_a_case_is_started_again_without_the_engine_that_ended_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    statuses = [EXIT_ENGINE_FAILED, EXIT_ENGINE_FAILED, 0]
+    statuses = [EXIT_WAY_FAILED, EXIT_WAY_FAILED, 0]
     job, ranks = failing_job(tmp_path / "rows.jsonl", statuses, ["megatron", "slipstream"])
     monkeypatch.setattr(run, "_run_ranks", ranks)
-    run._run_case(job, None)
+    run._run_case(job)
     assert statuses == []
     assert [row["engine"] for row in read_rows(job.rows)] == ["megatron", "slipstream"]
 
 
-@pytest.mark.parametrize("status", [EXIT_ENGINE_FAILED, -9])
+@pytest.mark.parametrize("status", [EXIT_WAY_FAILED, -9])
 def test_a_case_that_dies_without_saying_why_is_not_started_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     statuses = [status, 0]
     job, ranks = failing_job(tmp_path / "rows.jsonl", statuses, [])
     monkeypatch.setattr(run, "_run_ranks", ranks)
-    run._run_case(job, None)
+    run._run_case(job)
     assert statuses == [0]
     (row,) = read_rows(job.rows)
     assert f"status {status}" in row["error"]
@@ -127,7 +129,7 @@ def test_a_case_that_dies_without_saying_why_is_not_started_for_ever(
         ("--case smok", "did you mean 'smoke'?"),
         ("", "nothing to measure"),
         ("--case smoke --modules core_atn", "did you mean 'core_attn'?"),
-        ("--case smoke --engines megatorn", "--engines megatorn is not an engine"),
+        ("--case smoke --engines megatorn", "megatorn is not an engine of --case smoke; set some"),
         ("--case smoke --engine-option lag", "is not NAME=VALUE"),
         ("--case smoke --min-iterations 50 --max-iterations 20", "nothing to take a median of"),
         ("--case smoke --warmups 0", "--warmups 0 is too few"),
@@ -172,10 +174,38 @@ def test_modules_beyond_the_cases_own_are_measured_too() -> None:
 
 
 def test_engines_are_chosen_by_name_or_by_tuning() -> None:
-    variant = find_case("dense").variants[-1]
-    assert engine_labels(variant, ["slipstream:auto"]) == ("off", "slipstream:auto")
-    assert engine_labels(variant, ["slipstream"]) == ("off", "slipstream", "slipstream:auto")
-    assert engine_labels(variant, ["off"]) == ("off",)
+    case = find_case("dense")
+    variant = case.variants[-1]
+    assert way_labels(case, variant, ["slipstream:auto"]) == ("off", "slipstream:auto")
+    assert way_labels(case, variant, ["slipstream"]) == ("off", "slipstream", "slipstream:auto")
+    assert way_labels(case, variant, ["off"]) == ("off",)
+    every = ("off", "megatron", "slipstream", "slipstream:auto")
+    assert way_labels(case, variant, ()) == every
+
+
+def test_the_planned_variant_is_measured_with_auto_only() -> None:
+    case = find_case("moe_ep4_pp2_vpp2")
+    *single, planned = case.variants
+    every = ("off", "megatron", "slipstream")
+    assert [way_labels(case, variant, every) for variant in single] == [every] * 4
+    assert way_labels(case, planned, every) == ("off", "megatron", "slipstream:auto")
+
+
+@pytest.mark.parametrize(
+    "name, num_ranks", [("moe_ep4_pp2_vpp2", 8), ("moe_ep2_pp2_vpp2", 4), ("moe_ep4", 4)]
+)
+def test_data_parallel_ranks_are_counted_and_experts_divide_them(name: str, num_ranks: int) -> None:
+    case = find_case(name)
+    assert case.num_ranks == num_ranks
+    assert case.model.dp % case.model.ep == 0
+    assert case.num_micro_batches % case.model.pp == 0
+
+
+def test_a_way_is_compared_with_what_it_adds_to() -> None:
+    measured = ("eager", "eager+offload", "graph", "graph+offload", "graph+offload+delayed")
+    bases = [base_label(label, measured) for label in measured]
+    assert bases == ["eager", "eager", "eager", "graph", "graph"]
+    assert base_label("graph+offload", ("eager", "graph+offload")) == "eager"
 
 
 def options_of(*arguments: str) -> object:
@@ -189,7 +219,8 @@ def test_a_short_run_is_made_of_options_that_every_rank_gets(
     given += "--max-planning 12 --planning-seconds 7 --figures memory,host --micro-batches 6 "
     given += f"--output {tmp_path}"
     options = options_of(*given.split())
-    job = run._job(options, find_case("smoke_pp2"), "run", "command")
+    arguments = ["--case", "smoke_pp2", *given.split()]
+    job = run._job(options, find_case("smoke_pp2"), "run", arguments)
     assert job.limits == Limits(
         min_iterations=3,
         max_iterations=4,
@@ -203,10 +234,13 @@ def test_a_short_run_is_made_of_options_that_every_rank_gets(
     assert job.case.num_micro_batches == 6
     started: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, env: started.append(command))
-    run._start_rank(job, options, rank=1, port=1)
+    run._start_rank(job, rank=1, port=1)
     (command,) = started
-    of_rank = run._parser().parse_args(command[3:])
-    assert run._job(of_rank, find_case("smoke_pp2"), "run", "command") == job
+    of_rank: list[run.Job] = []
+    monkeypatch.setattr(run, "_work", of_rank.append)
+    monkeypatch.setattr(run, "_run", lambda *_: 0)
+    assert run.main(command[3:]) == 0
+    assert of_rank == [job]
 
 
 @pytest.mark.parametrize(
@@ -263,15 +297,99 @@ def test_ranks_that_share_a_gpu_are_measured_for_memory_only(
 def test_no_time_is_told_of_ranks_that_share_a_gpu(share_a_gpu: bool, tmp_path: Path) -> None:
     measured = VariantRun.__new__(VariantRun)
     measured._share_a_gpu = share_a_gpu
-    measured._base = SimpleNamespace(case=find_case("smoke_pp2"))  # type: ignore[assignment]
+    measured._case, measured._first, measured._needed = find_case("smoke_pp2"), "off", {}
     measured._variant = Variant(("core_attn",))
     measured._options, measured._rank = {"off": {}}, 0
     measured._writer = RowWriter(tmp_path / "rows.jsonl", "run")
     measured._steps = {"off": [Step(1.0, 0, ()), Step(3.0, 0, ())]}
     memory = MemoryFigures(resident_bytes=10, peak_bytes=30)
     measured._figures = {"off": _Figures(memory=memory)}
-    measured._engines = {"off": SimpleNamespace(is_ours=False, manager=None)}  # type: ignore[dict-item]
-    measured._write_summary("off", None)
+    measured._ways = {"off": Way()}
+    measured._write_summary("off")
     (row,) = read_rows(tmp_path / "rows.jsonl")
     assert row["act_bytes"] == 20
-    assert ("step_ms" in row, "overhead_percent" in row) == (not share_a_gpu,) * 2
+    told = [name in row for name in ("step_ms", "host_ms", "overhead_percent")]
+    assert told == [not share_a_gpu] * 3
+
+
+# A comparison of any kind.
+
+
+class Constant(Way):
+    """Runs nothing. Its losses are given."""
+
+    def __init__(self, label: str, loss: float) -> None:
+        self.label, self.loss, self.is_closed = label, loss, False
+
+    def run(self, iteration: int) -> list[torch.Tensor]:
+        return [torch.tensor(self.loss)]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Constants:
+    """Ways with losses by label; what has none cannot be built."""
+
+    def __init__(self, **losses: float) -> None:
+        self._losses, self.ways = losses, []
+
+    def build(self, variant: Variant, label: str, options: object) -> Constant:
+        self.ways.append(Constant(label, self._losses[label]))
+        return self.ways[-1]
+
+
+def measure(comparison: Constants, labels: tuple[str, ...], path: Path) -> dict[str, Row]:
+    path.touch()
+    measured = VariantRun(
+        find_case("smoke"), comparison, Variant(("-",)), labels, {}, RowWriter(path, "run"), None
+    )
+    measured.measure(Limits(min_iterations=2, max_iterations=2, figures=()), lambda *_: None)
+    return {row["engine"]: row for row in read_rows(path) if row["kind"] == "summary"}
+
+
+def test_losses_that_differ_from_the_first_ways_are_an_error(tmp_path: Path) -> None:
+    comparison = Constants(a=2.0, b=2.01, c=2.03)
+    rows = measure(comparison, ("a", "b", "c"), tmp_path / "rows.jsonl")
+    assert [rows[label]["error"] for label in "ab"] == [None, None]
+    assert rows["c"]["error"] == "losses differ from those of a by 0.015"
+    assert all(way.is_closed for way in comparison.ways)
+
+
+def test_a_way_that_cannot_be_built_leaves_its_row_and_the_others_are_measured(
+    tmp_path: Path,
+) -> None:
+    rows = measure(Constants(a=2.0, c=2.0), ("a", "b", "c"), tmp_path / "rows.jsonl")
+    assert rows["b"]["error"].startswith("KeyError: 'b'")
+    assert [rows[label]["num_iterations"] for label in "ac"] == [2, 2]
+
+
+class Holding(Constant):
+    """Holds memory between iterations."""
+
+    def __init__(self, label: str, held_bytes: int) -> None:
+        super().__init__(label, 1.0)
+        self.held_bytes = held_bytes
+
+    def fields(self) -> dict[str, object]:
+        return {"held_bytes": self.held_bytes, "notes": ["two slots"]}
+
+
+def test_what_graphs_hold_counts_against_what_they_save(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    labels = ("eager", "graph", "graph+offload")
+    measured = VariantRun(
+        find_case("smoke"), Constants(), Variant(("-",)), labels, {}, RowWriter(path, "run"), None
+    )
+    ways = [Holding("eager", 10), Holding("graph", 50), Holding("graph+offload", 30)]
+    measured._ways = {way.label: way for way in ways}
+    measured._steps = {label: [Step(1.0, 0, (1.0,))] for label in labels}
+    peaks = {"eager": 100, "graph": 40, "graph+offload": 20}
+    measured._figures = {
+        label: _Figures(memory=MemoryFigures(0, peak)) for label, peak in peaks.items()
+    }
+    for label in labels:
+        measured._write_summary(label)
+    rows = {row["engine"]: row for row in read_rows(path)}
+    assert [rows[label]["saved_bytes"] for label in labels] == [0, 20, 40]
+    assert rows["graph"]["notes"] == ["two slots"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import table
-from benchmarks.rows import RowWriter, finished, read_rows, with_newer
+from benchmarks.rows import RowWriter, finished, read_rows
 from benchmarks.variant import TIMES
 
 
@@ -83,10 +83,14 @@ def test_table_and_plots_come_from_rows(tmp_path: Path, capsys: pytest.CaptureFi
     assert "GPU (1 seen), driver 580.1; torch 2.11" in text
     assert "Pinned copies reach 55.0 GB/s" in text
     assert (
-        "|  | slipstream | 101.25 ± 0.12 | +1.25% ± 0.10 | +0.50% | 500 | 400 | - | 800 | 1.00 | "
-        "52.0 / - | 7 | - | 42 | - |"
+        "|  | slipstream | 101.25 ± 0.12 | +1.25% ± 0.10 | +0.50% | 500 | 400 | 800 | 1.00 | "
+        "52.0 / - | 7 | 42 |"
     ) in text
     assert "| core_attn attn_proj | off | 100.00 | - | - | 900 | - | - |" in text
+    # Columns that say nothing are left out, and so is what they would mean.
+    assert "| modules | engine | step ms | time | bound | act MiB | saved MiB | D2H MiB |" in text
+    assert "- `small`: the number of" in text
+    assert "mallocs" not in text
     assert "- core_attn attn_proj, megatron, rank 0: AssertionError: Chunk mismatch" in text
     assert "- core_attn attn_proj, slipstream, rank 0: no compute time" in text
     assert "| core_attn attn_proj | slipstream | 3.2 |" in text
@@ -102,8 +106,9 @@ def test_ranks_that_shared_a_gpu_have_a_table_without_times(tmp_path: Path) -> N
     rows.write_text("".join(json.dumps(row) + "\n" for row in kept))
     assert table.write_results(rows) == [rows, rows.with_suffix(".md")]
     text = rows.with_suffix(".md").read_text()
-    assert "| core_attn attn_proj | off | - | - | - | 900 | - | - |" in text
-    assert "|  | slipstream | - | - | +0.50% | 500 | 400 |" in text
+    assert "| modules | engine | bound | act MiB |" in text
+    assert "| core_attn attn_proj | off | - | 900 | - | - |" in text
+    assert "|  | slipstream | +0.50% | 500 | 400 |" in text
 
 
 def test_a_later_summary_replaces_an_earlier_one(tmp_path: Path) -> None:
@@ -154,37 +159,3 @@ def test_a_file_that_holds_no_results_is_refused(
     path.write_text(content)
     assert table.main([str(path)]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_newer_rows_come_in_place_of_older_ones_of_the_same(tmp_path: Path) -> None:
-    """Whole sets of modules only; what was cut off stays as it was."""
-    older, newer = tmp_path / "older.jsonl", tmp_path / "newer.jsonl"
-
-    def write(path: Path, run: str, variant: str, step_ms: float, ends: bool = True) -> None:
-        writer = RowWriter(path, run)
-        for engine in ("off", "slipstream"):
-            common = {"case": "moe", "variant": variant, "engine": engine}
-            writer.write("iteration", **common, ms=step_ms)
-            if ends or engine == "off":
-                writer.write("summary", **common, rank=0, num_ranks=1, step_ms=step_ms)
-
-    for path, run in ((older, "one"), (newer, "two")):
-        RowWriter(path, run).write("machine", case="moe", device=run)
-    write(older, "one", "a", 1.0)
-    write(older, "one", "b", 1.0)
-    write(newer, "two", "a", 2.0)
-    write(newer, "two", "b", 2.0, ends=False)
-    write(newer, "two", "c", 2.0)
-    rows = with_newer(read_rows(older), read_rows(newer))
-    times = {
-        name: {row.get("ms", row.get("step_ms")) for row in rows if row.get("variant") == name}
-        for name in "abc"
-    }
-    assert times == {"a": {2.0}, "b": {1.0}, "c": {2.0}}
-    assert [row["device"] for row in rows if row["kind"] == "machine"] == ["one", "two"]
-    # Once nothing of a run is left, its machine goes too.
-    rest = RowWriter(tmp_path / "rest.jsonl", "three")
-    write(tmp_path / "rest.jsonl", "three", "b", 3.0)
-    rest.write("machine", case="moe", device="three")
-    rows = with_newer(rows, read_rows(tmp_path / "rest.jsonl"))
-    assert [row["device"] for row in rows if row["kind"] == "machine"] == ["two", "three"]

@@ -1,0 +1,261 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Models whose modules move, by the engine built into megatron-core and by ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
+
+from benchmarks.case import AUTO, Case, Variant
+
+
+def _variants(all_modules: Sequence[str], *sets: str) -> tuple[Variant, ...]:
+    """``sets`` in the order given, then all modules, those last with the planner's choice too."""
+    chosen = [Variant(tuple(names.split())) for names in sets]
+    return (*chosen, Variant(tuple(all_modules), AUTO))
+
+
+# The vocabulary of the GPU cases is that of Llama 2; a larger one only adds memory and time that no
+# engine touches.
+DENSE = ModelCase(
+    num_layers=8,
+    hidden_size=4096,
+    num_attention_heads=32,
+    seq_length=8192,
+    micro_batch_size=1,
+    vocab_size=32000,
+    bf16=True,
+    overrides={"ffn_hidden_size": 14336, "num_query_groups": 8, "apply_rope_fusion": True},
+)
+MOE = ModelCase(
+    kind="moe",
+    num_layers=8,
+    hidden_size=2048,
+    num_attention_heads=16,
+    seq_length=4096,
+    micro_batch_size=2,
+    vocab_size=32000,
+    bf16=True,
+    overrides={
+        "num_query_groups": 4,
+        "num_moe_experts": 16,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 2048,
+        "moe_permute_fusion": True,
+        "apply_rope_fusion": True,
+    },
+)
+_MLA_MOE = ModelCase(
+    kind="mla",
+    num_layers=8,
+    hidden_size=2048,
+    num_attention_heads=16,
+    seq_length=4096,
+    micro_batch_size=2,
+    vocab_size=32000,
+    bf16=True,
+    overrides={
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_head_dim": 128,
+        "qk_pos_emb_head_dim": 64,
+        "v_head_dim": 128,
+        "ffn_hidden_size": 10944,
+        "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1, 1],
+        "num_moe_experts": 32,
+        "moe_router_topk": 6,
+        "moe_ffn_hidden_size": 1408,
+        "moe_shared_expert_intermediate_size": 2816,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_permute_fusion": True,
+    },
+)
+# The layout that PR 1752 of megatron-core was measured with, in steps of 1.26 s, and a sequence
+# length for which H200s take about as long: four of them took 1.7 s with sequence 8192.
+# Micro-batches are larger than those of 'moe', whose GPU waits for the host.
+_EXPERT_PIPELINE = replace(MOE, num_layers=16, seq_length=6144, pp=2, vpp=2)
+_EXPERT_PIPELINE_VARIANTS = (
+    *(Variant((name,)) for name in ("qkv_linear", "core_attn", "expert_fc1", "moe_act")),
+    Variant(("qkv_linear", "core_attn", "expert_fc1", "moe_act"), AUTO, has_defaults=False),
+)
+_PIPELINE = replace(DENSE, num_layers=16, seq_length=4096, pp=2)
+_PIPELINE_VARIANTS = _variants(DENSE_MODULES, "core_attn", "core_attn attn_proj")
+_FULL = replace(
+    DENSE,
+    overrides={
+        **DENSE.overrides,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+)
+# The module moves nothing of layers that are recomputed as a whole; megatron-core asks for one.
+_INPUTS = (
+    Variant(("core_attn",), {"inputs": {"offload_checkpoint_inputs": True}}, has_defaults=False),
+)
+# Tensors of 4 MiB, which take longer to launch than to compute.
+SMALL = replace(
+    DENSE,
+    num_layers=16,
+    hidden_size=1024,
+    num_attention_heads=16,
+    seq_length=1024,
+    micro_batch_size=2,
+    overrides={"ffn_hidden_size": 4096, "num_query_groups": 4, "apply_rope_fusion": True},
+)
+SMOKE = ModelCase(num_layers=3)
+
+# Where Transformer Engine has fused a norm into the linear after it (attn_norm, and mlp_norm of a
+# dense layer), the module alone has nothing to move and is measured only as one of all.
+ENGINE_CASES: tuple[Case, ...] = (
+    Case(
+        "dense",
+        "8 layers, hidden 4096, 32 heads, 8 KV groups, ffn 14336, sequence 8192, micro-batch 1",
+        DENSE,
+        _variants(
+            DENSE_MODULES,
+            "qkv_linear",
+            "core_attn",
+            "core_attn attn_proj",
+            "qkv_linear core_attn attn_proj",
+        ),
+    ),
+    Case(
+        "moe",
+        "8 layers, hidden 2048, 16 heads, 4 KV groups, 16 experts of width 2048, top 4, sequence "
+        "4096, micro-batch 2",
+        MOE,
+        _variants(
+            MOE_MODULES,
+            "qkv_linear",
+            "core_attn",
+            "mlp_norm",
+            "expert_fc1",
+            "moe_act",
+            "core_attn attn_proj",
+            "core_attn expert_fc1",
+            "expert_fc1 moe_act",
+            "core_attn attn_proj expert_fc1 moe_act",
+        ),
+    ),
+    Case(
+        "moe_long",
+        "the moe case with sequence 16384: its GPU is busy where that of 'moe' waits for the host",
+        replace(MOE, seq_length=16384),
+        _variants(MOE_MODULES, "core_attn expert_fc1", "moe_act"),
+    ),
+    Case(
+        "long",
+        "the dense case with sequence 32768",
+        replace(DENSE, seq_length=32768),
+        _variants(DENSE_MODULES, "core_attn", "core_attn attn_proj"),
+    ),
+    Case(
+        "full",
+        "the dense case, each layer recomputed as a whole: the inputs of the checkpoints move",
+        _FULL,
+        _INPUTS,
+    ),
+    Case(
+        "full_long",
+        "the same with sequence 32768",
+        replace(_FULL, seq_length=32768),
+        _INPUTS,
+    ),
+    Case(
+        "mla_moe",
+        "8 layers like DeepSeek-V2's: hidden 2048, 16 heads, MLA (q_lora 768, kv_lora 512), 32 "
+        "experts of width 1408, top 6, a shared expert, the first layer dense, sequence 4096, "
+        "micro-batch 2",
+        _MLA_MOE,
+        _variants(MOE_MODULES, "core_attn", "core_attn attn_proj", "expert_fc1", "moe_act"),
+    ),
+    Case(
+        "pp2",
+        "16 dense layers of hidden 4096 on two pipeline stages, sequence 4096, 8 micro-batches",
+        _PIPELINE,
+        _PIPELINE_VARIANTS,
+        num_micro_batches=8,
+    ),
+    Case(
+        "pp2_vpp2",
+        "the same with two model chunks a stage, interleaved",
+        replace(_PIPELINE, vpp=2),
+        _PIPELINE_VARIANTS,
+        num_micro_batches=8,
+    ),
+    Case(
+        "moe_ep4_pp2_vpp2",
+        "16 layers of the moe case, sequence 6144, micro-batch 2, 8 micro-batches, on eight GPUs: "
+        "DP 4, EP 4, PP 2 (ranks 0 to 3 are the first stage), two model chunks a stage",
+        replace(_EXPERT_PIPELINE, dp=4, ep=4),
+        _EXPERT_PIPELINE_VARIANTS,
+        num_micro_batches=8,
+    ),
+    Case(
+        "moe_ep4_pp2_vpp2_short",
+        "the same with sequence 256, micro-batch 1 and a small vocabulary, tensors of as many "
+        "fewer elements moving: for the memory of its eight ranks where they share a GPU",
+        replace(_EXPERT_PIPELINE, dp=4, ep=4, seq_length=256, micro_batch_size=1, vocab_size=4096),
+        (*_EXPERT_PIPELINE_VARIANTS[:-1], Variant(_EXPERT_PIPELINE_VARIANTS[-1].modules)),
+        num_micro_batches=8,
+        offload={"min_offloaded_tensor_size": 2**20 // 48},
+    ),
+    Case(
+        "moe_ep2_pp2_vpp2",
+        "moe_ep4_pp2_vpp2 on four GPUs: DP 2, EP 2, PP 2 (ranks 0 and 1 are the first stage)",
+        replace(_EXPERT_PIPELINE, dp=2, ep=2),
+        _EXPERT_PIPELINE_VARIANTS,
+        num_micro_batches=8,
+    ),
+    Case(
+        "moe_ep4",
+        "its ranks of one stage on four GPUs: 8 layers, DP 4, EP 4, no pipeline",
+        replace(_EXPERT_PIPELINE, num_layers=8, pp=1, vpp=None, dp=4, ep=4),
+        _EXPERT_PIPELINE_VARIANTS,
+        num_micro_batches=8,
+    ),
+    Case(
+        "small",
+        "16 dense layers of hidden 1024, sequence 1024, micro-batch 2: too small to gain from "
+        "offloading",
+        SMALL,
+        _variants(DENSE_MODULES, "core_attn attn_proj"),
+        num_micro_batches=4,
+    ),
+    Case(
+        "smoke",
+        "three tiny layers, for trying the suite without a GPU; its times mean nothing",
+        SMOKE,
+        (
+            Variant(("core_attn", "attn_proj")),
+            Variant(DENSE_MODULES, {"lag2": {"offload_release_lag": 2}}),
+        ),
+        offload={"min_offloaded_tensor_size": 1},
+        needs_gpu=False,
+    ),
+    Case(
+        "smoke_pp2",
+        "the same on two pipeline stages, each a process",
+        replace(SMOKE, num_layers=6, pp=2),
+        (Variant(("core_attn", "attn_proj")),),
+        num_micro_batches=4,
+        offload={"min_offloaded_tensor_size": 1},
+        needs_gpu=False,
+    ),
+    Case(
+        "smoke_ep2_pp2_vpp2",
+        "four tiny expert layers in the layout of moe_ep2_pp2_vpp2, on four processes",
+        replace(SMOKE, kind="moe", num_layers=4, pp=2, vpp=2, dp=2, ep=2),
+        _EXPERT_PIPELINE_VARIANTS,
+        num_micro_batches=4,
+        offload={"min_offloaded_tensor_size": 1},
+        needs_gpu=False,
+    ),
+)

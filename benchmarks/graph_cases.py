@@ -1,0 +1,168 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Models that are run with CUDA graphs and without, and models for ``attach()``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from model_case import ModelCase
+
+from benchmarks.case import Case, Variant
+from benchmarks.engine_cases import DENSE, MOE, SMALL, SMOKE
+
+
+def _case(
+    comparison: str, name: str, about: str, model: ModelCase, moved: str = "-", **options: Any
+) -> Case:
+    """A case with one set of modules: '-' for none."""
+    if comparison != "attached":
+        model = replace(model, te_rng_tracker=True)  # as CUDA graphs must draw random numbers
+    variants = (Variant(tuple(moved.split())),)
+    return Case(name, about, model, variants, comparison=comparison, **options)
+
+
+_graphs, _chunk = partial(_case, "layer_graphs"), partial(_case, "chunk_graphs")
+_bank, _attach = partial(_case, "graph_bank"), partial(_case, "attached", moved="layers.*")
+_ATTENTION = "core_attn attn_proj qkv_linear"
+_LAUNCH_BOUND = ModelCase(
+    num_layers=16,
+    hidden_size=1024,
+    num_attention_heads=16,
+    seq_length=4096,
+    micro_batch_size=1,
+    vocab_size=8192,
+    bf16=True,
+)
+_SHARED_DOCUMENTS = replace(
+    _LAUNCH_BOUND, overrides={"apply_rope_fusion": True, "calculate_per_token_loss": True}
+)
+_DECODER_1B = ModelCase("decoder", 16, 2048, 16, 4096, 2, 32768)
+_DECODER_8B = ModelCase("decoder", 32, 4096, 32, 4096, 1, 32768)
+_DECODER_TINY = ModelCase("decoder", 4, 64, 4, 64, 2, 256)
+
+GRAPH_CASES: tuple[Case, ...] = (
+    _graphs(
+        "graphs_dense",
+        "the dense case, attention and MLP captured",
+        DENSE,
+        _ATTENTION,
+        captured=("attn", "mlp"),
+    ),
+    _graphs(
+        "graphs_moe",
+        "the moe case, attention and router captured; what moves is in graphs",
+        MOE,
+        "core_attn",
+        captured=("attn", "moe_router"),
+    ),
+    _graphs(
+        "graphs_moe_experts",
+        "the same; what experts save moves too, outside of graphs",
+        MOE,
+        "core_attn attn_proj expert_fc1 moe_act",
+        captured=("attn", "moe_router"),
+    ),
+    _graphs(
+        "graphs_small",
+        "16 layers of hidden 1024, 4096 tokens: the GPU waits for launches; whole layers",
+        replace(SMALL, seq_length=4096, micro_batch_size=1),
+        _ATTENTION,
+    ),
+    _chunk(
+        "chunk_thd",
+        "16 layers of hidden 1024, 4096 packed tokens: the GPU waits for launches",
+        replace(_LAUNCH_BOUND, is_packed=True, overrides={"apply_rope_fusion": True}),
+        num_micro_batches=4,
+        captured=None,
+    ),
+    _chunk(
+        "chunk_small", "the same, one sequence of 4096 tokens", _LAUNCH_BOUND, num_micro_batches=4
+    ),
+    _chunk(
+        "chunk_large",
+        "8 layers of hidden 4096, 8192 tokens: the GPU never waits",
+        replace(
+            _LAUNCH_BOUND, num_layers=8, hidden_size=4096, num_attention_heads=32, seq_length=8192
+        ),
+    ),
+    _chunk(
+        "chunk_experts",
+        "8 layers of hidden 1024 with 4 experts, dropped and padded to capacity",
+        replace(
+            _LAUNCH_BOUND,
+            kind="moe",
+            num_layers=8,
+            overrides={
+                "moe_expert_capacity_factor": 1.25,
+                "moe_pad_expert_input_to_capacity": True,
+                "moe_permute_fusion": True,
+            },
+        ),
+        num_micro_batches=4,
+        captured=("attn",),
+    ),
+    *(
+        _bank(
+            f"bank_cp{size}",
+            f"16 layers of hidden 1024, 4096 tokens a rank, context-parallel sizes up to {size}",
+            replace(_SHARED_DOCUMENTS, dp=size),
+            num_micro_batches=4,
+        )
+        for size in (2, 4)
+    ),
+    *(
+        _bank(
+            f"bank_cp{size}_large",
+            f"8 layers of hidden 2048, 16384 tokens a rank, sizes up to {size}",
+            replace(_SHARED_DOCUMENTS, num_layers=8, hidden_size=2048, seq_length=16384, dp=size),
+            num_micro_batches=4,
+        )
+        for size in (2, 4)
+    ),
+    _attach("attach_1b", "a decoder of 16 layers of hidden 2048, 2 x 4096 tokens", _DECODER_1B),
+    _attach("attach_8b", "32 layers of hidden 4096, 4096 tokens", _DECODER_8B),
+    _attach(
+        "attach_8b_recompute",
+        "the same, every layer recomputed (non-reentrant checkpoints)",
+        replace(_DECODER_8B, overrides={"use_reentrant": False}),
+    ),
+    _graphs(
+        "smoke_graphs",
+        "three tiny layers; without a GPU the ways without graphs only",
+        replace(SMOKE, bf16=True),
+        _ATTENTION,
+        captured=("attn", "mlp"),
+        offload={"min_offloaded_tensor_size": 1},
+        needs_gpu=False,
+    ),
+    _chunk(
+        "smoke_chunk",
+        "four tiny layers; without a GPU graphs are imitated",
+        ModelCase(bf16=True),
+        captured=None,
+        needs_gpu=False,
+    ),
+    _bank(
+        "smoke_bank",
+        "two tiny layers on two processes; without a GPU graphs are imitated",
+        ModelCase(num_layers=2, seq_length=256, dp=2, overrides={"calculate_per_token_loss": True}),
+        needs_gpu=False,
+    ),
+    *(
+        _attach(
+            name,
+            about,
+            replace(_DECODER_TINY, overrides=overrides),
+            offload={"min_offloaded_tensor_size": 1},
+            needs_gpu=False,
+        )
+        for name, about, overrides in (
+            ("smoke_attach", "four tiny layers", {}),
+            ("smoke_attach_recompute", "the same, recomputed", {"use_reentrant": False}),
+            ("smoke_attach_reentrant", "the same, reentrant", {"use_reentrant": True}),
+        )
+    ),
+)
