@@ -60,8 +60,7 @@ def work(job: Job) -> int:
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Imported here, after the environment is as it must be.
-    import torch
-    from megatron_models import initialize, use_gpu
+    from megatron_models import initialize
 
     from benchmarks.copies import measure_bandwidth
     from benchmarks.measure import release_host_memory, wait_for_all
@@ -73,11 +72,6 @@ def work(job: Job) -> int:
     done = finished(read_rows(job.rows), job.run, case.name)
     if case.comparison != "attached":  # whose models are not megatron-core's
         initialize(case.model, rank, num_ranks, int(os.environ["MASTER_PORT"]))
-    if use_gpu():
-        from megatron.slipstream.integration import numa
-
-        # As installing the engine does; before the first measurement, so that all have it alike.
-        numa.bind_to_gpu(torch.cuda.current_device())
     bandwidth = None if share_a_gpu(num_ranks) else measure_bandwidth()
     release_host_memory()
     if rank == 0:

@@ -79,10 +79,6 @@ class OffloadConfig:
     device, with a warning. Not set: 80% of the memory that is available on the node (or in the
     container) at the start, divided by LOCAL_WORLD_SIZE."""
 
-    offload_numa: Literal["auto", "off"] = "auto"
-    """'auto' binds the process to the CPUs of its GPU's NUMA node and pins host memory there,
-    unless it is bound already; 'off' changes nothing. Only with a GPU."""
-
     offload_checkpoint_inputs: bool = False
     """Move the inputs that checkpoints keep: of layers under `--recompute-granularity full`, and of
     modules that megatron-core checkpoints as a whole (`core_attn`, `mlp`, `moe` and
@@ -298,13 +294,6 @@ RULES: tuple[Rule, ...] = (
         "to move activations to",
         "set a number of bytes above 0, or leave it out for 80% of the node's available memory, "
         "shared by its processes",
-    ),
-    option_rule(
-        "offload_numa",
-        always,
-        lambda c: c.offload_numa in ("auto", "off"),
-        "offload_numa={offload_numa!r} is not a choice",
-        "set 'auto' or 'off'",
     ),
     option_rule(
         "offload_verify",

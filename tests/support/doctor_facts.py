@@ -14,8 +14,6 @@ from megatron.slipstream.doctor.facts import (
     Gpu,
     Host,
     Link,
-    Node,
-    Numa,
     PatchTarget,
     Ranks,
     Torch,
@@ -54,7 +52,6 @@ def gpu(number: int, node: int) -> Gpu:
         memory_bytes=140 * GIB,
         pci_address=f"0000:{number + 16:02x}:00.0",
         node=node,
-        bound_to=node,
         link=Link(5, 5, 16, 16),
         bandwidth=Bandwidth(55.4, 55.6, 50.8, 50.8),
     )
@@ -71,15 +68,8 @@ HEALTHY = Facts(
     driver="580.65.06",
     patches=(PatchTarget("megatron.core.f", ("`install()`",)),),
     gpus=(gpu(0, 0), gpu(1, 1)),
-    numa=Numa(
-        nodes=(
-            Node(0, frozenset(range(8)), 500 * GIB),
-            Node(1, frozenset(range(8, 16)), 500 * GIB),
-        ),
-        cpus=frozenset(range(16)),
-        allowed_nodes=frozenset({0, 1}),
-        policy=0,
-    ),
+    cpus_of_node={0: frozenset(range(8)), 1: frozenset(range(8, 16))},
+    cpus=frozenset(range(16)),
 )
 """Two H200, one on each node."""
 
@@ -97,12 +87,6 @@ def environment(machine: Facts = HEALTHY, **variables: str) -> Facts:
 def host(**changes: Any) -> Facts:
     """The healthy machine with another host memory."""
     return replace(HEALTHY, host=HEALTHY.host._replace(**changes))
-
-
-def numa(**changes: Any) -> Facts:
-    """The healthy machine with other NUMA facts."""
-    assert HEALTHY.numa is not None
-    return replace(HEALTHY, numa=HEALTHY.numa._replace(**changes))
 
 
 def first_gpu(**changes: Any) -> Facts:

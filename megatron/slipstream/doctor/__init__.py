@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""``slipstream doctor``: what is right on this machine, what will go wrong, and what to do.
+"""``slipstream doctor``: what on this machine would make a training fail, or slow, and what to do.
 
-``collect`` reads the machine, once. A check is a function of these facts alone; checks lie by topic
-in ``versions``, ``variables``, ``gpus``, ``nodes``, ``memory`` and ``command``, and ``checks`` has
-them all. ``show`` draws what they say. Works without torch, and says what it could not look at.
+``collect`` reads the machine, once. A check is a function of these facts and names the failure that
+it prevents; checks lie by topic in ``versions``, ``variables``, ``gpus``, ``memory`` and
+``command``, and ``checks`` has them all. Works without torch, and says what it could not check.
 """

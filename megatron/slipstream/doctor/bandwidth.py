@@ -1,9 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What copies between a GPU and pinned host memory reach, measured as the planner measures it."""
+"""Rates of copies between a GPU and pinned host memory, measured as the planner measures them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 import torch
@@ -12,7 +13,6 @@ from megatron.slipstream.doctor.facts import Gpu
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
-from megatron.slipstream.integration import numa
 from megatron.slipstream.plan.trace import Bandwidth
 
 NBYTES = 256 << 20
@@ -22,22 +22,28 @@ NUM_ROUNDS = 20
 """Each of some twelve copies. Other users of the link come and go; the best rates count."""
 
 
-def measure(gpu: Gpu, progress: Callable[[str], None]) -> Gpu:
-    """A GPU with its bandwidth, or with the error that kept it from being measured.
+def measure(gpu: Gpu, cpus: frozenset[int], progress: Callable[[str], None]) -> Gpu:
+    """A GPU with its bandwidth, or with the error of the measurement.
 
-    Host memory is where training would have it. The process stays where it is, unlike training's:
-    the next GPU may be on another node, and copies do not need the CPU.
+    Host memory is allocated where the process runs, so it runs on the GPU's node meanwhile.
+
+    Args:
+        gpu: Without.
+        cpus: Those beside it on which the process may run; if empty, it stays where it is.
+        progress: Told of it.
     """
     progress(f"copies of GPU {gpu.number}")
-    backend = CudaBackend()
-    if gpu.bound_to is not None:
-        backend.place_host_memory = numa.NodeMemory(gpu.bound_to)
+    before = os.sched_getaffinity(0)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
     try:
         with torch.cuda.device(gpu.number):
-            return gpu._replace(bandwidth=measure_bandwidth(backend))
+            return gpu._replace(bandwidth=measure_bandwidth(CudaBackend()))
     except (RuntimeError, MemoryError) as error:
         text = str(error).partition("\n")[0] or type(error).__name__
         return gpu._replace(bandwidth_error=text)
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def measure_bandwidth(backend: Backend) -> Bandwidth:

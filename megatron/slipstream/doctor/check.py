@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a check is."""
+"""Types of checks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 from megatron.slipstream.doctor.facts import Facts
 from megatron.slipstream.rules import Finding, Rule
 
-NOT_LOOKED_AT = Rule("not-looked-at", "note", "not looked at: {why}", "{cure}")
-"""What any check may say."""
+NOT_LOOKED_AT = Rule("not-looked-at", "note", "not checked: {why}", "{cure}")
+"""Any check may find it."""
 
 
 class Seen(NamedTuple):
-    """What a check saw."""
+    """The result of a check."""
 
     value: str
     """As shown beside the check's label; of several lines if it is about several things."""
@@ -23,11 +23,13 @@ class Seen(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Looks at one thing."""
+    """One thing to look at."""
 
     label: str
+    prevents: str
+    """The failure of training that it finds beforehand; on the doctor's page."""
     look: Callable[[Facts], Seen]
-    problems: tuple[Rule, ...] = ()
+    rules: tuple[Rule, ...]
     """What it may find, beside :data:`NOT_LOOKED_AT`."""
 
 
@@ -35,8 +37,6 @@ class Topic(NamedTuple):
     """Checks that are shown together."""
 
     title: str
-    about: str
-    """For the documentation: a paragraph."""
     checks: tuple[Check, ...]
 
 

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""All checks, and what they found together."""
+"""All checks, and what they find together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron.slipstream.doctor import command, gpus, memory, nodes, variables, versions
+from megatron.slipstream.doctor import command, gpus, memory, variables, versions
 from megatron.slipstream.doctor.check import Topic
 from megatron.slipstream.doctor.facts import Facts
 from megatron.slipstream.rules import Finding, Severity
@@ -16,7 +16,6 @@ TOPICS: tuple[Topic, ...] = (
     versions.TOPIC,
     variables.TOPIC,
     gpus.TOPIC,
-    nodes.TOPIC,
     memory.TOPIC,
     command.TOPIC,
 )

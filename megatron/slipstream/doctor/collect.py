@@ -28,14 +28,12 @@ from megatron.slipstream.doctor.facts import (
     Gpu,
     Host,
     Link,
-    Node,
-    Numa,
     PatchTarget,
     Ranks,
     Torch,
 )
 from megatron.slipstream.estimate.training_command import Words, split_command
-from megatron.slipstream.preflight import installed_version, read_lines
+from megatron.slipstream.preflight import read_lines
 
 VARIABLES = (
     *variables.READ,
@@ -85,9 +83,10 @@ def collect(request: Request, progress: Progress = lambda _: None, root: Path = 
     unseen: dict[str, str] = {}
     progress("GPUs")
     driver, gpus = _gpus(torch if torch_facts is not None and torch_facts.sees_gpus else None, root)
-    progress("NUMA")
-    numa, gpus = _numa(torch, gpus, root, unseen)
-    gpus = _measured(torch_facts, gpus, request, progress, unseen)
+    cpus_of_node, cpus = cpus_of_nodes(root), frozenset(os.sched_getaffinity(0))
+    gpus = tuple(gpu._replace(node=gpu_node(root, gpu.pci_address)) for gpu in gpus)
+    beside = [cpus if gpu.node is None else cpus & cpus_of_node[gpu.node] for gpu in gpus]
+    gpus = _measured(torch_facts, gpus, beside, request, progress, unseen)
     ranks = _ranks(request, words, environment, len(gpus))
     facts = Facts(
         process=process,
@@ -96,11 +95,11 @@ def collect(request: Request, progress: Progress = lambda _: None, root: Path = 
         host=_host(root),
         torch=torch_facts,
         torch_error=error,
-        flash_attn=installed_version("flash-attn") or installed_version("flash-attn-3"),
         driver=driver,
         build_locks=build_locks(extensions_folder(os.environ), time.time()),
         gpus=gpus,
-        numa=numa,
+        cpus_of_node=cpus_of_node,
+        cpus=cpus,
         unseen=unseen,
     )
     if _can_import(facts):
@@ -182,14 +181,20 @@ def _gpus(torch: Any, root: Path) -> tuple[Optional[str], tuple[Gpu, ...]]:
     driver = rows[0]["driver_version"] if rows else driver_version(root)
     if torch is None:
         return driver, tuple(map(gpu_of, rows))
-    # A part of the package that needs torch.
-    from megatron.slipstream.integration.numa import gpu_pci_address
-
     gpus = []
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
-        gpus.append(Gpu(index, facts.name, facts.total_memory, gpu_pci_address(index)))
+        gpus.append(Gpu(index, facts.name, facts.total_memory, _pci_address(facts)))
     return driver, tuple(gpus)
+
+
+def _pci_address(properties: Any) -> Optional[str]:
+    """As sysfs writes it; None where this torch does not tell it."""
+    try:
+        domain, bus = properties.pci_domain_id, properties.pci_bus_id
+        return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return None
 
 
 def query_nvidia_smi() -> list[dict[str, str]]:
@@ -251,11 +256,15 @@ def driver_version(root: Path) -> Optional[str]:
 def _measured(
     torch: Optional[Torch],
     gpus: tuple[Gpu, ...],
+    beside: Sequence[frozenset[int]],
     request: Request,
     progress: Progress,
     unseen: dict[str, str],
 ) -> tuple[Gpu, ...]:
-    """The GPUs with what copies reach, and with their links as they are right after."""
+    """The GPUs with the rates of copies, and with their links right after.
+
+    An idle GPU may lower the generation of its link. ``beside`` has the CPUs of each GPU's node.
+    """
     if not request.measures:
         unseen["bandwidth"] = "--no-bandwidth was given"
     elif torch is None or not torch.sees_gpus:
@@ -263,53 +272,33 @@ def _measured(
     else:
         from megatron.slipstream.doctor.bandwidth import measure
 
-        gpus = tuple(measure(gpu, progress) for gpu in gpus)
+        gpus = tuple(measure(gpu, cpus, progress) for gpu, cpus in zip(gpus, beside, strict=True))
     if not gpus:
         return gpus
     links = {_sysfs_address(row["pci.bus_id"]): link_of(row) for row in query_nvidia_smi()}
-    if not links:
-        unseen["link"] = "nvidia-smi does not answer"
     return tuple(gpu._replace(link=links.get(gpu.pci_address or "")) for gpu in gpus)
 
 
 # NUMA
 
 
-def _numa(
-    torch: Optional[ModuleType], gpus: tuple[Gpu, ...], root: Path, unseen: dict[str, str]
-) -> tuple[Optional[Numa], tuple[Gpu, ...]]:
-    if torch is None:
-        unseen["numa"] = "it takes torch"
-        return None, gpus
-    from megatron.slipstream.integration import numa
-
-    sysfs, cpus, policy = root / "sys", frozenset(os.sched_getaffinity(0)), numa.get_memory_policy()
-    nodes = tuple(
-        Node(number, of_node, free_bytes(root, number))
-        for number, of_node in numa.cpus_of_nodes(sysfs).items()
-    )
-    placed = []
-    for gpu in gpus:
-        gpu = gpu._replace(node=gpu_node(root, gpu.pci_address))
-        decision = numa.decide(sysfs, gpu.pci_address, cpus, policy)
-        if isinstance(decision, str):
-            placed.append(gpu._replace(unbound_because=decision))
-        else:
-            placed.append(gpu._replace(bound_to=decision.node))
-    return Numa(nodes, cpus, allowed_nodes(root), policy), tuple(placed)
-
-
-def free_bytes(root: Path, node: int) -> Optional[int]:
-    """Host memory of a node that is free or holds only files that can be read again."""
+def cpus_of_nodes(root: Path) -> dict[int, frozenset[int]]:
+    """The online CPUs of each NUMA node that has any."""
     found = {}
-    for line in read_lines(root / f"sys/devices/system/node/node{node}/meminfo"):
-        # 'Node 0 MemFree:  123 kB'
-        words = line.split()
-        if len(words) == 5:
-            found[words[2].rstrip(":")] = int(words[3]) * 1024
-    if "MemFree" not in found:
-        return None
-    return found["MemFree"] + found.get("Inactive(file)", 0)
+    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
+        cpus = parse_numbers(*read_lines(folder / "cpulist")[:1])
+        if cpus:
+            found[int(folder.name.removeprefix("node"))] = cpus
+    return found
+
+
+def parse_numbers(text: str = "") -> frozenset[int]:
+    """The numbers of a kernel list such as '0-3,8'."""
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
 
 
 def gpu_node(root: Path, pci_address: Optional[str]) -> Optional[int]:
@@ -318,17 +307,6 @@ def gpu_node(root: Path, pci_address: Optional[str]) -> Optional[int]:
         return None
     lines = read_lines(root / "sys/bus/pci/devices" / pci_address / "numa_node")
     return int(lines[0]) if lines and lines[0].isdigit() else None
-
-
-def allowed_nodes(root: Path) -> Optional[frozenset[int]]:
-    """The nodes whose memory this process may have."""
-    from megatron.slipstream.integration.numa import parse_cpus
-
-    for line in read_lines(root / "proc/self/status"):
-        name, _, value = line.partition(":")
-        if name == "Mems_allowed_list":
-            return parse_cpus(value)
-    return None
 
 
 # Host memory

@@ -20,17 +20,14 @@ def check_command(words: Words) -> Command:
     args = checked.args
     if args is None:
         return Command(checked.findings, checked.num_processes)
-    offloads = args.fine_grained_activation_offloading
-    has_fsdp = args.use_megatron_fsdp or args.use_torch_fsdp2
     captures_chunks = args.cuda_graph_granularity == "chunk"
     return Command(
         checked.findings,
         checked.num_processes,
-        offloads=offloads,
+        offloads=args.fine_grained_activation_offloading,
         graphs="chunk" if captures_chunks else args.cuda_graph_impl or "none",
         is_deterministic=args.deterministic_mode,
         host_memory_limit_bytes=args.offload_host_memory_limit_bytes,
-        copies_beside_experts=offloads and args.moe_grouped_gemm and not has_fsdp,
     )
 
 
@@ -47,15 +44,10 @@ def _flags(facts: Facts) -> Seen:
 
 TOPIC = Topic(
     "Training command",
-    "Flags after `--` are parsed by Megatron's own parser and checked as a training checks them at "
-    "its start, but all at once; no model is built. Every broken rule of "
-    "[Options](options.md#what-is-refused) is shown, under the name of its option. The whole "
-    "command may be given, with `torchrun` before the script: then the number of processes is "
-    "known. Otherwise it is that of the launcher which has started the doctor, or the smallest "
-    "that the flags allow.",
     (
         Check(
             "Flags",
+            "training ends at the first wrong flag; here all are found at once",
             _flags,
             (
                 *(REFUSED_BY_MEGATRON, STAYS, NO_EFFECT, NOTHING_TO_MOVE),

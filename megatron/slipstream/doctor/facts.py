@@ -42,35 +42,10 @@ class Gpu(NamedTuple):
     """As sysfs writes it."""
     node: Optional[int] = None
     """The NUMA node that it is attached to."""
-    bound_to: Optional[int] = None
-    """The node that training binds the process of this GPU to."""
-    unbound_because: str = ""
-    """Why it binds it to none."""
     link: Optional[Link] = None
     bandwidth: Optional[Bandwidth] = None
     bandwidth_error: Optional[str] = None
     """Why it could not be measured."""
-
-
-class Node(NamedTuple):
-    """A NUMA node with CPUs."""
-
-    number: int
-    cpus: frozenset[int]
-    free_bytes: Optional[int]
-    """Host memory without content, or with the content of files that can be read again."""
-
-
-class Numa(NamedTuple):
-    """Where memory and CPUs are, and where this process may be."""
-
-    nodes: tuple[Node, ...]
-    cpus: frozenset[int]
-    """That this process may run on."""
-    allowed_nodes: Optional[frozenset[int]]
-    """Whose memory it may have; None if unknown."""
-    policy: Optional[int]
-    """Its memory policy as the kernel numbers them, 0 for the default; None if unknown."""
 
 
 class Ranks(NamedTuple):
@@ -106,9 +81,6 @@ class Command(NamedTuple):
     is_deterministic: bool = False
     host_memory_limit_bytes: Optional[int] = None
     """``offload_host_memory_limit_bytes``."""
-    copies_beside_experts: bool = False
-    """Whether it offloads, has experts whose products are grouped, and no FSDP, which wants other
-    queues."""
 
 
 class PatchTarget(NamedTuple):
@@ -140,15 +112,16 @@ class Facts:
     torch: Optional[Torch] = None
     torch_error: Optional[str] = None
     """Why torch, though installed, does not import."""
-    flash_attn: Optional[str] = None
-    """Its version."""
     driver: Optional[str] = None
     """Version of NVIDIA's driver."""
     build_locks: tuple[BuildLock, ...] = ()
     patches: tuple[PatchTarget, ...] = ()
     """Those that the installed packages need; empty where they cannot be imported."""
     gpus: tuple[Gpu, ...] = ()
-    numa: Optional[Numa] = None
+    cpus_of_node: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """The CPUs of each NUMA node that has any."""
+    cpus: frozenset[int] = frozenset()
+    """Those that this process may run on."""
     command: Optional[Command] = None
     unseen: Mapping[str, str] = field(default_factory=dict)
-    """Of 'numa', 'link', 'bandwidth' and 'command', those that were not looked at, and why."""
+    """Of 'bandwidth' and 'command', those that were not looked at, and why."""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Host memory: how much each rank may pin, and what limits it."""
+"""Host memory: how much each rank may pin, and its limits."""
 
 from __future__ import annotations
 
@@ -31,13 +31,6 @@ LIMIT_TOO_HIGH = Rule(
     "are available: the system may end the job",
     "set offload_host_memory_limit_bytes to {share_bytes} or less, or leave it out",
 )
-NODE_TOO_SMALL = Rule(
-    "node-memory-short",
-    "note",
-    "node {node} has {free} free, and the ranks of its {gpus} GPUs may pin {together}: the rest "
-    "goes to another node, where copies are slower",
-    "set offload_host_memory_limit_bytes to {share_bytes}, or spread the ranks over the nodes",
-)
 SHARE_NOT_KNOWN = Rule(
     "local-world-size-not-set",
     "warning",
@@ -47,9 +40,9 @@ SHARE_NOT_KNOWN = Rule(
 )
 SMALL_MEMLOCK = Rule(
     "memlock-limit",
-    "note",
-    "RLIMIT_MEMLOCK is {limit}. NVIDIA's driver pins memory without regard to it, but what NCCL "
-    "registers with RDMA adapters counts, and may fail",
+    "warning",
+    "RLIMIT_MEMLOCK is {limit}, and there are RDMA adapters: NCCL's registrations with them count "
+    "against it, and may fail",
     "ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: "
     "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf)",
 )
@@ -60,22 +53,6 @@ SMALL_SHM = Rule(
     "it is full",
     "give the container more (--shm-size=1g or more, or --ipc=host)",
 )
-
-
-def _available(facts: Facts) -> Seen:
-    available, host = facts.process.available_memory_bytes, facts.host
-    if available is None:
-        return not_looked_at("neither /proc/meminfo nor a control group tells")
-    lines = [format_bytes(available)]
-    if host.total_bytes is not None:
-        lines[0] += f" of {format_bytes(host.total_bytes)}"
-    lines += [
-        f"limit of the control group (v{group.version}): {format_bytes(group.limit_bytes)}"
-        for group in host.groups
-        # Version 1 writes 'none' as a number beyond any memory.
-        if host.total_bytes is None or group.limit_bytes < host.total_bytes
-    ]
-    return Seen("\n".join(lines))
 
 
 def _ranks(facts: Facts) -> Seen:
@@ -95,7 +72,7 @@ def _ranks(facts: Facts) -> Seen:
 def _share(facts: Facts) -> Seen:
     available, ranks = facts.process.available_memory_bytes, facts.ranks.number
     if available is None:
-        return not_looked_at("nothing tells how much is available")
+        return not_looked_at("neither /proc/meminfo nor a control group tells what is available")
     share = host_memory_share_bytes(available, ranks)
     findings = []
     if facts.gpus and share < LITTLE_BYTES:
@@ -112,31 +89,15 @@ def _share(facts: Facts) -> Seen:
             )
         )
     percent = f"{HOST_MEMORY_SHARE:.0%}"
-    value = f"{format_bytes(share)} for each of {ranks} ({percent} of what is available)"
-    return Seen(value, tuple(findings))
-
-
-def _nodes(facts: Facts) -> Seen:
-    """Only where there is a rank for each GPU is it known which node a rank is on."""
-    available, ranks = facts.process.available_memory_bytes, facts.ranks.number
-    if facts.numa is None or len(facts.numa.nodes) < 2 or available is None:
-        return Seen("one node" if facts.numa is not None else "unknown")
-    if ranks != len(facts.gpus):
-        return Seen("which ranks a node has is not known")
-    share = host_memory_share_bytes(available, ranks)
-    lines, findings = [], []
-    for node in facts.numa.nodes:
-        num_gpus = sum(gpu.node == node.number for gpu in facts.gpus)
-        lines.append(f"node {node.number}: {format_bytes(num_gpus * share)}")
-        if num_gpus and node.free_bytes is not None and num_gpus * share > node.free_bytes:
-            short = NODE_TOO_SMALL.found(
-                node=node.number,
-                free=format_bytes(node.free_bytes),
-                gpus=num_gpus,
-                together=format_bytes(num_gpus * share),
-                share_bytes=node.free_bytes // num_gpus,
-            )
-            findings.append(short)
+    lines = [
+        f"{format_bytes(share)} for each of {ranks} ({percent} of {format_bytes(available)})",
+        *(
+            f"limit of the control group (v{group.version}): {format_bytes(group.limit_bytes)}"
+            for group in facts.host.groups
+            # Version 1 writes 'none' as a number beyond any memory.
+            if facts.host.total_bytes is None or group.limit_bytes < facts.host.total_bytes
+        ),
+    ]
     return Seen("\n".join(lines), tuple(findings))
 
 
@@ -144,10 +105,8 @@ def _memlock(facts: Facts) -> Seen:
     limit = facts.host.memlock_bytes
     if limit is None:
         return Seen("unlimited")
-    finding = SMALL_MEMLOCK.found(limit=format_bytes(limit))
-    if facts.host.has_rdma:
-        finding = finding._replace(severity="warning")
-    return Seen(format_bytes(limit), (finding,) if facts.gpus or facts.host.has_rdma else ())
+    findings = (SMALL_MEMLOCK.found(limit=format_bytes(limit)),)
+    return Seen(format_bytes(limit), findings if facts.host.has_rdma else ())
 
 
 def _shm(facts: Facts) -> Seen:
@@ -160,14 +119,20 @@ def _shm(facts: Facts) -> Seen:
 
 TOPIC = Topic(
     "Host memory",
-    "What leaves a GPU needs as many bytes of pinned host memory. Available is what the kernel "
-    "estimates, or what the control group of a container leaves if that is less.",
     (
-        Check("Available", _available),
-        Check("Ranks per host", _ranks, (SHARE_NOT_KNOWN,)),
-        Check("May be pinned", _share, (LITTLE_MEMORY, LIMIT_TOO_HIGH)),
-        Check("May be pinned by node", _nodes, (NODE_TOO_SMALL,)),
-        Check("Locked memory", _memlock, (SMALL_MEMLOCK,)),
-        Check("/dev/shm", _shm, (SMALL_SHM,)),
+        Check(
+            "Ranks per host",
+            "ranks pin more than there is, and the job is killed",
+            _ranks,
+            (SHARE_NOT_KNOWN,),
+        ),
+        Check(
+            "May be pinned",
+            "activations stay on the GPU, or the job is killed",
+            _share,
+            (LITTLE_MEMORY, LIMIT_TOO_HIGH),
+        ),
+        Check("Locked memory", "NCCL fails to register memory", _memlock, (SMALL_MEMLOCK,)),
+        Check("/dev/shm", "NCCL or a data loader fails", _shm, (SMALL_SHM,)),
     ),
 )

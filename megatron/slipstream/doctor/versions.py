@@ -1,59 +1,38 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Versions, against those that Slipstream supports and those that it was tested with."""
+"""Versions, drivers and compiled extensions with which a training would not start."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple, Optional
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from megatron.slipstream import __version__, preflight
+from megatron.slipstream import preflight
 from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
 from megatron.slipstream.doctor.facts import Facts
 from megatron.slipstream.rules import Finding, Rule
 
 
 class Package(NamedTuple):
-    """A row of the matrix."""
+    """The versions of a package that Slipstream supports."""
 
     name: str
     supported: str
-    """Version specifiers as in pyproject.toml; empty for any."""
-    tested: tuple[str, ...]
-    """Versions, or their beginnings."""
+    """Version specifiers as in pyproject.toml."""
     cure: str
     """How to get one that is supported."""
-    about: str
 
 
-MATRIX = {
+PACKAGES = {
     package.name: package
     for package in (
-        Package("Python", ">=3.12", ("3.12",), "use Python 3.12", ""),
-        Package("torch", ">=2.8", ("2.11.0",), "pip install 'torch>=2.8'", "2.9 for CUDA graphs"),
-        Package("CUDA runtime", "", ("13.0",), "", "comes with torch"),
-        Package("NVIDIA driver", "", ("580",), "", "from 525 for CUDA 12, from 580 for CUDA 13"),
-        Package(
-            "megatron-core",
-            ">=0.17.1,<0.20",
-            ("0.17.1", "0.18.2", "0.19.2"),
-            "pip install 'megatron-core>=0.17.1,<0.20'",
-            "an older release has less: see Getting started",
-        ),
-        Package(
-            "Transformer Engine",
-            ">=2.14",
-            ("2.20.2",),
-            "pip install 'transformer-engine[pytorch]>=2.14'",
-            "needed on a GPU, where megatron-core offloads only with its layers",
-        ),
-        Package("flash-attn", "", (), "", "not needed: Transformer Engine takes cuDNN's"),
+        Package("torch", ">=2.8", "pip install 'torch>=2.8'"),
+        Package("megatron-core", ">=0.17.1,<0.20", "pip install 'megatron-core>=0.17.1,<0.20'"),
+        Package("Transformer Engine", ">=2.14", "pip install 'transformer-engine[pytorch]>=2.14'"),
     )
 }
-"""What Slipstream was tested with, by name. The documentation shows this table."""
 
 MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 """The oldest driver for each major version of the CUDA runtime, by NVIDIA's table of minor version
@@ -68,17 +47,11 @@ UNSUPPORTED = Rule(
     "{package} {found} is not supported because Slipstream needs {supported}",
     "{cure}",
 )
-UNTESTED = Rule(
-    "version-not-tested",
-    "note",
-    "Slipstream was tested with {tested}, not with {package} {found}",
-    "if something is odd, see whether it is with a tested version too",
-)
 TORCH_BROKEN = Rule(
     "torch-does-not-import",
     "error",
     "torch is installed but does not import ({error})",
-    "install it anew, or repair the libraries that the message names",
+    "install it again, or repair the libraries that the message names",
 )
 TORCH_WITHOUT_CUDA = Rule(
     "torch-without-cuda",
@@ -86,31 +59,20 @@ TORCH_WITHOUT_CUDA = Rule(
     "there is an NVIDIA GPU, and this torch was built without CUDA, so nothing can use it",
     "install torch with CUDA from the index that https://pytorch.org names",
 )
-ROCM = Rule(
-    "rocm",
-    "warning",
-    "this torch is built for ROCm {hip}, with which Slipstream has never run",
-    "use an NVIDIA GPU",
-)
 OLD_DRIVER = Rule(
     "driver-too-old",
     "error",
     "driver {driver} is not supported with CUDA {cuda} because that needs driver {needed} or newer",
     "update the driver, or install a torch that is built for an older CUDA",
 )
-MOVED = Rule(
-    "patch-target-moved",
-    "error",
-    "{message}",
-    "{cure}",
-)
+MOVED = Rule("patch-target-moved", "error", "{message}", "{cure}")
 MAX_BUILD_S = 600.0
 """Nothing that megatron-core or Transformer Engine compile when they first use it takes so long."""
 STALE_LOCK = Rule(
     "stale-build-lock",
     "warning",
-    "{path} is {age} old, so that what held it was probably killed while it compiled; whatever "
-    "needs that extension (megatron-core's recomputation needs one) waits for it without end",
+    "{path} is {age} old, so its owner was probably killed while it compiled; whatever needs that "
+    "extension (megatron-core's recomputation needs one) waits for it without end",
     "if nothing is being compiled, delete the file",
 )
 TE_MISSING = Rule(
@@ -119,53 +81,29 @@ TE_MISSING = Rule(
     "Transformer Engine is not installed, and on a GPU megatron-core offloads only with its layers",
     'pip install --no-build-isolation "transformer-engine[pytorch]>=2.14"',
 )
-FLASH_ATTN = Rule(
-    "flash-attn-not-tested",
-    "note",
-    "Slipstream was tested with the attention of cuDNN only, not with flash-attn",
-    "if something is odd, see whether it is with --attention-backend fused too",
-)
-
-
-def _slipstream(_: Facts) -> Seen:
-    return Seen(__version__)
-
-
-def _python(facts: Facts) -> Seen:
-    return Seen(facts.process.python, _compare("Python", facts.process.python))
 
 
 def _torch(facts: Facts) -> Seen:
     found = facts.process.torch
     if facts.torch_error is not None:
         return Seen(str(found), (TORCH_BROKEN.found(error=facts.torch_error),))
-    return _needed("torch", found)
-
-
-def _cuda(facts: Facts) -> Seen:
-    if facts.torch is None:
-        return not_looked_at("torch tells it, and torch cannot be asked")
-    if facts.torch.hip is not None:
-        return Seen(f"ROCm {facts.torch.hip}", (ROCM.found(hip=facts.torch.hip),))
-    if facts.torch.cuda is None:
-        has_gpu = facts.driver is not None or bool(facts.gpus)
-        return Seen("none", (TORCH_WITHOUT_CUDA.found(),) if has_gpu else ())
-    return Seen(facts.torch.cuda, _compare("CUDA runtime", facts.torch.cuda))
+    seen = _needed("torch", found)
+    if facts.torch is None or facts.torch.cuda is not None or facts.torch.hip is not None:
+        return seen
+    has_gpu = facts.driver is not None or bool(facts.gpus)
+    return Seen(seen.value, (*seen.findings, *[TORCH_WITHOUT_CUDA.found()] * has_gpu))
 
 
 def _driver(facts: Facts) -> Seen:
     driver, torch = facts.driver, facts.torch
-    if driver is None:
-        return Seen("none")
-    findings = _compare("NVIDIA driver", driver)
-    # A newer runtime on an older driver is all right where the compatibility package is: then
+    # A newer runtime on an older driver works where the compatibility package is installed: then
     # torch sees the GPU.
-    if torch is not None and torch.cuda is not None and not torch.sees_gpus:
-        needed = MIN_DRIVER.get(Version(torch.cuda).major, 0)
-        if int(driver.split(".")[0]) < needed:
-            old = OLD_DRIVER.found(driver=driver, cuda=torch.cuda, needed=needed)
-            findings = (*findings, old)
-    return Seen(driver, findings)
+    if driver is None or torch is None or torch.cuda is None or torch.sees_gpus:
+        return Seen(driver or "none")
+    needed = MIN_DRIVER.get(Version(torch.cuda).major, 0)
+    if int(driver.split(".")[0]) >= needed:
+        return Seen(driver)
+    return Seen(driver, (OLD_DRIVER.found(driver=driver, cuda=torch.cuda, needed=needed),))
 
 
 def _megatron(facts: Facts) -> Seen:
@@ -177,8 +115,7 @@ def _transformer_engine(facts: Facts) -> Seen:
     if found is None:
         return Seen("not installed", (TE_MISSING.found(),) if facts.gpus else ())
     findings = [*preflight.check_transformer_engine(facts.process)]
-    findings += _compare("Transformer Engine", found)
-    return Seen(found, tuple(findings))
+    return Seen(found, (*findings, *_compare("Transformer Engine", found)))
 
 
 def _graphs(facts: Facts) -> Seen:
@@ -191,51 +128,36 @@ def _graphs(facts: Facts) -> Seen:
     return Seen("not supported" if findings else "supported", tuple(findings))
 
 
-def _flash_attn(facts: Facts) -> Seen:
-    if facts.flash_attn is None:
-        return Seen("not installed")
-    return Seen(facts.flash_attn, (FLASH_ATTN.found(),))
-
-
 def _needed(name: str, found: Optional[str]) -> Seen:
     if found is None:
-        return Seen("not installed", (MISSING.found(package=name, cure=MATRIX[name].cure),))
+        return Seen("not installed", (MISSING.found(package=name, cure=PACKAGES[name].cure),))
     return Seen(found, _compare(name, found))
 
 
 def _compare(name: str, found: str) -> tuple[Finding, ...]:
-    """A version against its row of the matrix."""
-    package = MATRIX[name]
-    tested = " or ".join(package.tested)
-    untested = UNTESTED.found(package=name, found=found, tested=tested)
+    package = PACKAGES[name]
     try:
-        version = Version(found)
-    except InvalidVersion:  # of somebody's own build
-        return (untested,)
-    # Containers bring builds of versions that are yet to come: 2.11.0a0+abc is one of 2.11.0.
-    if not SpecifierSet(package.supported).contains(version.base_version):
-        return (
-            UNSUPPORTED.found(
-                package=name, found=found, supported=package.supported, cure=package.cure
-            ),
-        )
-    return () if any(map(partial(_begins_with, version), package.tested)) else (untested,)
-
-
-def _begins_with(version: Version, tested: str) -> bool:
-    beginning = Version(tested).release
-    return version.release[: len(beginning)] == beginning
+        # Containers bring builds of versions that are yet to come: 2.11.0a0+abc is one of 2.11.0.
+        version = Version(found).base_version
+    except InvalidVersion:  # a private build
+        return ()
+    if SpecifierSet(package.supported).contains(version):
+        return ()
+    return (
+        UNSUPPORTED.found(
+            package=name, found=found, supported=package.supported, cure=package.cure
+        ),
+    )
 
 
 def _extensions(facts: Facts) -> Seen:
-    if not facts.build_locks:
-        return Seen("none is being compiled")
     findings = tuple(
         STALE_LOCK.found(path=lock.path, age=f"{lock.age_s / 60:.0f} minutes")
         for lock in facts.build_locks
         if lock.age_s > MAX_BUILD_S
     )
-    return Seen(f"{len(facts.build_locks)} being compiled", findings)
+    num_locks = len(facts.build_locks)
+    return Seen(f"{num_locks} being compiled" if num_locks else "none is being compiled", findings)
 
 
 def _patches(facts: Facts) -> Seen:
@@ -251,23 +173,38 @@ def _patches(facts: Facts) -> Seen:
 
 TOPIC = Topic(
     "Versions",
-    "Supported is what the package accepts: another version is an error. Tested is what its tests "
-    "have run with: another version is a note. Without torch or megatron-core nothing trains.",
     (
-        Check("Slipstream", _slipstream, ()),
-        Check("Python", _python, (UNSUPPORTED, UNTESTED)),
-        Check("torch", _torch, (MISSING, TORCH_BROKEN, UNSUPPORTED, UNTESTED)),
-        Check("CUDA runtime", _cuda, (TORCH_WITHOUT_CUDA, ROCM, UNTESTED)),
-        Check("NVIDIA driver", _driver, (OLD_DRIVER, UNTESTED)),
-        Check("megatron-core", _megatron, (MISSING, UNSUPPORTED, UNTESTED)),
+        Check(
+            "torch",
+            "training does not start, or uses no GPU",
+            _torch,
+            (MISSING, TORCH_BROKEN, UNSUPPORTED, TORCH_WITHOUT_CUDA),
+        ),
+        Check("NVIDIA driver", "torch sees no GPU", _driver, (OLD_DRIVER,)),
+        Check(
+            "megatron-core",
+            "an import or a patch of megatron-core fails",
+            _megatron,
+            (MISSING, UNSUPPORTED),
+        ),
         Check(
             "Transformer Engine",
+            "megatron-core does not import, or offloads nothing on a GPU",
             _transformer_engine,
-            (TE_MISSING, preflight.TE_BROKEN, UNSUPPORTED, UNTESTED),
+            (TE_MISSING, preflight.TE_BROKEN, UNSUPPORTED),
         ),
-        Check("Offloading in graphs", _graphs, (preflight.TOO_OLD_FOR_GRAPHS,)),
-        Check("flash-attn", _flash_attn, (FLASH_ATTN,)),
-        Check("Compiled extensions", _extensions, (STALE_LOCK,)),
-        Check("Run-time patches", _patches, (MOVED,)),
+        Check(
+            "Offloading in graphs",
+            "`--cuda-graph-impl transformer_engine` is refused at start",
+            _graphs,
+            (preflight.TOO_OLD_FOR_GRAPHS,),
+        ),
+        Check(
+            "Compiled extensions",
+            "training waits without end for the lock of a killed build",
+            _extensions,
+            (STALE_LOCK,),
+        ),
+        Check("Run-time patches", "`install()` ends with an error", _patches, (MOVED,)),
     ),
 )

@@ -52,8 +52,6 @@ class CudaBackend(Backend):
     host_slab_bytes = 256 << 20
 
     def __init__(self) -> None:
-        self.place_host_memory: Optional[Callable[[int, int], None]] = None
-        """Called with address and length (bytes) of new host memory before it is touched."""
         self._registered: dict[int, weakref.finalize[Any, Any]] = {}
         self._events: dict[Hashable, Iterator[Event]] = {}
         """By id of the stream: [Note: Events are used again]."""
@@ -178,8 +176,6 @@ class CudaBackend(Backend):
         # two and keeps what it has got (https://github.com/pytorch/pytorch/issues/95823).
         buffer = page_aligned(nbytes)
         address = buffer.data_ptr()
-        if self.place_host_memory is not None:
-            self.place_host_memory(address, nbytes)
         status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
         try:
             torch.cuda.check_error(status)

@@ -4,31 +4,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from megatron.slipstream import preflight
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
-from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
-from megatron.slipstream.integration import numa
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 
-def open_backend(config: OffloadConfig, gpu: Callable[[], int]) -> Backend:
-    """The backend, on a GPU with the process bound to the CPUs beside it if the options say so.
-
-    Args:
-        config: The settings.
-        gpu: Gives the number of the GPU that this process uses; called with a GPU only.
+def open_backend(config: OffloadConfig) -> Backend:
+    """The backend.
 
     Raises:
         ValueError: The backend is not available.
     """
     backend = make_backend(config.offload_backend)
     backend.names_ranges = config.offload_nvtx_ranges
-    if isinstance(backend, CudaBackend) and config.offload_numa == "auto":
-        backend.place_host_memory = numa.bind_to_gpu(gpu())
     return backend
 
 

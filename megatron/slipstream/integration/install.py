@@ -29,7 +29,7 @@ from megatron.slipstream.integration import model_router
 from megatron.slipstream.integration.config_file import config_from_environment, log_settings
 from megatron.slipstream.integration.engine_setup import open_backend, policy_options
 from megatron.slipstream.integration.run_metadata import environment, settings
-from megatron.slipstream.launcher import launcher_number, rank
+from megatron.slipstream.launcher import rank
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.model_calls import set_before_first_call
 from megatron.slipstream.patches.table import Feature
@@ -76,7 +76,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
         if current.config == config:
             return current.router.default
         current.router.close()
-    backend = open_backend(config, _local_gpu)
+    backend = open_backend(config)
     features = [Feature.ENGINE]
     if isinstance(backend, CudaBackend):
         features.append(Feature.ENGINE_ON_GPU)
@@ -241,13 +241,6 @@ def gather_report() -> Report:
     reports: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reports, mine)
     return Report.merge(reports)
-
-
-def _local_gpu() -> int:
-    """The GPU this process will use: install() may come before anybody has made it current."""
-    local_rank = launcher_number("LOCAL_RANK", 0)
-    # Launchers that show each process one GPU only number the processes all the same.
-    return local_rank if local_rank < torch.cuda.device_count() else torch.cuda.current_device()
 
 
 class _TransformerEngineRegion:

@@ -39,7 +39,6 @@ BREAKS_RULE: list[dict[str, Any]] = [
     {"offload_max_overhead_percent": -0.5},
     {"offload_max_overhead_percent": 1.5, "offload_target_memory_gib": 40.0},
     {"offload_host_memory_limit_bytes": 0},
-    {"offload_numa": "on"},
     {"offload_verify": -1},
 ]
 BREAKS_MODEL_RULE: list[dict[str, Any]] = [
@@ -130,7 +129,6 @@ def test_model_options_are_not_judged_while_offloading_is_off(changed: dict[str,
         {"offload_max_overhead_percent": "auto"},
         {"offload_host_memory_limit_bytes": 1},
         {"offload_host_memory_limit_bytes": None},
-        {"offload_numa": "off"},
     ],
     ids=str,
 )

@@ -98,7 +98,6 @@ OWN = [
         [{"offload_max_overhead_percent": None}, {"offload_target_memory_gib": None}],
     ),
     either("offload_host_memory_limit_bytes", 0, a=1, b=None),
-    either("offload_numa", "x", a="auto", b="off"),
     either("offload_verify", -1, a=0, b=1),
 ]
 TE_GRAPHS = {"cuda_graph_impl": "transformer_engine"}

@@ -44,7 +44,7 @@ PAGES_OF_OPTIONS = {
 def test_every_option_that_a_rule_refuses_is_on_the_page_of_its_feature() -> None:
     num_rules = 0
     missing = []
-    for group in tool("docs_parts").option_groups():
+    for group in tool("generate_docs").option_groups():
         pages = PAGES_OF_OPTIONS.get(group.cls_name, ())
         text = "".join((USER_GUIDE / page).read_text(encoding="utf-8") for page in pages)
         for rule in group.rules:

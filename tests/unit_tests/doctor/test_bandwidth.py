@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from doctor_facts import gpu
 from timed_backend import TimedBackend
 
 from megatron.slipstream.doctor import bandwidth
-from megatron.slipstream.integration import numa
 from megatron.slipstream.plan.trace import Bandwidth
 
 
@@ -25,7 +25,6 @@ class CountingBackend(TimedBackend):
         self.num_lent = 0
         self.time_ms = 0.0
         self.ms_per_event = 1.0
-        self.place_host_memory: Any = None
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         self.num_lent += 1
@@ -101,7 +100,7 @@ def test_what_keeps_copies_from_being_measured_is_told(
 ) -> None:
     backend = kind()
     monkeypatch.setattr(bandwidth, "CudaBackend", lambda: backend)
-    measured = bandwidth.measure(gpu(0, 0)._replace(bandwidth=None), lambda _: None)
+    measured = bandwidth.measure(gpu(0, 0)._replace(bandwidth=None), frozenset(), lambda _: None)
     assert measured.bandwidth is None
     assert measured.bandwidth_error is not None
     assert error in measured.bandwidth_error
@@ -110,18 +109,20 @@ def test_what_keeps_copies_from_being_measured_is_told(
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("node", [1, None])
-def test_memory_is_where_training_would_have_it(
-    monkeypatch: pytest.MonkeyPatch, node: int | None
-) -> None:
-    backend = CountingBackend()
-    monkeypatch.setattr(bandwidth, "CudaBackend", lambda: backend)
+def test_the_process_runs_beside_the_gpu_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    beside = frozenset({min(before)})
+    during: list[set[int]] = []
+
+    class Watched(CountingBackend):
+        def allocate_host(self, nbytes: int) -> torch.Tensor:
+            during.append(os.sched_getaffinity(0))
+            return super().allocate_host(nbytes)
+
+    monkeypatch.setattr(bandwidth, "CudaBackend", Watched)
     steps: list[str] = []
-    measured = bandwidth.measure(gpu(3, 1)._replace(bound_to=node, bandwidth=None), steps.append)
+    measured = bandwidth.measure(gpu(3, 1)._replace(bandwidth=None), beside, steps.append)
     assert measured.bandwidth is not None
     assert steps == ["copies of GPU 3"]
-    if node is None:
-        assert backend.place_host_memory is None
-    else:
-        assert isinstance(backend.place_host_memory, numa.NodeMemory)
-        assert backend.place_host_memory._node == node
+    assert during == [beside]
+    assert os.sched_getaffinity(0) == before

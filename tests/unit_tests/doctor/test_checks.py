@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from doctor_facts import GIB, HEALTHY, environment, facts, first_gpu, gpu, host, numa
+from doctor_facts import GIB, HEALTHY, environment, facts, first_gpu, host
 
 from megatron.slipstream import preflight
 from megatron.slipstream.doctor import command
@@ -19,10 +19,7 @@ from megatron.slipstream.doctor.facts import (
     Command,
     Facts,
     Link,
-    Node,
-    Numa,
     PatchTarget,
-    Ranks,
     Torch,
 )
 from megatron.slipstream.plan.trace import Bandwidth
@@ -30,12 +27,9 @@ from megatron.slipstream.preflight import ControlGroup
 from megatron.slipstream.rules import Finding
 
 NO_GPU = Torch("13.0", None, False)
-ONE_NODE = Numa(
-    (Node(0, frozenset(range(16)), 900 * GIB),), frozenset(range(16)), frozenset({0}), 0
-)
 OFFLOADING = Command((), 2, offloads=True)
+DETERMINISTIC = OFFLOADING._replace(is_deterministic=True)
 IN_GRAPHS = Command((), 2, offloads=True, graphs="transformer_engine")
-EXPERTS = OFFLOADING._replace(copies_beside_experts=True)
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -79,16 +73,6 @@ CASES = {
         # A container's build of what is to become a version.
         (facts({"torch": "2.8.0a0+5228986c39.nv25.5"}),),
     ),
-    "version-not-tested": Case(
-        "note",
-        facts({"megatron_core": "0.19.0"}),
-        ("0.17.1 or 0.18.2 or 0.19.2", "megatron-core 0.19.0"),
-        (
-            facts({"megatron_core": "0.18.2"}),
-            facts({"python": "3.12.11"}),
-            facts(driver="580.105.08"),
-        ),
-    ),
     "torch-without-cuda": Case(
         "error",
         replace(HEALTHY, torch=Torch(None, None, False)),
@@ -106,7 +90,6 @@ CASES = {
         ("share_storage_ext/lock is 12 minutes old", "delete"),
         (facts(build_locks=(BuildLock("/cache/torch_extensions/share_storage_ext/lock", 30.0),)),),
     ),
-    "rocm": Case("warning", replace(HEALTHY, torch=Torch(None, "6.4", True)), ("ROCm 6.4",)),
     "driver-too-old": Case(
         "error",
         replace(HEALTHY, torch=NO_GPU, driver="570.86.10"),
@@ -135,9 +118,6 @@ CASES = {
         ("torch 2.8.1", "only from 2.9 on", "install torch 2.9 or newer"),
         (with_command(facts({"torch": "2.9.0"}), IN_GRAPHS),),
     ),
-    "flash-attn-not-tested": Case(
-        "note", replace(HEALTHY, flash_attn="2.8.3"), ("flash-attn", "--attention-backend fused")
-    ),
     # Environment variables
     "offload-switch-off": Case(
         "error",
@@ -147,24 +127,6 @@ CASES = {
         (
             with_command(facts({"te_offload_v1_environment": "0"}), OFFLOADING),
             with_command(facts({"te_offload_v1": None}), OFFLOADING),
-        ),
-    ),
-    "allocator-configured-twice": Case(
-        "warning",
-        environment(PYTORCH_CUDA_ALLOC_CONF="a:1", PYTORCH_ALLOC_CONF="a:2"),
-        ("PYTORCH_CUDA_ALLOC_CONF=a:1", "PYTORCH_ALLOC_CONF=a:2", "set one of them"),
-        (environment(PYTORCH_CUDA_ALLOC_CONF="a:1", PYTORCH_ALLOC_CONF="a:1"),),
-    ),
-    "allocator-setting-not-read": Case(
-        "warning",
-        environment(facts({"torch": "2.9.1"}), PYTORCH_ALLOC_CONF="a:1"),
-        ("torch 2.9.1", "PYTORCH_ALLOC_CONF=a:1", "set PYTORCH_CUDA_ALLOC_CONF in its place"),
-        (
-            environment(PYTORCH_ALLOC_CONF="a:1"),
-            environment(facts({"torch": "2.9.1"}), PYTORCH_CUDA_ALLOC_CONF="a:1"),
-            environment(
-                facts({"torch": "2.9.1"}), PYTORCH_CUDA_ALLOC_CONF="a:1", PYTORCH_ALLOC_CONF="a:1"
-            ),
         ),
     ),
     "expandable-segments-in-graphs": Case(
@@ -179,33 +141,27 @@ CASES = {
             ),
         ),
     ),
-    "no-memory-caching": Case(
-        "warning",
-        environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1"),
-        ("PYTORCH_NO_CUDA_MEMORY_CACHING=1", "unset"),
-    ),
-    "blocking-launches": Case(
+    "debugging-variable": Case(
         "warning",
         environment(CUDA_LAUNCH_BLOCKING="1"),
-        ("no copy runs beside", "unset CUDA_LAUNCH_BLOCKING"),
-        (environment(CUDA_LAUNCH_BLOCKING="0"),),
-    ),
-    "many-queues": Case(
-        "note",
-        with_command(HEALTHY, EXPERTS),
-        ("CUDA_DEVICE_MAX_CONNECTIONS is not set", "set CUDA_DEVICE_MAX_CONNECTIONS=1"),
-        (
-            with_command(environment(CUDA_DEVICE_MAX_CONNECTIONS="1"), EXPERTS),
-            with_command(environment(CUDA_DEVICE_MAX_CONNECTIONS="8"), EXPERTS),
-            with_command(HEALTHY, OFFLOADING),
-            with_command(facts(gpus=()), EXPERTS),
-        ),
+        ("CUDA_LAUNCH_BLOCKING=1", "no copy overlaps", "unset CUDA_LAUNCH_BLOCKING"),
+        (environment(CUDA_LAUNCH_BLOCKING="0"), environment(CUDA_LAUNCH_BLOCKING="")),
     ),
     "not-deterministic": Case(
-        "note",
-        environment(NVTE_ALLOW_NONDETERMINISTIC_ALGO="1"),
-        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO is 1", "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"),
-        (facts({"transformer_engine": None, "te_offload_v1": None}, environment={}, gpus=()),),
+        "error",
+        with_command(environment(NVTE_ALLOW_NONDETERMINISTIC_ALGO="1"), DETERMINISTIC),
+        (
+            "deterministic_mode=True is not supported with NVTE_ALLOW_NONDETERMINISTIC_ALGO=1",
+            "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
+        ),
+        (
+            with_command(HEALTHY, DETERMINISTIC),
+            with_command(environment(NVTE_ALLOW_NONDETERMINISTIC_ALGO="1"), OFFLOADING),
+            with_command(
+                facts({"transformer_engine": None, "te_offload_v1": None}, environment={}, gpus=()),
+                DETERMINISTIC,
+            ),
+        ),
     ),
     "no-graph-mixing": Case(
         "warning",
@@ -216,7 +172,7 @@ CASES = {
             with_command(environment(NCCL_GRAPH_MIXING_SUPPORT="0"), OFFLOADING),
         ),
     ),
-    # GPUs and their links
+    # GPUs
     "no-gpu": Case(
         "note",
         replace(HEALTHY, torch=NO_GPU, driver=None, gpus=()),
@@ -230,70 +186,33 @@ CASES = {
         # That is not what is wrong then.
         (replace(HEALTHY, torch=Torch(None, None, False)), replace(HEALTHY, torch=None)),
     ),
-    "pcie-lanes": Case(
-        "warning", first_gpu(link=Link(5, 5, 8, 16)), ("GPU 0 uses 8 of 16 lanes", "slot")
-    ),
-    "pcie-generation": Case(
-        "warning",
-        first_gpu(link=Link(4, 5, 16, 16)),
-        ("GPU 0 has PCIe generation 4 of 5 right after copies", "firmware"),
-    ),
-    "pcie-idle": Case(
-        "note",
-        first_gpu(link=Link(1, 5, 16, 16), bandwidth=None),
-        ("generation 1 of 5", "without --no-bandwidth"),
-    ),
     "slow-copies": Case(
         "warning",
         first_gpu(bandwidth=Bandwidth(55.4, 20.0, 50.0, 20.0)),
         ("copies back reach 20.0 GB/s, 32%", "NUMA"),
         (
             first_gpu(bandwidth=Bandwidth(45.0, 45.0, 40.0, 40.0)),
-            # As fast as its narrow link lets it be, which is what is said then.
-            first_gpu(link=Link(5, 5, 8, 16), bandwidth=Bandwidth(27.0, 27.0, 25.0, 25.0)),
             # A link that is not PCIe.
             first_gpu(link=None, bandwidth=Bandwidth(20.0, 20.0, 20.0, 20.0)),
         ),
-    ),
-    "one-way-at-a-time": Case(
-        "note",
-        first_gpu(bandwidth=Bandwidth(55.0, 55.0, 30.0, 30.0)),
-        ("reach 60.0 GB/s together", "one way alone (55.0 GB/s)", "--offload-max-overhead"),
-        (first_gpu(bandwidth=Bandwidth(55.0, 55.0, 35.0, 35.0)),),
     ),
     "bandwidth-not-measured": Case(
         "warning",
         first_gpu(bandwidth=None, bandwidth_error="out of memory"),
         ("GPU 0", "out of memory", "another process"),
     ),
-    # NUMA
-    "gpu-node-unknown": Case(
-        "warning",
-        first_gpu(node=None, bound_to=None, unbound_because="it is unknown"),
-        ("GPU 0", "numactl"),
-        (replace(first_gpu(node=None, bound_to=None), numa=ONE_NODE),),
-    ),
     "bound-to-another-node": Case(
         "warning",
-        replace(numa(cpus=frozenset(range(8))), gpus=HEALTHY.gpus),
-        ("GPU 1 is on node 1", "CPUs 0-7", "numactl --cpunodebind=1 --membind=1"),
+        replace(HEALTHY, cpus=frozenset(range(8))),
+        ("GPU 1 is on NUMA node 1", "CPUs 0-7", "numactl --cpunodebind=1 --membind=1"),
         (
-            replace(numa(cpus=frozenset(range(8))), gpus=HEALTHY.gpus[:1]),
-            numa(cpus=frozenset(range(9))),
+            replace(HEALTHY, cpus=frozenset(range(8)), gpus=HEALTHY.gpus[:1]),
+            replace(HEALTHY, cpus=frozenset(range(9))),
+            replace(first_gpu(node=None), cpus=frozenset(range(8, 16))),
             # Each rank is bound for its own GPU.
-            replace(
-                numa(cpus=frozenset(range(8))),
-                environment={**HEALTHY.environment, "LOCAL_RANK": "0"},
-            ),
+            replace(environment(LOCAL_RANK="0"), cpus=frozenset(range(8))),
         ),
     ),
-    "node-not-allowed": Case(
-        "warning",
-        numa(allowed_nodes=frozenset({0})),
-        ("GPU 1 is on node 1", "memory of nodes 0 only", "--cpuset-mems"),
-        (numa(allowed_nodes=None),),
-    ),
-    "memory-policy-set": Case("note", numa(policy=3), ("'interleave'", "drop it")),
     "affinity-tools-missing": Case(
         "warning",
         facts({"affinity_tools": False}),
@@ -316,13 +235,6 @@ CASES = {
         ("1002.0 GiB", "1000.0 GiB are available", f"to {400 * GIB} or less"),
         (with_command(HEALTHY, OFFLOADING._replace(host_memory_limit_bytes=500 * GIB)),),
     ),
-    "node-memory-short": Case(
-        "note",
-        replace(HEALTHY, gpus=(gpu(0, 0), gpu(1, 0))),
-        ("node 0 has 500.0 GiB free", "its 2 GPUs may pin 800.0 GiB", f"to {250 * GIB},"),
-        # Where ranks are is known only if each has a GPU here.
-        (replace(HEALTHY, gpus=(gpu(0, 0), gpu(1, 0)), ranks=Ranks(1, "as given")),),
-    ),
     "local-world-size-not-set": Case(
         "warning",
         replace(HEALTHY, environment={"SLURM_NTASKS_PER_NODE": "8"}),
@@ -336,7 +248,7 @@ CASES = {
         "warning",
         host(memlock_bytes=8 << 20),
         ("RLIMIT_MEMLOCK is 8.0 MiB", "--ulimit memlock=-1"),
-        (replace(host(memlock_bytes=8 << 20, has_rdma=False), gpus=()),),
+        (host(memlock_bytes=8 << 20, has_rdma=False),),
     ),
     "small-shm": Case(
         "warning",
@@ -361,7 +273,7 @@ def found(machine: Facts, name: str) -> list[Finding]:
 
 
 def test_every_problem_has_a_case_here_or_is_about_flags() -> None:
-    declared = {p.name for topic in TOPICS for check in topic.checks for p in check.problems}
+    declared = {p.name for topic in TOPICS for check in topic.checks for p in check.rules}
     assert declared == CASES.keys() | OF_THE_COMMAND
 
 
@@ -390,7 +302,7 @@ def test_a_check_finds_only_what_it_declares() -> None:
     for machine in (HEALTHY, *(case.sick for case in CASES.values())):
         for topic in TOPICS:
             for check in topic.checks:
-                names = {problem.name for problem in (*check.problems, NOT_LOOKED_AT)}
+                names = {problem.name for problem in (*check.rules, NOT_LOOKED_AT)}
                 problems = {finding.rule for finding in check.look(machine).findings}
                 assert problems <= names, check.label
 
@@ -435,18 +347,23 @@ def test_expandable_segments_by_their_new_name_go_unnoticed_by_megatron() -> Non
     assert "nothing stops the run" not in finding.message
 
 
-def test_a_deterministic_training_needs_deterministic_kernels() -> None:
-    machine = environment(NVTE_ALLOW_NONDETERMINISTIC_ALGO="1")
-    (finding,) = found(
-        with_command(machine, OFFLOADING._replace(is_deterministic=True)), "not-deterministic"
-    )
-    assert finding.severity == "error"
-    assert "deterministic_mode=True is refused" in finding.message
+@pytest.mark.parametrize("link", [Link(5, 5, 8, 16), Link(4, 5, 16, 16)])
+def test_a_link_that_runs_below_its_maximum_makes_copies_slow(link: Link) -> None:
+    machine = first_gpu(link=link, bandwidth=Bandwidth(27.0, 60.0, 25.0, 25.0))
+    (finding,) = found(machine, "slow-copies")
+    assert "copies out reach 27.0 GB/s, 43%" in finding.message
+    assert f"runs with generation {link.generation}, {link.width} lanes" in finding.message
 
 
-def test_locked_memory_matters_where_there_is_rdma() -> None:
-    (finding,) = found(host(memlock_bytes=8 << 20, has_rdma=False), "memlock-limit")
-    assert finding.severity == "note"
+def test_each_debugging_variable_is_found() -> None:
+    machine = environment(CUDA_LAUNCH_BLOCKING="1", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    assert len(found(machine, "debugging-variable")) == 2
+
+
+def test_every_check_names_the_failure_that_it_prevents() -> None:
+    checks = [check for topic in TOPICS for check in topic.checks]
+    assert [check.label for check in checks if not (check.prevents and check.rules)] == []
+    assert len({check.prevents for check in checks}) == len(checks)
 
 
 def test_a_row_is_as_bad_as_its_worst_finding() -> None:
@@ -461,19 +378,14 @@ def test_a_row_is_as_bad_as_its_worst_finding() -> None:
 @pytest.mark.parametrize(
     "machine, label, why",
     [
-        (replace(HEALTHY, torch=None), "CUDA runtime", "torch cannot be asked"),
         (
             facts({"te_import_error": "OSError: no lib", "te_offload_v1": None}),
             "NVTE_CPU_OFFLOAD_V1",
             "does not import",
         ),
-        (replace(HEALTHY, numa=None, unseen={"numa": "no torch"}), "NUMA nodes", "no torch"),
-        (replace(HEALTHY, numa=None, unseen={"numa": "no torch"}), "CPU affinity", "no torch"),
-        (replace(HEALTHY, unseen={"link": "no nvidia-smi"}), "PCIe link", "no nvidia-smi"),
         (replace(HEALTHY, unseen={"bandwidth": "not asked"}), "Copies", "not asked"),
         (replace(HEALTHY, unseen={"command": "no torch"}), "Flags", "no torch"),
-        (numa(policy=None), "Memory policy", "does not let this process ask"),
-        (facts({"available_memory_bytes": None}), "Available", "neither"),
+        (facts({"available_memory_bytes": None}), "May be pinned", "neither"),
         (host(shm_bytes=None), "/dev/shm", "no /dev/shm"),
     ],
 )
@@ -492,28 +404,20 @@ def test_what_was_not_looked_at_is_a_note(machine: Facts, label: str, why: str) 
     "machine, label, value",
     [
         (HEALTHY, "GPUs", "GPU 0: NVIDIA H200, 140.0 GiB\nGPU 1: NVIDIA H200, 140.0 GiB"),
-        (HEALTHY, "PCIe link", "GPU 0: generation 5 x16\nGPU 1: generation 5 x16"),
         (HEALTHY, "CPU affinity", "all CPUs 0-15"),
-        (numa(cpus=frozenset({1, 2, 9})), "CPU affinity", "bound to CPUs 1-2,9"),
         (
-            replace(first_gpu(bound_to=None, unbound_because="it is Tuesday"), numa=ONE_NODE),
-            "GPUs' nodes",
-            "GPU 0: node 0; training binds nothing, because it is Tuesday\n"
-            "GPU 1: node 1; training binds its process there",
+            replace(HEALTHY, cpus=frozenset({1, 2, 9})),
+            "CPU affinity",
+            "bound to CPUs 1-2,9",
         ),
-        (HEALTHY, "May be pinned", "400.0 GiB for each of 2 (80% of what is available)"),
-        (HEALTHY, "May be pinned by node", "node 0: 400.0 GiB\nnode 1: 400.0 GiB"),
+        (HEALTHY, "May be pinned", "400.0 GiB for each of 2 (80% of 1000.0 GiB)"),
         (
             host(groups=(ControlGroup(2, 64 * GIB, 60 * GIB), ControlGroup(1, 1 << 62, 5))),
-            "Available",
-            "1000.0 GiB of 1024.0 GiB\nlimit of the control group (v2): 64.0 GiB",
+            "May be pinned",
+            "400.0 GiB for each of 2 (80% of 1000.0 GiB)\n"
+            "limit of the control group (v2): 64.0 GiB",
         ),
         (HEALTHY, "Ranks per host", "2 (LOCAL_WORLD_SIZE)"),
-        (
-            environment(CUDA_DEVICE_MAX_CONNECTIONS="1"),
-            "Work queues",
-            "CUDA_DEVICE_MAX_CONNECTIONS=1",
-        ),
         (
             with_command(HEALTHY, OFFLOADING),
             "Flags",

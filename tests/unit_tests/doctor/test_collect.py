@@ -17,32 +17,11 @@ from doctor_facts import GIB, gpu, write
 from megatron.slipstream import preflight
 from megatron.slipstream.doctor import collect as reading
 from megatron.slipstream.doctor.collect import Request, collect
-from megatron.slipstream.doctor.facts import BuildLock, Facts, Gpu, Link, Node, Ranks, Torch
+from megatron.slipstream.doctor.facts import BuildLock, Facts, Gpu, Link, Ranks, Torch
 from megatron.slipstream.estimate.training_command import Words, split_command
-from megatron.slipstream.integration import numa
 
 QUIET = Request(measures=False)
-
-
-def node_files(number: int, cpus: str, free: int, inactive: int = 0) -> dict[str, object]:
-    folder = f"sys/devices/system/node/node{number}"
-    meminfo = (
-        f"Node {number} MemTotal:       90000000 kB\n"
-        f"Node {number} MemFree:        {free >> 10} kB\n"
-        f"Node {number} Inactive:         7 kB\n"
-        f"Node {number} Inactive(file): {inactive >> 10} kB\n"
-        f"Node {number} HugePages_Total:     0"
-    )
-    return {f"{folder}/cpulist": cpus, f"{folder}/meminfo": meminfo}
-
-
-TWO_NODES = {**node_files(0, "0-3", 10 * GIB, 2 * GIB), **node_files(1, "4-7", 5 * GIB)}
-
-
-@pytest.fixture
-def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(numa, "get_memory_policy", lambda: 0)
+ALL = frozenset(range(8))
 
 
 # Extensions
@@ -69,40 +48,21 @@ def test_locks_of_extensions_are_found_where_torch_puts_them(
 # NUMA
 
 
-@pytest.mark.usefixtures("eight_cpus")
-def test_nodes_have_the_memory_that_is_free_or_can_be_dropped(tmp_path: Path) -> None:
-    found, _ = reading._numa(os, (), write(tmp_path, TWO_NODES), {})
-    assert found is not None
-    assert found.nodes == (
-        Node(0, frozenset(range(4)), 12 * GIB),
-        Node(1, frozenset(range(4, 8)), 5 * GIB),
+def test_nodes_with_their_cpus_and_gpus(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "sys/devices/system/node/node0/cpulist": "0-3,8",
+            "sys/devices/system/node/node1/cpulist": "4-7",
+            "sys/devices/system/node/node2/cpulist": "",  # memory only
+            "sys/bus/pci/devices/0000:3d:00.0/numa_node": "1",
+            "sys/bus/pci/devices/0000:3e:00.0/numa_node": "-1",
+        },
     )
-    assert found.cpus == frozenset(range(8))
-
-
-@pytest.mark.usefixtures("eight_cpus")
-@pytest.mark.parametrize("node, bound_to", [("1", 1), ("-1", None)])
-def test_a_gpu_is_bound_as_training_would_bind_it(
-    tmp_path: Path, node: str, bound_to: int | None
-) -> None:
-    device = gpu(0, 0)._replace(node=None, bound_to=None)
-    files = {**TWO_NODES, f"sys/bus/pci/devices/{device.pci_address}/numa_node": node}
-    _, (placed,) = reading._numa(os, (device,), write(tmp_path, files), {})
-    assert placed.node == placed.bound_to == bound_to
-    assert ("is unknown" in placed.unbound_because) == (bound_to is None)
-
-
-@pytest.mark.parametrize(
-    "status, nodes",
-    [
-        ("Name:\tpython\nMems_allowed:\t3\nMems_allowed_list:\t0-1,3", {0, 1, 3}),
-        ("Name:\tpython", None),
-    ],
-)
-def test_the_nodes_that_a_cpuset_allows(
-    tmp_path: Path, status: str, nodes: set[int] | None
-) -> None:
-    assert reading.allowed_nodes(write(tmp_path, {"proc/self/status": status})) == nodes
+    nodes = reading.cpus_of_nodes(root)
+    assert nodes == {0: frozenset({0, 1, 2, 3, 8}), 1: frozenset(range(4, 8))}
+    addresses = ("0000:3d:00.0", "0000:3e:00.0", "0000:3f:00.0", None)
+    assert [reading.gpu_node(root, address) for address in addresses] == [1, None, None, None]
 
 
 # Host memory
@@ -131,7 +91,7 @@ def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
     found = reading._host(tmp_path)
     assert (found.total_bytes, found.groups, found.shm_bytes) == (None, (), None)
     assert not found.has_rdma
-    assert reading.free_bytes(tmp_path, 0) is None
+    assert reading.cpus_of_nodes(tmp_path) == {}
     assert reading.driver_version(tmp_path) is None
 
 
@@ -249,17 +209,17 @@ def test_gpus_are_those_that_torch_sees_with_their_links_by_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvidia_smi(tmp_path, f'echo "{H200}"; echo "{IDLE}"', monkeypatch)
-    seen = SimpleNamespace(name="NVIDIA A100", total_memory=80 * GIB)
+    pci = {"pci_domain_id": 0, "pci_bus_id": 0x3D, "pci_device_id": 0}
+    seen = SimpleNamespace(name="NVIDIA A100", total_memory=80 * GIB, **pci)
     torch: Any = SimpleNamespace(
         cuda=SimpleNamespace(device_count=lambda: 1, get_device_properties=lambda _: seen)
     )
-    monkeypatch.setattr(numa, "gpu_pci_address", lambda _: "0000:3d:00.0")
     driver, gpus = reading._gpus(torch, tmp_path)
     assert driver == "580.65.06"
     assert gpus == (Gpu(0, "NVIDIA A100", 80 * GIB, "0000:3d:00.0"),)
     unseen: dict[str, str] = {}
     facts = Torch("13.0", None, True)
-    (linked,) = reading._measured(facts, gpus, QUIET, lambda _: None, unseen)
+    (linked,) = reading._measured(facts, gpus, [ALL], QUIET, lambda _: None, unseen)
     assert linked.link == Link(1, 4, 8, 16)
     assert unseen == {"bandwidth": "--no-bandwidth was given"}
 
@@ -276,14 +236,13 @@ def test_copies_are_measured_before_links_are_read(monkeypatch: pytest.MonkeyPat
     from megatron.slipstream.doctor import bandwidth
 
     order: list[str] = []
-    monkeypatch.setattr(bandwidth, "measure", lambda g, _: order.append("copies") or g)
+    monkeypatch.setattr(bandwidth, "measure", lambda g, *_: order.append("copies") or g)
     monkeypatch.setattr(reading, "query_nvidia_smi", lambda: order.append("links") or [])
     unseen: dict[str, str] = {}
     request = Request(measures=True)
     facts = Torch("13.0", None, True)
-    reading._measured(facts, (gpu(0, 0),), request, lambda _: None, unseen)
+    reading._measured(facts, (gpu(0, 0),), [ALL], request, lambda _: None, unseen)
     assert order == ["copies", "links"]
-    assert unseen == {"link": "nvidia-smi does not answer"}
 
 
 # The whole
@@ -295,9 +254,7 @@ def here() -> Facts:
 
 
 def test_this_machine_can_be_read(here: Facts) -> None:
-    assert here.numa is not None
-    assert here.numa.cpus == os.sched_getaffinity(0)
-    assert sum(node.free_bytes or 0 for node in here.numa.nodes) <= (here.host.total_bytes or 0)
+    assert here.cpus == os.sched_getaffinity(0)
     assert here.host.total_bytes is not None
     assert here.host.shm_bytes == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
     assert here.torch is not None
@@ -305,10 +262,10 @@ def test_this_machine_can_be_read(here: Facts) -> None:
 
 
 def test_only_variables_that_checks_ask_for_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
     monkeypatch.setenv("A_SECRET", "1")
     found = collect(QUIET).environment
-    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert found["NCCL_GRAPH_REGISTER"] == "1"
     assert found.keys() <= set(reading.VARIABLES)
 
 
@@ -323,7 +280,7 @@ def test_ranks_come_from_the_launcher_of_the_command(monkeypatch: pytest.MonkeyP
 def test_progress_names_what_is_looked_at() -> None:
     steps: list[str] = []
     collect(QUIET, steps.append)
-    assert steps == ["versions", "GPUs", "NUMA", "patches"]
+    assert steps == ["versions", "GPUs", "patches"]
 
 
 def test_targets_of_patches_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:

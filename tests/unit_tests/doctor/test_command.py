@@ -105,7 +105,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_all_that_is_wrong_with_flags_is_found(checked: list[Any]) -> None:
     command = check_command(Words(FLAGS, 8, 2))
     assert checked[1:] == [FLAGS, 16]
-    assert command == Command(FOUND, 16, True, "transformer_engine", True, 5, True)
+    assert command == Command(FOUND, 16, True, "transformer_engine", True, 5)
 
 
 @pytest.mark.parametrize(
@@ -118,21 +118,6 @@ def test_graphs_of_chunks_are_graphs_too(
     checked[0].args.cuda_graph_impl = implementation
     checked[0].args.cuda_graph_granularity = granularity
     assert check_command(Words(FLAGS)).graphs == graphs
-
-
-@pytest.mark.parametrize(
-    "flag, value",
-    [
-        ("fine_grained_activation_offloading", False),
-        ("moe_grouped_gemm", False),
-        ("use_megatron_fsdp", True),
-        ("use_torch_fsdp2", True),
-    ],
-)
-def test_one_queue_is_for_copies_beside_experts(checked: list[Any], flag: str, value: bool) -> None:
-    assert check_command(Words(FLAGS)).copies_beside_experts
-    setattr(checked[0].args, flag, value)
-    assert not check_command(Words(FLAGS)).copies_beside_experts
 
 
 def test_flags_that_could_not_be_parsed_ask_for_nothing(checked: list[Any]) -> None:

@@ -45,14 +45,13 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     return fake
 
 
-def test_memory_begins_on_a_page_and_is_placed_before_it_is_pinned(runtime: FakeRuntime) -> None:
+def test_memory_begins_on_a_page(runtime: FakeRuntime) -> None:
     backend = CudaBackend()
-    backend.place_host_memory = lambda *span: runtime.events.append(("place", *span))
     buffer = backend.allocate_host(10_000)
     address = buffer.data_ptr()
     assert address % mmap.PAGESIZE == 0
     assert buffer.numel() == 10_000
-    assert runtime.events == [("place", address, 10_000), ("register", address, 10_000)]
+    assert runtime.events == [("register", address, 10_000)]
     backend.free_host(buffer)
     assert runtime.events[-1] == ("unregister", address, 0)
 

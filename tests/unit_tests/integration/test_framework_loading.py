@@ -87,7 +87,7 @@ def test_flags_that_were_added_to_megatrons_parser_are_the_settings() -> None:
     config = OffloadConfig(offload_prefetch_depth=3)
     args = SimpleNamespace(**vars(config), num_layers=2)
     assert loading.config_from_arguments(args) == config
-    del args.offload_numa
+    del args.offload_verify
     assert loading.config_from_arguments(args) is None
 
 

@@ -115,7 +115,7 @@ def attach(
     matches = find_modules(model, patterns)
     _check_not_attached(model, matches)
     _check_one_gpu(model)
-    backend = open_backend(config, torch.cuda.current_device)
+    backend = open_backend(config)
     engine = AttachedEngine(
         backend,
         policy_options(config),
