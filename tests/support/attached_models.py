@@ -68,23 +68,33 @@ class Decoder(torch.nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
         for layer in self.layers:
-            if self.checkpointing is None:
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self.checkpointing)
+            x = self.run(layer, x)
         return self.head(x)
+
+    def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Run one layer; what a model does differently around its layers is defined here."""
+        if self.checkpointing is None:
+            return layer(x)
+        return checkpoint(layer, x, use_reentrant=self.checkpointing)
 
 
 def make(
-    build: Callable[[], torch.nn.Module],
-    patterns: Any = None,
-    backend: str = "cpu",
-    **options: Any,
-) -> tuple[torch.nn.Module, Optional[Attached]]:
+    build: Callable[[], torch.nn.Module], patterns: Any = None, *arguments: Any, **options: Any
+) -> Any:
     """A model with the same weights on every call, attached if there are patterns."""
     torch.manual_seed(5)
     model = build()
-    return model, None if patterns is None else attach_to(model, patterns, backend, **options)
+    if patterns is not None:
+        attach_to(model, patterns, *arguments, **options)
+    return model
+
+
+def make_attached(
+    build: Callable[[], torch.nn.Module], *arguments: Any, **options: Any
+) -> tuple[Any, Attached]:
+    """The same model and what :func:`attach_to` returns for it."""
+    model = make(build)
+    return model, attach_to(model, *arguments, **options)
 
 
 def attach_to(
@@ -138,6 +148,31 @@ def one_backward_each(model: torch.nn.Module, iteration: int) -> list[torch.Tens
         loss.backward()
         losses.append(loss)
     return losses
+
+
+def train_as_plain(
+    build: Callable[[], torch.nn.Module],
+    patterns: Any,
+    step: Step = one_backward_each,
+    backend: str = LAZY,
+    *,
+    plain: Optional[Callable[[], torch.nn.Module]] = None,
+    num_iterations: int = 4,
+) -> Attached:
+    """Train an attached model; every loss and gradient must be that of ``plain``, not attached.
+
+    Args:
+        build: Makes the model to attach.
+        patterns: What to attach.
+        step: An iteration without the optimizer.
+        backend: Of the engine.
+        plain: Makes the model to compare with; ``build`` if None.
+        num_iterations: Iterations.
+    """
+    expected = train(make(plain or build), step, num_iterations)
+    model, attached = make_attached(build, patterns, backend)
+    assert equal(train(model, step, num_iterations), expected)
+    return attached
 
 
 def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:

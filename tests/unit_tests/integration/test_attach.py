@@ -32,9 +32,11 @@ from attached_models import (
     has_own_hooks,
     loss_of,
     make,
+    make_attached,
     micro_batch,
     one_backward_each,
     train,
+    train_as_plain,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -88,10 +90,7 @@ class Encoder(torch.nn.Module):
 def test_loss_and_gradients_are_those_without(
     backend: str, build: Callable[[], torch.nn.Module], patterns: Any, num_groups: int
 ) -> None:
-    expected = train(make(build)[0], one_backward_each)
-    model, attached = make(build, patterns, backend)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(build, patterns, backend=backend)
     assert len(attached.modules) == num_groups
     total = attached.report().ranks[0].total
     assert total.num_groups == num_groups
@@ -101,9 +100,9 @@ def test_loss_and_gradients_are_those_without(
 
 def test_a_wait_that_is_missing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the comparisons here could fail."""
-    expected = train(make(Decoder)[0], one_backward_each)
+    expected = train(make(Decoder), one_backward_each)
     monkeypatch.setattr(CopyStreams, "before_use", lambda *_: None)
-    model, _ = make(Decoder, "layers.*", "cpu-lazy")
+    model = make(Decoder, "layers.*", "cpu-lazy")
     assert not equal(train(model, one_backward_each), expected)
 
 
@@ -115,16 +114,14 @@ def test_autocast(dtype: torch.dtype) -> None:
         loss.backward()
         return [loss]
 
-    expected = train(make(Decoder)[0], step)
-    model, attached = make(Decoder, ["layers.*"], LAZY)
-    assert attached is not None
-    assert equal(train(model, step), expected)
+    attached = train_as_plain(Decoder, ["layers.*"], step)
     assert counters(attached)["layers.*"].num_groups_moved == 3
 
 
 def test_memory_falls_by_what_moves() -> None:
     def peak_bytes(patterns: Any) -> tuple[int, int]:
-        model, attached = make(lambda: Decoder(8), patterns)
+        model = make(lambda: Decoder(8))
+        attached = None if patterns is None else attach_to(model, patterns)
         ids = torch.zeros(4, 32, dtype=torch.long)
         for _ in range(2):
             model(ids).square().mean().backward()  # gradients and host memory are there then
@@ -213,10 +210,7 @@ class Forms(torch.nn.Module):
 
 @pytest.mark.parametrize("form", ["tuple", "nested", "dictionary", "data class", "object"])
 def test_outputs_and_keyword_inputs_of_any_form(form: str) -> None:
-    expected = train(make(lambda: Forms(form))[0], one_backward_each)
-    model, attached = make(lambda: Forms(form), "parts.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(lambda: Forms(form), "parts.*")
     assert counters(attached)["parts.*"].num_groups_moved == 2
     assert counters(attached)["parts.*"].num_late == 0
 
@@ -224,17 +218,14 @@ def test_outputs_and_keyword_inputs_of_any_form(form: str) -> None:
 def test_an_output_without_visible_tensors_is_said_and_right(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    expected = train(make(lambda: Forms("opaque"))[0], one_backward_each)
-    model, attached = make(lambda: Forms("opaque"), "parts.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    train_as_plain(lambda: Forms("opaque"), "parts.*")
     assert caplog.text.count("returns, a _Opaque, so what it saves comes back late") == 1
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_other_hooks_of_a_module_save_belongs_to_its_group(when: str) -> None:
     def moved_bytes(hook: Any) -> int:
-        model, _ = make(Decoder)
+        model = make(Decoder)
         for layer in model.layers:
             if when == "before":
                 layer.mlp.register_forward_pre_hook(lambda _, args: (hook(args[0]),))
@@ -273,26 +264,17 @@ def test_what_backward_does_not_reach_stays() -> None:
                 self.seen.append(seen)
             return self.head(x)
 
-    expected = train(make(Monitored)[0], one_backward_each)
-    model, attached = make(Monitored, ["layers.*", "monitors.*"], LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(Monitored, ["layers.*", "monitors.*"])
     moved = {name: each.num_groups_moved for name, each in counters(attached).items()}
     assert moved == {"layers.*": 3, "monitors.*": 0}
 
 
 def test_outputs_may_be_changed_in_place() -> None:
     class InPlace(Decoder):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(ids)
-            for layer in self.layers:
-                x = layer(x).mul_(0.5).add_(1.0)
-            return self.head(x)
+        def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return layer(x).mul_(0.5).add_(1.0)
 
-    expected = train(make(InPlace)[0], one_backward_each)
-    model, attached = make(InPlace, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(InPlace, "layers.*")
     assert counters(attached)["layers.*"].num_late == 0
 
 
@@ -318,7 +300,7 @@ def test_a_saved_tensor_may_not_be_changed_in_place(
     patterns: Any, size: int, changes: type[Layer]
 ) -> None:
     """As without hooks, which take this check of autograd away, in regions and outside of them."""
-    model, _ = make(Decoder, patterns, LAZY, min_offloaded_tensor_size=size)
+    model = make(Decoder, patterns, LAZY, min_offloaded_tensor_size=size)
     for layer in model.layers:
         layer.__class__ = changes
     with pytest.raises(RuntimeError, match="in-?place operation"):
@@ -335,7 +317,7 @@ def test_a_pass_without_backward_leaves_nothing_behind() -> None:
             return result
 
     results: list[StorageWeakRef] = []
-    model, _ = make(Ends, "layers.*")
+    model = make(Ends, "layers.*")
     for _ in range(3):
         model(micro_batch(0))
     assert all(result.expired() for result in results)
@@ -347,10 +329,7 @@ def test_a_shared_module_makes_a_group_each_time() -> None:
             super().__init__(2)
             self.layers.append(self.layers[0])
 
-    expected = train(make(Shared)[0], one_backward_each)
-    model, attached = make(Shared, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(Shared, "layers.*")
     assert len(attached.modules) == 2
     assert counters(attached)["layers.*"].num_groups == 3
     assert counters(attached)["layers.*"].num_groups_moved == 2
@@ -379,10 +358,7 @@ def test_of_calls_inside_each_other_the_outer_makes_the_group() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.hidden[0](x) * 2
 
-    expected = train(make(Nests)[0], one_backward_each)
-    model, attached = make(Nests, ["outer.*", "layers.*"], LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(Nests, ["outer.*", "layers.*"])
     assert {name: c.num_groups for name, c in counters(attached).items()} == {"outer.*": 3}
 
 
@@ -452,10 +428,7 @@ def _second_order(model: torch.nn.Module, iteration: int) -> list[torch.Tensor]:
 def test_passes_that_wait_together_are_one_iteration_with_one_plan(
     step: Any, num_passes: int
 ) -> None:
-    expected = train(make(Decoder)[0], step)
-    model, attached = make(Decoder, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, step), expected)
+    attached = train_as_plain(Decoder, "layers.*", step)
     report = attached.report().ranks[0]
     assert report.num_plans == 1
     assert report.modules["layers.*"].num_groups == 4 * num_passes
@@ -464,18 +437,14 @@ def test_passes_that_wait_together_are_one_iteration_with_one_plan(
 
 
 def test_gradients_of_gradients() -> None:
-    expected = train(make(Decoder)[0], _second_order)
-    model, attached = make(Decoder, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, _second_order), expected)
+    attached = train_as_plain(Decoder, "layers.*", _second_order)
     report = attached.report().ranks[0]
     assert (report.num_iterations, report.num_plans, report.total.num_late) == (4, 1, 0)
     assert report.total.num_groups_moved == 3
 
 
 def test_an_iteration_ends_with_its_backward_and_before_the_optimizer() -> None:
-    model, attached = make(Decoder, "layers.*")
-    assert attached is not None
+    model, attached = make_attached(Decoder, "layers.*")
     for index in range(3):
         loss = loss_of(model, index)
         assert attached.report().ranks[0].num_iterations == index
@@ -493,10 +462,7 @@ def test_a_forward_for_a_metric_does_not_change_the_plan(keeps: bool) -> None:
         kept[:] = [loss_of(model, 99)] if keeps else []
         return [*losses, loss_of(model, 98).detach()]
 
-    expected = train(make(Decoder)[0], step, 5)
-    model, attached = make(Decoder, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, step, 5), expected)
+    attached = train_as_plain(Decoder, "layers.*", step, num_iterations=5)
     report = attached.report().ranks[0]
     assert report.total.num_groups_moved > 0
     assert report.total.num_late == 0
@@ -504,8 +470,7 @@ def test_a_forward_for_a_metric_does_not_change_the_plan(keeps: bool) -> None:
 
 
 def test_an_evaluation_that_forgot_no_grad_is_no_endless_iteration() -> None:
-    model, attached = make(Decoder, "layers.*")
-    assert attached is not None
+    model, attached = make_attached(Decoder, "layers.*")
     engine = attached.engine
     num_groups = []
     for index in range(100):
@@ -530,10 +495,7 @@ def test_passes_without_gradients_are_left_alone(mode: Any) -> None:
         loss.backward()
         return [loss, aside]
 
-    expected = train(make(Decoder)[0], step)
-    model, attached = make(Decoder, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, step), expected)
+    attached = train_as_plain(Decoder, "layers.*", step)
     report = attached.report().ranks[0]
     assert (report.num_iterations, report.num_plans, report.total.num_late) == (4, 1, 0)
 
@@ -551,10 +513,7 @@ def test_an_output_that_the_loss_does_not_use() -> None:
             self.unused = self.heads[1](x * 2)  # alive until the next pass
             return self.heads[0](x)
 
-    expected = train(make(TwoHeads)[0], one_backward_each)
-    model, attached = make(TwoHeads, ["layers.*", "heads.*"], LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(TwoHeads, ["layers.*", "heads.*"])
     report = attached.report().ranks[0]
     assert (report.num_plans, report.total.num_late) == (1, 0)
     assert report.modules["layers.*"].num_groups_moved == 3
@@ -577,10 +536,7 @@ def test_two_losses_with_a_backward_each() -> None:
         losses[1].backward()
         return losses
 
-    expected = train(make(TwoHeads)[0], step)
-    model, attached = make(TwoHeads, ["encoder.layers.*", "tower.*"], LAZY)
-    assert attached is not None
-    assert equal(train(model, step), expected)
+    attached = train_as_plain(TwoHeads, ["encoder.layers.*", "tower.*"], step)
     report = attached.report().ranks[0]
     assert (report.num_plans, report.total.num_late) == (1, 0)
     assert report.modules["tower.*"].num_groups_moved == 2
@@ -601,10 +557,7 @@ def test_backward_inside_of_forward() -> None:
                 x = layer.mlp(x)
             return self.head(x)
 
-    expected = train(make(Force)[0], one_backward_each)
-    model, attached = make(Force, "layers.*.mlp", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(Force, "layers.*.mlp")
     report = attached.report().ranks[0]
     assert report.num_plans == 1
     assert report.modules["layers.*.mlp"].num_groups == 4
@@ -616,10 +569,7 @@ def test_a_part_of_the_model_called_without_the_model() -> None:
     def step(model: torch.nn.Module, iteration: int) -> list[torch.Tensor]:
         return one_backward_each(model.decoder, iteration)
 
-    expected = train(make(Backbone)[0], step)
-    model, attached = make(Backbone, "decoder.layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, step), expected)
+    attached = train_as_plain(Backbone, "decoder.layers.*", step)
     report = attached.report().ranks[0]
     assert (report.num_iterations, report.num_plans) == (8, 1)
     assert report.modules["decoder.layers.*"].num_groups_moved == 3
@@ -632,10 +582,7 @@ def test_a_part_called_after_the_model_is_a_pass_of_its_own() -> None:
         loss.backward()
         return [loss]
 
-    expected = train(make(Decoder)[0], step)
-    model, attached = make(Decoder, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, step), expected)
+    attached = train_as_plain(Decoder, "layers.*", step)
     assert _groups_of_passes(attached) == [4, 1]
 
 
@@ -645,10 +592,7 @@ def test_a_model_that_calls_itself_is_one_pass() -> None:
             own = super().forward(ids)
             return own + self(ids, depth - 1) if depth else own
 
-    expected = train(make(Recursive)[0], one_backward_each)
-    model, attached = make(Recursive, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(Recursive, "layers.*")
     assert _groups_of_passes(attached) == [12]
 
 
@@ -665,10 +609,7 @@ def test_a_part_of_the_model_some_of_which_backward_never_reaches() -> None:
         loss.backward()
         return [loss]
 
-    expected = train(make(Backbone)[0], step, 6)
-    model, attached = make(Backbone, "decoder.layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, step, 6), expected)
+    attached = train_as_plain(Backbone, "decoder.layers.*", step, num_iterations=6)
     report = attached.report().ranks[0]
     assert (report.num_iterations, report.num_plans) == (5, 1)
     assert report.modules["decoder.layers.*"].num_groups == 5
@@ -714,8 +655,7 @@ def test_what_follows_an_exception_is_right(
     keeps_traceback: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, attached = make(Decoder, ["layers.*.attn", "layers.*.mlp"], "cpu-lazy")
-    assert attached is not None
+    model, attached = make_attached(Decoder, ["layers.*.attn", "layers.*.mlp"], "cpu-lazy")
     layer: Any = model.layers[1]  # type: ignore[index]
     train(model, one_backward_each, iteration)
     with monkeypatch.context() as patch:
@@ -736,7 +676,7 @@ def test_what_follows_an_exception_is_right(
     if not keeps_traceback:
         del raised
         gc.collect()
-    plain, _ = make(Decoder)
+    plain = make(Decoder)
     plain.load_state_dict(model.state_dict())
     plain.zero_grad()
     model.zero_grad()
@@ -749,8 +689,7 @@ def test_what_follows_an_exception_is_right(
 
 def test_a_region_that_raises_starts_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device may be out of memory."""
-    model, attached = make(Decoder, "layers.*", LAZY)
-    assert attached is not None
+    model, attached = make_attached(Decoder, "layers.*", LAZY)
     copied: list[Any] = []
     monkeypatch.setattr(attached.engine.store, "copy_out", lambda *each: copied.append(each))
     layer: Any = model.layers[0]  # type: ignore[index]
@@ -765,35 +704,25 @@ def test_a_region_that_raises_starts_no_copies(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_exception_that_the_model_catches() -> None:
     class Retries(Decoder):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(ids)
-            for layer in self.layers:
-                try:
-                    x = layer(x, None)
-                except TypeError:
-                    x = layer(x)
-            return self.head(x)
+        def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return layer(x, None)
+            except TypeError:
+                return layer(x)
 
-    expected = train(make(Retries)[0], one_backward_each)
-    model, attached = make(Retries, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    train_as_plain(Retries, "layers.*")
 
 
 def test_an_interrupt_that_the_model_catches(monkeypatch: pytest.MonkeyPatch) -> None:
     class Skips(Decoder):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(ids)
-            for layer in self.layers:
-                try:
-                    x = layer(x)
-                except KeyboardInterrupt:
-                    continue
-            return self.head(x)
+        def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return layer(x)
+            except KeyboardInterrupt:
+                return x
 
-    plain, _ = make(Skips)
-    model, attached = make(Skips, "layers.*", LAZY)
-    assert attached is not None
+    plain = make(Skips)
+    model, attached = make_attached(Skips, "layers.*", LAZY)
     for which in (1, 3):
         with monkeypatch.context() as patch:
             for each in (plain, model):
@@ -808,8 +737,7 @@ def test_an_interrupt_that_the_model_catches(monkeypatch: pytest.MonkeyPatch) ->
 def test_no_hooks_stay_set_once_an_interrupted_model_is_detached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, attached = make(Decoder, "layers.*")
-    assert attached is not None
+    model, attached = make_attached(Decoder, "layers.*")
     with monkeypatch.context() as patch:
         patch.setattr(model.layers[2].mlp, "forward", lambda _: _throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -823,9 +751,8 @@ def test_no_hooks_stay_set_once_an_interrupted_model_is_detached(
 
 
 def test_nothing_moves_while_suspended() -> None:
-    expected = train(make(Decoder)[0], one_backward_each)
-    model, attached = make(Decoder, "layers.*", LAZY)
-    assert attached is not None
+    expected = train(make(Decoder), one_backward_each)
+    model, attached = make_attached(Decoder, "layers.*", LAZY)
     with attached.suspended():
         assert equal(train(model, one_backward_each), expected)
     assert attached.report().ranks[0].num_iterations == 0
@@ -834,9 +761,8 @@ def test_nothing_moves_while_suspended() -> None:
 
 
 def test_what_has_moved_comes_back_after_suspending_and_detaching(backend: str) -> None:
-    plain, _ = make(Decoder)
-    model, attached = make(Decoder, "layers.*", backend)
-    assert attached is not None
+    plain = make(Decoder)
+    model, attached = make_attached(Decoder, "layers.*", backend)
     for ending in ("suspend", "detach"):
         for each in (plain, model):
             each.zero_grad()
@@ -860,7 +786,7 @@ def test_what_has_moved_comes_back_after_suspending_and_detaching(backend: str) 
 
 
 def test_a_context_detaches() -> None:
-    model, _ = make(Decoder)
+    model = make(Decoder)
     with attach_to(model, "layers.*") as attached:
         one_backward_each(model, 0)
     one_backward_each(model, 1)
@@ -871,8 +797,7 @@ def test_a_context_detaches() -> None:
 def test_a_trace_for_the_planner(tmp_path: Path) -> None:
     from megatron.slipstream.plan.files import load_trace
 
-    model, attached = make(Decoder, "layers.*")
-    assert attached is not None
+    model, attached = make_attached(Decoder, "layers.*")
     path = tmp_path / "trace.json"
     with pytest.raises(RuntimeError, match="no iteration has been recorded"):
         attached.save_trace(str(path))
@@ -883,8 +808,7 @@ def test_a_trace_for_the_planner(tmp_path: Path) -> None:
 
 def test_a_model_and_its_engine_go_without_the_garbage_collector() -> None:
     """With them goes host memory, which is scarce."""
-    model, attached = make(partial(Decoder, checkpointing=False), ["layers.*", "head"])
-    assert attached is not None
+    model, attached = make_attached(partial(Decoder, checkpointing=False), ["layers.*", "head"])
     train(model, one_backward_each)
     references = [weakref.ref(model), weakref.ref(attached.engine)]
     gc.collect()
@@ -898,8 +822,7 @@ def test_a_model_and_its_engine_go_without_the_garbage_collector() -> None:
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_of_the_model_is_not_attached(how: str) -> None:
-    model, attached = make(Decoder, "layers.*")
-    assert attached is not None
+    model, attached = make_attached(Decoder, "layers.*")
     one_backward_each(model, 0)
     if how == "deepcopy":
         other = copy.deepcopy(model)
@@ -917,18 +840,15 @@ def test_a_copy_of_the_model_is_not_attached(how: str) -> None:
 
 
 def test_replicas_in_threads_are_refused() -> None:
-    model, _ = make(Decoder, "layers.*")
+    model = make(Decoder, "layers.*")
     replica = model._replicate_for_data_parallel()
     with pytest.raises(RuntimeError, match="DataParallel.*use DistributedDataParallel"):
         replica(micro_batch(0))
 
 
 def test_two_models_share_nothing() -> None:
-    expected = train(make(Decoder)[0], one_backward_each)
-    first, attached = make(Decoder, "layers.*", LAZY)
-    second, other = make(Decoder, "layers.*.mlp", LAZY)
-    assert attached is not None
-    assert other is not None
+    first, attached = make_attached(Decoder, "layers.*", LAZY)
+    second, other = make_attached(Decoder, "layers.*.mlp", LAZY)
 
     def step(model: torch.nn.Module, iteration: int) -> list[torch.Tensor]:
         teacher = loss_of(second, 50)
@@ -940,10 +860,10 @@ def test_two_models_share_nothing() -> None:
         loss_of(plain_second, 50).backward()
         return one_backward_each(model, iteration)
 
-    plain_second, _ = make(Decoder)
+    plain_second = make(Decoder)
     plain_second.load_state_dict(second.state_dict())
     torch.manual_seed(0)
-    expected = train(make(Decoder)[0], plain_step)
+    expected = train(make(Decoder), plain_step)
     second.zero_grad()
     assert equal(train(first, step), expected)
     assert equal(gradients(second), gradients(plain_second))
@@ -957,10 +877,7 @@ def test_under_other_hooks_nothing_is_done(caplog: pytest.LogCaptureFixture) -> 
         loss.backward()
         return [loss]
 
-    expected = train(make(Decoder)[0], step)
-    model, attached = make(Decoder, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, step), expected)
+    attached = train_as_plain(Decoder, "layers.*", step)
     assert attached.report().ranks[0].num_iterations == 0
     assert caplog.text.count("the model runs under other saved-tensor hooks") == 1
 
@@ -971,7 +888,7 @@ def test_plain_pytorch_needs_no_megatron_core() -> None:
         "sys.modules['megatron.core'] = None\n"
         "sys.path.insert(0, 'tests/support')\n"
         "from attached_models import *\n"
-        "model, attached = make(Decoder, 'layers.*')\n"
+        "model, attached = make_attached(Decoder, 'layers.*')\n"
         "train(model, one_backward_each)\n"
         "assert counters(attached)['layers.*'].num_groups_moved == 3\n"
     )

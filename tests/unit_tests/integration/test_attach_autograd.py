@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attached_models import BACKENDS, LAZY, counters, equal, gradients, make
+from attached_models import BACKENDS, LAZY, counters, equal, gradients, make, make_attached
 from torch.autograd import forward_ad
 
 WIDTH = 16
@@ -42,9 +42,8 @@ def equal_in_three_iterations(
     backend: str,
 ) -> bool:
     """Whether ``step`` gives the same with a chain of ``part`` attached; something must move."""
-    plain, _ = make(lambda: Chain(part))
-    model, attached = make(lambda: Chain(part), "parts.*", backend)
-    assert attached is not None
+    plain = make(lambda: Chain(part))
+    model, attached = make_attached(lambda: Chain(part), "parts.*", backend)
     results = [(step(plain), step(model)) for _ in range(3)]
     assert counters(attached)["parts.*"].num_groups_moved > 0
     return all(equal(right, left) for left, right in results)
@@ -82,7 +81,7 @@ def test_a_saved_tensor_may_change_in_place_where_backward_does_not_read_it(back
 
 
 def test_a_saved_tensor_that_backward_reads_may_not_change_in_place(backend: str) -> None:
-    model, _ = make(lambda: Chain(lambda: Recurrent(uses_both=True)), "parts.*", backend)
+    model = make(lambda: Chain(lambda: Recurrent(uses_both=True)), "parts.*", backend)
     with pytest.raises(RuntimeError, match="in-?place operation"):
         backward(model)
 
@@ -100,7 +99,7 @@ def test_a_change_in_place_after_the_model_is_refused_as_without(backend: str) -
         return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
 
     for patterns in (None, "parts.*"):
-        model, _ = make(lambda: Chain(part), patterns, backend)
+        model = make(lambda: Chain(part), patterns, backend)
         with pytest.raises(RuntimeError, match="in-?place operation"):
             step(model)
 
@@ -203,9 +202,8 @@ def test_a_model_inside_of_a_transform_is_left_alone(
         (value.square().sum() + tangent.square().sum()).backward()
         return [value.detach(), tangent.detach(), *gradients(model)]
 
-    plain, _ = make(lambda: Chain(Block))
-    model, attached = make(lambda: Chain(Block), "parts.*", backend)
-    assert attached is not None
+    plain = make(lambda: Chain(Block))
+    model, attached = make_attached(lambda: Chain(Block), "parts.*", backend)
     assert equal(transformed(model), transformed(plain))
     assert equal(transformed(model), transformed(plain))
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
@@ -221,10 +219,9 @@ def test_a_model_inside_of_a_transform_is_left_alone(
 
 
 def test_a_group_of_small_tensors_stays_for_an_option_with_a_name(backend: str) -> None:
-    model, attached = make(
+    model, attached = make_attached(
         lambda: Chain(Block), "parts.*", backend, min_offloaded_tensor_size=4 * WIDTH + 1
     )
-    assert attached is not None
     for _ in range(2):
         backward(model)
     assert "min_offloaded_tensor_size" in attached.report().render()
@@ -232,8 +229,7 @@ def test_a_group_of_small_tensors_stays_for_an_option_with_a_name(backend: str) 
 
 def test_lazy_copies_would_show() -> None:
     """So the comparisons above could fail: a read that does not wait is wrong here."""
-    model, attached = make(lambda: Chain(Block), "parts.*", LAZY)
-    assert attached is not None
-    plain, _ = make(lambda: Chain(Block))
+    model, attached = make_attached(lambda: Chain(Block), "parts.*", LAZY)
+    plain = make(lambda: Chain(Block))
     attached.engine.store.copy_streams.before_use = lambda *_: None  # type: ignore[method-assign]
     assert not all(equal(backward(model), backward(plain)) for _ in range(3))

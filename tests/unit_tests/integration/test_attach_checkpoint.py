@@ -22,9 +22,11 @@ from attached_models import (
     has_own_hooks,
     loss_of,
     make,
+    make_attached,
     micro_batch,
     one_backward_each,
     train,
+    train_as_plain,
 )
 from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -52,11 +54,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @REENTRANT
 def test_of_checkpointed_modules_the_inputs_move(backend: str, reentrant: bool) -> None:
     build = partial(Decoder, checkpointing=reentrant)
-    expected = train(make(build)[0], one_backward_each)
-    assert equal(expected, train(make(Decoder)[0], one_backward_each))
-    model, attached = make(build, "layers.*", backend)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(build, "layers.*", backend=backend, plain=Decoder)
     moved = counters(attached)["inputs of layers.*"]
     assert (moved.num_groups, moved.num_groups_moved, moved.num_late) == (4, 3, 0)
     assert moved.freed_bytes == moved.d2h_bytes == 3 * INPUT_BYTES
@@ -70,10 +68,7 @@ def test_of_a_checkpoint_wrapper_the_inputs_move() -> None:
             super().__init__()
             self.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in self.layers)
 
-    expected = train(make(Decoder)[0], one_backward_each)
-    model, attached = make(Wrapped, [Layer], LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(Wrapped, [Layer], plain=Decoder)
     assert counters(attached)["Layer"].freed_bytes == 3 * INPUT_BYTES
 
 
@@ -91,14 +86,8 @@ def test_a_checkpoint_inside_of_a_chosen_module(reentrant: bool) -> None:
                 layer.__class__ = Partly
                 self.layers[index] = layer
 
-    expected = train(make(Decoder)[0], one_backward_each)
-    whole, attached = make(Decoder, "layers.*", LAZY)
-    train(whole, one_backward_each)
-    assert attached is not None
-    whole_bytes = counters(attached)["layers.*"].d2h_bytes
-    model, attached = make(Partial, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    whole_bytes = counters(train_as_plain(Decoder, "layers.*"))["layers.*"].d2h_bytes
+    attached = train_as_plain(Partial, "layers.*", plain=Decoder)
     assert 3 * INPUT_BYTES < counters(attached)["layers.*"].d2h_bytes < whole_bytes
     assert counters(attached)["layers.*"].num_late == 0
 
@@ -113,11 +102,7 @@ def test_one_checkpoint_around_several_chosen_modules(reentrant: bool) -> None:
                 x = checkpoint(pair, x, use_reentrant=reentrant)
             return self.head(x)
 
-    build = partial(Pairs, 6)
-    expected = train(make(partial(Decoder, 6))[0], one_backward_each)
-    model, attached = make(build, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(partial(Pairs, 6), "layers.*", plain=partial(Decoder, 6))
     moved = counters(attached)["inputs of layers.*"]
     assert (moved.num_groups, moved.num_groups_moved, moved.num_late) == (3, 2, 0)
     assert moved.freed_bytes == 2 * INPUT_BYTES
@@ -128,32 +113,23 @@ def test_inputs_that_are_also_saved_before_the_checkpoint_leave_the_device(reent
     """All that holds them must release them."""
 
     class Between(Decoder):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(ids)
-            for layer in self.layers:
-                x = checkpoint(layer, torch.tanh(x), use_reentrant=reentrant)
-            return self.head(x)
+        def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(layer, torch.tanh(x), use_reentrant=reentrant)
 
-    expected = train(make(Between)[0], one_backward_each)
-    model, attached = make(Between, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(Between, "layers.*")
     assert counters(attached)["inputs of layers.*"].freed_bytes == 3 * INPUT_BYTES
 
 
 @REENTRANT
 def test_an_input_that_was_changed_in_place_since_it_was_saved_is_an_error(reentrant: bool) -> None:
     class Changes(Decoder):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(ids)
-            for layer in self.layers:
-                x = torch.tanh(x)
-                x.detach().mul_(0.5)
-                x = checkpoint(layer, x, use_reentrant=reentrant)
-            return self.head(x)
+        def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(x)
+            x.detach().mul_(0.5)
+            return checkpoint(layer, x, use_reentrant=reentrant)
 
     for patterns in (None, "layers.*"):
-        model, _ = make(Changes, patterns, LAZY)
+        model = make(Changes, patterns, LAZY)
         with pytest.raises(RuntimeError, match="in-?place operation"):
             loss_of(model, 0).backward()
 
@@ -162,17 +138,13 @@ def test_an_input_that_was_changed_in_place_since_it_was_saved_is_an_error(reent
 def test_only_what_a_checkpoint_saves_is_taken_for_its_input(reentrant: bool) -> None:
     class Skips(Decoder):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            first = self.embedding(ids)
-            x = first
+            x = first = self.embedding(ids)
             for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
+                x = self.run(layer, x)
             # tanh saves its result, so the checkpoint has saved all it does.
             return self.head(torch.tanh(x) * first)
 
-    expected = train(make(Skips)[0], one_backward_each)
-    model, attached = make(Skips, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(partial(Skips, checkpointing=reentrant), "layers.*")
     assert counters(attached)["inputs of layers.*"].num_groups == 4
 
 
@@ -183,7 +155,7 @@ def test_hooks_lie_around_the_model_only_where_checkpoints_are_seen() -> None:
             return super().forward(ids)
 
     seen: list[bool] = []
-    model, _ = make(Looks, "layers.*", LAZY)
+    model = make(Looks, "layers.*", LAZY)
     for model.checkpointing in (None, None, False, False, None, None):  # type: ignore[assignment]
         one_backward_each(model, 0)
     # In the first pass nothing is known; after that, what the pass before showed.
@@ -196,17 +168,11 @@ def test_selective_checkpointing() -> None:
         return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
     class Selective(Decoder):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(ids)
-            for layer in self.layers:
-                contexts = partial(create_selective_checkpoint_contexts, keep_products)
-                x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
-            return self.head(x)
+        def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            contexts = partial(create_selective_checkpoint_contexts, keep_products)
+            return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
 
-    expected = train(make(Decoder)[0], one_backward_each)
-    model, attached = make(Selective, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(Selective, "layers.*", plain=Decoder)
     assert counters(attached)["inputs of layers.*"].freed_bytes == 3 * INPUT_BYTES
 
 
@@ -216,9 +182,8 @@ def test_checkpointing_switched_on_and_off_while_training(reentrant: bool) -> No
         model.checkpointing = reentrant if iteration // 3 % 2 else None
         return one_backward_each(model, iteration)
 
-    expected = train(make(Decoder)[0], one_backward_each, 12)
-    model, attached = make(Decoder, "layers.*", LAZY)
-    assert attached is not None
+    expected = train(make(Decoder), one_backward_each, 12)
+    model, attached = make_attached(Decoder, "layers.*", LAZY)
     assert equal(train(model, step, 12), expected)
     assert list(counters(attached)) == ["inputs of layers.*"]
     assert counters(attached)["inputs of layers.*"].num_late == 0
@@ -227,7 +192,7 @@ def test_checkpointing_switched_on_and_off_while_training(reentrant: bool) -> No
 def test_modules_of_which_recomputation_keeps_nothing_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, _ = make(partial(Decoder, checkpointing=False), ["layers.*.mlp", "head"])
+    model = make(partial(Decoder, checkpointing=False), ["layers.*.mlp", "head"])
     train(model, one_backward_each)
     assert caplog.text.count("'layers.*.mlp' ran only where nothing is kept of them") == 1
     assert "'head'" not in caplog.text
@@ -239,7 +204,7 @@ def test_modules_that_never_run_are_named(caplog: pytest.LogCaptureFixture) -> N
             super().__init__()
             self.spare = Layer()
 
-    model, _ = make(Unused, ["layers.*", "spare"])
+    model = make(Unused, ["layers.*", "spare"])
     train(model, one_backward_each)
     assert caplog.text.count("no module of 'spare' ran in the model's forward") == 1
 
@@ -258,10 +223,7 @@ def test_a_frozen_part_without_gradients() -> None:
                 x = layer(x + frozen)
             return self.head(x)
 
-    expected = train(make(Tower)[0], one_backward_each)
-    model, attached = make(Tower, ["layers.*", "tower.*"], LAZY)
-    assert attached is not None
-    assert equal(train(model, one_backward_each), expected)
+    attached = train_as_plain(Tower, ["layers.*", "tower.*"])
     assert counters(attached)["layers.*"].num_groups_moved == 3
 
 
@@ -273,10 +235,7 @@ def test_checkpoints_of_passes_whose_forwards_come_first() -> None:
         return losses
 
     build = partial(Decoder, checkpointing=False)
-    expected = train(make(build)[0], step)
-    model, attached = make(build, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, step), expected)
+    attached = train_as_plain(build, "layers.*", step)
     moved = counters(attached)["inputs of layers.*"]
     assert (moved.num_groups, moved.num_late) == (12, 0)
     assert moved.num_groups_moved > 6
@@ -297,7 +256,7 @@ def test_compiled_modules(what: str, first: str) -> None:
     def run(patterns: Any) -> list[torch.Tensor]:
         torch._dynamo.reset()
         compiler = CompileCounterWithBackend("aot_eager")
-        model, attached = make(partial(Decoder, 3))
+        model, attached = make(partial(Decoder, 3)), None
         model.eval()  # Dropout of compiled graphs draws other numbers.
         if patterns and first == "attached":
             attached = attach_to(model, patterns, "cpu-lazy")
@@ -318,9 +277,9 @@ def test_compiled_modules(what: str, first: str) -> None:
 @torch._dynamo.config.patch(skip_nnmodule_hook_guards=True)
 def test_code_that_was_compiled_for_a_model_without_hooks_is_not_used(first: str) -> None:
     torch._dynamo.reset()
-    plain = torch.compile(make(partial(Decoder, 3))[0].eval(), backend="aot_eager")
+    plain = torch.compile(make(partial(Decoder, 3)).eval(), backend="aot_eager")
     expected = train(plain, one_backward_each, 2)
-    model, _ = make(partial(Decoder, 3))
+    model = make(partial(Decoder, 3))
     model.eval()
     if first == "attached":
         attached = attach_to(model, "layers.*", LAZY)
@@ -342,7 +301,7 @@ def test_the_engine_is_not_compiled_with_a_training_step(checkpointing: Optional
 
     def run(patterns: Any) -> list[torch.Tensor]:
         torch._dynamo.reset()
-        model, _ = make(partial(Decoder, 2, checkpointing), patterns, LAZY)
+        model = make(partial(Decoder, 2, checkpointing), patterns, LAZY)
         model.layers[1].__class__ = Breaks
         model.eval()
         return train(model, torch.compile(one_backward_each, backend="aot_eager"), 2)
@@ -380,8 +339,5 @@ def test_a_whole_model_in_a_checkpoint_is_left_alone() -> None:
         loss.backward()
         return [loss]
 
-    expected = train(make(Decoder)[0], step)
-    model, attached = make(Decoder, "layers.*", LAZY)
-    assert attached is not None
-    assert equal(train(model, step), expected)
+    attached = train_as_plain(Decoder, "layers.*", step)
     assert attached.report().ranks[0].num_iterations == 0

@@ -19,6 +19,7 @@ from attached_models import (
     counters,
     equal,
     make,
+    make_attached,
     one_backward_each,
     train,
 )
@@ -56,7 +57,7 @@ def _run(
     bf16: bool = False,
     checkpointing: Optional[bool] = None,
 ) -> tuple[list[torch.Tensor], Any]:
-    model, attached = make(partial(Decoder, 3, checkpointing))
+    model, attached = make(partial(Decoder, 3, checkpointing)), None
     if backend and attach_first:
         attached = attach_to(model, "layers.*", backend)
     model = _wrap(model, wrapper, bf16)
@@ -94,8 +95,7 @@ def _check(rank: int, case: dict[str, Any], whole_bytes: int) -> str:
 
 
 def _whole_bytes(checkpointing: Optional[bool] = None, **_: Any) -> int:
-    model, attached = make(partial(Decoder, 3, checkpointing), "layers.*")
-    assert attached is not None
+    model, attached = make_attached(partial(Decoder, 3, checkpointing), "layers.*")
     train(model, one_backward_each, 2)
     return attached.report().ranks[0].d2h_bytes
 

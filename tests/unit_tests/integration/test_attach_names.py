@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attached_models import Attention, Decoder, Layer, attach_to, make, micro_batch
+from attached_models import Attention, Decoder, Layer, attach_to, make_attached, micro_batch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from megatron.slipstream.config import OffloadConfig
@@ -108,8 +108,7 @@ def test_a_shared_module_is_found_once() -> None:
 
 
 def test_a_module_is_attached_once_only() -> None:
-    model, attached = make(Decoder, "layers.*.mlp")
-    assert attached is not None
+    model, attached = make_attached(Decoder, "layers.*.mlp")
     with pytest.raises(ValueError, match=r"the model \(Decoder\) because it is attached already"):
         attach_to(model, "layers.*.attn")
     with pytest.raises(ValueError, match=r"for mlp because it is attached already"):

@@ -21,6 +21,7 @@ from attached_models import (
     has_own_hooks,
     loss_of,
     make,
+    make_attached,
     micro_batch,
     one_backward_each,
     train,
@@ -110,9 +111,8 @@ def _no_hooks_are_left() -> Any:
 def test_one_thread_evaluates_while_another_trains(
     backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reference, _ = make(Decoder)
-    model, attached = make(Decoder, "layers.*", backend)
-    assert attached is not None
+    reference = make(Decoder)
+    model, attached = make_attached(Decoder, "layers.*", backend)
     reference.eval(), model.eval()
     expected = train(reference, plain)
 
@@ -132,9 +132,8 @@ def test_one_thread_evaluates_while_another_trains(
 def test_a_second_thread_with_gradients_is_right_and_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    reference, _ = make(Decoder)
-    model, attached = make(Decoder, "layers.*", LAZY)
-    assert attached is not None
+    reference = make(Decoder)
+    model, attached = make_attached(Decoder, "layers.*", LAZY)
     reference.eval(), model.eval()
     parameters = list(model.parameters())
     expected = train(reference, plain)
@@ -142,7 +141,7 @@ def test_a_second_thread_with_gradients_is_right_and_said(
     def differentiate() -> list[torch.Tensor]:
         return list(torch.autograd.grad(loss_of(model, 9), parameters))
 
-    first = make(Decoder)[0].eval()
+    first = make(Decoder).eval()
     second = list(torch.autograd.grad(loss_of(first, 9), list(first.parameters())))
     with beside(model, differentiate) as other:
         assert equal(train(model, step_beside(other)), expected)
@@ -155,8 +154,7 @@ def test_a_second_thread_with_gradients_is_right_and_said(
 
 
 def test_suspending_holds_for_one_thread(caplog: pytest.LogCaptureFixture) -> None:
-    model, attached = make(Decoder, "layers.*")
-    assert attached is not None
+    model, attached = make_attached(Decoder, "layers.*")
     model.eval()
     train(model, plain)
 
@@ -172,8 +170,7 @@ def test_suspending_holds_for_one_thread(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_detaching_amid_the_forward_of_another_thread_is_refused() -> None:
-    model, attached = make(Decoder, "layers.*")
-    assert attached is not None
+    model, attached = make_attached(Decoder, "layers.*")
     with beside(model, attached.detach) as other:
         model(micro_batch(0)).sum().backward()
     assert isinstance(other.error, RuntimeError)
@@ -184,8 +181,7 @@ def test_detaching_amid_the_forward_of_another_thread_is_refused() -> None:
 
 
 def test_detaching_while_a_forward_of_another_thread_waits_is_refused() -> None:
-    model, attached = make(Decoder, "layers.*")
-    assert attached is not None
+    model, attached = make_attached(Decoder, "layers.*")
     loss = loss_of(model, 0)
     refusals: list[str] = []
 
@@ -210,9 +206,8 @@ def in_a_thread(run: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_threads_may_train_in_turn(backend: str, caplog: pytest.LogCaptureFixture) -> None:
-    expected = train(make(Decoder)[0], one_backward_each)
-    model, attached = make(Decoder, "layers.*", backend)
-    assert attached is not None
+    expected = train(make(Decoder), one_backward_each)
+    model, attached = make_attached(Decoder, "layers.*", backend)
 
     def step(model: Any, iteration: int) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
@@ -232,9 +227,8 @@ def test_threads_may_train_in_turn(backend: str, caplog: pytest.LogCaptureFixtur
 def test_a_thread_that_ended_amid_its_forward_makes_room_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = train(make(Decoder)[0], one_backward_each)
-    model, attached = make(Decoder, "layers.*")
-    assert attached is not None
+    expected = train(make(Decoder), one_backward_each)
+    model, attached = make_attached(Decoder, "layers.*")
 
     # torch tells no hook of SystemExit.
     with monkeypatch.context() as patch:

@@ -20,6 +20,7 @@ from attached_models import (
     gradients,
     has_own_hooks,
     make,
+    make_attached,
 )
 from torch.autograd import forward_ad
 
@@ -150,9 +151,8 @@ def _no_hooks_are_left() -> Any:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_result_is_that_without_and_training_moves_afterwards(name: str, backend: str) -> None:
     run = RUNS[name]
-    plain, _ = make(Chain)
-    model, attached = make(Chain, "parts.*", backend)
-    assert attached is not None
+    plain = make(Chain)
+    model, attached = make_attached(Chain, "parts.*", backend)
     assert equal(run(model), run(plain))
     for _ in range(3):
         assert equal(backward(model), backward(plain))
@@ -161,8 +161,7 @@ def test_the_result_is_that_without_and_training_moves_afterwards(name: str, bac
 
 
 def test_a_module_compiled_as_one_graph_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    model, attached = make(Chain, "parts.*")
-    assert attached is not None
+    model, attached = make_attached(Chain, "parts.*")
     one_graph(model)
     assert "compiled with fullgraph=True, so nothing of them moves" in caplog.text
 
@@ -174,9 +173,8 @@ def test_modules_compiled_as_one_graph_before_they_are_attached_move() -> None:
             model.parts[index] = torch.compile(part, fullgraph=True, backend="aot_eager")
         return model
 
-    plain, _ = make(compiled)
-    model, attached = make(compiled, "parts.*")
-    assert attached is not None
+    plain = make(compiled)
+    model, attached = make_attached(compiled, "parts.*")
     for _ in range(3):
         assert equal(backward(model), backward(plain))
     assert counters(attached)["parts.*"].num_groups_moved == 2
@@ -196,9 +194,10 @@ def short_backward(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_first_iteration_that_moves_nothing_does_not_decide_for_good(backend: str) -> None:
-    plain, _ = make(Linears)
-    model, attached = make(Linears, "parts.*", backend, min_offloaded_tensor_size=2 * WIDTH)
-    assert attached is not None
+    plain = make(Linears)
+    model, attached = make_attached(
+        Linears, "parts.*", backend, min_offloaded_tensor_size=2 * WIDTH
+    )
     short_backward(model)
     assert counters(attached)["parts.*"].num_groups_moved == 0
     for _ in range(3):
@@ -231,8 +230,7 @@ class FrozenChain(Chain):
 
 
 def test_weights_that_are_used_detached_are_no_activations() -> None:
-    model, attached = make(FrozenChain, "parts.*")
-    assert attached is not None
+    model, attached = make_attached(FrozenChain, "parts.*")
     x = X.clone().requires_grad_()
     model(x).sum().backward()
     # In the first iteration everything moves that is taken for an activation.
@@ -240,8 +238,7 @@ def test_weights_that_are_used_detached_are_no_activations() -> None:
 
 
 def test_a_saved_model_loads_without_slipstream(tmp_path: Path) -> None:
-    model, attached = make(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), "0")
-    assert attached is not None
+    model, attached = make_attached(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), "0")
     path = tmp_path / "model.pt"
     torch.save(model, path)
     code = (
