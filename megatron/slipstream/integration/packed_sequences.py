@@ -40,6 +40,7 @@ from megatron.slipstream.packed_sequences.dataset import (
 from megatron.slipstream.packed_sequences.options import check_corpora, pack_limits
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
+from megatron.slipstream.rules import require
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
         ValueError: Packs of several corpora are to be balanced.
     """
     blends = [base.blend, *(base.blend_per_split or [])]
-    check_corpora(args, [blend[0] for blend in blends if blend is not None])
+    require(check_corpora(args, [blend[0] for blend in blends if blend is not None]))
     plan = PackingPlan(
         limits=pack_limits(args),
         packing=args.sequence_packing,
