@@ -198,7 +198,8 @@ class Setting:
         return documents(self.lengths, self.case.vocab_size)
 
 
-def _dynamic(spec: Any) -> Any:
+def with_changing_groups(spec: Any) -> Any:
+    """Attention whose context-parallel group may change between micro-batches."""
     from megatron.slipstream.integration.dynamic_context_parallel import (
         with_dynamic_context_parallelism,
     )
@@ -227,7 +228,7 @@ def change_from_static(
         twice = [micro_batches[size]] * 2
         expected = separately(static, setting.limits, twice, setting.texts)
         groups = _start(setting, rank, num_ranks, port)
-        dynamic = build(setting.case, _dynamic)
+        dynamic = build(setting.case, with_changing_groups)
         actual = separately(dynamic, setting.limits, twice, setting.texts, groups)
         found[size] = first_difference(expected, actual)
     return found
@@ -238,7 +239,7 @@ def change_by_order(
 ) -> dict[tuple[int, ...], Optional[str]]:
     """For each order of sizes, where a micro-batch differs in any bit from when it runs alone."""
     groups = _start(setting, rank, num_ranks, port)
-    model = build(setting.case, _dynamic)
+    model = build(setting.case, with_changing_groups)
     run = partial(separately, model, setting.limits, texts=setting.texts, groups=groups)
     alone = {size: run([setting.micro_batches[size]])[0] for size in setting.limits.sizes}
     assert all(tensor.isfinite().all() for result in alone.values() for tensor in result)
@@ -260,7 +261,7 @@ def difference_by_size(
     Of gradients it is the length of the difference relative to that of the gradient.
     """
     groups = _start(setting, rank, num_ranks, port)
-    model = build(setting.case, _dynamic)
+    model = build(setting.case, with_changing_groups)
     results = {
         size: train(model, setting.limits, [setting.micro_batches[size]], setting.texts, groups)
         for size in setting.limits.sizes
@@ -300,7 +301,7 @@ def losses_of_stages(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     groups = _start(setting, rank, num_ranks, port)
-    model = build(setting.case, _dynamic)
+    model = build(setting.case, with_changing_groups)
     fill_weights(model)
 
     def forward_step(data: Iterator[Sizes], model: torch.nn.Module) -> Any:

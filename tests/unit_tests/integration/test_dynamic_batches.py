@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,10 +22,11 @@ import pytest
 import torch
 from ranks import run_ranks
 from shared_documents import changed_specs, fill_weights, layer_name
-from small_corpora import Tokenizer, write_corpus
+from small_corpora import batches_of, dataset_config, write_corpus
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
 from megatron.slipstream.context_parallel.options import DynamicContextParallelOptions
+from megatron.slipstream.integration import dynamic_batches
 from megatron.slipstream.packed_sequences.packing import Piece
 
 pytestmark = pytest.mark.releases
@@ -116,36 +116,7 @@ def set_arguments(case: ModelCase, **options: Any) -> Any:
     return args
 
 
-def base_config(prefix: str, cache: Path) -> Any:
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-
-    return GPTDatasetConfig(
-        random_seed=5,
-        sequence_length=TOKENS_PER_RANK,
-        blend=([prefix], None),
-        split="80,20,0",
-        path_to_cache=str(cache),
-        tokenizer=Tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-
-
-def batches_of(dataset: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """As megatron's loader of ``--dataloader-type single`` gives them to a rank."""
-    from megatron.core import mpu
-    from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
-
-    sampler = MegatronPretrainingSampler(
-        total_samples=len(dataset),
-        consumed_samples=0,
-        micro_batch_size=1,
-        data_parallel_rank=mpu.get_data_parallel_rank(),
-        data_parallel_size=mpu.get_data_parallel_world_size(),
-    )
-    return iter(torch.utils.data.DataLoader(dataset, batch_sampler=sampler))
+base_config = partial(dataset_config, TOKENS_PER_RANK)
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -183,14 +154,13 @@ def _train(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.training import training
 
-    from megatron.slipstream.integration import dynamic_batches
     from megatron.slipstream.integration.dynamic_context_parallel import (
         with_dynamic_context_parallelism,
     )
 
     initialize(case, rank, num_ranks, port, static_size)
     args = set_arguments(case)
-    train, *_ = dynamic_batches.datasets((8, 2, 0), base_config(corpus, cache))
+    train, *_ = dynamic_batches.datasets((8, 2, 0), base_config(corpus, cache=cache))
     config = make_config(case)
     with changed_specs(with_dynamic_context_parallelism):
         (chunk,) = build_chunks(case, config)
@@ -303,15 +273,13 @@ def test_gradients_are_those_of_the_documents_one_by_one(
 def _datasets(rank: int, num_ranks: int, port: int, corpus: str, cache: Path) -> dict[str, Any]:
     from megatron.core import mpu
 
-    from megatron.slipstream.integration import dynamic_batches
-
     def never(*_: Any) -> Any:
         raise AssertionError("scheduled again")
 
     initialize(case_of(), rank, num_ranks, port)
     set_arguments(case_of())
     data_rank = mpu.get_data_parallel_rank()
-    base = base_config(corpus, cache)
+    base = base_config(corpus, cache=cache)
     train, valid, test = dynamic_batches.datasets((20, 2, 0), base)
     dynamic_batches.build_group_index, build = never, dynamic_batches.build_group_index
     again, *_ = dynamic_batches.datasets((20, 2, 0), base)
@@ -355,12 +323,10 @@ def test_ranks_have_one_schedule_which_is_made_once(corpus: str, tmp_path: Path)
 def _batch_of_each_rank(
     rank: int, num_ranks: int, port: int, corpus: str, cache: Path
 ) -> list[tuple[list[int], list[int], list[int]]]:
-    from megatron.slipstream.integration import dynamic_batches
-
     case = case_of(tp=2)
     initialize(case, rank, num_ranks, port)
     args = set_arguments(case)
-    train, *_ = dynamic_batches.datasets((8, 2, 0), base_config(corpus, cache))
+    train, *_ = dynamic_batches.datasets((8, 2, 0), base_config(corpus, cache=cache))
     found = []
     for loaded in itertools.islice(batches_of(train), NUM_MICRO_BATCHES):
         params = dynamic_batches.micro_batch_params(loaded, args)
@@ -385,11 +351,9 @@ def test_tensor_parallel_ranks_have_one_batch_and_groups_of_their_own(
 
 def _different_corpora(rank: int, num_ranks: int, port: int, corpus: str, cache: Path) -> list[str]:
     """Answers of a rank whose documents differ from its neighbour's, with a check and without."""
-    from megatron.slipstream.integration import dynamic_batches
-
     initialize(case_of(), rank, num_ranks, port)
     args = set_arguments(case_of(), seed=5 + rank)
-    train, *_ = dynamic_batches.datasets((8, 2, 0), base_config(corpus, cache / str(rank)))
+    train, *_ = dynamic_batches.datasets((8, 2, 0), base_config(corpus, cache=cache / str(rank)))
     said = []
     for loaded in itertools.islice(batches_of(train), NUM_MICRO_BATCHES):
         try:

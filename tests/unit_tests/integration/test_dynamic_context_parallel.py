@@ -26,11 +26,13 @@ from shared_documents import (
     documents,
     losses_of_stages,
     train,
+    with_changing_groups,
     with_gathering_attention,
 )
 from tiny_gpt import ModelCase, initialize
 
 from megatron.slipstream.context_parallel.limits import RankLimits
+from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 
 TOLERANCE = 5e-6
 """Of the loss, which is about 5, and of gradients relative to the largest; in float32."""
@@ -93,20 +95,10 @@ def alone(sizes_of_micro_batches: list[Sizes]) -> list[Sizes]:
     ]
 
 
-def _dynamic(spec: Any) -> Any:
-    from megatron.slipstream.integration.dynamic_context_parallel import (
-        with_dynamic_context_parallelism,
-    )
-
-    return with_dynamic_context_parallelism(spec)
-
-
 def _differences(
     rank: int, num_ranks: int, port: int, limits: RankLimits, micro_batches: list[Sizes]
 ) -> dict[str, float]:
     """From the documents one by one, for each model of RECOMPUTED."""
-    from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
-
     found = {}
     initialize(DENSE, rank, num_ranks, port)
     groups = context_parallel_groups(limits)
@@ -114,7 +106,7 @@ def _differences(
         texts = documents(LENGTHS, case.vocab_size)
         plain = build(case, lambda spec: spec)
         expected = train(plain, ONE, alone(micro_batches), texts)
-        model = build(case, _dynamic, **overrides)
+        model = build(case, with_changing_groups, **overrides)
         # So that others have run before anything is recomputed.
         actual = train(model, limits, micro_batches, texts, groups, in_flight=3)
         found[name] = difference(expected, actual)
@@ -163,14 +155,12 @@ def _as_is(rank: int, num_ranks: int, port: int) -> dict[str, Any]:
     """With the group in the micro-batch: megatron-core's own attention, and ours."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
-
     initialize(DENSE, rank, num_ranks, port)
     rope_utils.fused_apply_rotary_pos_emb_thd = fused_rotation
     groups = context_parallel_groups(TWO)
     texts = documents(LENGTHS, DENSE.vocab_size)
     found: dict[str, Any] = {}
-    for whose, change in (("megatron's", with_gathering_attention), ("ours", _dynamic)):
+    for whose, change in (("megatron's", with_gathering_attention), ("ours", with_changing_groups)):
         model = build(DENSE, change)
         for sizes in ON_TWO[:2]:
             expected = train(model, ONE, alone([sizes]), texts)
@@ -198,8 +188,6 @@ def _static(rank: int, num_ranks: int, port: int) -> dict[str, Any]:
     """A static size of 2: as megatron-core has it, and with sizes 1 and 2 taking turns."""
     from megatron.core import parallel_state
 
-    from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
-
     initialize(DENSE, rank, num_ranks, port, context_parallel_size=2)
     groups = context_parallel_groups(TWO)
     static_group = parallel_state.get_context_parallel_group()
@@ -208,12 +196,12 @@ def _static(rank: int, num_ranks: int, port: int) -> dict[str, Any]:
     for case in (DENSE, MLA):
         texts = documents(LENGTHS, case.vocab_size)
         static = build(case, with_gathering_attention, context_parallel_size=2)
-        dynamic = build(case, _dynamic, context_parallel_size=2)
+        dynamic = build(case, with_changing_groups, context_parallel_size=2)
         expected = train(static, TWO, shared, texts)
         found[f"{case.kind}, same sizes"] = difference(
             expected, train(dynamic, TWO, shared, texts, groups)
         )
-        alike = train(build(case, _dynamic), ONE, alone(shared), texts, groups)
+        alike = train(build(case, with_changing_groups), ONE, alone(shared), texts, groups)
         found[f"{case.kind}, alone"] = difference(alike, expected)
         train(dynamic, TWO, ON_TWO, texts, groups, in_flight=2)
         # Afterwards it is as it was, and works without being told a group.
@@ -365,8 +353,6 @@ def _groups(
 ) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
-
     initialize(DENSE, rank, num_ranks, port)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**options)
@@ -469,7 +455,7 @@ def test_models_are_built_from_changed_specs() -> None:
 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megatron.slipstream.integration import dynamic_context_parallel as dynamic
+    from megatron.slipstream.integration import dynamic_context_parallel
     from megatron.slipstream.integration.specs import change_model_spec
 
     def attention_of(spec: Any) -> Any:
@@ -479,10 +465,10 @@ def test_models_are_built_from_changed_specs() -> None:
         given = get_gpt_layer_local_spec(multi_latent_attention=latent)
         for spec in (given, lambda config, given=given: given):
             config = SimpleNamespace(transformer_layer_spec=spec)
-            change_model_spec(config, dynamic.with_dynamic_context_parallelism)
+            change_model_spec(config, dynamic_context_parallel.with_dynamic_context_parallelism)
             changed = config.transformer_layer_spec(None)
             assert attention_of(changed).__name__ == kind
         assert attention_of(given).__name__ == kind.removeprefix("Dynamic")
     stack = SimpleNamespace(hybrid_stack_spec=given)
-    change_model_spec(stack, dynamic.with_dynamic_context_parallelism)
+    change_model_spec(stack, dynamic_context_parallel.with_dynamic_context_parallelism)
     assert attention_of(stack.hybrid_stack_spec).__name__ == "DynamicMLASelfAttention"

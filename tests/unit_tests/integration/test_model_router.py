@@ -16,7 +16,7 @@ from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import compat
+from megatron.slipstream.integration import compat, install, model_router
 from megatron.slipstream.patches import releases
 from megatron.slipstream.plan.trace import StepKind
 
@@ -218,8 +218,6 @@ Order = Callable[[Model, Model, Model, int], list[torch.Tensor]]
 
 def _run_order(rank: int, world_size: int, port: int, order: Order) -> list[dict[str, Any]]:
     """Figures of policy and critic; fails where a bit differs from the engine switched off."""
-    from megatron.slipstream.integration import install
-
     initialize(POLICY)
     plain = [Model(POLICY), Model(CRITIC), Model(POLICY, seed=1)]
     expected = [order(*plain, step) for step in range(STEPS)]  # type: ignore[arg-type]
@@ -256,8 +254,6 @@ def _run_order(rank: int, world_size: int, port: int, order: Order) -> list[dict
 
 
 def _report_of(model: Model) -> Any:
-    from megatron.slipstream.integration import install
-
     (report,) = install.report(model.chunks[0]).ranks
     return report
 
@@ -278,8 +274,6 @@ def test_models_that_take_turns_keep_to_their_plans(order: Order) -> None:
 
 def _stages(rank: int, world_size: int, port: int, own_configs: bool) -> list[int]:
     """How many chunks each engine serves, with two models of two virtual stages on each rank."""
-    from megatron.slipstream.integration import install
-
     case = ModelCase("dense", pp=2, vpp=2)
     initialize(case, rank, world_size, port)
     plain = [Model(case), Model(case, seed=1)]
@@ -332,8 +326,6 @@ LIMIT_BYTES = 3 << 20
 
 @pytest.fixture
 def router() -> Iterator[Any]:
-    from megatron.slipstream.integration import install
-
     install.install(
         OffloadConfig(offload_backend="cpu", offload_host_memory_limit_bytes=LIMIT_BYTES)
     )
@@ -406,8 +398,6 @@ def test_who_was_refused_host_memory_does_not_get_to_ask_again(router: Any) -> N
 def test_an_engine_stays_while_backward_can_still_read_what_it_moved(
     router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.slipstream.integration import model_router
-
     first, second = Chunk(), Chunk()
     router.manager_of(first)
     late = router.manager_of(second)
@@ -468,8 +458,6 @@ def test_an_iteration_of_passes_that_no_call_began_ends_with_its_schedule(router
 
 
 def test_suspending_covers_every_model(router: Any) -> None:
-    from megatron.slipstream.integration import install
-
     first, second = router.manager_of(keep := Chunk()), router.manager_of(other := Chunk())
     with install.suspended():
         assert not first.do_offload
@@ -502,8 +490,6 @@ def test_graphs_and_a_second_model_are_refused(router: Any) -> None:
 
 def _calls(rank: int, world_size: int, port: int) -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    from megatron.slipstream.integration import install
 
     initialize(POLICY)
     plain, moved = Model(POLICY), Model(POLICY, MODULES)
@@ -554,8 +540,6 @@ def test_the_engine_comes_with_the_first_call_of_a_model_that_is_to_offload() ->
 
 
 def _forward_only_with_gradients(rank: int, world_size: int, port: int) -> tuple[int, int]:
-    from megatron.slipstream.integration import install
-
     initialize(POLICY)
     plain, moved = Model(POLICY), Model(POLICY, MODULES)
     expected = [plain.run(step) for step in range(STEPS)]
@@ -573,8 +557,6 @@ def test_a_schedule_without_backward_leaves_the_plan_alone() -> None:
 
 
 def _marks_of_output_layers(rank: int, world_size: int, port: int) -> None:
-    from megatron.slipstream.integration import install
-
     initialize(POLICY)
     plain, moved = Model(POLICY), Model(POLICY, MODULES)
     expected = [plain.run(step) for step in range(STEPS)]
@@ -611,14 +593,10 @@ def test_the_output_layer_is_marked_between_forward_and_backward() -> None:
 
 
 def test_older_releases_get_the_engine_that_takes_their_calls() -> None:
-    from megatron.slipstream.integration import model_router
-
     assert issubclass(model_router.manager_class(), compat.manager_class())
 
 
 def _marks_of_stages(rank: int, world_size: int, port: int) -> list[str]:
-    from megatron.slipstream.integration import install
-
     case = ModelCase("dense", num_layers=4, pp=2)
     initialize(case, rank, world_size, port)
     manager = install.install(OffloadConfig(offload_backend="cpu-lazy"))
@@ -656,8 +634,6 @@ def _packed(
 
 
 def _own_outputs(rank: int, world_size: int, port: int) -> list[list[str]]:
-    from megatron.slipstream.integration import install
-
     initialize(POLICY)
     plain, moved = Model(POLICY), Model(POLICY, MODULES)
     manager = install.install(OffloadConfig(offload_backend="cpu-lazy"))

@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import re
-import zlib
-from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,8 +15,12 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from small_corpora import END_OF_DOCUMENT, Tokenizer, write_corpus
+from shared_documents import fill_weights
+from small_corpora import END_OF_DOCUMENT, batches_of, dataset_config, write_corpus
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
+
+from megatron.slipstream.integration import packed_sequences, providers
+from megatron.slipstream.integration.monitor import Monitor
 
 pytestmark = pytest.mark.releases
 
@@ -65,50 +67,10 @@ def set_arguments(case: ModelCase, **options: Any) -> Any:
     return args
 
 
-def base_config(*prefixes: str, cache: Optional[Path] = None, **options: Any) -> Any:
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-
-    return GPTDatasetConfig(
-        random_seed=5,
-        sequence_length=SEQ_LENGTH,
-        blend=(list(prefixes), None),
-        split="80,20,0",
-        path_to_cache=None if cache is None else str(cache),
-        tokenizer=Tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        **{"eod_mask_loss": False, "create_attention_mask": False, **options},
-    )
-
-
-def batches_of(dataset: Any, consumed_samples: int = 0) -> Iterator[dict[str, torch.Tensor]]:
-    """As megatron's loader of ``--dataloader-type single`` gives them to a rank."""
-    from megatron.core import mpu
-    from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
-
-    sampler = MegatronPretrainingSampler(
-        total_samples=len(dataset),
-        consumed_samples=consumed_samples,
-        micro_batch_size=1,
-        data_parallel_rank=mpu.get_data_parallel_rank(),
-        data_parallel_size=mpu.get_data_parallel_world_size(),
-    )
-    return iter(torch.utils.data.DataLoader(dataset, batch_sampler=sampler))
+base_config = partial(dataset_config, SEQ_LENGTH)
 
 
 # --- losses ---------------------------------------------------------------------------------------
-
-
-def fill_weights(chunk: torch.nn.Module) -> None:
-    """The same weights for the same layer, on whatever stage it is."""
-    for name, parameter in chunk.named_parameters():
-        place = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
-        if place:
-            number = chunk.decoder.layers[int(place[1])].layer_number  # type: ignore[index,union-attr]
-            name = f"{number} {place[2]}"
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(noise * 0.05 + ("norm" in name))
 
 
 class Trained(NamedTuple):
@@ -127,9 +89,6 @@ def _train(
 ) -> Trained:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.training import training
-
-    from megatron.slipstream.integration import packed_sequences, providers
-    from megatron.slipstream.integration.monitor import Monitor
 
     initialize(case, rank, num_ranks, port)
     set_arguments(case)
@@ -189,9 +148,6 @@ def _packed_and_alone(
     rank: int, num_ranks: int, port: int, corpus: str, cache: Path
 ) -> list[tuple[list[float], list[float]]]:
     """For some batches the summed loss and number of labels: packed; document by document."""
-    from megatron.slipstream.integration import packed_sequences, providers
-    from megatron.slipstream.integration.monitor import Monitor
-
     initialize(case_of(), rank, num_ranks, port)
     set_arguments(case_of())
     train, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
@@ -228,8 +184,6 @@ def test_the_loss_of_a_batch_is_that_of_its_documents_one_by_one(
 def _tokens_of_rank(
     rank: int, num_ranks: int, port: int, corpus: str, cache: Path
 ) -> tuple[list[Any], list[Any]]:
-    from megatron.slipstream.integration import packed_sequences
-
     initialize(case_of(), rank, num_ranks, port)
     set_arguments(case_of())
     train, *_ = packed_sequences.datasets((16, 2, 0), base_config(corpus, cache=cache))
@@ -250,7 +204,6 @@ def test_data_parallel_ranks_take_turns(corpus: str, tmp_path: Path) -> None:
 def _batch_of_each_rank(
     rank: int, num_ranks: int, port: int, corpus: str, cache: Path
 ) -> dict[str, list[Any]]:
-    from megatron.slipstream.integration import packed_sequences
     from megatron.slipstream.packed_sequences.batch import OFFSET_KEYS, SEQUENCE_KEYS
 
     initialize(case_of(tp=2), rank, num_ranks, port)
@@ -288,8 +241,6 @@ def test_tensor_parallel_ranks_share_a_batch(corpus: str, tmp_path: Path) -> Non
 def _datasets(
     rank: int, num_ranks: int, port: int, corpus: str, cache: Optional[Path]
 ) -> dict[str, Any]:
-    from megatron.slipstream.integration import packed_sequences
-
     def never(*_: Any) -> Any:
         raise AssertionError("packed again")
 
@@ -345,17 +296,9 @@ def test_without_a_cache_folder_the_index_lies_beside_the_corpus(corpus: str) ->
 
 
 def _mock_and_refused(rank: int, num_ranks: int, port: int, corpus: str) -> list[str]:
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-
-    from megatron.slipstream.integration import packed_sequences
-
     initialize(case_of(), rank, num_ranks, port)
     set_arguments(case_of())
-    base = base_config(corpus)
-    mock = GPTDatasetConfig(
-        random_seed=5, sequence_length=SEQ_LENGTH, tokenizer=Tokenizer(), reset_position_ids=False,
-        reset_attention_mask=False, eod_mask_loss=False,
-    )  # fmt: skip
+    base, mock = base_config(corpus), base_config(blend=None, split=None)
     train, _, test = packed_sequences.datasets((8, 2, 0), mock)
     said = [f"{len(train)} mock samples"]
     assert len(test) == 1  # none was asked for, but megatron wants one
@@ -383,7 +326,6 @@ def test_mock_data_is_packed_and_a_blend_is_not_balanced(corpus: str) -> None:
 def test_a_limit_that_leaves_buffers_empty_is_told(
     most: int, length: int, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from megatron.slipstream.integration import packed_sequences
     from megatron.slipstream.packed_sequences.dataset import PackingPlan, build_index
     from megatron.slipstream.packed_sequences.packing import PackLimits
 
