@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 from make_trace import Model, Schedule, interleaved, one_f_one_b, one_pass  # noqa: E402
 
 from megatron.slipstream.estimate.frontier import sweep  # noqa: E402
-from megatron.slipstream.estimate.pictures import frontier_png, timeline_png  # noqa: E402
+from megatron.slipstream.estimate.frontier_picture import frontier_png  # noqa: E402
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan  # noqa: E402
 from megatron.slipstream.plan.build import build_plan  # noqa: E402
 from megatron.slipstream.plan.candidates import PolicyOptions  # noqa: E402
@@ -522,10 +522,6 @@ def graphs_png() -> bytes:
 # --- of the example trace -------------------------------------------------------------------------
 
 
-def example_timeline_png() -> bytes:
-    return timeline_png(*simulated(load_trace(EXAMPLE), PolicyOptions(max_overhead_percent=2)))
-
-
 def example_frontier_png() -> bytes:
     return frontier_png(sweep(load_trace(EXAMPLE), PolicyOptions()))
 
@@ -538,7 +534,6 @@ PICTURES: Mapping[str, Callable[[], bytes]] = {
     "hides": hides_png,
     "peak": peak_png,
     "graphs": graphs_png,
-    "timeline": example_timeline_png,
     "frontier": example_frontier_png,
 }
 """By the name of the file in docs/user-guide/images, without '.png'."""

@@ -195,8 +195,15 @@ def test_plan_says_if_a_target_is_missed(
     assert "cannot be met: the lowest peak" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--timeline", "--frontier"])
-@pytest.mark.parametrize("suffix, start", [(".json", b"{"), (".png", b"\x89PNG")])
+@pytest.mark.parametrize(
+    "option, suffix, start",
+    [
+        ("--timeline", ".json", b"{"),
+        ("--timeline", ".html", b"<!doctype html>"),
+        ("--frontier", ".json", b"{"),
+        ("--frontier", ".png", b"\x89PNG"),
+    ],
+)
 def test_plan_writes_pictures(trace_file: Path, option: str, suffix: str, start: bytes) -> None:
     if suffix == ".png":
         pytest.importorskip("matplotlib")
@@ -244,7 +251,7 @@ def test_plan_of_a_trace_without_times_is_shown_all_the_same(
         (["--target-memory", "0"], "--target-memory=0.0 must be above 0 GiB"),
         (["--target-memory", "nan"], "--target-memory=nan must be above 0 GiB"),
         (["--max-overhead", "-1"], "--max-overhead=-1.0 must be 0 percent or more"),
-        (["--timeline", "t.gif"], "--timeline=t.gif is not supported; name a .png or a .json"),
+        (["--timeline", "t.gif"], "--timeline=t.gif is not supported; name a .html or a .json"),
         (["--frontier", "f"], "--frontier=f is not supported; name a .png or a .json"),
         (["--output", "."], "--output=. is a folder; name a file in a folder that can be written"),
         (["--timeline", "/"], "--timeline=/ is a folder; name a file"),
@@ -333,7 +340,7 @@ def test_help_answers_without_importing_torch() -> None:
 def test_a_plan_is_made_and_drawn_without_importing_torch(trace_file: Path) -> None:
     pytest.importorskip("matplotlib")
     out = trace_file.with_name
-    files = ["--output", out("p.json"), "--timeline", out("t.png"), "--frontier", out("f.png")]
+    files = ["--output", out("p.json"), "--timeline", out("t.html"), "--frontier", out("f.png")]
     run_without_torch("plan", trace_file, *files)
 
 

@@ -109,8 +109,9 @@ def _check_files(options: argparse.Namespace) -> None:
         if path is None:
             continue
         require_writable(f"--{name}", path)
-        if name != "output" and path.suffix not in (".png", ".json"):
-            raise ValueError(f"--{name}={path} is not supported; name a .png or a .json file")
+        drawn = {"timeline": ".html", "frontier": ".png"}.get(name)
+        if drawn and path.suffix not in (drawn, ".json"):
+            raise ValueError(f"--{name}={path} is not supported; name a {drawn} or a .json file")
 
 
 # A trace
@@ -221,16 +222,18 @@ def _policy_options(options: argparse.Namespace) -> PolicyOptions:
 
 
 def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
-    from megatron.slipstream.estimate.pictures import timeline_png
     from megatron.slipstream.plan.timeline import perfetto_json
+    from megatron.slipstream.report_page.page import render_plan_page
 
-    return (timeline_png if suffix == ".png" else perfetto_json)(plan, simulation)
+    if suffix == ".json":
+        return perfetto_json(plan, simulation)
+    return render_plan_page(plan, simulation).encode()
 
 
 def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
     """Sweep behind a progress bar, show the table, and give the file's content."""
     from megatron.slipstream.estimate.frontier import sweep
-    from megatron.slipstream.estimate.pictures import frontier_png, require_matplotlib
+    from megatron.slipstream.estimate.frontier_picture import frontier_png, require_matplotlib
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
     if suffix == ".png":

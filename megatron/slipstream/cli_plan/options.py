@@ -19,7 +19,7 @@ Examples with a recorded trace (training writes one with --offload-trace-path tr
     slipstream plan trace.json
 
   The fastest plan under 60 GiB; keep it, and see where it stalls:
-    slipstream plan trace.json --target-memory 60 --output plan.json --timeline plan.png
+    slipstream plan trace.json --target-memory 60 --output plan.json --timeline plan.html
 
   The most memory that 1 percent of the step time buys:
     slipstream plan trace.json --max-overhead 1
@@ -260,8 +260,9 @@ def _add_files(files: argparse._ArgumentGroup) -> None:
     files.add_argument(
         "--timeline",
         type=Path,
-        metavar="FILE.{png,json}",
-        help="compute, copies, stalls and memory over time: a picture, or a trace for Perfetto",
+        metavar="FILE.{html,json}",
+        help="compute, copies, stalls and memory over time: a page for a browser, or a trace for "
+        "Perfetto",
     )
     files.add_argument(
         "--frontier",

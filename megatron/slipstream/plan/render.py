@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron.slipstream.plan.actions import Bound, GroupPlan, Plan
 from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey, StepKind
@@ -22,6 +23,21 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     raise AssertionError("unreachable")
+
+
+class Unit(NamedTuple):
+    """A unit that sizes are drawn in."""
+
+    name: str
+    nbytes: int
+
+
+def unit_of(nbytes: float) -> Unit:
+    """The unit for sizes up to ``nbytes``: GiB, unless that would be a small fraction."""
+    for unit in (Unit("GiB", 1 << 30), Unit("MiB", 1 << 20)):
+        if nbytes >= 0.5 * unit.nbytes:
+            return unit
+    return Unit("KiB", 1 << 10)
 
 
 def render_plan(

@@ -2,9 +2,9 @@
 
 """A simulated iteration over time: what each queue runs, where compute stalls, what memory holds.
 
-As a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing; ``pictures`` draws the same.
-The names are the action strings of logs, NVTX ranges and errors, so that what was predicted and
-what was profiled can be searched for the same text.
+As a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing; ``report_page`` draws the same
+as a page. The names are the action strings of logs, NVTX ranges and errors, so that what was
+predicted and what was profiled can be searched for the same text.
 """
 
 from __future__ import annotations

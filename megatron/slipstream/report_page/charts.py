@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Optional
 
-from megatron.slipstream.estimate.pictures import unit_of
 from megatron.slipstream.plan.actions import ActionKind
-from megatron.slipstream.plan.render import format_bytes
+from megatron.slipstream.plan.render import format_bytes, unit_of
 from megatron.slipstream.plan.trace import KINDS_BETWEEN_GROUPS, StepKind
 from megatron.slipstream.report_page.iteration import (
     Bar,

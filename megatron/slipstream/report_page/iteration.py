@@ -13,12 +13,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Optional
 
-from megatron.slipstream.estimate.pictures import pass_of
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
 from megatron.slipstream.plan.operations import Queue
 from megatron.slipstream.plan.timeline import QUEUE_NAMES, DeviceMemory, device_memory
-from megatron.slipstream.plan.trace import KINDS_BETWEEN_GROUPS, Bandwidth, GroupKey, Step
+from megatron.slipstream.plan.trace import (
+    KINDS_BETWEEN_GROUPS,
+    KINDS_OF_BACKWARD,
+    Bandwidth,
+    GroupKey,
+    Step,
+)
 from megatron.slipstream.plan.walk import Simulation, Span, simulate
 
 AT_ONCE_GB_PER_S = 1e18
@@ -118,7 +123,7 @@ class Iteration:
         """In the order of the compute queue."""
         spans = [span for span in self.simulation.spans if span.queue is Queue.COMPUTE]
         found = []
-        for name, group in itertools.groupby(spans, pass_of):
+        for name, group in itertools.groupby(spans, _pass_of):
             run = list(group)
             found.append(Pass(run[0].start_ms, run[-1].end_ms, name))
         return tuple(found)
@@ -182,6 +187,12 @@ def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
     simulation = simulate(replace(plan, trace=spread))
     unit: Literal["ms", "marks"] = "ms" if is_measured else "marks"
     return Iteration(plan, simulation, unit, False, measured, peak_bytes)
+
+
+def _pass_of(span: Span) -> str:
+    """The pass through a model chunk that computation belongs to: F or B with its number."""
+    is_backward = span.cause.kind in KINDS_OF_BACKWARD
+    return f"{'B' if is_backward else 'F'}{span.cause.key.chunk_pass}"
 
 
 def _bar(span: Span) -> Bar:

@@ -243,7 +243,7 @@ class Charts {
   describeMemory(time) {
     const { start, unit, curves } = this.data.memory;
     const step = Math.max(0, lastUpTo(start, time));
-    const names = { without: "without the plan", with: "with the plan", measured: "measured", host: "host, lent" };
+    const names = { without: "without the plan", with: "with the plan", measured: "measured", host: "host, in use" };
     return [
       `at ${time.toFixed(this.data.unit === "ms" ? 2 : 0)} ${this.data.unit}`,
       ...Object.entries(curves).map(([name, values]) => `${names[name]}: ${values[step].toFixed(2)} ${unit}`),

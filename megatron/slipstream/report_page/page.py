@@ -22,9 +22,14 @@ from typing import Any, NamedTuple, Optional
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
+from megatron.slipstream.fine_grained_activation_offload.report import (
+    ModuleCounters,
+    RankReport,
+    Report,
+)
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.render import format_bytes, render_plan
+from megatron.slipstream.plan.walk import Simulation
 from megatron.slipstream.plan.whole_files import write_whole
 from megatron.slipstream.report_page import charts
 from megatron.slipstream.report_page.findings import findings, next_step
@@ -65,6 +70,7 @@ def render_page(
     report: Report,
     plans: Optional[Mapping[int, Plan]] = None,
     progress: Optional[Callable[[int, int], None]] = None,
+    is_plan: bool = False,
 ) -> str:
     """The page.
 
@@ -73,6 +79,7 @@ def render_page(
         plans: By rank, what the timeline, the memory curve and the table of groups are drawn from.
             A rank without a plan has none of these.
         progress: Called before each rank with how many are done, of how many, and at the end.
+        is_plan: Nothing has run: the page is that of a plan.
 
     Raises:
         ValueError: A plan's times or bandwidth make no sense.
@@ -90,7 +97,9 @@ def render_page(
         style=style,
         script=script,
         policy=_policy(style, script),
-        subtitle=_subtitle(report),
+        title="Slipstream plan" if is_plan else "Slipstream report",
+        is_plan=is_plan,
+        subtitle=["one iteration, predicted"] if is_plan else _subtitle(report),
         cards=cards(report),
         findings=findings(report),
         next_step=next_step(report),
@@ -107,6 +116,35 @@ def render_page(
         lane_height=charts.LANE_HEIGHT,
         min_label=charts.MIN_LABEL_SHARE,
     )
+
+
+def render_plan_page(plan: Plan, simulation: Simulation) -> str:
+    """The page of a plan: the same charts and groups, without what a run has.
+
+    Args:
+        plan: The plan.
+        simulation: ``simulate(plan)``.
+    """
+    modules = {
+        name: ModuleCounters(stall_ms=ms) for name, ms in simulation.stall_ms_by_module.items()
+    }
+    for group in plan.groups:
+        counters = modules.setdefault(group.name, ModuleCounters())
+        counters.num_groups += 1
+        counters.num_groups_moved += group.moves
+        counters.d2h_bytes += group.moved_nbytes
+    without, planned = plan.peak_bytes() or (0, 0)
+    rank = RankReport(
+        rank=plan.trace.pp_rank,
+        modules=modules,
+        plan=render_plan(plan),
+        baseline_peak_bytes=without,
+        planned_peak_bytes=planned,
+        planned_ms=simulation.total_ms,
+        host_allocated_bytes=simulation.peak_host_bytes,
+        notes=list(plan.notes),
+    )
+    return render_page(Report([rank]), {rank.rank: plan}, is_plan=True)
 
 
 def save_page(

@@ -93,9 +93,12 @@ def _time_card(ranks: Sequence[RankReport]) -> Card:
     typical_ms = max(map(_typical_ms, ranks), default=0.0)
     if typical_ms:
         return Card(title, format_ms(typical_ms), ["by the host's clock, copies not timed"])
-    planned = max((rank.planned_ms for rank in ranks), default=0.0)
-    if planned:
-        return Card(title, format_ms(planned), ["planned, not measured"])
+    slowest = max(ranks, key=lambda rank: rank.planned_ms, default=RankReport())
+    if slowest.planned_ms:
+        lines = [f"{slowest.total.stall_ms:.1f} ms waiting for copies"] * bool(
+            slowest.total.stall_ms
+        )
+        return Card(title, format_ms(slowest.planned_ms), [*lines, "planned, not measured"])
     return Card(title, NOT_KNOWN, ["not timed"])
 
 

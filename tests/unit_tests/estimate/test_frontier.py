@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_trace import Model, one_f_one_b, trace_of
 
-from megatron.slipstream.estimate import pictures
+from megatron.slipstream.estimate import frontier_picture
 from megatron.slipstream.estimate.frontier import Frontier, FrontierPoint, mark_pareto, sweep
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -150,10 +150,12 @@ def test_a_frontier_is_compared_by_its_points() -> None:
 def test_the_picture_fills_every_plan_that_no_other_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     figures = []
-    save = pictures._png
-    monkeypatch.setattr(pictures, "_png", lambda figure: figures.append(figure) or save(figure))
+    save = frontier_picture._png
+    monkeypatch.setattr(
+        frontier_picture, "_png", lambda figure: figures.append(figure) or save(figure)
+    )
     image = pytest.importorskip("matplotlib.image").imread(
-        io.BytesIO(pictures.frontier_png(FRONTIER))
+        io.BytesIO(frontier_picture.frontier_png(FRONTIER))
     )
     (axes,) = figures[0].axes
     options = {point.option for point in FRONTIER.pareto}

@@ -1,22 +1,21 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A simulated iteration as a Perfetto trace and as pictures: nothing is lost, nothing invented."""
+"""A simulated iteration as a Perfetto trace, and a frontier as a picture: nothing is lost."""
 
 from __future__ import annotations
 
 import builtins
 import dataclasses
-import io
 import json
 import struct
 from collections import Counter
 from typing import Any
 
 import pytest
-from make_trace import Model, interleaved, one_f_one_b, trace_of
+from make_trace import Model, one_f_one_b, trace_of
 
 from megatron.slipstream.estimate.frontier import sweep
-from megatron.slipstream.estimate.pictures import frontier_png, timeline_png
+from megatron.slipstream.estimate.frontier_picture import frontier_png
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
@@ -119,39 +118,6 @@ def png_size(png: bytes) -> tuple[int, int]:
     return width, height
 
 
-EMPTY = dataclasses.replace(PLAN.trace, steps=(), groups=(), storages=(), step_ms=())
-LARGE = trace_of(interleaved(4, 0, 8, 2), Model(12, ("core_attn", "attn_proj", "moe_act")))
-
-
-@pytest.mark.parametrize(
-    "trace",
-    [PLAN.trace, with_readings(PLAN.trace), measured(PLAN.trace, 0.0), measured(LARGE), EMPTY],
-    ids=["stalls", "readings", "no-compute", "hundreds", "empty"],
-)
-def test_any_plan_has_a_picture(trace: Trace) -> None:
-    pytest.importorskip("matplotlib")
-    plan = build_plan(trace, PolicyOptions())
-    width, height = png_size(timeline_png(plan, simulate(plan)))
-    assert width > 1200
-    assert height > 600
-
-
-def test_a_timeline_without_stalls_fills_its_picture() -> None:
-    image = pytest.importorskip("matplotlib.image")
-    plan = build_plan(measured(LARGE, 1e3), PolicyOptions())
-    simulation = simulate(plan)
-    assert not simulation.stalls
-    pixels = image.imread(io.BytesIO(timeline_png(plan, simulation)))
-    is_blank = (pixels == 1.0).all(axis=(1, 2))
-    assert is_blank.mean() < 0.25
-
-
-def test_the_same_plan_gives_the_same_picture() -> None:
-    pytest.importorskip("matplotlib")
-    simulation = simulate(PLAN)
-    assert timeline_png(PLAN, simulation) == timeline_png(PLAN, simulation)
-
-
 @pytest.mark.parametrize("trace", [PLAN.trace, with_readings(PLAN.trace)])
 def test_a_frontier_has_a_picture(trace: Trace) -> None:
     pytest.importorskip("matplotlib")
@@ -174,4 +140,4 @@ def test_without_matplotlib_the_package_is_named(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ValueError, match="pip install matplotlib, or write a"):
-        timeline_png(PLAN, simulate(PLAN))
+        frontier_png(sweep(PLAN.trace, PolicyOptions(), num_points=2))

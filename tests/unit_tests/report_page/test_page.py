@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Optional
 
 import pytest
+from make_trace import timed
 from reported_runs import make_run, make_trace, with_waits
 from toy_model import SCHEDULES, make_chunks, run_schedule
 
@@ -25,10 +26,12 @@ from megatron.slipstream.fine_grained_activation_offload.report import RankRepor
 from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.files import load_trace, save_trace
+from megatron.slipstream.plan.trace import Trace
+from megatron.slipstream.plan.walk import simulate
 from megatron.slipstream.report_page import page as page_module
 from megatron.slipstream.report_page.findings import next_step
 from megatron.slipstream.report_page.iteration import iteration_of
-from megatron.slipstream.report_page.page import render_page, save_page
+from megatron.slipstream.report_page.page import render_page, render_plan_page, save_page
 
 FOLDER = Path(page_module.__file__).parent
 NASTY = (
@@ -349,9 +352,37 @@ def test_the_page_needs_the_plans_and_the_report_and_nothing_else_of_the_engine(
                 assert allowed.match(node.module or ""), f"{path.name} imports {node.module}"
 
 
-def test_the_light_colours_are_those_of_pictures() -> None:
-    from megatron.slipstream.estimate import pictures
+# A plan.
 
-    light = (FOLDER / "page.css").read_text().split("@media")[0]
-    colours = dict(re.findall(r"--m(\d): (#[0-9a-f]{6})", light))
-    assert [colours[str(place)] for place in range(10)] == list(pictures._MODULE_COLOURS)
+LATE = timed(make_trace(), 1.0, 0.4)
+TRACES = {
+    "stalls": LATE,
+    "no readings": replace(LATE, memory=()),
+    "no compute": timed(make_trace(), 0.0, 1.0),
+    "hundreds": timed(make_trace(num_layers=24, num_micro_batches=8), 1.0, 0.4),
+    "empty": replace(LATE, steps=(), groups=(), storages=(), step_ms=(), memory=()),
+}
+
+
+@pytest.mark.parametrize("trace", TRACES.values(), ids=TRACES)
+def test_any_plan_has_a_page_of_what_is_predicted(trace: Trace) -> None:
+    plan = build_plan(trace, PolicyOptions())
+    simulation = simulate(plan)
+    text = render_plan_page(plan, simulation)
+    assert text == render_plan_page(plan, simulation)
+    page = Page(text)
+    assert page.text.startswith("Slipstream plan Slipstream plan one iteration, predicted")
+    assert ("planned, not measured" in page.text) == (simulation.total_ms > 0)
+    assert f"{sum(group.moves for group in plan.groups)} of {len(plan.groups)} groups" in page.text
+    assert (f"{simulation.stall_ms:.1f} ms waiting" in page.text) == (simulation.stall_ms > 0)
+    assert len(page.data) == bool(trace.steps)
+    for words in ("No problem", "Next step", "Configuration", "last iteration", "to train"):
+        assert words not in page.text, "nothing has run"
+
+
+def test_a_plan_that_cannot_follow_its_options_says_so_on_its_page() -> None:
+    plan = build_plan(LATE, PolicyOptions(target_memory_bytes=1))
+    assert plan.notes
+    page = Page(render_plan_page(plan, simulate(plan)))
+    assert "1 problem" in page.text
+    assert plan.notes[0] in page.text

@@ -1,0 +1,140 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A frontier as a PNG picture.
+
+matplotlib is an extra, so it is imported where the picture is drawn. The figure is not registered
+with pyplot: it needs no display, and nothing of it stays behind.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from megatron.slipstream.estimate.frontier import Frontier, FrontierPoint
+from megatron.slipstream.plan.render import Unit, format_bytes, unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# They differ in lightness too, for readers who see fewer hues.
+_BLUE, _GREEN = "#4477aa", "#228833"
+_MUTED = "#666666"
+_DPI = 130
+
+
+def frontier_png(frontier: Frontier) -> bytes:
+    """Each plan of a sweep by its peak and its overhead, those that nothing beats on a line.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    figure = _new_figure(9.0, 5.6)
+    axes = figure.subplots()
+    unit = unit_of(max((point.peak_bytes for point in frontier.points), default=0))
+    line = frontier.pareto
+    axes.plot(
+        [point.peak_bytes / unit.nbytes for point in line],
+        [point.overhead_percent for point in line],
+        drawstyle="steps-post",
+        color=_BLUE,
+        linewidth=1.6,
+        zorder=2,
+        label="nothing is better in both",
+    )
+    _draw_points(axes, frontier, unit)
+    what = "device peak" if frontier.is_measured else "saved storages on the device, peak"
+    axes.set_xlabel(f"{what} ({unit.name})")
+    axes.set_ylabel(f"overhead (% of {frontier.compute_ms:.4g} ms compute)")
+    axes.margins(x=0.12)
+    # Overheads are 0 or more, so the room below 0 is free for the end where nothing moves.
+    top = max(1.0, *(point.overhead_percent for point in frontier.points))
+    axes.set_ylim(-0.16 * top, 1.25 * top)
+    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 1.2 * top])
+    _annotate(axes, frontier.nothing_moves, "nothing moves", unit, (0, -12))
+    _annotate(axes, frontier.everything_moves, "everything moves", unit, (0, 14))
+    axes.grid(color="#eeeeee")
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="upper right")
+    figure.suptitle(
+        f"Memory against time: {len(frontier.points)} plans of one trace, simulated",
+        fontsize=12,
+        x=0.01,
+        ha="left",
+    )
+    return _png(figure)
+
+
+def require_matplotlib() -> None:
+    """Refuse early where no picture could be drawn.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "matplotlib is not installed, so no picture can be drawn; "
+            "pip install matplotlib, or write a .json file instead"
+        ) from None
+
+
+def _new_figure(width_inches: float, height_inches: float) -> Figure:
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure((width_inches, height_inches), dpi=_DPI, layout="constrained")
+    figure.set_facecolor("white")
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    stream = io.BytesIO()
+    # Without a version in it the same plan gives the same bytes.
+    figure.savefig(stream, format="png", metadata={"Software": None})
+    return stream.getvalue()
+
+
+_SERIES = {
+    "activation_offload_fraction": ("a fraction of the groups", "o", "#bbbbbb"),
+    "target_memory_bytes": ("a target for the device peak", "D", _BLUE),
+    "max_overhead_percent": ("a limit of the overhead", "s", _GREEN),
+}
+
+
+def _draw_points(axes: Axes, frontier: Frontier, unit: Unit) -> None:
+    """Filled and on top where no plan is better: plans of other options may have the same place."""
+    for option, (label, marker, colour) in _SERIES.items():
+        points = [point for point in frontier.points if point.option == option]
+        for is_pareto, size, face in ((False, 16, "white"), (True, 34, colour)):
+            drawn = [point for point in points if point.is_pareto == is_pareto]
+            axes.scatter(
+                [point.peak_bytes / unit.nbytes for point in drawn],
+                [point.overhead_percent for point in drawn],
+                s=size,
+                marker=marker,
+                facecolors=face,
+                edgecolors=colour,
+                label=f"plans by {label}" if points and is_pareto else None,
+                zorder=3 + is_pareto,
+            )
+
+
+def _annotate(
+    axes: Axes, point: FrontierPoint, text: str, unit: Unit, offset_points: tuple[int, int]
+) -> None:
+    is_above = offset_points[1] > 0
+    axes.annotate(
+        f"{text}\n{format_bytes(point.peak_bytes)}, {point.total_ms:.4g} ms",
+        (point.peak_bytes / unit.nbytes, point.overhead_percent),
+        xytext=offset_points,
+        textcoords="offset points",
+        ha="left" if is_above else "right",
+        va="bottom" if is_above else "top",
+        fontsize=8.5,
+        arrowprops={"arrowstyle": "-", "color": _MUTED, "linewidth": 0.7},
+    )
