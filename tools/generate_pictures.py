@@ -328,7 +328,7 @@ def one_layer_png() -> bytes:
     where.set_xlabel("time →", fontsize=9, color=MUTED, loc="right")
     for ms, text, side in (
         (forward.end_ms, "saved ", "right"),
-        (let_go_ms, " let go", "left"),
+        (let_go_ms, " freed", "left"),
         (use.start_ms, "needed", "center"),
     ):
         where.text(ms, -0.5, "▲", fontsize=8, color=TEXT, ha="center", va="top")
@@ -409,7 +409,7 @@ def peak_png() -> bytes:
     axes.text(
         x[gone] + 1.5,
         (max(moved) + max(kept)) / 2,
-        "let go, but still there: something else holds it",
+        "freed by the plan, but something else still holds it",
         **{"fontsize": 8.5, "color": TEXT, "va": "center"},
     )
     axes.set_ylabel("device memory (GiB)", fontsize=9, color=TEXT)
