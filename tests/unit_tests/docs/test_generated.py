@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Pages and pictures show the options, messages and releases of the code."""
+"""Pages show the options, messages and releases of the code."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import dataclasses
 import re
 import sys
 from functools import cache
-from importlib import metadata
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -111,47 +109,3 @@ def test_releases_are_those_that_are_tested() -> None:
     (tested,) = re.findall(r"^TESTED_RELEASES = (.*)$", source, re.M)
     page = (USER_GUIDE / "compatibility.md").read_text(encoding="utf-8")
     assert f"\n| | {' | '.join(ast.literal_eval(tested))} |\n" in page
-
-
-# --- pictures -------------------------------------------------------------------------------------
-
-QUICK = ("one_f_one_b", "schedules", "groups", "one_layer", "hides", "peak", "graphs")
-
-
-def pinned(package: str) -> str:
-    (line,) = re.findall(rf"^{package}==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
-    return line
-
-
-@pytest.fixture
-def pictures() -> ModuleType:
-    pytest.importorskip("matplotlib")
-    if metadata.version("matplotlib") != pinned("matplotlib"):
-        pytest.skip("another matplotlib draws another picture")
-    return tool("generate_pictures")
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_a_picture_is_what_would_be_drawn(name: str, pictures: ModuleType) -> None:
-    assert pictures.is_like(pictures.IMAGES / f"{name}.png", pictures.PICTURES[name]())
-
-
-def test_another_picture_is_noticed(
-    pictures: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert not pictures.is_like(pictures.IMAGES / "hides.png", pictures.one_layer_png())
-    pictures.IMAGES = tmp_path
-    assert pictures.main(["--check", "peak"]) == 1
-    assert "peak.png: not what would be drawn" in capsys.readouterr().err
-
-
-def test_every_picture_of_concepts_is_drawn_by_the_script(pictures: ModuleType) -> None:
-    shown = re.findall(r"\]\(images/(\w+)\.png\)", (USER_GUIDE / "concepts.md").read_text("utf-8"))
-    assert set(shown) == set(QUICK)
-    assert set(QUICK) < set(pictures.PICTURES)
-
-
-def test_a_pipeline_that_waits_for_itself_is_not_drawn(pictures: ModuleType) -> None:
-    backwards = [list(reversed(pictures.one_f_one_b(2, s, 2))) for s in range(2)]
-    with pytest.raises(AssertionError, match="wait for each other"):
-        pictures.times_of(backwards)

@@ -64,22 +64,12 @@ def test_waiting_is_what_the_slowest_rank_takes_beyond_the_mean(tool: Any) -> No
     assert whole == pytest.approx((9 + 1) / 7.5 - 1)
 
 
-def test_a_batch_is_drawn(tool: Any, corpus: str, tmp_path: Path) -> None:
-    pictures = [tmp_path / f"{batch}.png" for batch in (0, 1)]
-    for batch, path in enumerate(pictures):
-        assert tool.main([corpus, *FLAGS, "--output", str(path), "--batch", str(batch)]) == 0
-    first, second = (path.read_bytes() for path in pictures)
-    assert first.startswith(b"\x89PNG")
-    assert first != second
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
         (["--num-ranks", "3"], "global_batch_size=4 is not a multiple of num_ranks=3; set"),
         (["--global-batch-size", "36"], "global_batch_size=36 is more than the 35 buffers"),
         (["--thd-max-packed-sequences", "0"], "thd_max_packed_sequences=0"),
-        (["--batch", "8"], "batch=8 is none of the 8 batches of the corpus; set 0 to 7"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
