@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What an iteration moved, per rank and module, for logs and for ``slipstream report``."""
+"""Figures of an iteration per rank and module, for logs and for ``slipstream report``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.slipstream.plan.whole_files import write_whole
 
 @dataclass
 class ModuleCounters:
-    """What happened to the groups of one module name on one rank in one iteration."""
+    """Counters of one module name's groups on one rank in one iteration."""
 
     num_groups: int = 0
     num_groups_moved: int = 0
@@ -78,10 +78,10 @@ class RankReport:
     """Device peak with and without the plan as predicted from the recorded iteration; 0 where
     device memory could not be read."""
     planned_ms: float = 0.0
-    """What an iteration takes with the plan from its first mark to its end, as predicted; 0 where
+    """Predicted time of an iteration with the plan from its first mark to its end; 0 where
     nothing was timed."""
     measured_ms: float = 0.0
-    """What the last iteration that was timed and followed the newest plan took; 0 if none was."""
+    """Time of the last timed iteration that followed the newest plan; 0 if none was timed."""
     tried_percent: Optional[float] = None
     """By how much iterations with the engine were longer than others without it, in percent; None
     if that was not tried. See ``cost_trial``."""
@@ -92,7 +92,7 @@ class RankReport:
     host_allocated_bytes: int = 0
     """Host memory that the pool holds."""
     host_growth_bytes: int = 0
-    """What it grew by in the iteration: 0 in steady state."""
+    """Bytes it grew by in the iteration: 0 in steady state."""
     host_high_water_bytes: int = 0
     """The most that was in use at once, since host memory was last given back."""
     host_waste_bytes: int = 0
@@ -110,11 +110,11 @@ class RankReport:
     last one with it."""
     num_plans: int = 0
     graphs: dict[str, ModuleCounters] = field(default_factory=dict)
-    """What one replay of all CUDA graphs moves, by module name. Not a part of ``modules``."""
+    """Counters of one replay of all CUDA graphs, by module name. Not a part of ``modules``."""
     graph_host_bytes: int = 0
     """Host memory that only graphs use."""
     options: Optional[PolicyOptions] = None
-    """What the newest plan was made for: with its trace, ``build_plan`` makes it again."""
+    """Options of the newest plan: with its trace, ``build_plan`` makes it again."""
     notes: list[str] = field(default_factory=list)
     """The newest plan's, which say what the options could not bring about."""
     step_ms: list[float] = field(default_factory=list)
@@ -135,7 +135,7 @@ class RankReport:
     """Host time between the ends of the last iterations, the oldest first: with the optimizer and
     whatever came between."""
     warnings: dict[str, int] = field(default_factory=dict)
-    """What Slipstream warned of in this process, with how often."""
+    """Slipstream's warnings in this process, with their number."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The options in effect, by name."""
     environment: dict[str, str] = field(default_factory=dict)

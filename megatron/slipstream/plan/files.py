@@ -4,7 +4,7 @@
 
 A file is JSON: ``{"schema": ..., "version": ..., "trace" or "plan": ...}`` with the fields of the
 dataclasses by name, in their units; a :class:`NamedTuple` is a list. A file is data and never code,
-and nothing in it is believed: what is read has the types and the references of a trace, and a plan
+and nothing in it is trusted: what is read has the types and the references of a trace, and a plan
 is proved again.
 
 [Note: Versions of files]

@@ -3,7 +3,7 @@
 """The timeline and the memory curve as SVG paths, and the figures behind them for the page.
 
 All shapes of one colour are one path, drawn once for the whole iteration in a coordinate system
-that the page stretches: to zoom is to change a ``viewBox``. What must not be stretched (texts,
+that the page stretches to the width of the zoomed chart. What must not be stretched (texts,
 marks) has its place as a share of the iteration.
 """
 
@@ -144,7 +144,7 @@ def draw_memory(iteration: Iteration) -> MemoryCurve:
 
 
 def figures(iteration: Iteration) -> dict[str, Any]:
-    """What the page shows under the pointer, as JSON can hold it."""
+    """Values that the page shows under the pointer, as JSON can hold them."""
     colours = colours_of(iteration)
     # The groups come first, in the order of the table's rows; then what is none.
     named = {group.key: group.name for group in iteration.plan.groups}
@@ -246,7 +246,7 @@ def _curves(iteration: Iteration) -> dict[str, Sequence[int]]:
 
 
 def _step_path(starts: Sequence[float], heights: Sequence[float]) -> str:
-    """Each height holds until the next start. What would not be seen to change is left out."""
+    """Each height holds until the next start. Changes too small to see are left out."""
     parts: list[str] = []
     last = None
     for start, height in zip(starts, heights, strict=True):

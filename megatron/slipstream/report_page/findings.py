@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What is wrong with a run, or worth knowing, and what to do about it, from its report alone.
+"""Problems of a run and notes, each with a cure, from its report alone.
 
 Each check is one function from a rank's report to what it found; :data:`CHECKS` has them all.
 """
@@ -27,13 +27,13 @@ MAX_UNFREED_SHARE = 0.05
 WARM_ITERATIONS = 4
 """From here on nothing should be new."""
 MAX_PLANS = 8
-"""A few are made anew from times; more tell that iterations differ."""
+"""A few are made again from measured times; more mean that iterations differ."""
 MAX_NAMED = 6
 """Groups that are named one by one."""
 
 
 class Found(NamedTuple):
-    """What one check found on one rank."""
+    """One check's result on one rank."""
 
     level: Level
     title: str

@@ -23,7 +23,7 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What a cell shows, and what it is sorted by, if that is not what it shows."""
+    """A cell's text, and its sort key where that is not the text."""
 
     text: str
     order: Optional[float] = None
@@ -80,7 +80,7 @@ def _columns(unit: str) -> list[Column]:
 
 
 class _Figures:
-    """What a row is made from, by group."""
+    """Values of the rows, by group."""
 
     def __init__(self, iteration: Iteration, rank: RankReport) -> None:
         self._trace = iteration.plan.trace

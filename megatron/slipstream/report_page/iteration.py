@@ -91,7 +91,7 @@ class Iteration:
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """What was measured, and what is predicted."""
+        """Rows of the timeline: measured, then predicted."""
         names = QUEUE_NAMES
         if not self.is_predicted:
             out, back = self._windows(ActionKind.D2H), self._windows(ActionKind.H2D)
@@ -158,7 +158,7 @@ class Iteration:
 
 
 def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
-    """What is known of a rank's iteration.
+    """A rank's iteration from its plan and what was measured.
 
     A trace without times is laid out along what was measured of the rank, or else with its marks
     evenly spread; copies then have the time that the plan gives them.

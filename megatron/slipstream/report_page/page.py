@@ -2,7 +2,7 @@
 
 """A run's report as one HTML file that needs nothing else.
 
-[Note: Nothing in the page is believed]
+[Note: Nothing in the page is trusted]
 Names of modules, warnings and options come from models, users and files. The template escapes all
 of them (jinja2 with autoescape), data for the script is JSON with every ``<`` escaped, and the
 script writes texts only. Beside that the page's security policy allows its own style and script, by
@@ -49,11 +49,11 @@ MAX_GRID_ROWS = 200
 MAX_FINDINGS_SHOWN = 8
 """The others are folded away."""
 MAX_DETAILS_SHOWN = 8
-"""What was found on each rank, where that differs."""
+"""Details of a finding that are shown; the others are counted."""
 
 
 class _RankView(NamedTuple):
-    """What the template shows of one rank."""
+    """One rank, for the template."""
 
     report: RankReport
     remark: str
@@ -198,7 +198,7 @@ def _subtitle(report: Report) -> list[str]:
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing but this style and this script; see [Note: Nothing in the page is believed]."""
+    """Nothing but this style and this script; see [Note: Nothing in the page is trusted]."""
     return (
         f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"

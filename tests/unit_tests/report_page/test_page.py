@@ -160,7 +160,7 @@ def test_ranks_are_shown_by_pipeline_stage() -> None:
     start = text.index(order[0])
     places = [text.index(words, start) for words in order]
     assert places == sorted(places)
-    assert "memory of those of its pipeline stage" in text
+    assert "(memory: of the ranks of its pipeline stage)" in text
     ranks = [replace(rank, pp_rank=0) for rank in ranks]
     assert "tage" not in Page(render_page(Report(ranks))).text
 
