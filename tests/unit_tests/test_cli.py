@@ -251,8 +251,11 @@ def test_plan_of_a_trace_without_times_is_shown_all_the_same(
         (["--target-memory", "0"], "--target-memory=0.0 must be above 0 GiB"),
         (["--target-memory", "nan"], "--target-memory=nan must be above 0 GiB"),
         (["--max-overhead", "-1"], "--max-overhead=-1.0 must be 0 percent or more"),
-        (["--timeline", "t.gif"], "--timeline=t.gif is not supported; name a .html or a .json"),
-        (["--frontier", "f"], "--frontier=f is not supported; name a .png or a .json"),
+        (["--timeline", "t.gif"], "--timeline=t.gif is not supported because only .html and .json"),
+        (
+            ["--frontier", "f"],
+            "--frontier=f is not supported because only .png and .json are written",
+        ),
         (["--output", "."], "--output=. is a folder; name a file in a folder that can be written"),
         (["--timeline", "/"], "--timeline=/ is a folder; name a file"),
         (

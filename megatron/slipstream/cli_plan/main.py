@@ -111,7 +111,10 @@ def _check_files(options: argparse.Namespace) -> None:
         require_writable(f"--{name}", path)
         drawn = {"timeline": ".html", "frontier": ".png"}.get(name)
         if drawn and path.suffix not in (drawn, ".json"):
-            raise ValueError(f"--{name}={path} is not supported; name a {drawn} or a .json file")
+            raise ValueError(
+                f"--{name}={path} is not supported because only {drawn} and .json are written; "
+                f"name a {drawn} or a .json file"
+            )
 
 
 # A trace

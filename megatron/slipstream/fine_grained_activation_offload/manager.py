@@ -62,8 +62,9 @@ class PipelineOffloadManager(OffloadEngine):
         if not self.graphs.is_capturing and self.store.backend.is_capturing():
             raise RuntimeError(
                 "offload_modules inside CUDA graphs are not supported with megatron-core's own "
-                "layers; build the model from megatron.slipstream.with_graph_offloading(spec), or "
-                "leave the modules that are captured out of offload_modules"
+                "layers because their copies would not be part of the graph; build the model from "
+                "megatron.slipstream.with_graph_offloading(spec), or leave the modules that are "
+                "captured out of offload_modules"
             )
         return self.store.copy_streams.d2h
 

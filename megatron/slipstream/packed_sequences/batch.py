@@ -155,8 +155,9 @@ def context_parallel_positions(
     sizes = cu_seqlens_padded.long().diff()
     if bool((sizes % num_parts).any()):
         raise ValueError(
-            f"context_parallel_size={context_parallel_size} is not supported with packed sequences "
-            f"that are not aligned to it; set an alignment of {num_parts} tokens"
+            f"context_parallel_size={context_parallel_size} is not supported with these packed "
+            f"sequences because each is cut into {num_parts} equal parts; set an alignment of "
+            f"{num_parts} tokens"
         )
     parts = sizes // num_parts
     mine = (context_parallel_rank, num_parts - 1 - context_parallel_rank)
