@@ -121,7 +121,8 @@ class Training:
         self.hooks: list[str] = []
         """Events: 'before' and 'after' replays, and 'hook' for each of a parameter's."""
         self.results: list[torch.Tensor] = []
-        self.graphs: Optional[ChunkGraphs] = None
+        self.graphs: Any = None
+        """Its :class:`ChunkGraphs`, if there are slots."""
         self._keep: list[Any] = []
         for parameter in self.parameters():
             if parameter.requires_grad:

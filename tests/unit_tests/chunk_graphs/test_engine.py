@@ -27,13 +27,20 @@ def trained(num_slots: Optional[int], schedules: list[str] = SCHEDULES, **option
     return training
 
 
+def captured(num_slots: int) -> Training:
+    """In its second iteration: graphs are there, and no micro-batch has run."""
+    training = Training(num_slots)
+    training.iteration("FB")
+    training.begin_iteration()
+    return training
+
+
 @pytest.mark.parametrize("options", [{}, {"checkpoint": True}, {"num_layers": 6}], ids=str)
 def test_losses_gradients_state_and_randomness_are_those_without_graphs(
     options: dict[str, Any],
 ) -> None:
     with_graphs = trained(3, **options)
     assert equal(with_graphs, trained(None, **options))
-    assert with_graphs.graphs is not None
     assert with_graphs.graphs.num_replays == sum(s.count("F") for s in SCHEDULES[1:])
     assert not any(torch.isnan(result).any() for result in with_graphs.results)
 
@@ -44,10 +51,17 @@ def test_data_decides_the_results() -> None:
     assert len({float(result) for result in trained(3).results if result.numel() == 1}) > 10
 
 
+def iterated(num_slots: Optional[int], num_iterations: int) -> Training:
+    """After iterations of one micro-batch each."""
+    training = Training(num_slots)
+    for number in range(num_iterations):
+        training.iteration("FB", number)
+    return training
+
+
 @pytest.mark.parametrize("num_warmup_iterations", [0, 1, 3])
 def test_iterations_run_eagerly_at_first(num_warmup_iterations: int) -> None:
     training = Training(1, num_warmup_iterations=num_warmup_iterations)
-    assert training.graphs is not None
     captured = []
     for number in range(5):
         training.iteration("FB", number)
@@ -55,14 +69,7 @@ def test_iterations_run_eagerly_at_first(num_warmup_iterations: int) -> None:
     eager = max(num_warmup_iterations, 1)
     assert captured == [False] * eager + [True] * (5 - eager)
     assert training.graphs.num_replays == 5 - eager
-    assert equal(training, _eager_like(5))
-
-
-def _eager_like(num_iterations: int) -> Training:
-    training = Training(None)
-    for number in range(num_iterations):
-        training.iteration("FB", number)
-    return training
+    assert equal(training, iterated(None, 5))
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -105,7 +112,6 @@ def test_slots_are_taken_and_given_back_in_any_order() -> None:
 
 def test_what_lies_in_free_slots_is_never_read() -> None:
     training = Training(3)
-    assert training.graphs is not None
     for number, schedule in enumerate(SCHEDULES):
         for slot in training.graphs._slots:
             assert slot.is_free
@@ -117,10 +123,7 @@ def test_what_lies_in_free_slots_is_never_read() -> None:
 
 
 def test_an_output_is_not_overwritten_by_the_next_micro_batch() -> None:
-    training = Training(1)
-    training.iteration("FB")
-    training.begin_iteration()
-    assert training.graphs is not None
+    training = captured(1)
     scale = torch.ones(TOKENS, 1, 1)
     first = training.graphs(torch.randn(TOKENS, 1, WIDTH, requires_grad=True), {"scale": scale})
     kept = first.detach().clone()
@@ -140,25 +143,17 @@ def test_hidden_states_that_need_no_gradient() -> None:
 
     with_graphs = run(2)
     assert equal(with_graphs, run(None))
-    assert with_graphs.graphs is not None
     assert with_graphs.graphs.num_replays == 4
 
 
 @pytest.mark.parametrize("how", ["no_grad", "eval"])
 def test_evaluation_runs_eagerly(how: str) -> None:
-    training = Training(1)
-    for number in range(2):
-        training.iteration("FB", number)
-    assert training.graphs is not None
+    training = iterated(1, 2)
     num_replays, num_runs = training.graphs.num_replays, training.module.num_runs
-    if how == "eval":
-        training.module.eval()
+    training.module.train(how != "eval")
+    with torch.set_grad_enabled(how != "no_grad"):
         for number in range(3):
             training.forward(number)
-    else:
-        with torch.no_grad():
-            for number in range(3):
-                training.forward(number)
     training.module.train()
     assert training.graphs.num_replays == num_replays
     assert training.module.num_runs == num_runs + 3
@@ -167,10 +162,7 @@ def test_evaluation_runs_eagerly(how: str) -> None:
 
 
 def test_a_slot_is_free_again_if_backward_never_comes() -> None:
-    training = Training(1)
-    training.iteration("FB")
-    training.begin_iteration()
-    assert training.graphs is not None
+    training = captured(1)
     loss = training.forward(0)
     assert not training.graphs._slots[0].is_free
     del loss
@@ -179,9 +171,7 @@ def test_a_slot_is_free_again_if_backward_never_comes() -> None:
 
 
 def test_backward_runs_once() -> None:
-    training = Training(1)
-    training.iteration("FB")
-    training.begin_iteration()
+    training = captured(1)
     loss = training.forward(0)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="ran twice"):
@@ -195,17 +185,13 @@ def test_with_too_few_slots_the_rest_runs_eagerly_with_a_warning(
     with caplog.at_level(logging.WARNING):
         training = trained(2, schedules)
     assert equal(training, trained(None, schedules))
-    assert training.graphs is not None
     assert training.graphs.num_replays == 4
     (record,) = caplog.records
     assert "more than 2 micro-batches of chunk 0 are in flight" in record.getMessage()
 
 
 def test_other_shapes_are_refused_with_both() -> None:
-    training = Training(1)
-    training.iteration("FB")
-    training.begin_iteration()
-    assert training.graphs is not None
+    training = captured(1)
     hidden = torch.zeros(TOKENS + 1, 1, WIDTH, requires_grad=True)
     with pytest.raises(
         ValueError,
@@ -218,10 +204,7 @@ def test_other_shapes_are_refused_with_both() -> None:
 def test_graphs_are_captured_again_after_they_were_deleted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    training = Training(1)
-    assert training.graphs is not None
-    training.iteration("FB")
-    training.iteration("FB", 1)
+    training = iterated(1, 2)
     with caplog.at_level(logging.INFO):
         training.graphs.delete()
         for number in range(2, 5):
@@ -230,16 +213,13 @@ def test_graphs_are_captured_again_after_they_were_deleted(
         "CUDA graphs of chunk 0 are delete",
         "imitated graphs of chunk 0: 1 slo",
     ]
-    assert equal(training, _eager_like(5))
+    assert equal(training, iterated(None, 5))
     assert training.graphs.num_replays == 3
 
 
 def test_graphs_in_use_are_not_deleted() -> None:
-    training = Training(2)
-    training.iteration("FB")
-    training.begin_iteration()
+    training = captured(2)
     loss = training.forward(0)
-    assert training.graphs is not None
     with pytest.raises(RuntimeError, match="while 1 micro-batches are between"):
         training.graphs.delete()
     loss.backward()
@@ -247,12 +227,9 @@ def test_graphs_in_use_are_not_deleted() -> None:
 
 
 def test_the_backward_of_an_eager_micro_batch_may_come_after_deletion() -> None:
-    training = Training(1)
-    training.iteration("FB")
-    training.begin_iteration()
+    training = captured(1)
     replayed, eager = training.forward(0), training.forward(1)
     replayed.backward()
-    assert training.graphs is not None
     training.graphs.delete()
     eager.backward()
 
@@ -276,13 +253,12 @@ def test_parameters_need_a_main_grad() -> None:
     training.iteration("FB")
     training.module.layers[1].weight.main_grad = None  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"layers\.1\.weight of chunk 0 has no main_grad"):
-        training.graphs.begin_iteration()  # type: ignore[union-attr]
+        training.graphs.begin_iteration()
 
 
 def test_only_hidden_states_get_gradients() -> None:
     training = Training(1)
     training.begin_iteration()
-    assert training.graphs is not None
     scale = torch.ones(TOKENS, 1, 1, requires_grad=True)
     with pytest.raises(ValueError, match="scale of chunk 0 gets a gradient"):
         training.graphs(torch.zeros(TOKENS, 1, WIDTH), {"scale": scale})
@@ -351,17 +327,14 @@ def test_graphs_that_would_not_fit_are_refused_before_they_are_captured() -> Non
 
 
 def test_an_argument_that_comes_again_is_copied_once() -> None:
-    training = Training(1)
-    training.iteration("FB")
-    training.begin_iteration()
-    assert training.graphs is not None
+    training = captured(1)
     (slot,) = training.graphs._slots
     scale = torch.ones(TOKENS, 1, 1)
 
     def run() -> int:
         version = slot.tensors[0]._version
         hidden = torch.zeros(TOKENS, 1, WIDTH, requires_grad=True)
-        training.graphs(hidden, {"scale": scale}).sum().backward()  # type: ignore[misc]
+        training.graphs(hidden, {"scale": scale}).sum().backward()
         return slot.tensors[0]._version - version
 
     assert [run(), run()] == [1, 0]
