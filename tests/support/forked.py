@@ -69,10 +69,38 @@ def _run(
     added = {"OMP_NUM_THREADS": "1", **(environment or {})}
     if torch.cuda.is_available():
         return _from_a_shell([*what, *arguments], folder, added, timeout_s)
+    return _fork([what[-1], *arguments], call, folder, added, timeout_s)
+
+
+def run_function(
+    call: Callable[[], int],
+    *,
+    folder: Optional[Path] = None,
+    environment: Optional[Mapping[str, str]] = None,
+    timeout_s: float = 200,
+) -> Done:
+    """A function as a command whose exit status it returns. Not with a GPU.
+
+    Raises:
+        AssertionError: It took too long.
+    """
+
+    def command() -> None:
+        sys.exit(call())
+
+    return _fork(["function"], command, folder, environment or {}, timeout_s)
+
+
+def _fork(
+    argv: list[str],
+    call: Callable[[], Any],
+    folder: Optional[Path],
+    added: Mapping[str, str],
+    timeout_s: float,
+) -> Done:
     import_megatron()
     with tempfile.TemporaryDirectory() as kept:
         paths = [Path(kept) / name for name in ("stdout", "stderr")]
-        argv = [what[-1], *arguments]
         child = multiprocessing.get_context("fork").Process(
             target=_be_the_command, args=(argv, call, folder, added, paths)
         )
@@ -121,6 +149,8 @@ def _be_the_command(
 ) -> None:
     if folder is not None:
         os.chdir(folder)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):  # of a launcher
+        os.environ.pop(name, None)
     os.environ.update(environment)
     sys.argv = argv
     # What the tests' process writes to is pytest's; a command that starts others hands these on.
@@ -129,7 +159,8 @@ def _be_the_command(
     sys.stdout, sys.stderr = (
         os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
     )
-    logging.getLogger().handlers.clear()
+    for logger in (logging.getLogger(), logging.getLogger("megatron.slipstream")):
+        logger.handlers.clear()
     # What a command finds by this name is another's, if anything.
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]

@@ -2,8 +2,7 @@
 
 """A dry run finds in a training's flags all that training would refuse, one after the other.
 
-Megatron takes seconds to import, so the cases run in processes forked from this one after it has
-imported what they need; the shims stay in the child.
+The shims stay in the forked process that each case runs in.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 import logging
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_function
+from training_runs import prepare_training
 
 from megatron.slipstream.integration import checks, dry_run
 from megatron.slipstream.integration.model_arguments import configured_by_flags
@@ -40,41 +40,26 @@ MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64".split()
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules".split()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _warm_parent() -> None:
-    """Import once here what every child needs."""
-    import megatron.slipstream.integration.providers  # noqa: F401
-
-
 def in_child(folder: Path, work: Callable[[], dict[str, Any]], **variables: str) -> dict[str, Any]:
-    """The answer of ``work`` in a forked process; also what it printed, and what became of the
-    variables.
+    """The answer of ``work`` in a forked process; also what it printed, and whether variables and
+    arguments are as before.
 
     Warnings and logs of the modules that are imported there count as printed.
     """
     answer = folder / "answer.json"
-    log = folder / "log"
-    child = os.fork()
-    if child == 0:
-        try:
-            with log.open("w") as stream:
-                os.dup2(stream.fileno(), 1)
-                os.dup2(stream.fileno(), 2)
-            sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NVTE_CPU_OFFLOAD_V1"):
-                os.environ.pop(name, None)
-            os.environ.update(variables)
-            before, argv = dict(os.environ), list(sys.argv)
-            result = work()
-            result["is_clean"] = dict(os.environ) == before and sys.argv == argv
-            answer.write_text(json.dumps(result))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert answer.exists(), log.read_text()
-    return {**json.loads(answer.read_text()), "printed": log.read_text()}
+
+    def call() -> int:
+        os.environ.pop("NVTE_CPU_OFFLOAD_V1", None)
+        before, argv = dict(os.environ), list(sys.argv)
+        result = work()
+        result["is_clean"] = dict(os.environ) == before and sys.argv == argv
+        answer.write_text(json.dumps(result))
+        return 0
+
+    prepare_training()
+    done = run_function(call, environment=variables)
+    assert done.returncode == 0, done.stderr
+    return {**json.loads(answer.read_text()), "printed": done.stdout + done.stderr}
 
 
 def check(
