@@ -85,7 +85,6 @@ def _train(rank: int, world_size: int, port: int) -> list[int]:
         assert figures.num_iterations == 3
         moved.append((model, figures.d2h_bytes))
     engine = installed()
-    assert engine is not None
     assert len(engine.router.managers) == 2
     return [num_bytes for _, num_bytes in moved]
 
@@ -109,7 +108,7 @@ def _checked(rank: int, world_size: int, port: int) -> tuple[dict[str, Any], dic
         apply_overrides(checked, {"offload_modules": ["attn_proj"]})
     return tuple(
         {name: getattr(provider, name) for name in names} for provider in (by_field, checked)
-    )  # type: ignore[return-value]
+    )
 
 
 def test_fields_and_checked_overrides_come_to_the_same() -> None:

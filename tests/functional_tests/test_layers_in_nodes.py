@@ -63,7 +63,6 @@ def test_memory_is_taken_only_where_it_was_given_up(is_given_up: bool) -> None:
         with manager:
             output = weight * kept if name == "mlp_norm" else weight * 2
         mark = manager.cur_forward_chunk()
-        assert mark is not None
         mark.on_group_commit_forward(name, [kept] if is_given_up else [])
         if name == "mlp_norm":
             first, first_mark = output, mark
@@ -77,7 +76,7 @@ def test_memory_is_taken_only_where_it_was_given_up(is_given_up: bool) -> None:
 def test_the_allocator_knows_that_d2h_reads_what_is_of_another_stream(runs_in_nodes: bool) -> None:
     backend = LazyCpuBackend()
     told: list[tuple[int, object]] = []
-    backend.hold = lambda tensor, stream: told.append((tensor.data_ptr(), stream))  # type: ignore
+    backend.hold = lambda tensor, stream: told.append((tensor.data_ptr(), stream))
     manager = PipelineOffloadManager(backend)
     manager.init_model_chunk_offload_handler(0, 1, 0, 1)
     if runs_in_nodes:
@@ -87,7 +86,6 @@ def test_the_allocator_knows_that_d2h_reads_what_is_of_another_stream(runs_in_no
     with manager:
         output = weight * saved
     mark = manager.cur_forward_chunk()
-    assert mark is not None
     mark.on_group_commit_forward("expert_fc1")
     assert told == ([(saved.data_ptr(), manager.d2h_stream)] if runs_in_nodes else [])
     del output

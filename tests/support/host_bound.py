@@ -76,7 +76,6 @@ class Engine(PipelineOffloadManager):
 
     @property
     def num_moving(self) -> int:
-        assert self.plan is not None
         return sum(group.moves for group in self.plan.groups)
 
 

@@ -205,7 +205,7 @@ def build_chunks(case: ModelCase, config: Any) -> list[torch.nn.Module]:
         model = _build_model(case, config, vp_stage)
         if case.bf16:
             model = model.bfloat16()
-        model.model_type = 1  # type: ignore[assignment]
+        model.model_type = 1
         chunks.append(model.cuda() if use_gpu() else model)
     return chunks
 

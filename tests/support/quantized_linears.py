@@ -107,7 +107,7 @@ def train_in_fp8(block: torch.nn.Module) -> None:
     if torch.cuda.is_available():
         for module in block.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+                module.fuse_wgrad_accumulation = True
         return
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -117,7 +117,7 @@ def train_in_fp8(block: torch.nn.Module) -> None:
     for module in block.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             keep_weights_quantized(module)
-            module.forward = partial(run, module)  # type: ignore[method-assign]
+            module.forward = partial(run, module)
 
 
 class MarksBakedIn(EagerGraphs):

@@ -118,9 +118,9 @@ def host_buffer_lent_while_a_late_copy_in_reads_it(late: Lateness) -> bool:
     """E2: the second group's copy out would overwrite what the first one's copy in reads."""
     hand = HandDriven("cuda")
     group, saved = _sent(hand, 1.0)
-    address = saved.storage.allocation.buffer.address  # type: ignore[attr-defined]
+    address = saved.storage.allocation.buffer.address
     late.on(hand.store.copy_streams.h2d)
-    hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
+    hand.store.copy_in(group.storages())
     other = hand.group()
     saved_other = hand.save(other, _values(2.0))
     hand.copy_out(other)
@@ -158,8 +158,8 @@ def copy_in_over_memory_that_late_compute_reads(late: Lateness) -> bool:
     read_late = block.clone()
     address = block.data_ptr()
     del block
-    hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
-    if saved.storage.returned.data_ptr() != address:  # type: ignore[attr-defined]
+    hand.store.copy_in(group.storages())
+    if saved.storage.returned.data_ptr() != address:
         raise AssertionError("the scenario needs the allocator to hand out the same block")
     late.check()
     torch.cuda.synchronize()
@@ -174,7 +174,7 @@ def backward_reads_while_a_late_copy_in_writes(late: Lateness) -> bool:
     _poison_free_memory()
     torch.cuda.synchronize()
     late.on(hand.store.copy_streams.h2d)
-    hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
+    hand.store.copy_in(group.storages())
     late.check()
     read = hand.store.read(saved).clone()
     torch.cuda.synchronize()
@@ -187,8 +187,8 @@ def unused_memory_reused_while_a_late_copy_in_writes(late: Lateness) -> bool:
     hand = HandDriven("cuda")
     group, saved = _sent(hand, 1.0)
     late.on(hand.store.copy_streams.h2d)
-    hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
-    address = saved.storage.returned.data_ptr()  # type: ignore[attr-defined]
+    hand.store.copy_in(group.storages())
+    address = saved.storage.returned.data_ptr()
     del saved
     next_owner = _values(4.0)
     if next_owner.data_ptr() != address:
@@ -227,7 +227,7 @@ def returned_memory_reused_while_another_stream_reads_it_late(late: Lateness) ->
     """E8: backward reads on another stream than the copy in was started on, which goes on."""
     hand = HandDriven("cuda")
     group, saved = _sent(hand, 1.0)
-    hand.store.copy_in(group.storages())  # type: ignore[attr-defined]
+    hand.store.copy_in(group.storages())
     reader = torch.cuda.Stream()
     late.on(reader)
     with torch.cuda.stream(reader):

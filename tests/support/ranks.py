@@ -127,7 +127,6 @@ def _rank_main(
     # Until all results are there, and this process is terminated: others may still be connecting
     # by the store that lives in the first rank.
     parent = multiprocessing.parent_process()
-    assert parent is not None
     parent.join()
     # Without running the interpreter's shutdown: gloo and NCCL threads may still be waiting for
     # ranks that have already gone.

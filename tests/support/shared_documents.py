@@ -334,7 +334,7 @@ def layer_name(chunk: torch.nn.Module, name: str) -> str:
     place = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
     if not place:
         return name
-    number = chunk.decoder.layers[int(place[1])].layer_number  # type: ignore[index,union-attr]
+    number = chunk.decoder.layers[int(place[1])].layer_number
     return f"{number} {place[2]}"
 
 

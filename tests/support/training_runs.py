@@ -64,7 +64,7 @@ def prepare_training() -> None:
             kept[kind] = read(self, kind)
         return dict(kept[kind])
 
-    read_once.is_kept = True  # type: ignore[attr-defined]
+    read_once.is_kept = True
     factory._get_field_docstrings = read_once
     arguments.add_megatron_arguments(argparse.ArgumentParser())
 

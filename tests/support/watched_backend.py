@@ -231,8 +231,8 @@ class WatchedManager(PipelineOffloadManager):
         self.committed: list[OffloadTensorGroup] = []
         """This iteration's groups, in order."""
         self._save, self._read = self.store.save, self.store.read
-        self.store.save = self._noting_save  # type: ignore[method-assign]
-        self.store.read = self._noting_read  # type: ignore[method-assign]
+        self.store.save = self._noting_save
+        self.store.read = self._noting_read
         self.watch(None)
 
     def watch(self, trace: Trace | None) -> None:

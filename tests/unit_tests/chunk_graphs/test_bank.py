@@ -369,7 +369,7 @@ class _Device(EagerGraphs):
         self.pools.add(id(pool))
         return super().record(work, pool)
 
-    def free_bytes(self) -> int:  # type: ignore[override]
+    def free_bytes(self) -> int:
         return self.left_bytes
 
     def held_bytes(self) -> int:

@@ -251,7 +251,7 @@ def test_memory_that_moved_is_noticed(what: str) -> None:
 def test_parameters_need_a_main_grad() -> None:
     training = Training(1)
     training.iteration("FB")
-    training.module.layers[1].weight.main_grad = None  # type: ignore[assignment]
+    training.module.layers[1].weight.main_grad = None
     with pytest.raises(ValueError, match=r"layers\.1\.weight of chunk 0 has no main_grad"):
         training.graphs.begin_iteration()
 
@@ -267,8 +267,8 @@ def test_only_hidden_states_get_gradients() -> None:
 def test_a_chunk_returns_hidden_states_only() -> None:
     module = ToyChunk()
     for parameter in module.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-    graphs = ChunkGraphs(Chunk("c", module, lambda x: (x, x)), 1, 1, EagerGraphs())  # type: ignore[arg-type, return-value]
+        parameter.main_grad = torch.zeros_like(parameter)
+    graphs = ChunkGraphs(Chunk("c", module, lambda x: (x, x)), 1, 1, EagerGraphs())
     graphs.begin_iteration()
     graphs(torch.zeros(TOKENS, 1, WIDTH), {})
     with pytest.raises(ValueError, match="c returns tuple"):
@@ -309,7 +309,7 @@ class _Small(EagerGraphs):
         work()
         return Cost(2**30)
 
-    def free_bytes(self) -> int:  # type: ignore[override]
+    def free_bytes(self) -> int:
         return 5 * 2**29
 
     def record(self, work: Any, pool: Any) -> Any:

@@ -142,7 +142,7 @@ def test_every_rule_can_be_broken() -> None:
     """Each option with a rule is among the cases above; without chunk graphs none matters."""
     tested = {
         name
-        for mark in test_what_does_not.pytestmark  # type: ignore[attr-defined]
+        for mark in test_what_does_not.pytestmark
         for options, _ in mark.args[1]
         for name in options
     }

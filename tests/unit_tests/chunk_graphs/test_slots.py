@@ -98,8 +98,8 @@ def passes_of_megatron(
     config.hidden_size = 1
     chunks = [torch.nn.Identity() for _ in range(layout.num_chunks)]
     for chunk in chunks:
-        chunk.config = config  # type: ignore[assignment]
-        chunk.model_type = None  # type: ignore[assignment]
+        chunk.config = config
+        chunk.model_type = None
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     run = schedules.forward_backward_pipelining_with_interleaving
     if layout.vp_size is None:

@@ -127,7 +127,7 @@ def test_memory_falls_by_what_moves() -> None:
             model(ids).square().mean().backward()  # gradients and host memory are there then
         with DeviceMemoryMeter() as meter:
             if attached is not None:
-                attached.engine.store.backend.meter = meter  # type: ignore[attr-defined]
+                attached.engine.store.backend.meter = meter
             model(ids).square().mean().backward()
         freed = 0 if attached is None else counters(attached)["layers.*"].freed_bytes
         return meter.peak_bytes, freed
@@ -392,14 +392,14 @@ def _kept_graph(model: torch.nn.Module, iteration: int) -> list[torch.Tensor]:
     loss.backward(retain_graph=True)
     loss.backward()
     # Something refers to the graph while the next iteration runs.
-    model.graph = loss  # type: ignore[assignment]
+    model.graph = loss
     return [loss]
 
 
 def _kept_forever(model: torch.nn.Module, iteration: int) -> list[torch.Tensor]:
     loss = loss_of(model, iteration)
     loss.backward(retain_graph=True)
-    model.graphs = [*getattr(model, "graphs", []), loss]  # type: ignore[assignment]
+    model.graphs = [*getattr(model, "graphs", []), loss]
     return [loss]
 
 
@@ -656,7 +656,7 @@ def test_what_follows_an_exception_is_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, attached = make_attached(Decoder, ["layers.*.attn", "layers.*.mlp"], "cpu-lazy")
-    layer: Any = model.layers[1]  # type: ignore[index]
+    layer: Any = model.layers[1]
     train(model, one_backward_each, iteration)
     with monkeypatch.context() as patch:
         if where == "in a region":
@@ -692,7 +692,7 @@ def test_a_region_that_raises_starts_no_copies(monkeypatch: pytest.MonkeyPatch) 
     model, attached = make_attached(Decoder, "layers.*", LAZY)
     copied: list[Any] = []
     monkeypatch.setattr(attached.engine.store, "copy_out", lambda *each: copied.append(each))
-    layer: Any = model.layers[0]  # type: ignore[index]
+    layer: Any = model.layers[0]
     with monkeypatch.context() as patch:
         patch.setattr(layer.mlp, "forward", lambda _: _throw(torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
@@ -726,7 +726,7 @@ def test_an_interrupt_that_the_model_catches(monkeypatch: pytest.MonkeyPatch) ->
     for which in (1, 3):
         with monkeypatch.context() as patch:
             for each in (plain, model):
-                mlp: Any = each.layers[which].mlp  # type: ignore[index]
+                mlp: Any = each.layers[which].mlp
                 patch.setattr(mlp, "forward", lambda _: _throw(KeyboardInterrupt))
             assert equal(train(model, one_backward_each), train(plain, one_backward_each))
             assert not has_own_hooks()

@@ -231,5 +231,5 @@ def test_lazy_copies_would_show() -> None:
     """So the comparisons above could fail: a read that does not wait is wrong here."""
     model, attached = make_attached(lambda: Chain(Block), "parts.*", LAZY)
     plain = make(lambda: Chain(Block))
-    attached.engine.store.copy_streams.before_use = lambda *_: None  # type: ignore[method-assign]
+    attached.engine.store.copy_streams.before_use = lambda *_: None
     assert not all(equal(backward(model), backward(plain)) for _ in range(3))

@@ -156,7 +156,7 @@ def test_hooks_lie_around_the_model_only_where_checkpoints_are_seen() -> None:
 
     seen: list[bool] = []
     model = make(Looks, "layers.*", LAZY)
-    for model.checkpointing in (None, None, False, False, None, None):  # type: ignore[assignment]
+    for model.checkpointing in (None, None, False, False, None, None):
         one_backward_each(model, 0)
     # In the first pass nothing is known; after that, what the pass before showed.
     assert seen == [True, *[False] * 4, *[True] * 4, *[False] * 3]

@@ -76,9 +76,9 @@ def test_a_pattern_that_chooses_nothing_is_an_error(
 
 def test_an_argument_of_another_type_is_an_error_that_names_it(model: Decoder) -> None:
     with pytest.raises(ValueError, match=r"model='layers' is no module"):
-        attach("layers", "layers.*")  # type: ignore[arg-type]
+        attach("layers", "layers.*")
     with pytest.raises(ValueError, match=r"config=\{'offload_verify': 1\} is no OffloadConfig"):
-        attach(model, "layers.*", {"offload_verify": 1})  # type: ignore[arg-type]
+        attach(model, "layers.*", {"offload_verify": 1})
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -90,7 +90,7 @@ def test_of_matches_inside_each_other_the_outer_counts() -> None:
 def test_names_are_those_without_wrappers() -> None:
     model = Decoder(2)
     model.layers[0] = checkpoint_wrapper(model.layers[0])
-    model.layers[1] = torch.compile(model.layers[1])  # type: ignore[assignment]
+    model.layers[1] = torch.compile(model.layers[1])
     whole = torch.compile(model)
     assert isinstance(whole, torch.nn.Module)
     for patterns in (["layers.*"], [Layer]):
@@ -112,7 +112,7 @@ def test_a_module_is_attached_once_only() -> None:
     with pytest.raises(ValueError, match=r"the model \(Decoder\) because it is attached already"):
         attach_to(model, "layers.*.attn")
     with pytest.raises(ValueError, match=r"for mlp because it is attached already"):
-        attach_to(model.layers[0], "mlp")  # type: ignore[index]
+        attach_to(model.layers[0], "mlp")
     attached.detach()
     attach_to(model, "layers.*.attn").detach()
 
@@ -144,7 +144,7 @@ def test_a_value_out_of_range_is_refused(options: dict[str, Any]) -> None:
 def _on_gpus(model: Decoder, *indices: int) -> Decoder:
     """Makes the model's parameters look as if they lay on these GPUs."""
     tensors = [SimpleNamespace(is_cuda=True, device=torch.device("cuda", i)) for i in indices]
-    model.parameters = lambda recurse=True: iter(tensors)  # type: ignore[assignment,method-assign]
+    model.parameters = lambda recurse=True: iter(tensors)
     return model
 
 

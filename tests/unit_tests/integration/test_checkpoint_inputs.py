@@ -97,7 +97,6 @@ def test_a_checkpoint_inside_another_is_no_group_of_its_own() -> None:
     manager.run_checkpoint(outer).sum().backward()
     manager.reset()
     plan = manager.plan
-    assert plan is not None
     assert [str(step) for step in plan.trace.steps] == [
         f"0.0.{CHECKPOINT_INPUTS}:{kind}" for kind in ("FS", "FC", "BU")
     ]

@@ -231,7 +231,7 @@ def _alone(
     mean = torch.cat(losses).mean()
     mean.backward()
     gradients = {
-        layer_name(chunk, name): parameter.grad.numpy().copy()  # type: ignore[union-attr]
+        layer_name(chunk, name): parameter.grad.numpy().copy()
         for name, parameter in chunk.named_parameters()
     }
     return float(mean), gradients

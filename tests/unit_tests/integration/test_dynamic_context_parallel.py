@@ -209,7 +209,7 @@ def _static(rank: int, num_ranks: int, port: int) -> dict[str, Any]:
         found[f"{case.kind}, group is back"] = all(
             layer.self_attention.pg_collection.cp is static_group
             and layer.self_attention.config.context_parallel_size == 2
-            for layer in dynamic.decoder.layers  # type: ignore[union-attr]
+            for layer in dynamic.decoder.layers
         )
     return found
 

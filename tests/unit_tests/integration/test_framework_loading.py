@@ -77,7 +77,7 @@ def test_the_engine_of_megatron_core_stays_if_the_file_says_so(
     settings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings("offload_engine: megatron")
-    loading.logger.parent.propagate = True  # type: ignore[union-attr]
+    loading.logger.parent.propagate = True
     with caplog.at_level(logging.INFO):
         loading.load()
     assert not _is_ready()
@@ -364,7 +364,6 @@ def _bind(rank: int, world_size: int, port: int) -> list[Any]:
     assert bind(policy) == policy
     assert bind(wrapped) == wrapped
     engine = install.installed()
-    assert engine is not None
     managers = [engine.router.manager_of(chunks[0]) for chunks in (policy, critic)]
     return [manager is engine.router.default for manager in managers]
 

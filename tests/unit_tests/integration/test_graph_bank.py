@@ -216,14 +216,14 @@ def _abort(rank: int, num_ranks: int, port: int, failing_rank: int) -> dict[str,
         if rank == failing_rank and len(tried) == 2:
             raise ValueError("no room")
 
-    ChunkGraphs._check_room = fails  # type: ignore[method-assign]
+    ChunkGraphs._check_room = fails
     told = ""
     try:
         training.run([(1,)])
     except (RuntimeError, ValueError) as error:
         told = f"{type(error).__name__}: {error}"
     left = [one.is_captured for one in bank.of_size.values()]
-    ChunkGraphs._check_room = check  # type: ignore[method-assign]
+    ChunkGraphs._check_room = check
     training.run([(2, 1)])  # the next iteration captures again
     return {"told": told, "tried": tried, "left": left, "replays": bank.num_replays}
 

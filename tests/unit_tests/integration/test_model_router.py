@@ -174,7 +174,7 @@ def critic_called_inside_a_forward(
         inner.append(loss_of(critic.chunks[0], micro).mean())
 
     critic.chunks[0].zero_grad(set_to_none=True)
-    layer: Any = policy.chunks[0].decoder.layers[1]  # type: ignore[union-attr, index]
+    layer: Any = policy.chunks[0].decoder.layers[1]
     hook = layer.register_forward_pre_hook(call_critic)
     first = policy.run(step, inside_loss=lambda: inner[-1])
     hook.remove()
@@ -220,14 +220,14 @@ def _run_order(rank: int, world_size: int, port: int, order: Order) -> list[dict
     """Figures of policy and critic; fails where a bit differs from the engine switched off."""
     initialize(POLICY)
     plain = [Model(POLICY), Model(CRITIC), Model(POLICY, seed=1)]
-    expected = [order(*plain, step) for step in range(STEPS)]  # type: ignore[arg-type]
+    expected = [order(*plain, step) for step in range(STEPS)]
     install.install(OffloadConfig(offload_backend="cpu-lazy"))
     moved = [Model(POLICY, MODULES), Model(CRITIC, MODULES), Model(POLICY, MODULES, seed=1)]
     plans_before: list[int] = []
     for step in range(STEPS):
         if step == STEPS - 2:
             plans_before = [_report_of(model).num_plans for model in moved[:2]]
-        actual = order(*moved, step)  # type: ignore[arg-type]
+        actual = order(*moved, step)
         assert len(actual) == len(expected[step]) > 10
         for index, (a, b) in enumerate(zip(expected[step], actual, strict=True)):
             assert torch.equal(a, b), f"step {step}, tensor {index}"
@@ -288,7 +288,6 @@ def _stages(rank: int, world_size: int, port: int, own_configs: bool) -> list[in
     for left, right in zip(expected, actual, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
     engine = install.installed()
-    assert engine is not None
     served = [[engine.router.known_manager(c) for c in model.chunks] for model in moved]
     assert len({manager for managers in served for manager in managers}) == 2
     for managers in served:
@@ -330,7 +329,6 @@ def router() -> Iterator[Any]:
         OffloadConfig(offload_backend="cpu", offload_host_memory_limit_bytes=LIMIT_BYTES)
     )
     engine = install.installed()
-    assert engine is not None
     yield engine.router
     install.uninstall()
 
@@ -502,7 +500,6 @@ def _calls(rank: int, world_size: int, port: int) -> None:
     assert install.installed() is None, "a model without offloading needs no engine"
     moved.log_probabilities(0)
     engine = install.installed()
-    assert engine is not None
     assert len(engine.router._model_of) == 0, "a model without gradients needs no plan"
     num_passes: list[int] = []
     moved.run(0, inside_loss=lambda: num_passes.append(len(engine._now.passes)) or 0.0)
@@ -568,7 +565,6 @@ def _marks_of_output_layers(rank: int, world_size: int, port: int) -> None:
         actual = moved.run(step)
         assert all(torch.equal(a, b) for a, b in zip(expected[step], actual, strict=True))
     plan = manager.plan
-    assert plan is not None
     marks = [(i, step) for i, step in enumerate(plan.trace.steps) if not step.is_of_group]
     assert [str(step) for _, step in marks] == [
         *("0.output_layer:OS", "0.output_layer:OE"),
@@ -604,7 +600,6 @@ def _marks_of_stages(rank: int, world_size: int, port: int) -> list[str]:
     for step in range(2):
         model.run(step)
     plan = manager.plan
-    assert plan is not None
     steps = plan.trace.steps
     uses = [i for i, step in enumerate(steps) if step.kind is StepKind.BACKWARD_USE]
     for i, step in enumerate(steps):

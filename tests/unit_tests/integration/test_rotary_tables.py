@@ -47,7 +47,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget(*kinds: type) -> None:
     for kind in kinds:
-        kind.forward.cache_clear()  # type: ignore[attr-defined]
+        kind.forward.cache_clear()
     gc.collect()
 
 

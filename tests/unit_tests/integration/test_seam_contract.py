@@ -34,7 +34,6 @@ CHUNK_VARIABLES = {"cur_forward_chunk", "cur_backward_chunk", "cpu_offload_handl
 
 def _seam_source() -> ast.Module:
     spec = find_spec("megatron.core.pipeline_parallel.fine_grained_activation_offload")
-    assert spec is not None
     assert spec.origin is not None
     return ast.parse(Path(spec.origin).read_text())
 

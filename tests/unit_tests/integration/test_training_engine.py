@@ -38,7 +38,7 @@ def test_graphs_are_released_before_process_groups(monkeypatch: pytest.MonkeyPat
 
     graphs = Captured()
     seen: list[bool] = []
-    replayed = chunk_graphs._ReplayedChunk(graphs)  # type: ignore[arg-type]
+    replayed = chunk_graphs._ReplayedChunk(graphs)
     chunk_graphs._replayed.add(replayed)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(

@@ -448,7 +448,7 @@ def test_a_disk_that_is_full_at_the_end_is_told_and_loses_one_file(folder: Path)
         def fail(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        Report.save = fail  # type: ignore[assignment]
+        Report.save = fail
 
     paths = ["--run-record-path", "record.json", "--offload-report-path", "report.json"]
     flags = [*MODEL, *MOCK, *paths, *OFFLOAD, "core_attn", "attn_proj"]

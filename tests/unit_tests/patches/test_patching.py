@@ -110,7 +110,7 @@ def test_what_others_have_replaced_since_stays(target: Any, caplog: Any) -> None
 def test_a_method_of_one_object_is_replaced_and_given_back(has_own: bool) -> None:
     owner = Owner()
     if has_own:
-        owner.inherited = lambda: "its own"  # type: ignore[method-assign]
+        owner.inherited = lambda: "its own"
     undo = patching.replace_on(owner, "inherited", lambda: "replaced")
     assert (owner.inherited(), Owner().inherited()) == ("replaced", "original")
     undo()
