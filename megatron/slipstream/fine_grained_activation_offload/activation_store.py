@@ -42,6 +42,8 @@ from megatron.slipstream.fine_grained_activation_offload.storage import (
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.trace import Bandwidth, GroupKey
 
+MIN_KNOWN = 4096
+"""Storages whose addresses are kept after they have gone: none of them holds memory."""
 BANDWIDTH_NBYTES = 64 << 20
 """What is copied, half of it each way, to measure the link: a millisecond's worth."""
 
@@ -65,6 +67,8 @@ class ActivationStore:
         """Whether models read memory on other streams than it was allocated for, as those do that
         run in nodes."""
         self._recorder = recorder
+        self._max_known = MIN_KNOWN
+        """Those that are gone are forgotten once there are more."""
         self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}
         """The storages by the address of torch's storage object, which a live storage keeps from
         being used again. (A WeakValueDictionary's methods are functions in Python, and it is asked
@@ -74,9 +78,12 @@ class ActivationStore:
         """Reset the figures, and forget storages that are gone."""
         self.modules = defaultdict(ModuleCounters)
         self.late_groups = {}
-        for memory, known in list(self._by_memory.items()):
-            if known() is None:
-                del self._by_memory[memory]
+        # Now and then: what is saved later has the same addresses most of the time.
+        if len(self._by_memory) > self._max_known:
+            found = self._by_memory.items()
+            alive = {memory: known for memory, known in found if known() is not None}
+            self._by_memory = alive
+            self._max_known = MIN_KNOWN + 2 * len(alive)
 
     # Saved-tensor hooks.
 

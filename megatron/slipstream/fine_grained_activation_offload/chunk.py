@@ -36,6 +36,8 @@ class ChunkOffloadHandler:
         """How many groups of each name there are."""
         self._committed: list[OffloadTensorGroup] = []
         self._num_outputs = 0
+        self._is_over = False
+        """Whether backward has come to all groups, after forward has ended."""
 
     def open_group(self, name: str) -> OffloadTensorGroup:
         """A new group, next in order."""
@@ -44,6 +46,7 @@ class ChunkOffloadHandler:
         key = GroupKey(self.index, len(self.groups))
         label = GroupLabel(key, name, layer, self.micro_batch, self.vp_stage)
         group = OffloadTensorGroup(label, self.min_offloaded_tensor_size)
+        self._is_over = False
         self.groups.append(group)
         return group
 
@@ -79,9 +82,19 @@ class ChunkOffloadHandler:
     @property
     def is_abandoned(self) -> bool:
         """Whether it waits for a backward that cannot come: autograd has freed what it saved."""
-        waiting = [g for g in self.groups if g.state in (GroupState.OPEN, GroupState.COMMITTED)]
-        held = [held for group in waiting for held in group.held.values()]
-        return bool(held) and all(item.reference() is None for item in held)
+        # Asked of all passes whenever one begins: those that are over are not looked through again.
+        if self._is_over:
+            return False
+        self._is_over, has_saved = True, False
+        for group in self.groups:
+            if group.state is GroupState.OPEN or group.state is GroupState.COMMITTED:
+                self._is_over = False
+                for item in group.held.values():
+                    if item.reference() is not None:
+                        return False
+                    has_saved = True
+        self._is_over = self._is_over and bool(self.groups)
+        return has_saved
 
     @property
     def awaits_backward(self) -> bool:

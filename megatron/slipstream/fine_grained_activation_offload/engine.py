@@ -48,6 +48,7 @@ from megatron.slipstream.plan.check import PlanFacts
 from megatron.slipstream.plan.trace import (
     Step,
     StepKind,
+    StepsKey,
 )
 
 logger = logging.getLogger(__name__)
@@ -413,11 +414,11 @@ class OffloadEngine:
             plan = None
         if plan is None:
             # Departed, or ended before the plan did: what it was may be known all the same.
-            plan = self._cache.find(tuple(self._recorder.steps)) or self._make_plan()
+            plan = self._cache.find(StepsKey(tuple(self._recorder.steps))) or self._make_plan()
         self._cache.note_order(plan, now.num_entered)
         self._tuner.read_clocks()
         # The one for the same steps: it may have been made again.
-        self._last_plan = self._cache.find(plan.trace.steps)
+        self._last_plan = self._cache.find(plan.trace.steps_key)
         self._next_plan = self._cache.plan_after(plan)
         self.report.is_left_out = False
         self.report.modules = dict(self.store.modules)
@@ -432,6 +433,8 @@ class OffloadEngine:
     def _drop_plans_beyond_limit(self) -> None:
         """The pool lowers its limit where the system refuses it memory: then plan for less."""
         limit_bytes = self.store.host_pool.limit_bytes
+        if limit_bytes == self._tuner.options.host_memory_limit_bytes:
+            return
         options = replace(self._tuner.options, host_memory_limit_bytes=limit_bytes)
         if self._tuner.change_options(options):
             self._executor.leave_plan(self._now, self._now.num_steps)

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import Optional
 
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry, Steps
+from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry
 from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.trace import Step, StepsKey
 
 MAX_PLANS = 32
 """Plans kept, one per sequence of marks (that is, per number of micro-batches)."""
@@ -20,9 +21,9 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Steps, PlanEntry] = {}
+        self._entries: dict[StepsKey, PlanEntry] = {}
         """The one used last goes last."""
-        self._last_steps: Optional[Steps] = None
+        self._last_steps: Optional[StepsKey] = None
         """Of the last iteration that had marks."""
 
     def __len__(self) -> int:
@@ -35,7 +36,7 @@ class PlanCache:
 
     def put(self, entry: PlanEntry) -> None:
         """Keep a plan in place of the one for the same steps."""
-        steps = entry.plan.trace.steps
+        steps = entry.plan.trace.steps_key
         before = self._entries.pop(steps, None)
         if before is not None:
             entry.followed_by, entry.num_passes = before.followed_by, before.num_passes
@@ -45,26 +46,26 @@ class PlanCache:
 
     def forget(self, plan: Plan) -> None:
         """Keep no plan for the steps of this one, so that the next iteration of them makes one."""
-        self._entries.pop(plan.trace.steps, None)
+        self._entries.pop(plan.trace.steps_key, None)
 
     def entry_of(self, plan: Optional[Plan]) -> Optional[PlanEntry]:
         """What is known of a plan; None if it is kept no longer."""
-        entry = self._entries.get(plan.trace.steps) if plan is not None else None
+        entry = self._entries.get(plan.trace.steps_key) if plan is not None else None
         return entry if entry is not None and entry.plan is plan else None
 
     def plans(self) -> list[Plan]:
         """All plans that are kept."""
         return [entry.plan for entry in self._entries.values()]
 
-    def find(self, steps: Steps) -> Optional[Plan]:
+    def find(self, steps: StepsKey) -> Optional[Plan]:
         """The plan for these steps."""
         entry = self._entries.get(steps)
         return entry.plan if entry is not None else None
 
-    def find_beginning(self, steps: Steps) -> Optional[Plan]:
+    def find_beginning(self, steps: tuple[Step, ...]) -> Optional[Plan]:
         """A plan whose first steps are these."""
         for planned, entry in self._entries.items():
-            if planned[: len(steps)] == steps:
+            if planned.steps[: len(steps)] == steps:
                 return entry.plan
         return None
 
@@ -74,7 +75,7 @@ class PlanCache:
         That for the steps of ``plan`` if it has as many, else the one used last that has.
         """
         entries = self._entries
-        first = [entries[plan.trace.steps]] if plan.trace.steps in entries else []
+        first = [entries[plan.trace.steps_key]] if plan.trace.steps_key in entries else []
         for entry in (*first, *reversed(entries.values())):
             if entry.num_passes == num_passes:
                 return entry.plan
@@ -87,7 +88,7 @@ class PlanCache:
             plan: The plan.
             num_passes: How often forward entered a model chunk.
         """
-        steps = plan.trace.steps
+        steps = plan.trace.steps_key
         before = self._entries.get(self._last_steps) if self._last_steps is not None else None
         if before is not None:
             before.followed_by = (before.followed_by[1], steps)
@@ -103,7 +104,7 @@ class PlanCache:
         That for what came the last two times; else, since numbers of micro-batches mostly stay the
         same for long, this one again.
         """
-        entry = self._entries.get(plan.trace.steps)
+        entry = self._entries.get(plan.trace.steps_key)
         if entry is None:
             return None
         earlier, last = entry.followed_by

@@ -23,12 +23,10 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.host_layout import HostLayout, lay_out
 from megatron.slipstream.plan.operations import derive_schedule
-from megatron.slipstream.plan.trace import MemoryReading, Step
+from megatron.slipstream.plan.trace import MemoryReading, StepsKey
 
 MAX_LAYOUTS_LEFT = 3
 """After so many iterations that asked for other buffers than the layout has, the pool is asked."""
-
-Steps = tuple[Step, ...]
 
 
 class IterationProbe:
@@ -111,7 +109,7 @@ class PlanEntry:
     """Of this plan and those before it."""
     tried: Optional[Overhead] = None
     """What a trial of this plan found that was within the limit."""
-    followed_by: tuple[Optional[Steps], Optional[Steps]] = (None, None)
+    followed_by: tuple[Optional[StepsKey], Optional[StepsKey]] = (None, None)
     """What came after iterations like this one the last two times."""
     layout: Optional[HostLayout] = None
     """Where its host buffers lie, in slabs of these lengths; None if they have too little room."""

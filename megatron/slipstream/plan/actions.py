@@ -156,7 +156,7 @@ class Plan:
         """The most host memory that is in use at once, in whole buffers."""
         return peak_in_use_bytes(len(self.trace.steps), host_intervals(self.storages))
 
-    @property
+    @cached_property
     def num_kept_for_host_memory(self) -> int:
         """Groups that stay because host memory is limited."""
         return sum(group.reason == HOST_MEMORY for group in self.groups)

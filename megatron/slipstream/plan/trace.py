@@ -179,6 +179,26 @@ class Bandwidth(NamedTuple):
     """To the device, while copies go to the host too."""
 
 
+class StepsKey:
+    """The steps of an iteration as the key of a dictionary.
+
+    They are hashed once: there are tens of thousands in a large iteration, and a tuple hashes all
+    of them each time that it is looked up.
+    """
+
+    __slots__ = ("steps", "_hash")
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self.steps = steps
+        self._hash = hash(steps)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepsKey) and self.steps == other.steps
+
+
 @dataclass(frozen=True)
 class Trace:
     """One iteration of one rank."""
@@ -201,6 +221,11 @@ class Trace:
     ms_per_moved_gb: float = 0.0
     """The same for each 1e9 bytes that leave and come back: where the device is busy, copies take
     power and memory bandwidth from it. Of the two figures that which gives more counts."""
+
+    @cached_property
+    def steps_key(self) -> StepsKey:
+        """:attr:`steps` as the key of a dictionary."""
+        return StepsKey(self.steps)
 
     @cached_property
     def group_by_key(self) -> dict[GroupKey, GroupTrace]:
