@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
+from megatron.slipstream.fine_grained_activation_offload import activation_store
 from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
     SavedTensor,
@@ -533,3 +534,19 @@ def _read_as_autograd(
         return
     with pytest.raises(RuntimeError, match="in-place"):
         bench.store.read(item)
+
+
+def test_addresses_of_storages_that_are_gone_are_forgotten_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activation_store, "MIN_KNOWN", 4)
+    bench = HandDriven("cpu")
+    group = bench.group()
+    kept = bench.save(group, torch.randn(8))
+    gone = [bench.save(group, torch.randn(8)) for _ in range(20)]
+    assert len(bench.store._by_memory) == 21
+    del gone
+    for _ in range(2):  # the next time none has to be forgotten
+        bench.store.end_iteration()
+        assert len(bench.store._by_memory) == 1
+    assert bench.store.read(kept).numel() == 8
