@@ -143,7 +143,8 @@ class SavedStorage:
         self._leaves: dict[int, LeafReference] = {}
         """Saved leaves by their index; once the memory is released, those that gave it up."""
         self._original: Optional[StorageWeakRef] = None
-        """Tells whether the memory has another reference after its release."""
+        """Tells whether the memory has another reference after its release. Also keeps torch from
+        using the address of its storage object again, by which saved tensors are told apart."""
         self.pool = pool
         """Where its host buffer comes from."""
         self._copies = copies
@@ -181,6 +182,8 @@ class SavedStorage:
             return False
         if self.residence is Residence.DEVICE:
             return True
+        if self.is_given_up and not self.is_on_device:
+            return False  # Whoever has the emptied storage may have filled it with other bytes.
         start, stop = _extent(tensor)
         if start < self.start or self.stop < stop or not self.is_copy_current:
             return False
@@ -275,7 +278,6 @@ class SavedStorage:
         self.move_to(Residence.HOST)
         self._copies.release(original, self.out_signal, self.streams, label)
         if self.is_given_up:
-            self._original = None
             self._copies.empty(original)
 
     @property
@@ -293,7 +295,7 @@ class SavedStorage:
 
     def live_original(self) -> Optional[torch.UntypedStorage]:
         """The original storage, if another reference keeps it alive."""
-        if self._original is None or self._original.expired():
+        if self._original is None or self.is_given_up or self._original.expired():
             return None
         return torch.UntypedStorage._new_with_weak_ptr(self._original.cdata)
 

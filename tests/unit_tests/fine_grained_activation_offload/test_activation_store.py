@@ -550,3 +550,39 @@ def test_addresses_of_storages_that_are_gone_are_forgotten_now_and_then(
         bench.store.end_iteration()
         assert len(bench.store._by_memory) == 1
     assert bench.store.read(kept).numel() == 8
+
+
+def given_up(bench: HandDriven, tensor: torch.Tensor) -> SavedTensor:
+    """A saved tensor whose memory has been taken from under ``tensor``."""
+    group = bench.group()
+    saved = bench.save(group, tensor)
+    bench.store.commit(group)
+    bench.store.give_up(group, [tensor])
+    bench.store.copy_out(group)
+    bench.store.release(group)
+    assert tensor.untyped_storage().nbytes() == 0
+    return saved
+
+
+def test_a_new_tensor_is_never_taken_for_one_whose_memory_was_given_up(bench: HandDriven) -> None:
+    """Torch puts a new storage object where one that is gone has been, most of the time."""
+    for _ in range(50):
+        tensor = torch.full((64,), 1.0)
+        saved = given_up(bench, tensor)
+        del tensor
+        new = [torch.full((64,), 2.0) for _ in range(20)]
+        group = bench.group()
+        for other in new:
+            assert bench.save(group, other).storage is not saved.storage
+        assert torch.equal(bench.store.read(saved), torch.full((64,), 1.0))
+
+
+def test_given_up_memory_that_others_fill_again_is_another_storage(bench: HandDriven) -> None:
+    tensor = torch.full((64,), 1.0)
+    saved = given_up(bench, tensor)
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+    tensor.data.fill_(2.0)
+    group = bench.group()
+    again = bench.save(group, tensor)
+    assert torch.equal(bench.store.read(again), torch.full((64,), 2.0))
+    assert torch.equal(bench.store.read(saved), torch.full((64,), 1.0))
