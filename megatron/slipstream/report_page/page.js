@@ -365,7 +365,10 @@ const shown = new WeakSet();
 function select(id) {
   const section = sections.find((other) => other.id === id) ?? sections[0];
   if (!section) return null;
-  for (const other of sections) other.hidden = other !== section;
+  for (const other of sections) {
+    other.hidden = other !== section;
+    other.classList.toggle("chosen", other === section);
+  }
   for (const link of links) {
     if (link.hash === `#${section.id}`) link.setAttribute("aria-current", "true");
     else link.removeAttribute("aria-current");

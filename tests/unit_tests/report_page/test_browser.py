@@ -19,6 +19,7 @@ from make_trace import timed
 from reported_runs import Run, make_run, make_trace, with_waits
 
 from megatron.slipstream.fine_grained_activation_offload.report import Report
+from megatron.slipstream.report_page import page as page_module
 from megatron.slipstream.report_page.groups import group_table
 from megatron.slipstream.report_page.iteration import iteration_of
 from megatron.slipstream.report_page.page import save_page
@@ -440,6 +441,22 @@ def test_one_rank_is_shown_at_a_time_and_links_lead_to_the_others(
     page.get_by_label("Figures of all ranks").get_by_role("link", name="rank 1").click()
     sync_api.expect(page.locator("#rank-title-1")).to_be_in_viewport()
     assert shown.get_attribute("id") == "rank-1"
+
+
+def test_without_the_script_all_ranks_are_shown(open_page: Callable[..., Opened]) -> None:
+    page = open_page(*(slow_run(rank) for rank in range(3)), java_script_enabled=False)
+    assert page.locator("section.rank:visible").count() == 3
+
+
+def test_ranks_are_not_laid_out_before_one_is_chosen(
+    open_page: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of many ranks that takes seconds.
+    read = page_module._file
+    monkeypatch.setattr(page_module, "_file", lambda name: "" if name == "page.js" else read(name))
+    page = open_page(slow_run(), slow_run(1))
+    assert page.locator("section.rank").count() == 2
+    assert page.locator("section.rank:visible").count() == 0
 
 
 def test_a_link_can_name_a_rank(open_page: Callable[..., Opened]) -> None:
