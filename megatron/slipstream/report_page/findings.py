@@ -136,7 +136,7 @@ def _waits(rank: RankReport) -> Iterator[Found]:
         f"({waited_ms / rank.measured_ms:.1%}): {', '.join(parts)}",
         "Move less: --offload-max-overhead-percent 1, or fewer --offload-modules. Or give copies "
         "more time, at a higher peak: --offload-release-lag 2 (out), --offload-prefetch-depth 2 "
-        "(back). See the waits in the timeline.",
+        "(back). See the stalls in the timeline.",
     )
 
 

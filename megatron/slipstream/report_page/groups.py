@@ -73,7 +73,7 @@ def _columns(unit: str) -> list[Column]:
         Column("Needed", True, f"when backward needs it, in {at}"),
         Column("Out late", True, "how long compute waits for its copy out, predicted (ms)"),
         Column("Back late", True, "how long compute waits for its copy back, predicted (ms)"),
-        Column("Waited", True, "how long compute waited at its marks, measured (ms)"),
+        Column("Stalled", True, "how long compute waited at its marks, measured (ms)"),
         Column("Late starts", True, "copies back that began only when backward asked for them"),
         Column("What happens", False, "and why, if it stays"),
     ]

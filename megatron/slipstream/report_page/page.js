@@ -113,7 +113,7 @@ class Charts {
     const { start, length, text } = this.waits[this.wait];
     const middle = (start + length / 2) / total;
     const half = clamp(Math.max(length / total * 6, 1 / 120), MIN_VIEW, 0.5);
-    this.view(middle - half, middle + half, `${text} waits ${length.toFixed(3)} ${unit}`);
+    this.view(middle - half, middle + half, `${text} stalls compute for ${length.toFixed(3)} ${unit}`);
   }
 
   showGroup(group) {
@@ -231,7 +231,7 @@ class Charts {
     const name = this.action(bars, place);
     const lines = lane.areWindows && !isWait
       ? [name, `may run from ${show(start)} to ${show(start + length)} ${unit}`]
-      : [isWait ? `compute waits at ${name}` : name, `${show(length)} ${unit}, from ${show(start)} ${unit}`];
+      : [isWait ? `stall at ${name}` : name, `${show(length)} ${unit}, from ${show(start)} ${unit}`];
     if (nbytes) {
       const size = nbytes >= 2 ** 20 ? `${(nbytes / 2 ** 20).toFixed(1)} MiB` : `${(nbytes / 1024).toFixed(1)} KiB`;
       const rate = !lane.areWindows && length > 0 ? `, ${(nbytes / length / 1e6).toFixed(1)} GB/s` : "";

@@ -80,7 +80,7 @@ def _time_card(ranks: Sequence[RankReport]) -> Card:
         slowest = max(timed, key=lambda rank: rank.measured_ms)
         waited = slowest.total.stall_ms
         share = f"{waited / slowest.measured_ms:.1%}"
-        lines = [f"{waited:.1f} ms waiting for copies ({share})" if waited else "never waits"]
+        lines = [f"{waited:.1f} ms of stalls ({share})" if waited else "no stalls"]
         if slowest.planned_ms:
             lines.append(f"{format_ms(slowest.planned_ms)} planned")
         if slowest.tried_percent is not None:
@@ -95,7 +95,7 @@ def _time_card(ranks: Sequence[RankReport]) -> Card:
         return Card(title, format_ms(typical_ms), ["by the host's clock, copies not timed"])
     slowest = max(ranks, key=lambda rank: rank.planned_ms, default=RankReport())
     if slowest.planned_ms:
-        lines = [f"{slowest.total.stall_ms:.1f} ms waiting for copies"] * bool(
+        lines = [f"{slowest.total.stall_ms:.1f} ms of stalls"] * bool(
             slowest.total.stall_ms
         )
         return Card(title, format_ms(slowest.planned_ms), [*lines, "planned, not measured"])
@@ -162,7 +162,7 @@ _COLUMNS = (
     _RankColumn("Saved", _share_saved, lambda share: f"{share:.0%}", True),
     _RankColumn("Moved", lambda r: r.d2h_bytes, format_bytes, True),
     _RankColumn("Step time", lambda r: r.measured_ms, format_ms, False),
-    _RankColumn("Waits", lambda r: r.total.stall_ms, lambda ms: f"{ms:.2f} ms", False),
+    _RankColumn("Stalls", lambda r: r.total.stall_ms, lambda ms: f"{ms:.2f} ms", False),
     _RankColumn("Host time", _typical_ms, format_ms, False),
     _RankColumn("Late starts", lambda r: r.total.num_late, lambda num: f"{num:.0f}", False),
     _RankColumn("Host memory", lambda r: r.host_allocated_bytes, format_bytes, True),

@@ -281,7 +281,7 @@ def test_both_charts_zoom_and_move_together(open_page: Callable[..., Opened]) ->
     page.mouse.up()
     settle(page)
     assert views(page)[0][0] == pytest.approx(start + width / 8, abs=0.01)
-    page.get_by_role("button", name="All").click()
+    page.get_by_role("button", name="All", exact=True).click()
     settle(page)
     assert views(page) == [(0, 1)] * 2
 
@@ -351,7 +351,7 @@ def test_the_pointer_shows_the_action_and_its_figures(open_page: Callable[..., O
     wait = iteration.lanes[0].waits[0]
     middle = (wait.start + wait.end) / 2 / iteration.total
     page.mouse.move(box["x"] + middle * box["width"], box["y"] + 15)
-    assert tip.inner_text().splitlines()[0] == f"compute waits at {wait.cause}"
+    assert tip.inner_text().splitlines()[0] == f"stall at {wait.cause}"
     page.mouse.move(box["x"], box["y"] - 300)
     assert not tip.is_visible()
 
@@ -388,21 +388,21 @@ def test_waits_are_gone_to_one_by_one(open_page: Callable[..., Opened]) -> None:
         start, width = views(page)[0]
         assert start * iteration.total <= place <= (start + width) * iteration.total
         assert width < 1
-        assert "waits" in page.locator(".range").inner_text()
+        assert "stalls compute for" in page.locator(".range").inner_text()
     page.keyboard.press("p")
     settle(page)
     start, width = views(page)[0]
     assert start * iteration.total <= waits[-1] <= (start + width) * iteration.total
     before = views(page)
-    page.get_by_role("button", name="Next wait").click()
-    page.get_by_role("button", name="Previous wait").click()
+    page.get_by_role("button", name="Next stall").click()
+    page.get_by_role("button", name="Previous stall").click()
     settle(page)
     assert views(page) == before
 
 
 def test_without_waits_there_are_none_to_go_to(open_page: Callable[..., Opened]) -> None:
     page = open_page(make_run(make_trace(is_timed=False)))
-    assert page.get_by_role("button", name="Next wait").is_disabled()
+    assert page.get_by_role("button", name="Next stall").is_disabled()
     assert page.get_by_role("button", name="Zoom out").is_disabled()
 
 

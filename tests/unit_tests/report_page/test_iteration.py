@@ -198,18 +198,18 @@ def test_lateness_is_told_apart_by_direction_and_by_source() -> None:
         found = {key: float(row[title]) for key, row in rows.items() if row.get(title)}
         assert found == pytest.approx(expected, abs=1e-3)
     assert any(row.get("Back late") or row.get("Out late") for row in rows.values())
-    assert rows[str(trace.steps[use].key)]["Waited"] == "7.500"
+    assert rows[str(trace.steps[use].key)]["Stalled"] == "7.500"
     assert rows[late]["Late starts"] == "3"
     assert [row["Late starts"] for row in rows.values()].count("") == len(rows) - 1
     groups = group_table(shown, rank)
     marked = {str(g.key) for g, w in zip(run.plan.groups, groups.waits, strict=True) if w}
-    columns = ("Out late", "Back late", "Waited", "Late starts")
+    columns = ("Out late", "Back late", "Stalled", "Late starts")
     assert marked == {key for key, row in rows.items() if any(row.get(c) for c in columns)}
 
 
 def test_columns_that_no_group_fills_are_left_out() -> None:
     titles = table(*_untimed())[0].keys()
-    assert not titles & {"Out late", "Back late", "Waited", "Late starts", "Chunk"}
+    assert not titles & {"Out late", "Back late", "Stalled", "Late starts", "Chunk"}
 
 
 def _untimed() -> tuple[RankReport, Iteration]:

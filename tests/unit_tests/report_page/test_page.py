@@ -374,7 +374,7 @@ def test_any_plan_has_a_page_of_what_is_predicted(trace: Trace) -> None:
     assert page.text.startswith("Slipstream plan Slipstream plan one iteration, predicted")
     assert ("planned, not measured" in page.text) == (simulation.total_ms > 0)
     assert f"{sum(group.moves for group in plan.groups)} of {len(plan.groups)} groups" in page.text
-    assert (f"{simulation.stall_ms:.1f} ms waiting" in page.text) == (simulation.stall_ms > 0)
+    assert (f"{simulation.stall_ms:.1f} ms of stalls" in page.text) == (simulation.stall_ms > 0)
     assert len(page.data) == bool(trace.steps)
     for words in ("No problem", "Next step", "Configuration", "last iteration", "to train"):
         assert words not in page.text, "nothing has run"

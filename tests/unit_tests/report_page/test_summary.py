@@ -71,11 +71,11 @@ def test_the_time_card_has_the_slowest_rank_and_its_waits() -> None:
     found = card("Step time", *ranks)
     assert found.figure == "150.0 ms"
     assert found.lines == [
-        "3.0 ms waiting for copies (2.0%)",
+        "3.0 ms of stalls (2.0%)",
         "120.0 ms planned",
         "slowest of 2 ranks",
     ]
-    assert card("Step time", ranks[0]).lines[0] == "never waits"
+    assert card("Step time", ranks[0]).lines[0] == "no stalls"
     tried = rank(0, measured_ms=100.0, tried_percent=0.5)
     assert card("Step time", tried).lines[-1] == "+0.50% against steps without offloading, as tried"
 
