@@ -95,9 +95,7 @@ def _time_card(ranks: Sequence[RankReport]) -> Card:
         return Card(title, format_ms(typical_ms), ["by the host's clock, copies not timed"])
     slowest = max(ranks, key=lambda rank: rank.planned_ms, default=RankReport())
     if slowest.planned_ms:
-        lines = [f"{slowest.total.stall_ms:.1f} ms of stalls"] * bool(
-            slowest.total.stall_ms
-        )
+        lines = [f"{slowest.total.stall_ms:.1f} ms of stalls"] * bool(slowest.total.stall_ms)
         return Card(title, format_ms(slowest.planned_ms), [*lines, "planned, not measured"])
     return Card(title, NOT_KNOWN, ["not timed"])
 
