@@ -41,7 +41,7 @@ def _of_trl(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 
 OTHERS = {"torchtune": _of_torchtune, "trl": _of_trl}
-"""What makes the context of a package, which is entered in every iteration."""
+"""Makes the context of a package, which is entered in every iteration."""
 
 
 class Layer(torch.nn.Module):

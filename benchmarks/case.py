@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a case of the benchmarks is, and which ways to run it are compared. Needs no torch."""
+"""Cases, and the ways to run them that are compared. Needs no torch."""
 
 from __future__ import annotations
 
@@ -52,8 +52,11 @@ COMPARISONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "attached": ("plain", "attach", "torchtune", "trl", "save_on_cpu"),
     }
 )
-"""What is compared: the module of this folder that builds the ways to run a case, and the ways. All
+"""By module of this folder, which builds them: the ways to run a case that are compared. All
 are compared with the first; ``A+B`` with ``A`` where that is measured too."""
+
+FIRST = frozenset(labels[0] for labels in COMPARISONS.values())
+"""The ways that others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Case:
 
 
 FIGURES = ("memory", "host", "copies")
-"""What is found out beside step times: device memory, host time in the engine, copies and calls of
+"""Measured beside step times: device memory, host time in the engine, copies and calls of
 the driver as the profiler sees them."""
 
 

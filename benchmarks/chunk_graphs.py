@@ -90,7 +90,7 @@ class ChunkWay(Way):
         return run_schedule(self._model, self._chunks, self._data[iteration % NUM_DATA])
 
     def capture(self) -> None:
-        """What ``megatron.training`` does for 'layer' after the eager iterations."""
+        """Capture layers, as ``megatron.training`` does after the eager iterations."""
         if self.label == "layer":
             self._layer_graphs = capture_layers(
                 self._model, self._config, self._chunks, self._num_micro_batches

@@ -100,7 +100,7 @@ def profile(run: Callable[[int], Any], iteration: int) -> Optional[Profile]:
 
 
 def profile_of(events: Iterable[Mapping[str, Any]]) -> Profile:
-    """What the events of a profiler's trace tell (Chrome's format, durations in us)."""
+    """Copies and calls of a profiler's trace: events in Chrome's format, durations in us."""
     events = list(events)
     copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
     num_calls: Counter[str] = Counter()
@@ -129,7 +129,7 @@ def _direction(events: Iterable[Mapping[str, Any]], name: str) -> Direction:
 
 
 def measure_bandwidth() -> Optional[Bandwidth]:
-    """What copies of pinned memory reach; None without a GPU. Ranks measure at the same time."""
+    """Rates of pinned copies; None without a GPU. Ranks measure at the same time."""
     if not use_gpu():
         return None
     wait_for_all()

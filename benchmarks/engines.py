@@ -30,7 +30,7 @@ NUM_DATA = 4
 
 
 class BaseModel:
-    """The model without offloading, and the data for everybody; lives as long as its case.
+    """The model without offloading, and the data of all engines; lives as long as its case.
 
     [Note: One wrapper for data parallelism]
     Gradients belong to parameters, which all engines have in common, so they are reduced by one
@@ -94,7 +94,7 @@ class Engine(Way):
             return self._base.run(self._chunks, iteration)
 
     def fields(self) -> dict[str, Any]:
-        """What megatron-core's own engine says it moves."""
+        """Bytes that megatron-core's own engine says it moves."""
         if self.manager is None or self.is_ours:
             return {}
         return {"claimed_bytes": self.manager.offload_summary_total_bytes}

@@ -157,7 +157,7 @@ class BankWay(Way):
         gc.collect()
 
     def _inputs(self, micro_batch: MicroBatch, step: int) -> tuple[dict[str, Any], torch.Tensor]:
-        """What the model is called with, and which labels count."""
+        """The arguments of the model, and which labels count."""
         share = share_of(micro_batch, self._groups.rank)
         texts = [self._documents.text(piece, step) for piece in share.pack]
         limits = self._documents.limits[self._is_fixed]

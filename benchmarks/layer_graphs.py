@@ -100,7 +100,7 @@ class LayerWay(Way):
         self._held = HeldMemory.now().fields_since(self._before)
 
     def fields(self) -> dict[str, Any]:
-        """What is held, and what moves, by the engine's own count."""
+        """Memory that is held, and bytes that move, by the engine's own count."""
         row: dict[str, Any] = dict(self._held)
         if self._is_graphed:
             row["captured"] = self._case.captured

@@ -148,12 +148,12 @@ class MemoryFigures:
 
     @property
     def act_bytes(self) -> int:
-        """What an iteration needs beside what stays."""
+        """Needed by an iteration beside what stays."""
         return self.peak_bytes - self.resident_bytes
 
 
 def backend_of(manager: Any) -> Backend:
-    """What tells the device memory of an engine's iterations.
+    """The backend that tells the device memory of an engine's iterations.
 
     Args:
         manager: Ours, which resets the peak statistics in some iterations; None for others.

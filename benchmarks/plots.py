@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case import COMPARISONS, short_name
+from benchmarks.case import FIRST, short_name
 from benchmarks.rows import Row
 
 MIB = 1 << 20
-FIRST = frozenset(labels[0] for labels in COMPARISONS.values())
 COLORS = {"megatron": "#9a6fb0", "slipstream": "#1b7f5c"}
 TUNINGS = ("#66b391", "#0d4d38", "#a6d8c2")
 """For Slipstream's tunings, in order of appearance."""
@@ -30,7 +29,7 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
     """
     figure, panels = _panels(rows, height=lambda mine: 1.1 + 0.2 * len(mine))
     colors = _colors(rows)
-    for axes, (case, mine) in panels:
+    for axes, (_, mine) in panels:
         variants = list(dict.fromkeys(row["variant"] for row in mine))
         height = 0.8 / max(1, len({row["engine"] for row in mine}))
         engines = [engine for engine in colors if any(row["engine"] == engine for row in mine)]
@@ -63,8 +62,6 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
         axes.invert_yaxis()
         axes.axvline(0, color="gray", linewidth=0.8)
         axes.margins(x=0.15)
-        axes.set_title(case, loc="left", fontsize=9)
-        axes.tick_params(labelsize=7)
         axes.set_xlabel(
             "step time over the first way, % (black: physical bound; gray: standard error)",
             fontsize=8,
@@ -81,7 +78,7 @@ def plot_tradeoff(rows: Sequence[Row], path: Path) -> None:
     """
     figure, panels = _panels(rows, height=lambda mine: 3.2)
     colors = _colors(rows)
-    for axes, (case, mine) in panels:
+    for axes, (_, mine) in panels:
         points = [row for row in mine if row.get("saved_bytes") is not None]
         for variant in dict.fromkeys(row["variant"] for row in points):
             group = [row for row in points if row["variant"] == variant]
@@ -102,8 +99,6 @@ def plot_tradeoff(rows: Sequence[Row], path: Path) -> None:
             )
         axes.axhline(0, color="gray", linewidth=0.8)
         axes.margins(0.15)
-        axes.set_title(case, loc="left", fontsize=9)
-        axes.tick_params(labelsize=7)
         axes.set_xlabel("peak device memory saved, MiB", fontsize=8)
         axes.set_ylabel("step time over the first way,\n% ± standard error", fontsize=8)
     _finish(figure, colors, path)
@@ -126,6 +121,9 @@ def _panels(rows: Sequence[Row], height: Any) -> tuple[Any, Any]:
         squeeze=False,
         layout="constrained",
     )
+    for panel, case in zip(axes[:, 0], cases, strict=True):
+        panel.set_title(case, loc="left", fontsize=9)
+        panel.tick_params(labelsize=7)
     return figure, list(zip(axes[:, 0], cases.items(), strict=True))
 
 

@@ -25,7 +25,7 @@ from tools.shared_gpus import VARIABLE, num_places, share_a_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 5
-"""What the other ranks of a failed one get to fail by themselves."""
+"""Time for the other ranks of a failed one to fail by themselves."""
 
 DESCRIPTION = """\
 Compare ways to run the iterations of a model, which take turns, iteration by iteration, in one
@@ -138,28 +138,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """What makes a run shorter."""
-    add, usual = parser.add_argument, Limits()
-    for name, default, text in (
-        ("--min-iterations", usual.min_iterations, "timed iterations of each engine, at least"),
-        ("--max-iterations", usual.max_iterations, "the same, at most"),
-        ("--warmups", usual.num_warmups, "iterations of each engine before those"),
-        ("--max-planning", usual.max_planning, "iterations in which Slipstream plans, at most"),
-        ("--memory-iterations", usual.num_memory_iterations, "of each engine alone, for its peak"),
+    """Options that make a run shorter."""
+    add, usual = parser.add_argument, dataclasses.asdict(Limits())
+    for name, field, text in (
+        ("--min-iterations", "min_iterations", "timed iterations of each way, at least"),
+        ("--max-iterations", "max_iterations", "the same, at most"),
+        ("--warmups", "num_warmups", "iterations of each way before those"),
+        ("--max-planning", "max_planning", "iterations in which Slipstream plans, at most"),
+        ("--memory-iterations", "num_memory_iterations", "of each way alone, for its peak"),
+        ("--planning-seconds", "planning_seconds", "time for planning, of each Slipstream engine"),
+        ("--seconds-per-variant", "seconds", "time for the iterations of a set of modules in turn"),
     ):
-        help_ = f"{text} (default: %(default)s)"
-        add(name, type=int, default=default, metavar="N", help=help_)
-    for name, default_s, text in (
-        ("--planning-seconds", usual.planning_seconds, "for planning, of each Slipstream engine"),
-        ("--seconds-per-variant", usual.seconds, "for the iterations of a set of modules in turn"),
-    ):
-        help_ = f"time {text} (default: %(default)s)"
-        add(name, type=float, default=default_s, metavar="S", help=help_)
+        default = usual[field]
+        help_, kind = f"{text} (default: %(default)s)", type(default)
+        metavar = "S" if kind is float else "N"
+        add(name, type=kind, default=default, dest=field, metavar=metavar, help=help_)
     add(
         "--figures",
         default=",".join(FIGURES),
         metavar="A,B",
-        help="what to find out beside step times (default: %(default)s)",
+        help="what to measure beside step times (default: %(default)s)",
     )
     add(
         "--micro-batches",
@@ -175,24 +173,16 @@ def _limits(options: argparse.Namespace) -> Limits:
             f"--min-iterations {options.min_iterations} --max-iterations {options.max_iterations} "
             "leave nothing to take a median of; set at least 2, and the most no less than the least"
         )
-    for name in ("warmups", "max_planning", "memory_iterations"):
+    for name in ("num_warmups", "max_planning", "num_memory_iterations"):
         if getattr(options, name) < 1:
-            option = f"--{name.replace('_', '-')}"
+            option = f"--{name.removeprefix('num_').replace('_', '-')}"
             raise ValueError(f"{option} {getattr(options, name)} is too few; set at least 1")
     figures = tuple(filter(None, options.figures.split(",")))
     for figure in figures:
         if figure not in FIGURES:
             raise ValueError(f"--figures {figure} is not one; Figures: {', '.join(FIGURES)}")
-    return Limits(
-        min_iterations=options.min_iterations,
-        max_iterations=options.max_iterations,
-        seconds=options.seconds_per_variant,
-        num_warmups=options.warmups,
-        max_planning=options.max_planning,
-        planning_seconds=options.planning_seconds,
-        num_memory_iterations=options.memory_iterations,
-        figures=figures,
-    )
+    fields = {field.name: getattr(options, field.name) for field in dataclasses.fields(Limits)}
+    return Limits(**{**fields, "figures": figures})
 
 
 def _with_micro_batches(case: Case, number: Optional[int]) -> Case:
@@ -220,7 +210,7 @@ def _engines(options: argparse.Namespace, case: Case) -> tuple[str, ...]:
 
 
 def _engine_options(texts: Sequence[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` with a Python literal as value; what is none is a string."""
+    """``NAME=VALUE`` with a Python literal as value, or else a string."""
     options = {}
     for text in texts:
         name, equals, value = text.partition("=")

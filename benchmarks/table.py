@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from benchmarks.case import COMPARISONS, short_name
+from benchmarks.case import FIRST, short_name
 from benchmarks.cases import CASES
 from benchmarks.rows import Row, read_rows
 
 NONE = "-"
 MIB = 1 << 20
-
-FIRST = frozenset(labels[0] for labels in COMPARISONS.values())
-"""The ways that others are compared with."""
 
 
 class Column(NamedTuple):
@@ -27,7 +24,7 @@ class Column(NamedTuple):
     title: str
     cell: Callable[[Row], Optional[str]]
     about: str = ""
-    """What it says, beyond its title."""
+    """Its meaning, beyond its title."""
 
 
 def _number(name: str, digits: int = 0) -> Callable[[Row], Optional[str]]:

@@ -61,13 +61,13 @@ class WayFailed(Exception):
 
 @dataclass
 class _Figures:
-    """What was found out about one way beside its steps."""
+    """Measured of one way beside its steps."""
 
     memory: Optional[MemoryFigures] = None
     host: Optional[HostTimes] = None
     profile: Optional[Profile] = None
     notes: list[str] = field(default_factory=list)
-    """What could not be found out, and why."""
+    """Measurements that failed, and why."""
 
 
 class VariantRun:
@@ -355,7 +355,7 @@ class VariantRun:
         }
 
     def _attempt(self, label: str, action: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``action`` returns; None, and the way is out, if it raises."""
+        """Return what ``action`` does; None, and the way is out, if it raises."""
         try:
             return action(*arguments)
         except WayFailed:
@@ -365,7 +365,7 @@ class VariantRun:
             return None
 
     def _try(self, label: str, what: str, action: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``action`` returns; None and a note if it raises, since other figures stand.
+        """Return what ``action`` does; None and a note if it raises, since other figures stand.
 
         Where ranks wait for each other or the device is lost, it is the way's end all the same.
         """
