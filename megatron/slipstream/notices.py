@@ -1,16 +1,18 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Messages of torch and megatron-core that a user can do nothing about.
+"""Messages and warnings of torch and megatron-core that a user can do nothing about.
 
-``./run`` silences these, and the Python warnings in its own list, so that what concerns the user is
-seen. It says so by ``SLIPSTREAM_SHOW_WARNINGS=0``, which a user may set to 1. Without ``./run`` the
-variable is not set and nothing is silenced.
+``./run`` silences these, so that what concerns the user is seen. It says so by
+``SLIPSTREAM_SHOW_WARNINGS=0``, which a user may set to 1. Without ``./run`` the variable is not set
+and nothing is silenced.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+import warnings
 from collections.abc import Mapping
 
 VARIABLE = "SLIPSTREAM_SHOW_WARNINGS"
@@ -21,6 +23,15 @@ NOTICES: Mapping[str, str] = {
     "megatron.core.rerun_state_machine": "RerunStateMachine initialized in mode",
 }
 """How each message begins, by the logger that it comes from."""
+
+WARNINGS = (
+    "Apex is not installed",
+    "Transformer Engine and Apex are not installed",
+    "Only transformer-engine>=1.7.0 supports MoE experts",
+    "absl.logging is not installed",
+    "MimoModelConfig is experimental",
+)
+"""How each warning begins: optional packages that are not installed, and notices to developers."""
 
 
 class _Silences:
@@ -34,7 +45,11 @@ class _Silences:
 
 
 def silence_if_asked() -> None:
-    """Silence :data:`NOTICES` where ``./run`` asks for it. They may come as early as torch does."""
-    if os.environ.get(VARIABLE) == "0":
-        for name, beginning in NOTICES.items():
-            logging.getLogger(name).addFilter(_Silences(beginning))
+    """Silence all of these where ``./run`` asks for it. They may come as early as torch does."""
+    if os.environ.get(VARIABLE) != "0":
+        return
+    for name, beginning in NOTICES.items():
+        logging.getLogger(name).addFilter(_Silences(beginning))
+    for beginning in WARNINGS:
+        # Last: a filter that the user has set wins.
+        warnings.filterwarnings("ignore", re.escape(beginning), UserWarning, append=True)

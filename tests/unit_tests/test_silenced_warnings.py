@@ -7,23 +7,15 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron.slipstream.notices import NOTICES, VARIABLE, silence_if_asked
+from megatron.slipstream.notices import NOTICES, VARIABLE, WARNINGS, silence_if_asked
 
 ROOT = Path(__file__).resolve().parents[2]
-
-WARNINGS = re.findall(
-    r'^  "(.*)"$',
-    (ROOT / "run").read_text().partition("\npointless_warnings=(\n")[2].partition("\n)\n")[0],
-    re.MULTILINE,
-)
-"""The list in ``run``."""
 
 SAYS = """
 import logging, sys, warnings
