@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ import torch
 from megatron_models import use_gpu
 
 from benchmarks.measure import wait_for_all
+from megatron.slipstream.fine_grained_activation_offload.backend import Bytes
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.plan.trace import Bandwidth
 
 BULK_BYTES = 1 << 20
@@ -33,8 +37,14 @@ class Direction:
     bulk_bytes: int
     bulk_ms: float
     """The sum of their durations."""
+    num_bulk: int
     num_small: int
     small_bytes: int
+
+    @property
+    def num_copies(self) -> int:
+        """Of any size."""
+        return self.num_bulk + self.num_small
 
     @property
     def gb_per_s(self) -> Optional[float]:
@@ -42,8 +52,8 @@ class Direction:
         return self.bulk_bytes / self.bulk_ms / 1e6 if self.bulk_ms else None
 
 
-ENGINE_CALLS = ("cudaMemcpy", "cudaEventRecord", "cudaStreamWaitEvent", "cudaMalloc", "cudaFree")
-"""How the names of calls begin of which an offloading engine is made."""
+RECORD, WAIT = "cudaEventRecord", "cudaStreamWaitEvent"
+NUM_TIMED_CALLS = 200
 
 
 @dataclass(frozen=True)
@@ -57,9 +67,17 @@ class Profile:
     """Host time inside of each kind of call, in all."""
 
     @property
-    def engine_call_us(self) -> float:
-        """Host time inside the calls of which engines are made."""
-        return sum(us for name, us in self.call_us.items() if name.startswith(ENGINE_CALLS))
+    def engine_calls(self) -> dict[str, int]:
+        """How many calls there are of each kind that offloading engines are made of.
+
+        Copies are counted on the device: the profiler does not see the driver's own call.
+        """
+        num_copies = self.d2h.num_copies + self.h2d.num_copies
+        calls = dict.fromkeys((RECORD, WAIT), 0)
+        for name, number in self.num_calls.items():
+            for kind in calls:
+                calls[kind] += number if name.startswith(kind) else 0
+        return {"copy": num_copies, **calls}
 
     def fields(self) -> dict[str, Any]:
         """Of a summary row."""
@@ -123,9 +141,37 @@ def _direction(events: Iterable[Mapping[str, Any]], name: str) -> Direction:
     return Direction(
         sum(nbytes for nbytes, _ in bulk),
         sum(us for _, us in bulk) / 1e3,
+        len(bulk),
         len(small),
         sum(nbytes for nbytes, _ in small),
     )
+
+
+@functools.cache
+def call_costs_us() -> dict[str, float]:
+    """Host time of one call of each kind, with nothing else to do."""
+    backend = make_backend("auto")
+    stream = backend.new_stream()
+    device = torch.device("cuda" if use_gpu() else "cpu")
+    host = backend.allocate_host(BULK_BYTES)
+    copy = (Bytes.of(host), Bytes(backend.allocate_device(BULK_BYTES, device), 0, BULK_BYTES))
+    event = backend.record(stream)
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: backend.run_copies([copy], stream),
+        RECORD: lambda: backend.record(stream),
+        WAIT: lambda: backend.wait(stream, event),
+    }
+    costs = {}
+    for kind, call in calls.items():
+        call()  # the first one may take longer
+        backend.wait_on_host(stream)
+        begin_s = time.perf_counter()
+        for _ in range(NUM_TIMED_CALLS):
+            call()
+        costs[kind] = 1e6 * (time.perf_counter() - begin_s) / NUM_TIMED_CALLS
+        backend.wait_on_host(stream)
+    backend.free_host(host)
+    return costs
 
 
 def measure_bandwidth() -> Optional[Bandwidth]:

@@ -129,9 +129,9 @@ COLUMNS = (
     Column("stall ms", _number("stall_ms", 2), "for which compute waits for copies"),
     Column("host us/group", _number("host_us_per_group", 0), "host time in the engine"),
     Column(
-        "driver us/group",
-        _number("driver_us_per_group", 1),
-        "of that, inside the calls of the driver that an engine is made of",
+        "floor us/group",
+        _number("floor_us_per_group", 1),
+        "copies, events and waits that the engine adds, each timed by itself",
     ),
     Column("layers us", _number("forward_us", 0), "host time of a forward pass of all layers"),
     Column("mallocs", _number("num_device_allocs"), "calls of cudaMalloc in three iterations"),

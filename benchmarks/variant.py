@@ -19,7 +19,7 @@ import torch
 from garbage import without_garbage_collection
 
 from benchmarks.case import Case, Limits, Variant, base_label
-from benchmarks.copies import Profile, profile
+from benchmarks.copies import Profile, call_costs_us, profile
 from benchmarks.figures import Spread, loss_difference, overhead_percent, spread_of
 from benchmarks.marks import HostTimes, measure_host_times
 from benchmarks.measure import (
@@ -267,7 +267,7 @@ class VariantRun:
             row["num_calls"] = dict(figures.host.calls)
         if figures.profile is not None:
             row |= figures.profile.fields()
-            row["driver_us_per_group"] = self._driver_us_per_group(label)
+            row["floor_us_per_group"] = self._floor_us_per_group(label)
         if way.is_ours:
             row |= report_fields(way.manager)
         if way.is_ours and way.has_marks and way.manager.plan is not None:
@@ -305,16 +305,17 @@ class VariantRun:
             "loss_difference": difference,
         }
 
-    def _driver_us_per_group(self, label: str) -> Optional[float]:
-        """Host time in the calls of the driver that an engine adds, for each group.
+    def _floor_us_per_group(self, label: str) -> Optional[float]:
+        """Host time of the driver calls that an engine adds to the first way, for each group.
 
-        Their own durations, as the profiler saw them: what is left of the engine's host time if
-        everything else took none.
+        The same calls are timed by themselves: the engine's host time if nothing else took any.
         """
         figures, base = self._figures[label], self._figures[self._first]
         if figures.host is None or figures.profile is None or base.profile is None:
             return None
-        added_us = figures.profile.engine_call_us - base.profile.engine_call_us
+        costs_us, without = call_costs_us(), base.profile.engine_calls
+        calls = figures.profile.engine_calls.items()
+        added_us = sum(costs_us[kind] * (number - without[kind]) for kind, number in calls)
         num_groups = figures.host.num_groups
         return added_us / num_groups if num_groups else None
 
