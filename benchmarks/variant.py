@@ -410,7 +410,7 @@ def _is_fatal(error: BaseException) -> bool:
 
 
 def report_fields(manager: Any) -> dict[str, Any]:
-    """What our engine says of its last iteration."""
+    """Slipstream's report of its last iteration."""
     manager.finish_report()
     total = manager.report.total
     return {

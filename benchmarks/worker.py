@@ -38,7 +38,7 @@ ENVIRONMENT = (
 
 
 class Job(NamedTuple):
-    """What a worker is to do."""
+    """Task of a worker."""
 
     case: Case
     variants: tuple[Variant, ...]
@@ -104,7 +104,7 @@ def work(job: Job) -> int:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What the figures depend on: hardware, driver, versions, settings."""
+    """Environment of the measurements: hardware, driver, versions, settings."""
     import torch
 
     versions = {}

@@ -202,7 +202,7 @@ class Results:
 
 
 class _Seen(NamedTuple):
-    """What a test did as it is."""
+    """Result of a test of the unchanged code."""
 
     seconds: float
     passed: bool

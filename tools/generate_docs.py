@@ -204,7 +204,7 @@ NOTES = {
         "",
     ]
 }
-"""What a group starts with."""
+"""Text at the start of a group."""
 
 
 def own_options(group: OptionGroup) -> list[str]:
@@ -349,7 +349,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "options.md": options_page,
     "patches.md": patches_page,
 }
-"""What writes each page of docs/user-guide."""
+"""Writers of the pages of docs/user-guide."""
 
 
 def main() -> int:

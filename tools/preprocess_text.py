@@ -41,7 +41,7 @@ writes:
 
 
 class Summary(NamedTuple):
-    """What was written."""
+    """Size of the written dataset."""
 
     num_documents: int
     num_tokens: int

@@ -48,7 +48,7 @@ _CLAIMED = re.compile(r"expected[ ~]*=? ?([\d.]+) ?MiB")
 
 
 class Figures(NamedTuple):
-    """What one test found, in MiB; None for what it did not come to."""
+    """Results of one test, in MiB; None for those it did not reach."""
 
     saved_mib: Optional[float]
     claimed_mib: Optional[float]

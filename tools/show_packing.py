@@ -92,7 +92,7 @@ def lengths_of(prefix: str) -> np.ndarray[Any, Any]:
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        # Its arrays are the file itself, which it closes when nobody holds it any more.
+        # Its arrays are the file itself, which it closes with its last reference.
         corpus = IndexedDataset(prefix)
         return np.array(corpus.sequence_lengths)
 

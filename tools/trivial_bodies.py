@@ -104,7 +104,7 @@ def _why_not(node: Function) -> str:
 
 
 def _bodies(node: Function) -> list[str]:
-    """What replaces a body: of a function that returns a bool, in turn."""
+    """Replacements of a body: of a function that returns a bool, in turn."""
     inside = [item for statement in node.body for item in ast.walk(statement)]
     if any(isinstance(item, (ast.Yield, ast.YieldFrom)) for item in inside):
         is_context = "contextmanager" in {_last_name(item) for item in node.decorator_list}

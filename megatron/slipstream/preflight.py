@@ -31,7 +31,7 @@ _TE_SWITCH_HOME = "transformer_engine.pytorch.cpu_offload"
 
 @dataclass(frozen=True)
 class Facts:
-    """What :func:`collect` found. Versions are None for packages that are not installed."""
+    """Result of :func:`collect`. Versions are None for packages that are not installed."""
 
     python: str
     torch: Optional[str]
@@ -293,7 +293,7 @@ def installed_version(distribution: str) -> Optional[str]:
 
 
 HOST_MEMORY_SHARE = 0.8
-"""What may be pinned of the available memory by default: data loaders and checkpoints need some."""
+"""Share of available memory to pin by default: data loaders and checkpoints need the rest."""
 
 
 def default_host_memory_limit_bytes(root: Path = Path("/")) -> Optional[int]:
@@ -312,7 +312,7 @@ def default_host_memory_limit_bytes(root: Path = Path("/")) -> Optional[int]:
 
 
 def host_memory_share_bytes(available_bytes: int, num_processes: int) -> int:
-    """What each of a node's processes may pin by default, in bytes."""
+    """Bytes that each of a node's processes may pin by default."""
     return int(available_bytes * HOST_MEMORY_SHARE) // max(1, num_processes)
 
 

@@ -130,7 +130,7 @@ class Job(NamedTuple):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is compared with golden values."""
+        """Names of the values that are compared with golden ones."""
         return self.config.METRICS + (BYTES_METRICS if self.platform == "cpu" else ())
 
 
@@ -197,10 +197,10 @@ def arguments_of(job: Job, offloads: bool = True) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Result:
-    """What a training left."""
+    """Results of a training."""
 
     records: list[dict[str, Any]]
-    """What ``--run-record-path`` wrote, by rank."""
+    """Contents of ``--run-record-path``, by rank."""
     num_zeros: Values
     """Gradients that are exactly zero."""
     num_iterations: int

@@ -30,7 +30,7 @@ class Check(NamedTuple):
     """The failure of training that it finds beforehand; on the doctor's page."""
     look: Callable[[Facts], Seen]
     rules: tuple[Rule, ...]
-    """What it may find, beside :data:`NOT_LOOKED_AT`."""
+    """Its possible findings, beside :data:`NOT_LOOKED_AT`."""
 
 
 class Topic(NamedTuple):

@@ -25,7 +25,7 @@ SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
 
 
 class Row(NamedTuple):
-    """What one check saw."""
+    """Result of one check."""
 
     topic: str
     label: str
@@ -48,7 +48,7 @@ def examine(facts: Facts) -> list[Row]:
 
 
 def findings_of(rows: list[Row]) -> Iterator[Finding]:
-    """What all rows found."""
+    """Findings of all rows."""
     for row in rows:
         yield from row.findings
 

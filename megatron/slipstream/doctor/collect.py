@@ -49,7 +49,7 @@ _QUERIES = (
     *("pcie.link.gen.current", "pcie.link.gen.max"),
     *("pcie.link.width.current", "pcie.link.width.max"),
 )
-"""What nvidia-smi is asked for; the last four are the fields of :class:`Link`."""
+"""Fields of the query of nvidia-smi; the last four are those of :class:`Link`."""
 
 Progress = Callable[[str], None]
 """Called with what is looked at next."""
@@ -57,7 +57,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for."""
+    """Options of the user."""
 
     ranks_per_host: Optional[int] = None
     measures: bool = True

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the doctor knows of the machine. Checks look at nothing else, so tests make it by hand."""
+"""Facts of the machine. Checks read nothing else, so tests make them by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.slipstream.rules import Finding
 
 
 class Torch(NamedTuple):
-    """What torch says of itself."""
+    """Facts of torch."""
 
     cuda: Optional[str]
     """The CUDA runtime that it was built for; None for a build without."""
@@ -53,7 +53,7 @@ class Ranks(NamedTuple):
 
     number: int
     source: str
-    """What says so."""
+    """Source of the value."""
 
 
 class Host(NamedTuple):
@@ -70,7 +70,7 @@ class Host(NamedTuple):
 
 
 class Command(NamedTuple):
-    """What the flags of a training command ask for, and what is wrong with them."""
+    """Requirements of a training command's flags, and findings about them."""
 
     findings: tuple[Finding, ...]
     num_processes: int
@@ -88,7 +88,7 @@ class PatchTarget(NamedTuple):
 
     name: str
     features: tuple[str, ...]
-    """What it is replaced for."""
+    """Features that need the patch."""
     problem: Optional[str] = None
     """Why it cannot be."""
 

@@ -14,7 +14,7 @@ LITTLE_BYTES = 4 << 30
 """Per rank with a GPU: less than the activations of a few layers of a large model."""
 
 SMALL_SHM_BYTES = 1 << 30
-"""What NCCL's documentation tells to give a container."""
+"""Size that NCCL's documentation recommends for a container."""
 
 RANKS_PER_HOST_OF_LAUNCHERS = ("SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the doctor found, as a table and as JSON."""
+"""The doctor's findings, as a table and as JSON."""
 
 from __future__ import annotations
 

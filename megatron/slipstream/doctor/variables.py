@@ -97,7 +97,7 @@ def _expandable_variable(facts: Facts) -> Optional[str]:
 
 
 def _severity_in_graphs(facts: Facts) -> Optional[Severity]:
-    """Of what graphs do not allow: None if there are none, less if nobody said so."""
+    """Severity of what graphs do not allow: None without graphs, a warning if that is unknown."""
     if facts.command is None:
         return "warning"
     return None if facts.command.graphs == "none" else "error"

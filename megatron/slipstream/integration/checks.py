@@ -51,7 +51,7 @@ OptionCheck = Callable[[Any], list[Finding]]
 
 
 def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
-    """What is wrong with the options, on any machine.
+    """Findings about the options, on any machine.
 
     Args:
         args: Parsed, before megatron completes them or after.
@@ -63,7 +63,7 @@ def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
 
 
 def check_run(args: Any) -> list[Finding]:
-    """What keeps a training with these options from running here: devices, data and files.
+    """Findings that keep a training with these options from running here: devices, data, files.
 
     Args:
         args: Parsed, with the tokenizer's sizes.
@@ -72,7 +72,7 @@ def check_run(args: Any) -> list[Finding]:
 
 
 def check_process(args: Any, facts: preflight.Facts) -> list[Finding]:
-    """What of this process does not go with the options.
+    """Findings about this process that do not fit the options.
 
     Args:
         args: Parsed.

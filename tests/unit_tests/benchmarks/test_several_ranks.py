@@ -19,7 +19,7 @@ from benchmarks.table import render
 SMOKE = "smoke_ep2_pp2_vpp2"
 NUM_RANKS = 4
 LAYER_BYTES = 2 * 32 * 64 * 4
-"""What qkv_linear saves of one layer of the smoke case: [s, b, h] in FP32."""
+"""Saved by qkv_linear of one layer of the smoke case: [s, b, h] in FP32."""
 
 
 def measure_smoke(rank: int, num_ranks: int, port: int, rows: Path) -> int:

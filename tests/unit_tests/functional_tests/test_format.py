@@ -41,7 +41,7 @@ from megatron.slipstream.config import OffloadConfig
 
 
 def words(folder: Path, line: str, **variables: str) -> list[str]:
-    """What a line of MODEL_ARGS gives the training script."""
+    """Flags of the training script for a line of MODEL_ARGS."""
     path = folder / "arguments.yaml"
     path.write_text(line + "\n")
     return command_line(read_yaml(path), variables)

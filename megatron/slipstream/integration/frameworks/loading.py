@@ -54,7 +54,7 @@ def config_from_arguments(args: Any) -> Optional[OffloadConfig]:
 
 
 def _check_process() -> None:
-    """What cannot be put right any more is refused before the first model runs.
+    """Refuse, before the first model runs, what can no longer be corrected.
 
     Raises:
         ValueError: Transformer Engine would move weights as well.
