@@ -82,7 +82,7 @@ def test_waits_that_a_plan_foresaw_are_no_cost_of_its_groups_at_first(
     entry = PlanEntry(plan, planned_ms=PLANNED_MS, num_trials=num_trials)
     manager._cache.put(entry)
     manager._tuner._leave_trial(entry, trial, is_affordable=False)
-    again = manager._cache.entry_of(manager._cache.find(trace.steps))
+    again = manager._cache.entry_of(manager._cache.find(trace.steps_key))
     assert again is not None
     costs_ms = (1 + MARGIN) * (percent - (0 if counts_waits else waits_ms))
     assert again.plan.trace.ms_per_moved_group == pytest.approx(costs_ms / entry.num_moving)
