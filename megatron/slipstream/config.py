@@ -79,6 +79,11 @@ class OffloadConfig:
     device, with a warning. Not set: 80% of the memory that is available on the node (or in the
     container) at the start, divided by LOCAL_WORLD_SIZE."""
 
+    offload_native: Literal["auto", "off"] = "off"
+    """'auto' runs the saved-tensor hooks in C++ where a C++ compiler is found, which takes less of
+    the host's time for each group. They are compiled at the first use, in under a minute, and kept
+    in ~/.cache/slipstream. 'off' runs those in Python."""
+
     offload_checkpoint_inputs: bool = False
     """Move the inputs that checkpoints keep: of layers under `--recompute-granularity full`, and of
     modules that megatron-core checkpoints as a whole (`core_attn`, `mlp`, `moe` and

@@ -19,10 +19,10 @@ from megatron.slipstream.plan.trace import GroupKey
 class HandDriven:
     """A store on the backend of that name."""
 
-    def __init__(self, backend: str = "cpu-lazy") -> None:
+    def __init__(self, backend: str = "cpu-lazy", is_native: bool = False) -> None:
         self.backend = make_backend(backend)
         self.recorder = Recorder(self.backend)
-        self.store = ActivationStore(self.backend, self.recorder)
+        self.store = ActivationStore(self.backend, self.recorder, is_native)
         self._num_groups = 0
         self.groups: dict[GroupKey, OffloadTensorGroup] = {}
 
@@ -36,7 +36,7 @@ class HandDriven:
     def save(self, group: OffloadTensorGroup, *tensors: torch.Tensor, min_numel: int = 1) -> Any:
         """Kept by autograd in place of ``tensors``; alone if there is one."""
         group.min_numel = min_numel
-        saved = [self.store.save(group, tensor) for tensor in tensors]
+        saved = [self.store.pack(group, tensor) for tensor in tensors]
         return saved[0] if len(saved) == 1 else saved
 
     def copy_out(self, group: OffloadTensorGroup) -> None:

@@ -64,11 +64,19 @@ class Chunk(torch.nn.Module):
 
 
 def make_manager(
-    backend: str, rank: int = 0, num_verified_iterations: int = 0, **options: Any
+    backend: str,
+    rank: int = 0,
+    num_verified_iterations: int = 0,
+    is_native: bool = False,
+    **options: Any,
 ) -> PipelineOffloadManager:
     """An engine on the backend of that name; ``options`` are those of ``PolicyOptions``."""
     return PipelineOffloadManager(
-        make_backend(backend), PolicyOptions(**options), rank, num_verified_iterations
+        make_backend(backend),
+        PolicyOptions(**options),
+        rank,
+        num_verified_iterations,
+        is_native,
     )
 
 

@@ -31,6 +31,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import (
     HostMemoryFull,
     HostPool,
 )
+from megatron.slipstream.fine_grained_activation_offload.native import native_module
 from megatron.slipstream.fine_grained_activation_offload.rank_barrier import RankBarrier
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
@@ -51,7 +52,7 @@ BANDWIDTH_NBYTES = 64 << 20
 class ActivationStore:
     """Saves, moves and returns storages. Decides nothing: callers say when."""
 
-    def __init__(self, backend: Backend, recorder: Recorder) -> None:
+    def __init__(self, backend: Backend, recorder: Recorder, is_native: bool = False) -> None:
         self.backend = backend
         self.copy_streams = CopyStreams(backend)
         self.host_pool = HostPool(backend)
@@ -67,6 +68,21 @@ class ActivationStore:
         """Whether models read memory on other streams than it was allocated for, as those do that
         run in nodes."""
         self._recorder = recorder
+        self.saved_type: type[SavedTensor] = SavedTensor
+        """Of what autograd keeps in place of a tensor that may move."""
+        self.pack: Callable[[OffloadTensorGroup, torch.Tensor], Any] = self.save
+        """The hook for what autograd saves."""
+        self.unpack: Callable[[Any], torch.Tensor] = self.read
+        """The hook for what it reads."""
+        module = native_module() if is_native else None
+        self._native: Optional[Any] = None
+        """The hooks in C++, if they run."""
+        if module is not None:
+            arguments = (self.host_pool, self.copy_streams, backend.device_type)
+            self._native = module.Hooks(backend, *arguments)
+            self.saved_type = module.SavedTensor
+            self.pack, self.unpack = self._native.pack, self._native.unpack
+            self.read_slowly_by(self.read)
         self._max_known = MIN_KNOWN
         """Those that are gone are forgotten once there are more."""
         self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}
@@ -84,6 +100,18 @@ class ActivationStore:
             alive = {memory: known for memory, known in found if known() is not None}
             self._by_memory = alive
             self._max_known = MIN_KNOWN + 2 * len(alive)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the hooks in C++ run."""
+        return self._native is not None
+
+    def read_slowly_by(self, read: Callable[[Any], torch.Tensor]) -> None:
+        """Read by ``read`` what the native hook does not read itself; without it, everything."""
+        if self._native is None:
+            self.unpack = read
+        else:
+            self._native.read_slowly = read
 
     # Saved-tensor hooks.
 
@@ -120,7 +148,7 @@ class ActivationStore:
         Raises:
             RuntimeError: The tensor was changed in place after it was saved.
         """
-        if type(saved) is not SavedTensor:
+        if type(saved) is not self.saved_type:
             return saved
         storage, index = saved.storage, saved.index
         if storage.is_overwritten(index):
@@ -128,7 +156,7 @@ class ActivationStore:
         if storage.residence is Residence.OFFLOADING:
             self._call_back(storage)  # needed before it was released
         if storage.is_on_device:
-            return storage.aliases[index][0]
+            return storage.alias(index)
         if storage.residence is Residence.HOST:
             self.copy_in([storage], late=True)
         if storage.residence is Residence.HELD_OUTSIDE:
@@ -146,6 +174,14 @@ class ActivationStore:
         if storage.returned_on is not None and storage.returned_on[0] != stream_id:
             self.copy_streams.note_read(returned)
         return returned
+
+    def _find(self, memory: int) -> Optional[SavedStorage]:
+        """The storage that is saved from torch's storage object at this address."""
+        if self._native is not None:
+            found: Optional[SavedStorage] = self._native.find(memory)
+            return found
+        known = self._by_memory.get(memory)
+        return None if known is None else known()
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
         # Rather than by getattr(), for which an attribute that is not there is an error to handle.
@@ -259,8 +295,7 @@ class ActivationStore:
 
         A copy out that has begun is of no use: it may read what others write there from now on.
         """
-        known = self._by_memory.get(tensor.untyped_storage()._cdata)
-        storage = None if known is None else known()
+        storage = self._find(tensor.untyped_storage()._cdata)
         if storage is not None and storage.residence is Residence.OFFLOADING:
             self._stay_for_recomputation(storage)
 

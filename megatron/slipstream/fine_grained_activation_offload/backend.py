@@ -104,6 +104,8 @@ class Backend(ABC):
     """What the engine needs of a device. Streams and events are opaque to the engine."""
 
     name: str
+    device_type: str
+    """Of the tensors whose memory the engine moves."""
     host_slab_bytes = 1 << 20
     """The least host memory to ask :meth:`allocate_host` for."""
     takes_time = False

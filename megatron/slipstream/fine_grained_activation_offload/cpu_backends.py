@@ -37,6 +37,7 @@ class CpuBackend(Backend):
     """Device and host both in host memory; every copy runs at once, in program order."""
 
     name = "cpu"
+    device_type = "cpu"
 
     def __init__(self) -> None:
         self.meter: Optional[MemoryMeter] = None

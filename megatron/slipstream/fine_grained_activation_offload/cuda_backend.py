@@ -46,6 +46,7 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
+    device_type = "cuda"
     takes_time = True
     # Pinning blocks the host, and other calls of the driver, so it is done seldom, and in pieces
     # that hosts of GPUs can spare.

@@ -28,7 +28,6 @@ from megatron.slipstream.fine_grained_activation_offload.graph_capture import Gr
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
-    SavedTensor,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_trim import HostTrimmer
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
@@ -65,6 +64,7 @@ class OffloadEngine:
         options: How groups are chosen and timed.
         rank: Global rank, for the report.
         num_verified_iterations: See ``OffloadConfig.offload_verify``.
+        is_native: Whether the saved-tensor hooks in C++ run, where they can be compiled.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class OffloadEngine:
         options: Optional[PolicyOptions] = None,
         rank: int = 0,
         num_verified_iterations: int = 0,
+        is_native: bool = False,
     ) -> None:
         self.do_offload = True
         """False while offloading is suspended: marks then do nothing."""
@@ -84,7 +85,8 @@ class OffloadEngine:
         self._ended_at: Optional[float] = None
         """When the host came to the end of an iteration last."""
         self._recorder = Recorder(backend)
-        self.store = ActivationStore(backend, self._recorder)
+        self.store = ActivationStore(backend, self._recorder, is_native)
+        self.store.read_slowly_by(self.read)
         """The saved activations."""
         self._cache = PlanCache()
         self._tuner = Tuner(self.store, self._cache, self.report, options or PolicyOptions())
@@ -262,7 +264,7 @@ class OffloadEngine:
             RuntimeError: The tensor was changed in place after it was saved.
         """
         if (
-            type(saved) is SavedTensor
+            type(saved) is self.store.saved_type
             and saved.group.state is GroupState.COMMITTED
             # Not where someone only looks at a graph.
             and torch._C._current_graph_task_id() != -1

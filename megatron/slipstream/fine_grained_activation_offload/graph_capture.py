@@ -307,7 +307,7 @@ class GraphCaptures:
 
         def may_move(position: int, storage: SavedStorage) -> bool:
             # A graph keeps its inputs, so releasing them frees nothing.
-            memory = storage.aliases[0][0].untyped_storage()._cdata
+            memory = storage.source_bytes().storage._cdata
             return memory not in item.layer.static and any(
                 position not in plan.kept_storages for plan in plans
             )

@@ -193,7 +193,7 @@ class PipelineOffloadManager(OffloadEngine):
             self._regions.append(None)
             return
         region = make_context()
-        hooks = saved_tensors_hooks(partial(self.store.save, group), self.read)
+        hooks = saved_tensors_hooks(partial(self.store.pack, group), self.store.unpack)
         region.__enter__()
         hooks.__enter__()
         self._regions.append((region, hooks))
@@ -205,7 +205,7 @@ class PipelineOffloadManager(OffloadEngine):
         from it in one of them, it would hand the wrong tensors to backward.
         """
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is None or getattr(hooks[0], "func", None) == self.store.save:
+        if hooks is None or getattr(hooks[0], "func", None) == self.store.pack:
             return False
         if not self._has_told_of_others:
             self._has_told_of_others = True

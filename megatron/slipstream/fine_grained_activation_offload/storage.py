@@ -222,6 +222,10 @@ class SavedStorage:
         """Whether its bytes are in their own memory."""
         return self.residence in _ON_DEVICE
 
+    def alias(self, index: int) -> torch.Tensor:
+        """A saved tensor, detached, over the memory that it was saved from."""
+        return self.aliases[index][0]
+
     def source_bytes(self) -> Bytes:
         """The bytes to copy out."""
         return Bytes(self.aliases[0][0].untyped_storage(), self.start, self.nbytes)

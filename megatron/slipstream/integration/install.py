@@ -97,7 +97,9 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
 def _make_manager(
     config: OffloadConfig, backend: Backend, options: PolicyOptions, router: model_router.Router
 ) -> model_router.RoutedManager:
-    manager = model_router.manager_class()(router, backend, options, rank(), config.offload_verify)
+    is_native = config.offload_native == "auto"
+    arguments = (backend, options, rank(), config.offload_verify, is_native)
+    manager = model_router.manager_class()(router, *arguments)
     manager.config = config
     manager.moves_checkpoint_inputs = config.offload_checkpoint_inputs
     manager.report.settings = settings(config)

@@ -149,6 +149,7 @@ class AttachedEngine(OffloadEngine):
         options: How groups are chosen and timed.
         rank: Global rank, for the report.
         num_verified_iterations: See ``OffloadConfig.offload_verify``.
+        is_native: As in :class:`OffloadEngine`.
         model: Its parameters and buffers stay, be they saved under another name.
         min_offloaded_tensor_size: Tensors of fewer elements stay on the device.
         activation_offload_fraction: Fraction of a pass's groups that may move.
@@ -161,12 +162,13 @@ class AttachedEngine(OffloadEngine):
         rank: int = 0,
         num_verified_iterations: int = 0,
         *,
+        is_native: bool = False,
         model: torch.nn.Module,
         min_offloaded_tensor_size: int,
         activation_offload_fraction: float,
     ) -> None:
         self._thread = _Thread()
-        super().__init__(backend, options, rank, num_verified_iterations)
+        super().__init__(backend, options, rank, num_verified_iterations, is_native)
         self._model = weakref.ref(model)
         self._constants: Optional[frozenset[int]] = None
         """Storages of the model's parameters and buffers; None if not collected in this
@@ -333,7 +335,7 @@ class AttachedEngine(OffloadEngine):
         """Autograd saves ``tensor`` on account of ``group``. Returns what it keeps instead."""
         if self._is_constant(tensor):
             return VersionCheckedTensor(tensor)
-        saved = self.store.save(group, tensor)
+        saved = self.store.pack(group, tensor)
         return VersionCheckedTensor(saved) if isinstance(saved, torch.Tensor) else saved
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:

@@ -121,6 +121,7 @@ def attach(
         policy_options(config),
         rank(),
         config.offload_verify,
+        is_native=config.offload_native == "auto",
         model=model,
         min_offloaded_tensor_size=min_offloaded_tensor_size,
         activation_offload_fraction=activation_offload_fraction,

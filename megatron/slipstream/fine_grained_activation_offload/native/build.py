@@ -1,0 +1,107 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Compiles the native module where it is first used, and keeps it for later processes.
+
+The file is kept under ``$XDG_CACHE_HOME/slipstream`` (``~/.cache/slipstream``), by what it was made
+from: the source, the versions of Python and torch, and the compiler. Processes that need it at once
+compile it once: the others wait for a lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("saved_storage.cpp")
+NAME = "slipstream_native"
+FLAGS = ("-O2", "-g0", "-shared", "-fPIC", "-std=c++17", "-fvisibility=hidden")
+
+
+class BuildError(RuntimeError):
+    """The native module could not be compiled."""
+
+
+def load() -> ModuleType:
+    """The native module, compiled if that has not been done before.
+
+    Raises:
+        BuildError: There is no compiler, or it failed.
+    """
+    compiler = _compiler()
+    path = _cache_folder() / _key(compiler) / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    if not path.exists():
+        _compile(compiler, path)
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    if spec is None or spec.loader is None:
+        raise BuildError(f"{path} is no module")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise BuildError(f"{path} does not load: {error}") from error
+    return module
+
+
+def _compiler() -> str:
+    found = shutil.which(shlex.split(os.environ.get("CXX", "c++"))[0])
+    if found is None:
+        raise BuildError("there is no C++ compiler; install g++, or set CXX")
+    return found
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "slipstream"
+
+
+def _key(compiler: str) -> str:
+    parts = (SOURCE.read_text(), compiler, *FLAGS, sys.version, torch.__version__)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compile(compiler: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():  # by the process that had the lock before
+            return
+        logger.info("compiling the native hot path into %s: once, in under a minute", path.parent)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            command = [compiler, *FLAGS, *_options(), str(SOURCE), "-o", str(made), *_libraries()]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                first = next((x for x in done.stderr.splitlines() if "error" in x), done.stderr)
+                raise BuildError(f"{compiler} failed: {first}")
+            made.replace(path)  # in one step, so that no process loads half of it
+
+
+def _options() -> list[str]:
+    include = Path(torch.__file__).parent / "include"
+    folders = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    return [
+        f"-DTORCH_EXTENSION_NAME={NAME}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        *(part for folder in folders for part in ("-isystem", str(folder))),
+    ]
+
+
+def _libraries() -> list[str]:
+    folder = Path(torch.__file__).parent / "lib"
+    return [f"-L{folder}", "-ltorch_python", "-ltorch_cpu", "-lc10"]

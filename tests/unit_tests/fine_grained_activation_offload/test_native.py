@@ -1,0 +1,233 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The hooks in C++ do what those in Python do: the same bits, the same operations in one order.
+
+That a store behaves alike with either is in ``test_activation_store.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
+
+from megatron.slipstream.fine_grained_activation_offload import native
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
+from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy, nbytes_of
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.native import build, native_module
+from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.plan.candidates import PolicyOptions
+
+BACKENDS = ["cpu", "cpu-lazy"]
+
+
+def is_right(manager: PipelineOffloadManager, schedule: str, chunks: Any, rows: int = 7) -> bool:
+    expected = run_schedule(chunks, schedule, None, rows=rows)
+    return all_equal(expected, run_schedule(chunks, schedule, manager, rows=rows))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_right(name: str, backend: str) -> None:
+    chunks = make_chunks(2 if "interleaved" in name else 1)
+    manager = make_manager(backend, is_native=True, num_verified_iterations=2)
+    assert manager.store.is_native
+    for _ in range(5):
+        assert is_right(manager, SCHEDULES[name], chunks)
+    assert manager.report.total.num_groups_moved > 0
+    gc.collect()
+    assert manager.store.host_pool.in_use_bytes == 0
+
+
+class Log(LazyCpuBackend):
+    """Notes all that is asked of it, with streams and events by the order in which they appear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[Any, ...]] = []
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self._slab_starts: dict[int, int] = {}
+        """By address of its storage, where a slab begins in it: on a page."""
+
+    def _number(self, thing: Any) -> int:
+        self._kept.append(thing)  # so that no other thing has its identity
+        return self._numbers.setdefault(id(thing), len(self._numbers))
+
+    def record(self, stream: Any) -> Any:
+        event = super().record(stream)
+        self.entries.append(("record", self._number(stream), self._number(event)))
+        return event
+
+    def wait(self, stream: Any, event: Any) -> None:
+        self.entries.append(("wait", self._number(stream), self._number(event)))
+        super().wait(stream, event)
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        slab = super().allocate_host(nbytes)
+        self._slab_starts[slab.untyped_storage().data_ptr()] = int(slab.storage_offset())
+        return slab
+
+    def _place(self, piece: Bytes) -> int:
+        return piece.start - self._slab_starts.get(piece.storage.data_ptr(), 0)
+
+    def run_copies(self, copies: Sequence[Copy], stream: Any) -> None:
+        pieces = [
+            (self._place(to), self._place(source), nbytes_of((to, source))) for to, source in copies
+        ]
+        self.entries.append(("copy", self._number(stream), pieces))
+        super().run_copies(copies, stream)
+
+    def drop_device(self, storage: torch.UntypedStorage) -> None:
+        self.entries.append(("drop", storage.nbytes()))
+        super().drop_device(storage)
+
+    def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        self.entries.append(("allocate", nbytes))
+        return super().allocate_device(nbytes, device)
+
+
+def log_of(is_native: bool, program: Sequence[tuple[str, int]]) -> list[tuple[Any, ...]]:
+    backend = Log()
+    manager = PipelineOffloadManager(backend, PolicyOptions(), is_native=is_native)
+    chunks = make_chunks(1)
+    for name, rows in program:
+        run_schedule(chunks, SCHEDULES[name], manager, rows=rows)
+    return backend.entries
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        [("1F1B first of two", 7)] * 4,
+        # Departures, and sizes that vary.
+        [("accumulation", 7), ("one micro-batch", 7), ("accumulation", 7), ("accumulation", 50)]
+        * 2,
+        [("1F1B first of four", 7), ("1F1B first of two", 7)] * 3,
+    ],
+    ids=["alike", "departures", "in turn"],
+)
+def test_both_issue_the_same_operations(program: list[tuple[str, int]]) -> None:
+    log = log_of(False, program)
+    assert log_of(True, program) == log
+    assert {entry[0] for entry in log} == {"record", "wait", "copy", "drop", "allocate"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_that_is_dropped_gives_everything_back(backend: str) -> None:
+    chunk = make_chunks(1)[0]
+    manager = make_manager(backend, is_native=True)
+    for _ in range(2):
+        run_schedule([chunk], SCHEDULES["one micro-batch"], manager)
+    output = chunk(torch.randn(7, 48, requires_grad=True), manager)
+    assert manager.store.host_pool.in_use_bytes > 0
+    del output
+    gc.collect()
+    assert manager.store.host_pool.in_use_bytes == 0
+    assert manager.store._native is not None
+    assert manager.store._native.num_known == 0
+
+
+# Compiling.
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and a source that compiles fast."""
+    source = tmp_path / "small.cpp"
+    source.write_text(
+        "#include <Python.h>\n"
+        'static PyModuleDef def = {PyModuleDef_HEAD_INIT, "slipstream_native"};\n'
+        "PyMODINIT_FUNC PyInit_slipstream_native() { return PyModule_Create(&def); }\n"
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "SOURCE", source)
+    return tmp_path / "cache"
+
+
+def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.load()
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    build.load()
+    # Another source is another module.
+    build.SOURCE.write_text(build.SOURCE.read_text() + "\n")
+    with pytest.raises(pytest.fail.Exception):
+        build.load()
+
+
+def _load(barrier: Any, counts: Any) -> None:
+    run = build.subprocess.run
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        counts.put(1)
+        return run(*arguments, **options)
+
+    build.subprocess.run = counted
+    barrier.wait()
+    build.load()
+
+
+def test_processes_that_need_it_at_once_compile_it_once(cache: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    barrier, counts = fork.Barrier(3), fork.Queue()
+    processes = [fork.Process(target=_load, args=(barrier, counts)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert counts.get(timeout=10) == 1
+    assert counts.empty()
+
+
+def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+
+def _with_a_broken_source(_: pytest.MonkeyPatch) -> None:
+    build.SOURCE.write_text("this is no C++\n")
+
+
+@pytest.mark.parametrize(
+    "break_it, message",
+    [
+        (_without_compiler, "install g[+][+], or set CXX"),
+        (_with_a_broken_source, "failed: .*error"),
+    ],
+)
+def test_where_it_cannot_be_compiled_python_runs_and_one_warning_says_so(
+    cache: Path,
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    break_it(monkeypatch)
+    with pytest.raises(build.BuildError, match=message):
+        build.load()
+    native_module.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger=native.__name__):
+            for _ in range(2):
+                manager = make_manager("cpu-lazy", is_native=True)
+                assert not manager.store.is_native
+                assert is_right(manager, SCHEDULES["accumulation"], make_chunks(1))
+    finally:
+        native_module.cache_clear()
+    assert caplog.text.count("offload_native='auto' is not possible here") == 1
+
+
+def test_the_backend_says_what_it_manages() -> None:
+    backend = Log()
+    store = ActivationStore(backend, Recorder(backend), is_native=True)
+    elsewhere = torch.empty(4, device="meta")
+    assert store.pack(None, elsewhere) is elsewhere
