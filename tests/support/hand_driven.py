@@ -15,11 +15,21 @@ from megatron.slipstream.fine_grained_activation_offload.group_label import Grou
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.plan.trace import GroupKey
 
+LAZY_NATIVE = "cpu-lazy, native"
+"""The backend whose copies run as late as they may, with the hooks in C++."""
+
+
+def is_native_run(name: str) -> tuple[str, bool]:
+    """The backend's name, and whether the hooks in C++ run."""
+    backend, _, native = name.partition(", ")
+    return backend, bool(native)
+
 
 class HandDriven:
-    """A store on the backend of that name."""
+    """A store on the backend of that name; with ", native" after it, with the hooks in C++."""
 
-    def __init__(self, backend: str = "cpu-lazy", is_native: bool = False) -> None:
+    def __init__(self, backend: str = "cpu-lazy") -> None:
+        backend, is_native = is_native_run(backend)
         self.backend = make_backend(backend)
         self.recorder = Recorder(self.backend)
         self.store = ActivationStore(self.backend, self.recorder, is_native)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
+from hand_driven import is_native_run
 
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
@@ -64,20 +65,15 @@ class Chunk(torch.nn.Module):
 
 
 def make_manager(
-    backend: str,
-    rank: int = 0,
-    num_verified_iterations: int = 0,
-    is_native: bool = False,
-    **options: Any,
+    backend: str, rank: int = 0, num_verified_iterations: int = 0, **options: Any
 ) -> PipelineOffloadManager:
-    """An engine on the backend of that name; ``options`` are those of ``PolicyOptions``."""
-    return PipelineOffloadManager(
-        make_backend(backend),
-        PolicyOptions(**options),
-        rank,
-        num_verified_iterations,
-        is_native,
-    )
+    """An engine on the backend of that name; ``options`` are those of ``PolicyOptions``.
+
+    With ", native" after the name, the hooks in C++ run.
+    """
+    name, is_native = is_native_run(backend)
+    arguments = (PolicyOptions(**options), rank, num_verified_iterations, is_native)
+    return PipelineOffloadManager(make_backend(name), *arguments)
 
 
 def make_chunks(num_chunks: int = 1, num_layers: int = 3) -> list[Chunk]:

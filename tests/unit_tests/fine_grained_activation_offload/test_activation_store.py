@@ -11,7 +11,7 @@ from typing import Optional
 
 import pytest
 import torch
-from hand_driven import HandDriven
+from hand_driven import LAZY_NATIVE, HandDriven
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
@@ -25,10 +25,9 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 
 
-@pytest.fixture(params=["cpu", "cpu-lazy", "cpu-lazy, native"])
+@pytest.fixture(params=["cpu", "cpu-lazy", LAZY_NATIVE])
 def bench(request: pytest.FixtureRequest) -> HandDriven:
-    backend, _, native = request.param.partition(", ")
-    return HandDriven(backend, is_native=bool(native))
+    return HandDriven(request.param)
 
 
 def test_device_memory_is_gone_while_the_bytes_are_on_the_host(bench: HandDriven) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Optional
 
 import pytest
+from hand_driven import LAZY_NATIVE
 from toy_model import all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
@@ -16,7 +17,7 @@ LONG = "F0.0 F0.1 F0.2 B0.0 F0.3 B0.3 B0.2 B0.1"
 UNKNOWN = "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3"
 
 
-@pytest.fixture(params=["cpu", "cpu-lazy"])
+@pytest.fixture(params=["cpu", "cpu-lazy", LAZY_NATIVE])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

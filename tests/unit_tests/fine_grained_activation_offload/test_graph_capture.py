@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from hand_driven import LAZY_NATIVE
 from toy_model import SCHEDULES, WIDTH, Chunk, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import (
@@ -108,7 +109,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-lazy"])
+@pytest.mark.parametrize("backend", ["cpu", "cpu-lazy", LAZY_NATIVE])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_results_are_those_without_offloading(backend: str, fraction: float, schedule: str) -> None:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hand_driven import LAZY_NATIVE
 from make_trace import Model, one_f_one_b, trace_of
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
@@ -205,7 +206,7 @@ def settled(manager: PipelineOffloadManager, chunks: Any, expected: Sequence[tor
         assert all_equal(expected, run_schedule(chunks, SCHEDULE, manager))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-lazy"])
+@pytest.mark.parametrize("backend", ["cpu", "cpu-lazy", LAZY_NATIVE])
 def test_while_a_plan_is_followed_the_pool_is_not_asked(backend: str) -> None:
     chunks = make_chunks(1)
     expected = run_schedule(chunks, SCHEDULE, None)

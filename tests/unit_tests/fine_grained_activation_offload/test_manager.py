@@ -9,6 +9,7 @@ import logging
 
 import pytest
 import torch
+from hand_driven import LAZY_NATIVE
 from torch.utils.checkpoint import checkpoint
 from toy_model import (
     SCHEDULES,
@@ -27,7 +28,7 @@ from megatron.slipstream.fine_grained_activation_offload.report import ModuleCou
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.plan.trace import StepKind
 
-BACKENDS = ["cpu", "cpu-lazy"]
+BACKENDS = ["cpu", "cpu-lazy", LAZY_NATIVE]
 
 
 @pytest.fixture(params=BACKENDS)
@@ -467,13 +468,13 @@ def test_what_groups_save_that_stay_is_not_looked_at(
     (chunk,) = make_chunks(1)
     manager = make_manager(backend, activation_offload_fraction=0.5)
     looked_at = set()
-    save = manager.store.save
+    save = manager.store.pack
 
     def watching(group: OffloadTensorGroup, tensor: torch.Tensor) -> object:
         looked_at.add(group.key)
         return save(group, tensor)
 
-    monkeypatch.setattr(manager.store, "save", watching)
+    monkeypatch.setattr(manager.store, "pack", watching)
     for _ in range(2):
         looked_at.clear()
         run_iteration(chunk, manager, fraction=0.5)

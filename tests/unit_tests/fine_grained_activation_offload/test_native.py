@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from hand_driven import LAZY_NATIVE
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload import native
@@ -27,7 +28,7 @@ from megatron.slipstream.fine_grained_activation_offload.native import build, na
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.plan.candidates import PolicyOptions
 
-BACKENDS = ["cpu", "cpu-lazy"]
+BACKENDS = ["cpu, native", LAZY_NATIVE]
 
 
 def is_right(manager: PipelineOffloadManager, schedule: str, chunks: Any, rows: int = 7) -> bool:
@@ -39,7 +40,7 @@ def is_right(manager: PipelineOffloadManager, schedule: str, chunks: Any, rows: 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_right(name: str, backend: str) -> None:
     chunks = make_chunks(2 if "interleaved" in name else 1)
-    manager = make_manager(backend, is_native=True, num_verified_iterations=2)
+    manager = make_manager(backend, num_verified_iterations=2)
     assert manager.store.is_native
     for _ in range(5):
         assert is_right(manager, SCHEDULES[name], chunks)
@@ -125,7 +126,7 @@ def test_both_issue_the_same_operations(program: list[tuple[str, int]]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_graph_that_is_dropped_gives_everything_back(backend: str) -> None:
     chunk = make_chunks(1)[0]
-    manager = make_manager(backend, is_native=True)
+    manager = make_manager(backend)
     for _ in range(2):
         run_schedule([chunk], SCHEDULES["one micro-batch"], manager)
     output = chunk(torch.randn(7, 48, requires_grad=True), manager)
@@ -218,7 +219,7 @@ def test_where_it_cannot_be_compiled_python_runs_and_one_warning_says_so(
     try:
         with caplog.at_level(logging.WARNING, logger=native.__name__):
             for _ in range(2):
-                manager = make_manager("cpu-lazy", is_native=True)
+                manager = make_manager(LAZY_NATIVE)
                 assert not manager.store.is_native
                 assert is_right(manager, SCHEDULES["accumulation"], make_chunks(1))
     finally:

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
-from hand_driven import HandDriven
+from hand_driven import LAZY_NATIVE, HandDriven
 from toy_model import WIDTH, make_manager
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
@@ -44,7 +44,7 @@ class SavesALeaf(torch.autograd.Function):
             return torch.autograd.grad(leaf * 2, leaf, gradients[0])[0]
 
 
-@pytest.fixture(params=["cpu", "cpu-lazy"])
+@pytest.fixture(params=["cpu", "cpu-lazy", LAZY_NATIVE])
 def bench(request: pytest.FixtureRequest) -> HandDriven:
     return HandDriven(request.param)
 
@@ -56,8 +56,8 @@ def _run_and_send(bench: HandDriven) -> tuple[torch.Tensor, torch.Tensor, weakre
     hidden = (x * 3)[5:]
     gone = weakref.ref(hidden.untyped_storage())
     group = bench.group()
-    pack = partial(bench.store.save, group)
-    with torch.autograd.graph.saved_tensors_hooks(pack, bench.store.read):
+    pack = partial(bench.store.pack, group)
+    with torch.autograd.graph.saved_tensors_hooks(pack, bench.store.unpack):
         y = SavesALeaf.apply(hidden)
     del hidden
     bench.send(group)
@@ -189,7 +189,7 @@ def _layers() -> torch.nn.ModuleList:
     return torch.nn.ModuleList(Layer() for _ in range(4))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-lazy"])
+@pytest.mark.parametrize("backend", ["cpu", "cpu-lazy", LAZY_NATIVE])
 def test_a_group_is_used_where_a_recomputation_reads_it(backend: str) -> None:
     manager = make_manager(backend)
     expected, actual = _train(_layers(), None), _train(_layers(), manager)

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hand_driven import HandDriven
+from hand_driven import LAZY_NATIVE, HandDriven
 from race_scenarios import without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier, checksum
 
-BACKENDS = ["cpu", "cpu-lazy"]
+BACKENDS = ["cpu", "cpu-lazy", LAZY_NATIVE]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
