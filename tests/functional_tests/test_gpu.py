@@ -101,6 +101,24 @@ def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", [DENSE, MOE, MLA], ids=lambda case: case.kind)
+def test_hooks_in_cpp(case: ModelCase) -> None:
+    """They move what those in Python move, with the same bits; host buffers lie as computed."""
+    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
+    case = ModelCase(**{**vars(case), "num_layers": 4})
+    options = {**MIN_NUMEL, "offload_native": "auto"}
+    in_cpp = compare(0, 1, 0, case, modules, "cuda", (2,) * 6, options)
+    assert in_cpp.is_native
+    in_python = compare(0, 1, 0, case, modules, "cuda", (2,) * 6, dict(MIN_NUMEL))
+    assert not in_python.is_native
+    assert in_cpp.difference is None
+    assert in_cpp.moved_bytes == in_python.moved_bytes > 0
+    assert in_cpp.peak_drop_bytes == pytest.approx(in_python.peak_drop_bytes, rel=PLAN_TOLERANCE)
+    assert in_cpp.follows_layout
+    assert in_python.follows_layout
+
+
+@pytest.mark.gpu
 @pytest.mark.exclusive  # the target is of the whole device, other processes' memory included
 @pytest.mark.parametrize("case", [DENSE, MOE], ids=lambda case: case.kind)
 def test_the_peak_keeps_to_the_memory_that_is_allowed(case: ModelCase) -> None:

@@ -132,6 +132,10 @@ class Comparison:
     """The peak without the engine, by its report: with what stays, such as weights."""
     is_timed: bool = False
     """Whether the plan that was followed last is one made from times."""
+    is_native: bool = False
+    """Whether the saved-tensor hooks in C++ ran."""
+    follows_layout: bool = False
+    """Whether host buffers lay as computed for the plan that was followed last."""
     why_not: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For each module of which nothing moved, what the report says of that."""
 
@@ -201,6 +205,8 @@ def compare(
         baseline_peak_bytes=baseline_peak,
         reported_baseline_bytes=manager.report.baseline_peak_bytes,
         is_timed=manager.plan is not None and len(manager.plan.trace.step_ms) > 0,
+        is_native=manager.store.is_native,
+        follows_layout=manager.store.host_pool.follows_layout,
         why_not=_reasons(manager, offload_modules),
     )
 

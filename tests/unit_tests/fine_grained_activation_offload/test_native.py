@@ -159,9 +159,11 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     build.load()
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     build.load()
+    monkeypatch.setenv("CXX", "no-such-compiler")  # nor is one needed any more
+    build.load()
     # Another source is another module.
     build.SOURCE.write_text(build.SOURCE.read_text() + "\n")
-    with pytest.raises(pytest.fail.Exception):
+    with pytest.raises(build.BuildError, match="no C[+][+] compiler"):
         build.load()
 
 

@@ -3,8 +3,9 @@
 """Compiles the native module where it is first used, and keeps it for later processes.
 
 The file is kept under ``$XDG_CACHE_HOME/slipstream`` (``~/.cache/slipstream``), by what it was made
-from: the source, the versions of Python and torch, and the compiler. Processes that need it at once
-compile it once: the others wait for a lock.
+from: the source, the flags, and the versions of Python and torch. So a machine without a compiler
+can use what another one has compiled. Processes that need it at once compile it once: the others
+wait for a lock.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -43,10 +43,9 @@ def load() -> ModuleType:
     Raises:
         BuildError: There is no compiler, or it failed.
     """
-    compiler = _compiler()
-    path = _cache_folder() / _key(compiler) / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    path = _cache_folder() / _key() / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     if not path.exists():
-        _compile(compiler, path)
+        _compile(_compiler(), path)
     spec = importlib.util.spec_from_file_location(NAME, path)
     if spec is None or spec.loader is None:
         raise BuildError(f"{path} is no module")
@@ -69,8 +68,9 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "slipstream"
 
 
-def _key(compiler: str) -> str:
-    parts = (SOURCE.read_text(), compiler, *FLAGS, sys.version, torch.__version__)
+def _key() -> str:
+    python = sysconfig.get_config_var("SOABI")
+    parts = (SOURCE.read_text(), *FLAGS, str(python), torch.__version__)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
