@@ -221,6 +221,8 @@ def draw_trial(seed: int) -> Trial:
         "offload_prefetch_depth": draw.choice([1, 1, 2]),
         "offload_verify": draw.choice([0, 0, 2]),
         "offload_max_overhead_percent": draw.choice([None, None, 1]),
+        # Both kinds of hooks in turn, so that a seed's other choices are what they were.
+        "offload_native": "auto" if seed % 2 else "off",
     }
     return Trial(seed, steps, [draw.random() < 0.5 for _ in steps], options, settings)
 
