@@ -49,6 +49,10 @@ class HandDriven:
         saved = [self.store.pack(group, tensor) for tensor in tensors]
         return saved[0] if len(saved) == 1 else saved
 
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """Read as autograd does."""
+        return self.store.unpack_by(self.store.read)(saved)
+
     def copy_out(self, group: OffloadTensorGroup) -> None:
         """Commit the group and start its copies out."""
         self.store.commit(group)

@@ -77,12 +77,12 @@ def compare(
         )
     actual, graphs = _train(case, counts, True, wrapper or {}, poison, offload_modules)
     slots = [slot for graph in graphs for slot in slots_of(graph)]
-    host_bytes = [slot.around.host_bytes for slot in slots if offload_modules]
+    host_bytes = [slot.hooks.host_bytes for slot in slots if offload_modules]
     engine = install.installed()
     eager_bytes = 0 if engine is None else engine.store.host_pool.allocated_bytes
     for graph in graphs:
         graph.delete()
-    left = [slot.around.host_bytes for slot in slots if offload_modules]
+    left = [slot.hooks.host_bytes for slot in slots if offload_modules]
     return Replayed(
         difference=first_difference(expected, actual),
         num_replays=tuple(graph.num_replays for graph in graphs),

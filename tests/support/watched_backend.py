@@ -230,8 +230,8 @@ class WatchedManager(PipelineOffloadManager):
         super().__init__(self.watched, PolicyOptions(**options))
         self.committed: list[OffloadTensorGroup] = []
         """This iteration's groups, in order."""
-        self._save, self._read = self.store.pack, self.store.read
-        self.store.pack = self._noting_save
+        self._save, self._read = self.store.save, self.store.read
+        self.store.save = self._noting_save
         self.store.read = self._noting_read
         self.watch(None)
 

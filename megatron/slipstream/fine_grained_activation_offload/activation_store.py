@@ -70,19 +70,13 @@ class ActivationStore:
         self._recorder = recorder
         self.saved_type: type[SavedTensor] = SavedTensor
         """Of what autograd keeps in place of a tensor that may move."""
-        self.pack: Callable[[OffloadTensorGroup, torch.Tensor], Any] = self.save
-        """The hook for what autograd saves."""
-        self.unpack: Callable[[Any], torch.Tensor] = self.read
-        """The hook for what it reads."""
-        module = native_module() if is_native else None
         self._native: Optional[Any] = None
         """The hooks in C++, if they run."""
+        module = native_module() if is_native else None
         if module is not None:
             arguments = (self.host_pool, self.copy_streams, backend.device_type)
             self._native = module.Hooks(backend, *arguments)
             self.saved_type = module.SavedTensor
-            self.pack, self.unpack = self._native.pack, self._native.unpack
-            self.read_slowly_by(self.read)
         self._max_known = MIN_KNOWN
         """Those that are gone are forgotten once there are more."""
         self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}
@@ -106,12 +100,19 @@ class ActivationStore:
         """Whether the hooks in C++ run."""
         return self._native is not None
 
-    def read_slowly_by(self, read: Callable[[Any], torch.Tensor]) -> None:
-        """Read by ``read`` what the native hook does not read itself; without it, everything."""
-        if self._native is None:
-            self.unpack = read
-        else:
-            self._native.read_slowly = read
+    @property
+    def pack(self) -> Callable[[OffloadTensorGroup, torch.Tensor], Any]:
+        """The hook for what autograd saves: :meth:`save`, in Python or in C++."""
+        return self.save if self._native is None else self._native.pack
+
+    def unpack_by(self, read: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        """The hook for what autograd reads.
+
+        Args:
+            read: Reads what is not read in C++; without C++, everything. The hook keeps it, the
+                store does not, so that an engine goes with its last graph.
+        """
+        return read if self._native is None else partial(self._native.unpack, read)
 
     # Saved-tensor hooks.
 

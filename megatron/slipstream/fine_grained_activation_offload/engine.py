@@ -86,7 +86,6 @@ class OffloadEngine:
         """When the host came to the end of an iteration last."""
         self._recorder = Recorder(backend)
         self.store = ActivationStore(backend, self._recorder, is_native)
-        self.store.read_slowly_by(self.read)
         """The saved activations."""
         self._cache = PlanCache()
         self._tuner = Tuner(self.store, self._cache, self.report, options or PolicyOptions())

@@ -193,7 +193,9 @@ class PipelineOffloadManager(OffloadEngine):
             self._regions.append(None)
             return
         region = make_context()
-        hooks = saved_tensors_hooks(partial(self.store.pack, group), self.store.unpack)
+        hooks = saved_tensors_hooks(
+            partial(self.store.pack, group), self.store.unpack_by(self.read)
+        )
         region.__enter__()
         hooks.__enter__()
         self._regions.append((region, hooks))

@@ -38,7 +38,7 @@ def test_device_memory_is_gone_while_the_bytes_are_on_the_host(bench: HandDriven
     del tensor
     bench.send(group)
     assert gone() is None
-    assert torch.equal(bench.store.unpack(saved), expected)
+    assert torch.equal(bench.unpack(saved), expected)
 
 
 def test_views_of_one_storage_move_once_and_share_memory_again(bench: HandDriven) -> None:
@@ -48,7 +48,7 @@ def test_views_of_one_storage_move_once_and_share_memory_again(bench: HandDriven
     saved = bench.save(group, base[:, :2], base[:, 2:4].transpose(0, 1), base[:, 4:])
     del base
     bench.send(group)
-    views = [bench.store.unpack(item) for item in saved]
+    views = [bench.unpack(item) for item in saved]
     assert bench.copies == 1
     assert torch.equal(views[0], expected[:, :2])
     assert torch.equal(views[1], expected[:, 2:4].transpose(0, 1))
@@ -67,8 +67,8 @@ def test_storage_of_two_groups_moves_once_and_is_freed_by_the_last(bench: HandDr
     bench.send(second)
     assert gone() is None
     assert bench.copies == 1
-    assert torch.equal(bench.store.unpack(in_second), expected.view(16, 16))
-    assert torch.equal(bench.store.unpack(in_first), expected)
+    assert torch.equal(bench.unpack(in_second), expected.view(16, 16))
+    assert torch.equal(bench.unpack(in_first), expected)
 
 
 def test_a_group_that_saves_what_has_left_copies_nothing(bench: HandDriven) -> None:
@@ -81,8 +81,8 @@ def test_a_group_that_saves_what_has_left_copies_nothing(bench: HandDriven) -> N
     del tensor
     bench.send(second)
     assert bench.copies == 1
-    assert torch.equal(bench.store.unpack(saved), expected)
-    assert torch.equal(bench.store.unpack(bench_first), expected)
+    assert torch.equal(bench.unpack(saved), expected)
+    assert torch.equal(bench.unpack(bench_first), expected)
 
 
 def test_a_small_part_of_a_large_storage_moves_alone(bench: HandDriven) -> None:
@@ -93,7 +93,7 @@ def test_a_small_part_of_a_large_storage_moves_alone(bench: HandDriven) -> None:
     del base
     bench.send(group)
     assert bench.store.modules["group"].d2h_bytes <= 4096 + 512
-    tensor = bench.store.unpack(saved)
+    tensor = bench.unpack(saved)
     assert torch.equal(tensor, expected)
     assert tensor.storage_offset() * 4 % 512 == (40 * 4096) % 512, "alignment decides kernels"
 
@@ -107,8 +107,8 @@ def test_a_view_outside_of_what_has_left_is_a_storage_of_its_own(bench: HandDriv
     in_second = bench.save(second, base[50])
     del base
     bench.send(second)
-    assert torch.equal(bench.store.unpack(in_second), expected[50])
-    assert torch.equal(bench.store.unpack(in_first), expected[3])
+    assert torch.equal(bench.unpack(in_second), expected[50])
+    assert torch.equal(bench.unpack(in_first), expected[3])
 
 
 def test_what_something_else_holds_is_not_copied_back_and_is_learnt(bench: HandDriven) -> None:
@@ -117,7 +117,7 @@ def test_what_something_else_holds_is_not_copied_back_and_is_learnt(bench: HandD
     saved = bench.save(group, tensor)
     bench.send(group)
     bench.store.copy_in(group.storages())
-    assert bench.store.unpack(saved).data_ptr() == tensor.data_ptr()
+    assert bench.unpack(saved).data_ptr() == tensor.data_ptr()
     assert bench.store.modules["group"].h2d_copies == 0
     assert bench.recorder.finish(0, bench.groups, {}).storages[0].held_outside
 
@@ -138,7 +138,7 @@ def test_memory_refilled_by_recomputation_is_read_as_refilled(
     tensor.untyped_storage().resize_(512)
     tensor.untyped_storage().copy_(expected.untyped_storage())
     del tensor
-    assert torch.equal(bench.store.unpack(saved), expected)
+    assert torch.equal(bench.unpack(saved), expected)
 
 
 def test_memory_that_is_empty_when_it_is_saved_stays(bench: HandDriven) -> None:
@@ -153,7 +153,7 @@ def test_memory_that_is_empty_when_it_is_saved_stays(bench: HandDriven) -> None:
     tensor.untyped_storage().copy_(expected.untyped_storage())
     del tensor
     bench.store.copy_in(group.storages())
-    assert torch.equal(bench.store.unpack(saved), expected)
+    assert torch.equal(bench.unpack(saved), expected)
 
 
 def test_a_part_saved_by_a_group_that_is_still_open_leaves_with_the_rest(
@@ -173,10 +173,10 @@ def test_a_part_saved_by_a_group_that_is_still_open_leaves_with_the_rest(
     bench.store.commit(second)
     bench.store.release(second)
     bench.store.copy_in(first.storages())
-    returned = bench.store.unpack(saved_whole)
+    returned = bench.unpack(saved_whole)
     assert torch.equal(returned.view(torch.int32), expected[0].view(torch.int32))
     assert returned.data_ptr() % 64 == 0
-    assert torch.equal(bench.store.unpack(saved_odd), expected[1])
+    assert torch.equal(bench.unpack(saved_odd), expected[1])
 
 
 def test_memory_emptied_for_good_comes_back_from_the_host(bench: HandDriven) -> None:
@@ -187,7 +187,7 @@ def test_memory_emptied_for_good_comes_back_from_the_host(bench: HandDriven) -> 
     bench.send(group)
     tensor.untyped_storage().resize_(0)
     bench.store.copy_in(group.storages())
-    assert torch.equal(bench.store.unpack(saved), expected)
+    assert torch.equal(bench.unpack(saved), expected)
 
 
 def test_memory_emptied_before_its_commit_is_not_copied(bench: HandDriven) -> None:
@@ -212,7 +212,7 @@ def test_in_place_change_of_a_saved_tensor_is_refused(bench: HandDriven, when: s
         tensor.add_(1)
     bench.store.release(group)
     with pytest.raises(RuntimeError, match=r"\[128\] that moe_act of layer 0 .* in-place"):
-        bench.store.unpack(saved)
+        bench.unpack(saved)
 
 
 WHEN = ["before its copy", "while leaving", "after its release"]
@@ -252,10 +252,10 @@ def test_only_what_was_saved_before_a_change_in_place_is_refused(
         del tensor, change  # the function refers to the tensor
     for group in (first, second):
         bench.store.copy_in(group.storages())
-    assert torch.equal(bench.store.unpack(after), expected)
+    assert torch.equal(bench.unpack(after), expected)
     with pytest.raises(RuntimeError, match="that first of layer 0 .* in-place"):
-        bench.store.unpack(before)
-    assert torch.equal(bench.store.unpack(after), expected), "after the error, too"
+        bench.unpack(before)
+    assert torch.equal(bench.unpack(after), expected), "after the error, too"
 
 
 @pytest.mark.parametrize("is_read_early", [True, False], ids=["copied in before", "read first"])
@@ -269,12 +269,12 @@ def test_a_change_in_place_after_the_release_is_refused(
     bench.send(group)
     if is_read_early:
         bench.store.copy_in(group.storages())
-        bench.store.unpack(saved[0])
+        bench.unpack(saved[0])
     tensor.add_(1)
     del tensor
     for item in saved:
         with pytest.raises(RuntimeError, match="in-place"):
-            bench.store.unpack(item)
+            bench.unpack(item)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +292,9 @@ def test_a_tensor_with_a_counter_of_its_own_is_read_as_it_is_by_now(
     _send_and_change(bench, group, when, lambda: held[0].add_(1))
     if not is_held:
         held.clear()
-    assert torch.equal(bench.store.unpack(other), expected)
+    assert torch.equal(bench.unpack(other), expected)
     with pytest.raises(RuntimeError, match="in-place"):
-        bench.store.unpack(saved)
+        bench.unpack(saved)
 
 
 def test_bytes_that_are_lost_are_refused_rather_than_out_of_date(bench: HandDriven) -> None:
@@ -305,7 +305,7 @@ def test_bytes_that_are_lost_are_refused_rather_than_out_of_date(bench: HandDriv
     tensor.add_(1)
     del tensor
     with pytest.raises(RuntimeError, match="in-place"):
-        bench.store.unpack(other)
+        bench.unpack(other)
 
 
 def test_what_is_saved_after_a_change_does_not_share_the_copy_before_it(bench: HandDriven) -> None:
@@ -319,9 +319,9 @@ def test_what_is_saved_after_a_change_does_not_share_the_copy_before_it(bench: H
     other = bench.save(second, tensor.data)
     del tensor
     bench.send(second)
-    assert torch.equal(bench.store.unpack(other), expected)
+    assert torch.equal(bench.unpack(other), expected)
     with pytest.raises(RuntimeError, match="in-place"):
-        bench.store.unpack(saved)
+        bench.unpack(saved)
 
 
 def test_a_tensor_that_was_changed_before_it_was_saved_leaves(bench: HandDriven) -> None:
@@ -342,7 +342,7 @@ def test_a_dual_tensor_of_forward_mode_differentiation_stays(bench: HandDriven) 
     with forward_ad.dual_level():
         tangent = torch.ones(64)
         saved = bench.save(bench.group(), forward_ad.make_dual(torch.randn(64), tangent))
-        assert torch.equal(forward_ad.unpack_dual(bench.store.unpack(saved)).tangent, tangent)
+        assert torch.equal(forward_ad.unpack_dual(bench.unpack(saved)).tangent, tangent)
         assert type(bench.save(bench.group(), torch.randn(64))) is bench.store.saved_type
 
 
@@ -353,7 +353,7 @@ def test_needed_before_it_was_released_it_stays(bench: HandDriven) -> None:
     saved = bench.save(group, tensor)
     bench.store.commit(group)
     bench.store.copy_out(group, lambda *_: True)
-    assert bench.store.unpack(saved).data_ptr() == address
+    assert bench.unpack(saved).data_ptr() == address
     bench.store.release(group)
     assert saved.storage.residence is Residence.STAYS
     assert bench.store.host_pool.in_use_bytes == 0
@@ -380,7 +380,7 @@ def test_out_of_device_memory_while_returning_loses_nothing(
     with pytest.raises(torch.OutOfMemoryError):
         bench.store.copy_in(group.storages())
     for item, expected in zip(saved, tensors, strict=True):
-        assert torch.equal(bench.store.unpack(item), expected)
+        assert torch.equal(bench.unpack(item), expected)
     assert bench.store.host_pool.in_use_bytes == 0
 
 
@@ -390,7 +390,7 @@ def test_read_again_it_is_the_same_memory(bench: HandDriven) -> None:
     saved = bench.save(group, tensor)
     del tensor
     bench.send(group)
-    assert bench.store.unpack(saved).data_ptr() == bench.store.unpack(saved).data_ptr()
+    assert bench.unpack(saved).data_ptr() == bench.unpack(saved).data_ptr()
     assert bench.store.modules["group"].h2d_copies == 1
 
 
@@ -433,7 +433,7 @@ def test_stays_as_it_is(bench: HandDriven, tensor: torch.Tensor) -> None:
     kept = bench.save(group, tensor, min_numel=16)
     assert isinstance(kept, torch.Tensor)
     assert not group.held
-    assert bench.store.unpack(kept) is kept
+    assert bench.unpack(kept) is kept
 
 
 def test_a_result_saved_by_its_own_operation_does_not_keep_its_graph(bench: HandDriven) -> None:
@@ -473,9 +473,9 @@ def test_any_order_of_moves_returns_what_was_saved(data: st.DataObject) -> None:
                 bench.store.copy_in(group.storages())
         if saved and data.draw(st.booleans(), label="read"):
             item, expected = data.draw(st.sampled_from(saved), label="which")
-            assert torch.equal(bench.store.unpack(item), expected)
+            assert torch.equal(bench.unpack(item), expected)
     for item, expected in saved:
-        assert torch.equal(bench.store.unpack(item), expected)
+        assert torch.equal(bench.unpack(item), expected)
     bench.store.close()
 
 
@@ -531,10 +531,10 @@ def _read_as_autograd(
     bench: HandDriven, item: SavedTensor, expected: torch.Tensor, version: int
 ) -> None:
     if expected._version == version:
-        assert torch.equal(bench.store.unpack(item), expected)
+        assert torch.equal(bench.unpack(item), expected)
         return
     with pytest.raises(RuntimeError, match="in-place"):
-        bench.store.unpack(item)
+        bench.unpack(item)
 
 
 def test_addresses_of_storages_that_are_gone_are_forgotten_now_and_then(
@@ -550,7 +550,7 @@ def test_addresses_of_storages_that_are_gone_are_forgotten_now_and_then(
     for _ in range(2):  # the next time none has to be forgotten
         bench.store.end_iteration()
         assert len(bench.store._by_memory) == 1
-    assert bench.store.unpack(kept).numel() == 8
+    assert bench.unpack(kept).numel() == 8
 
 
 def given_up(bench: HandDriven, tensor: torch.Tensor) -> SavedTensor:
@@ -575,7 +575,7 @@ def test_a_new_tensor_is_never_taken_for_one_whose_memory_was_given_up(bench: Ha
         group = bench.group()
         for other in new:
             assert bench.save(group, other).storage is not saved.storage
-        assert torch.equal(bench.store.unpack(saved), torch.full((64,), 1.0))
+        assert torch.equal(bench.unpack(saved), torch.full((64,), 1.0))
 
 
 def test_given_up_memory_that_others_fill_again_is_another_storage(bench: HandDriven) -> None:
@@ -585,8 +585,8 @@ def test_given_up_memory_that_others_fill_again_is_another_storage(bench: HandDr
     tensor.data.fill_(2.0)
     group = bench.group()
     again = bench.save(group, tensor)
-    assert torch.equal(bench.store.unpack(again), torch.full((64,), 2.0))
-    assert torch.equal(bench.store.unpack(saved), torch.full((64,), 1.0))
+    assert torch.equal(bench.unpack(again), torch.full((64,), 2.0))
+    assert torch.equal(bench.unpack(saved), torch.full((64,), 1.0))
 
 
 def returned(bench: HandDriven, tensors: list[torch.Tensor]) -> list[SavedTensor]:
@@ -616,11 +616,11 @@ def test_each_stream_that_reads_waits_for_the_copy_back_once(
         monkeypatch.setattr(bench.backend, "current_stream", lambda stream=stream: stream)
         expected.append(stream)
         for _ in range(3):
-            bench.store.unpack(saved)
+            bench.unpack(saved)
         assert waiters == expected
     for stream in (other, compute):
         monkeypatch.setattr(bench.backend, "current_stream", lambda stream=stream: stream)
-        bench.store.unpack(saved)
+        bench.unpack(saved)
     assert waiters == expected, "a wait covers what comes later"
 
 
@@ -632,7 +632,7 @@ def test_a_change_between_two_reads_is_refused(bench: HandDriven) -> None:
     counter = tensors[1].detach()
     counter.data = torch.empty(0)  # what is left of it is the counter
     first, _ = returned(bench, tensors)
-    assert torch.equal(bench.store.unpack(first), expected)
+    assert torch.equal(bench.unpack(first), expected)
     counter.add_(1)
     with pytest.raises(RuntimeError, match="in-place"):
-        bench.store.unpack(first)
+        bench.unpack(first)

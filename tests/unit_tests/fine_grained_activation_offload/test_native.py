@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,27 @@ def test_a_graph_that_is_dropped_gives_everything_back(backend: str) -> None:
     assert manager.store.host_pool.in_use_bytes == 0
     assert manager.store._native is not None
     assert manager.store._native.num_known == 0
+
+
+@pytest.mark.parametrize("backend", ["cpu", *BACKENDS])
+def test_an_engine_goes_with_its_last_graph_and_needs_no_garbage_collector(backend: str) -> None:
+    chunk = make_chunks(1)[0]
+    manager = make_manager(backend)
+    for _ in range(2):
+        run_schedule([chunk], SCHEDULES["one micro-batch"], manager)
+    x = torch.randn(7, 48, requires_grad=True)
+    output = chunk(x, manager)
+    gone = weakref.ref(manager)
+    gc.collect()
+    gc.disable()
+    try:
+        del manager
+        assert gone() is not None, "backward is still to read"
+        output.sum().backward()
+        del output, x
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 # Compiling.

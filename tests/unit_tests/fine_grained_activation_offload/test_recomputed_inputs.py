@@ -57,7 +57,7 @@ def _run_and_send(bench: HandDriven) -> tuple[torch.Tensor, torch.Tensor, weakre
     gone = weakref.ref(hidden.untyped_storage())
     group = bench.group()
     pack = partial(bench.store.pack, group)
-    with torch.autograd.graph.saved_tensors_hooks(pack, bench.store.unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, bench.unpack):
         y = SavesALeaf.apply(hidden)
     del hidden
     bench.send(group)

@@ -361,15 +361,12 @@ bool is_same(const py::object& left, const py::object& right) {
 // The hooks of one `ActivationStore`.
 class Hooks {
  public:
-  // `read` is called for all that is not read from where it is: the engine's, in Python.
   Hooks(const py::object& backend, py::object pool, py::object copies, const std::string& device_type)
       : device_type_(c10::Device(device_type).type()),
         pool_(std::move(pool)),
         copies_(std::move(copies)),
         current_stream_id_(backend.attr("current_stream_id")),
         current_stream_(backend.attr("current_stream")) {}
-
-  py::object read_slowly = py::none();
 
   py::object pack(const py::object& group, py::object object) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) != THPVariableClass) return object;
@@ -402,7 +399,8 @@ class Hooks {
     return py::cast(SavedTensor{std::move(wrapped), group, index});
   }
 
-  py::object unpack(const py::object& object) {
+  // `read_slowly` is the engine's method, in Python, for all that is not read from where it is.
+  py::object unpack(const py::object& read_slowly, const py::object& object) {
     if (!py::isinstance<SavedTensor>(object)) return object;
     const SavedTensor& saved = object.cast<const SavedTensor&>();
     static PyObject* const state_name = PyUnicode_InternFromString("state");
@@ -562,7 +560,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   py::class_<Hooks>(module, "Hooks")
       .def(py::init<const py::object&, py::object, py::object, const std::string&>())
-      .def_readwrite("read_slowly", &Hooks::read_slowly)
       .def("pack", &Hooks::pack)
       .def("unpack", &Hooks::unpack)
       .def("find", &Hooks::find)
