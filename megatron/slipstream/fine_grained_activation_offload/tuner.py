@@ -51,7 +51,7 @@ from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanFacts, check_plan
 from megatron.slipstream.plan.peak import PeakDrop, peak_drop
-from megatron.slipstream.plan.render import format_bytes, render_plan
+from megatron.slipstream.plan.render import format_bytes, render_plan, summarize
 from megatron.slipstream.plan.timeline import device_memory
 from megatron.slipstream.plan.trace import Bandwidth, Trace
 from megatron.slipstream.plan.walk import simulate
@@ -139,8 +139,9 @@ class Tuner:
         report = self._report
         report.num_plans += 1
         self.report_plan(plan)
-        first = report.rank == 0 and report.num_plans == 1
-        logger.log(logging.INFO if first else logging.DEBUG, "plan:\n%s", report.plan)
+        if report.rank == 0 and report.num_plans == 1:
+            logger.info("plan: %s", summarize(plan))
+        logger.debug("plan:\n%s", report.plan)
         return entry
 
     def is_settled(self, plan: Optional[Plan]) -> bool:

@@ -90,8 +90,13 @@ class EntryOptions:
     end-of-document token; replaces --tokenizer-type and --vocab-size."""
 
     progress: Literal["auto", "on", "off"] = "auto"
-    """Loss and offloaded bytes on stderr: 'on' draws a progress bar; 'auto' does so on a terminal
-    and otherwise logs a line every --log-interval iterations; 'off' shows neither."""
+    """Loss, time and offloaded bytes of an iteration on stderr: 'on' draws a progress bar; 'auto'
+    does so on a terminal and otherwise logs a line every --log-interval iterations; 'off' shows
+    neither."""
+
+    megatron_output_path: str = "megatron-output.log"
+    """File that megatron's own output is appended to: its arguments, warnings and a line per
+    iteration with times. '-' prints it instead. Ranks are named as in '--offload-report-path'."""
 
     eval_before_training: bool = False
     """Evaluate on the validation set before the first iteration, too."""

@@ -14,7 +14,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Optional
 
 import torch
@@ -24,6 +24,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
+from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -88,10 +89,11 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._stack = contextlib.ExitStack()
         self._in_iteration = False
         self._loss: Optional[float] = None
-        self._total_bytes_offloaded = 0
         self._is_settled = True
         self._baseline_bytes = 0
         self._started_s = 0.0
+        self._began_s = 0.0
+        self._ended_s: Optional[float] = None
         self._losses: list[torch.Tensor] = []
         self._evaluation_losses: list[torch.Tensor] = []
         self._model: Optional[list[torch.nn.Module]] = None
@@ -113,9 +115,13 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     def before_forward(self) -> None:
         """Called before every micro-batch's forward pass, in training and in evaluation."""
-        if not torch.is_grad_enabled() or self._in_iteration:
+        if not torch.is_grad_enabled():
+            self._ended_s = self._ended_s or time.perf_counter()
+            return
+        if self._in_iteration:
             return
         self._settle()
+        self._began_s, self._ended_s = time.perf_counter(), None
         if self._between_iterations is not None and self._num_done > 0:
             self._between_iterations(self, self._num_done)
         self._in_iteration = True
@@ -174,15 +180,13 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         if self._is_settled:
             return
         self._is_settled = True
-        if self._bytes_offloaded is not None:
-            moved = self._bytes_offloaded()
-            self._total_bytes_offloaded += moved
-            if self._record:
-                self.figures["iterations"][-1]["bytes_offloaded"] = moved
+        moved = None if self._bytes_offloaded is None else self._bytes_offloaded()
+        if self._record and moved is not None:
+            self.figures["iterations"][-1]["bytes_offloaded"] = moved
         if self._display is not None:
-            has_engine = self._bytes_offloaded is not None
-            moved_in_all = self._total_bytes_offloaded if has_engine else None
-            self._display.show(self._num_done, self._loss, moved_in_all)
+            # Of the whole iteration with its optimizer step, and without an evaluation behind it.
+            ms = 1e3 * ((self._ended_s or time.perf_counter()) - self._began_s)
+            self._display.show(self._num_done, _figures(self._loss, ms, moved))
 
     def _close_evaluation(self) -> None:
         """Called at an evaluation's last micro-batch, or else when training goes on or ends."""
@@ -254,9 +258,8 @@ class _Bar(contextlib.AbstractContextManager["_Bar"]):
     def __exit__(self, *_: Any) -> None:
         self._progress.stop()
 
-    def show(self, num_done: int, loss: Optional[float], bytes_offloaded: Optional[int]) -> None:
-        figures = "  ".join(_figures(loss, bytes_offloaded))
-        self._progress.update(self._task, completed=num_done, figures=figures)
+    def show(self, num_done: int, figures: Sequence[str]) -> None:
+        self._progress.update(self._task, completed=num_done, figures="  ".join(figures))
 
 
 class _Lines:
@@ -266,16 +269,17 @@ class _Lines:
         self._total = total
         self._interval = max(interval, 1)
 
-    def show(self, num_done: int, loss: Optional[float], bytes_offloaded: Optional[int]) -> None:
+    def show(self, num_done: int, figures: Sequence[str]) -> None:
         if num_done % self._interval == 0 or num_done == self._total:
-            figures = ", ".join(_figures(loss, bytes_offloaded))
-            logger.info("iteration %d/%d: %s", num_done, self._total, figures)
+            logger.info("iteration %d/%d: %s", num_done, self._total, ", ".join(figures))
 
 
-def _figures(loss: Optional[float], bytes_offloaded: Optional[int]) -> list[str]:
+def _figures(loss: Optional[float], ms: float, bytes_offloaded: Optional[int]) -> list[str]:
+    """Of one iteration."""
     figures = [] if loss is None else [f"loss {loss:.4f}"]
+    figures.append(f"{ms:.0f} ms")
     if bytes_offloaded is not None:
-        figures.append(f"offloaded {bytes_offloaded / 2**20:.1f} MiB")
+        figures.append(f"offloaded {format_bytes(bytes_offloaded)}")
     return figures
 
 

@@ -28,6 +28,7 @@ from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.arguments import print_help
 from megatron.slipstream.integration.free_port import free_port
 from megatron.slipstream.integration.log_setup import log_to_stderr
+from megatron.slipstream.integration.megatron_output import MegatronOutput
 from megatron.slipstream.integration.monitor import Monitor, progress_kind
 from megatron.slipstream.integration.run_files import RunFiles
 from megatron.slipstream.integration.run_metadata import settings
@@ -63,10 +64,24 @@ def main(
         return 0
     try:
         check_launcher()
+        output = MegatronOutput(arguments, launcher_number("RANK", 0))
+    except ValueError as error:
+        return _refuse(error)
+    with output:
+        return _parse_and_train(arguments, model_config, output)
+
+
+def _parse_and_train(
+    arguments: Sequence[str],
+    model_config: Optional[Callable[[Any], Any]],
+    output: MegatronOutput,
+) -> int:
+    try:
         _set_single_process_environment()
         args = parse_and_validate(arguments)
         config = OffloadConfig.of(args)
         pretrain = _bind_pretrain(args, model_config)
+        output.keep()
     except ValueError as error:
         return _refuse(error)
     try:

@@ -67,8 +67,12 @@ def render_plan(
             lines[row] += HERE
     if hidden:
         lines.append(_rest(hidden))
-    lines.append(LEGEND)
-    lines.append(_summary(plan))
+    return "\n".join([*lines, LEGEND, summarize(plan)])
+
+
+def summarize(plan: Plan) -> str:
+    """How much moves, how good the plan can be, and what its notes say; without a line's end."""
+    lines = [_summary(plan)]
     if plan.bound is not None:
         lines.append(_bound(plan.bound))
     return "\n".join([*lines, *plan.notes])

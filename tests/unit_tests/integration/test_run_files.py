@@ -28,7 +28,7 @@ FLAGS = """
     --lr 1e-3 --train-iters 6 --eval-iters 1 --eval-interval 100 --log-interval 1
     --fine-grained-activation-offloading --offload-modules core_attn attn_proj
     --min-offloaded-tensor-size 1
-    --offload-trace-path trace.json --run-record-path record.json
+    --offload-trace-path trace.json --run-record-path record.json --megatron-output-path -
 """.split()
 REPORT = ["--offload-report-path", "report.json"]
 FILES = ["record.json", "report.json", "trace.json"]

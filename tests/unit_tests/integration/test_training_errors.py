@@ -441,6 +441,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(folder: Path) 
     _assert_refused(_train(folder, flags), folder, "run_record_path=/dev/null/", "name a file")
 
 
+SHOWN = ["--megatron-output-path", "-"]
+
+
 def test_a_disk_that_is_full_at_the_end_is_told_and_loses_one_file(folder: Path) -> None:
     from megatron.slipstream.fine_grained_activation_offload.report import Report
 
@@ -450,7 +453,7 @@ def test_a_disk_that_is_full_at_the_end_is_told_and_loses_one_file(folder: Path)
 
         Report.save = fail
 
-    paths = ["--run-record-path", "record.json", "--offload-report-path", "report.json"]
+    paths = ["--run-record-path", "record.json", "--offload-report-path", "report.json", *SHOWN]
     flags = [*MODEL, *MOCK, *paths, *OFFLOAD, "core_attn", "attn_proj"]
     outcome = _train(folder, flags, before=fill_the_disk)
     assert outcome.code == 0, outcome.output
@@ -466,7 +469,7 @@ def test_training_runs_and_says_so(folder: Path) -> None:
     assert outcome.code == 0, outcome.output
     assert outcome.errors == []
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["record.json", "report.json"]
+    assert names == ["megatron-output.log", "record.json", "report.json"]
 
 
 @pytest.mark.parametrize(

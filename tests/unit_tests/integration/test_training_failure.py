@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -31,10 +32,11 @@ def _fail(*_: Any) -> NoReturn:
 
 
 @pytest.fixture
-def writer(monkeypatch: pytest.MonkeyPatch) -> Writer:
+def writer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Writer:
     def end(status: int) -> NoReturn:
         raise Ended(status)
 
+    monkeypatch.chdir(tmp_path)
     writer = Writer()
     monkeypatch.setattr(global_vars, "get_tensorboard_writer", lambda: writer)
     monkeypatch.setattr(training.os, "_exit", end)
