@@ -55,7 +55,7 @@ class ActivationStore:
     def __init__(self, backend: Backend, recorder: Recorder, is_native: bool = False) -> None:
         self.backend = backend
         self.copy_streams = CopyStreams(backend)
-        self.host_pool = HostPool(backend)
+        self._host_pool = HostPool(backend)
         self.verifier: Optional[Verifier] = None
         """Compares what comes back with what left, while there is one."""
         self.modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
@@ -94,6 +94,17 @@ class ActivationStore:
             alive = {memory: known for memory, known in found if known() is not None}
             self._by_memory = alive
             self._max_known = MIN_KNOWN + 2 * len(alive)
+
+    @property
+    def host_pool(self) -> HostPool:
+        """Where the host buffers of what is saved from now on come from."""
+        return self._host_pool
+
+    @host_pool.setter
+    def host_pool(self, pool: HostPool) -> None:
+        self._host_pool = pool
+        if self._native is not None:
+            self._native.pool = pool
 
     @property
     def is_native(self) -> bool:

@@ -177,6 +177,8 @@ class CopyStreams:
         self.timings: Optional[Timings] = None
         """While there are some, waits of the compute stream and copies are timed and added."""
         self._positions = itertools.count(1)
+        self.num_forgotten = 0
+        """Times that waits were forgotten: a wait before the last time does not count."""
         self._waited: dict[tuple[Hashable, Hashable], int] = {}
         """By waiter and signalling stream: [Note: A wait covers what came before]."""
         self._graph = 0
@@ -366,6 +368,7 @@ class CopyStreams:
     def forget_waits(self) -> None:
         """Make every wait again from here on: a stream may be another one under the same id."""
         self._waited.clear()
+        self.num_forgotten += 1
 
     def begin_graph(self) -> None:
         """What follows is captured in a graph of its own, from the current stream."""

@@ -191,9 +191,10 @@ def test_nothing_moves_where_nothing_was_planned(caplog: pytest.LogCaptureFixtur
     assert "cuda_graph_warmup_steps" in caplog.text
 
 
-def test_host_memory_of_graphs_serves_nothing_else() -> None:
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
+def test_host_memory_of_graphs_serves_nothing_else(backend: str) -> None:
     chunks = make_chunks(1, NUM_LAYERS)
-    manager = trained(chunks, "cpu-lazy", "one micro-batch")
+    manager = trained(chunks, backend, "one micro-batch")
     warm_up(chunks, manager)
     baked: set[int] = set()
     copy_out = manager.store.copy_streams.copy_out
@@ -215,10 +216,11 @@ def test_host_memory_of_graphs_serves_nothing_else() -> None:
     assert not baked & in_graphs
 
 
-def test_without_enough_host_memory_groups_stay() -> None:
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
+def test_without_enough_host_memory_groups_stay(backend: str) -> None:
     chunks = make_chunks(1, NUM_LAYERS)
     expected = step(chunks, None, "F0 B0")
-    manager = trained(chunks, "cpu-lazy", "one micro-batch")
+    manager = trained(chunks, backend, "one micro-batch")
     warm_up(chunks, manager)
     manager.graphs.pool.limit_bytes = 0
     manager.graphs.pool.close()

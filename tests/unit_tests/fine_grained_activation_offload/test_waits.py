@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import pytest
 from toy_model import make_chunks, micro_batch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
@@ -35,9 +36,10 @@ class OneAfterAnother(LazyCpuBackend):
         super().wait(stream, event)
 
 
-def test_a_new_stream_under_the_id_of_an_old_one_waits_itself() -> None:
+@pytest.mark.parametrize("is_native", [False, True], ids=["Python", "C++"])
+def test_a_new_stream_under_the_id_of_an_old_one_waits_itself(is_native: bool) -> None:
     backend = OneAfterAnother()
-    manager = PipelineOffloadManager(backend, PolicyOptions())
+    manager = PipelineOffloadManager(backend, PolicyOptions(), is_native=is_native)
     y = make_chunks()[0](micro_batch(0), manager).square().sum()
     y.backward(retain_graph=True)
     num_waits = len(backend.waited)

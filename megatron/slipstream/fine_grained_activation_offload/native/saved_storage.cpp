@@ -147,8 +147,9 @@ class Storage {
   int64_t stop = 0;
   int64_t nbytes = 0;
   Residence residence = Residence::DEVICE;
-  // The id of the stream that waited for the copy in last.
+  // The id of the stream that waited for the copy in last, and how often waits had been forgotten.
   py::object waited_on;
+  int64_t waited_when = 0;
 
   bool is_on_device() const {
     return residence == Residence::DEVICE || residence == Residence::OFFLOADING ||
@@ -363,10 +364,12 @@ class Hooks {
  public:
   Hooks(const py::object& backend, py::object pool, py::object copies, const std::string& device_type)
       : device_type_(c10::Device(device_type).type()),
-        pool_(std::move(pool)),
+        pool(std::move(pool)),
         copies_(std::move(copies)),
         current_stream_id_(backend.attr("current_stream_id")),
         current_stream_(backend.attr("current_stream")) {}
+
+  py::object pool;
 
   py::object pack(const py::object& group, py::object object) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) != THPVariableClass) return object;
@@ -385,7 +388,7 @@ class Hooks {
           extent_of(tensor).stop > static_cast<int64_t>(tensor.storage().nbytes())) {
         return keep(std::move(object), tensor);
       }
-      storage = new Storage(tensor, group.attr("label"), static_cast<int64_t>(held.size()), pool_,
+      storage = new Storage(tensor, group.attr("label"), static_cast<int64_t>(held.size()), pool,
                             copies_, py::int_(next_serial_++), py::cast(this));
       wrapped = py::cast(storage, py::return_value_policy::take_ownership);
       by_memory_[key] = storage;
@@ -416,11 +419,13 @@ class Hooks {
       return read_slowly(object);
     }
     const py::object stream_id = current_stream_id_();
+    const int64_t now = copies_.attr("num_forgotten").cast<int64_t>();
     const bool has_waited = storage.residence == Residence::RELOADED && storage.waited_on &&
-                            is_same(storage.waited_on, stream_id);
+                            storage.waited_when == now && is_same(storage.waited_on, stream_id);
     if (!has_waited) {
       py::object read = read_slowly(object);
       storage.waited_on = stream_id;
+      storage.waited_when = now;
       return read;
     }
     if (!storage.returned_on.is_none() &&
@@ -458,7 +463,7 @@ class Hooks {
   }
 
   c10::DeviceType device_type_;
-  py::object pool_, copies_, current_stream_id_, current_stream_;
+  py::object copies_, current_stream_id_, current_stream_;
   std::unordered_map<c10::StorageImpl*, Storage*> by_memory_;
   static inline int64_t next_serial_ = 0;
 };
@@ -560,6 +565,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   py::class_<Hooks>(module, "Hooks")
       .def(py::init<const py::object&, py::object, py::object, const std::string&>())
+      .def_readwrite("pool", &Hooks::pool)
       .def("pack", &Hooks::pack)
       .def("unpack", &Hooks::unpack)
       .def("find", &Hooks::find)
