@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from shared_documents import documents
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config, skip_without_model
 
+from megatron.slipstream.integration.packed_sequences import packed_seq_params
 from megatron.slipstream.packed_sequences.batch import packed_sample
 from megatron.slipstream.packed_sequences.packing import PackLimits
-from megatron.slipstream.patches import releases
+from megatron.slipstream.patches import patching, releases, table
+from megatron.slipstream.patches.table import Feature
 
 pytestmark = pytest.mark.releases
 
@@ -76,12 +79,6 @@ class Result(NamedTuple):
     num_routed: list[torch.Tensor]
 
 
-def documents(lengths: Sequence[int], vocab_size: int) -> list[np.ndarray]:
-    """Of so many tokens that the model reads, and one more as the last label."""
-    pick = np.random.RandomState(11)
-    return [pick.randint(1, vocab_size, length + 1) for length in lengths]
-
-
 def run(model: torch.nn.Module, batches: Sequence[dict[str, Any]]) -> Result:
     """Losses of the labels that count, and the gradients of their sum."""
     model.zero_grad(set_to_none=True)
@@ -103,8 +100,6 @@ def run(model: torch.nn.Module, batches: Sequence[dict[str, Any]]) -> Result:
 def packed(
     texts: Sequence[np.ndarray], limits: PackLimits, padding_token: int = 0, routes: bool = False
 ) -> dict[str, Any]:
-    from megatron.slipstream.integration.packed_sequences import packed_seq_params
-
     sample = {key: tensor.unsqueeze(0) for key, tensor in packed_sample(texts, limits).items()}
     padding = sample["padding_mask"]
     for key in ("tokens", "labels"):
@@ -136,9 +131,6 @@ def alone(text: np.ndarray) -> dict[str, Any]:
 
 
 def model_of(case: ModelCase, rank: int, num_ranks: int, port: int) -> torch.nn.Module:
-    from megatron.slipstream.patches import table
-    from megatron.slipstream.patches.table import Feature
-
     # Memory that nothing was written to holds NaN, so that what is read of it shows.
     torch.use_deterministic_algorithms(True)
     initialize(case, rank, num_ranks, port)
@@ -171,7 +163,8 @@ def _differences_from_documents_alone(
     return {name: difference(one_by_one, result) for name, result in results.items()}
 
 
-def check_against_documents_alone(case: ModelCase) -> None:
+@pytest.mark.parametrize("case", [DENSE, MOE, MLA], ids=lambda case: case.kind)
+def test_packed_documents_train_and_route_like_documents_one_by_one(case: ModelCase) -> None:
     (found,) = run_ranks(1, _differences_from_documents_alone, case)
     losses, _ = found.pop("")
     assert losses > 0.01  # documents that see each other would show
@@ -179,18 +172,6 @@ def check_against_documents_alone(case: ModelCase) -> None:
         assert losses <= TOLERANCE, (name, losses)
         if case.kind != "moe":  # its auxiliary losses are those of a micro-batch
             assert gradients <= TOLERANCE, (name, gradients)
-
-
-def test_packed_documents_train_like_documents_one_by_one() -> None:
-    check_against_documents_alone(DENSE)
-
-
-def test_packed_documents_route_like_documents_one_by_one() -> None:
-    check_against_documents_alone(MOE)
-
-
-def test_packed_documents_train_like_documents_one_by_one_with_latent_attention() -> None:
-    check_against_documents_alone(MLA)
 
 
 def _gradients_beside_no_padding(
@@ -218,9 +199,6 @@ def test_auxiliary_losses_are_those_of_the_documents_without_padding() -> None:
 
 def _count_padding() -> None:
     """Undo the patches of the router, except where it would raise."""
-    from megatron.slipstream.patches import patching, table
-    from megatron.slipstream.patches.table import Feature
-
     table.undo(Feature.PADDED_ROUTING)
     patching.apply([p for p in table.PADDING if "expert_bias" in p.target], "this test")
 
@@ -301,8 +279,6 @@ def test_routers_count_no_padding(case: ModelCase) -> None:
 
 
 def test_nothing_of_the_description_is_left_for_a_gpu_to_find_out() -> None:
-    from megatron.slipstream.integration.packed_sequences import packed_seq_params
-
     actual, padded = torch.tensor([0, 3, 5, 5]), torch.tensor([0, 3, 5, 9])
     params = packed_seq_params(actual, padded, 9)
     assert params.qkv_format == "thd"
@@ -316,8 +292,6 @@ def test_nothing_of_the_description_is_left_for_a_gpu_to_find_out() -> None:
 
 
 def test_one_tensor_for_both_offsets_is_refused() -> None:
-    from megatron.slipstream.integration.packed_sequences import packed_seq_params
-
     offsets = torch.tensor([0, 9])
     with pytest.raises(ValueError, match="are one tensor.*; pass two"):
         packed_seq_params(offsets, offsets, 9)
