@@ -78,6 +78,24 @@ class Decoder(torch.nn.Module):
         return checkpoint(layer, x, use_reentrant=self.checkpointing)
 
 
+class Chain(torch.nn.Module):
+    """Runs one part after another."""
+
+    def __init__(self, part: Callable[[], torch.nn.Module], num_parts: int = 3) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(part() for _ in range(num_parts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    """Always the same."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def make(
     build: Callable[[], torch.nn.Module], patterns: Any = None, *arguments: Any, **options: Any
 ) -> Any:

@@ -8,7 +8,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attached_models import BACKENDS, LAZY, counters, equal, gradients, make, make_attached
+from attached_models import (
+    BACKENDS,
+    LAZY,
+    Chain,
+    counters,
+    equal,
+    gradients,
+    make,
+    make_attached,
+    numbers,
+)
 from torch.autograd import forward_ad
 
 WIDTH = 16
@@ -17,23 +27,6 @@ WIDTH = 16
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-class Chain(torch.nn.Module):
-    """Runs one part after another."""
-
-    def __init__(self, part: Callable[[], torch.nn.Module]) -> None:
-        super().__init__()
-        self.parts = torch.nn.ModuleList(part() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
-def numbers(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def equal_in_three_iterations(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +16,28 @@ import torch
 from attached_models import (
     BACKENDS,
     WIDTH,
+    Chain,
     counters,
     equal,
     gradients,
     has_own_hooks,
     make,
     make_attached,
+    numbers,
 )
 from torch.autograd import forward_ad
 
 Run = Callable[[torch.nn.Module], list[torch.Tensor]]
 
 
-class Chain(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = torch.nn.ModuleList(
-            torch.nn.Sequential(
-                torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, WIDTH)
-            )
-            for _ in range(3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part in self.parts:
-            x = part(x)
-        return x
+def mlp() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, WIDTH)
+    )
 
 
-def numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
-
-
-X = numbers(4, WIDTH)
+chain = partial(Chain, mlp)
+X = numbers(3, 4, WIDTH)
 
 # Autograd looks for devices at the first backward, and finds one more while torch traces: then no
 # process that is forked from this one could run a backward.
@@ -151,8 +141,8 @@ def _no_hooks_are_left() -> Any:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_result_is_that_without_and_training_moves_afterwards(name: str, backend: str) -> None:
     run = RUNS[name]
-    plain = make(Chain)
-    model, attached = make_attached(Chain, "parts.*", backend)
+    plain = make(chain)
+    model, attached = make_attached(chain, "parts.*", backend)
     assert equal(run(model), run(plain))
     for _ in range(3):
         assert equal(backward(model), backward(plain))
@@ -161,14 +151,14 @@ def test_the_result_is_that_without_and_training_moves_afterwards(name: str, bac
 
 
 def test_a_module_compiled_as_one_graph_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    model, attached = make_attached(Chain, "parts.*")
+    model, attached = make_attached(chain, "parts.*")
     one_graph(model)
     assert "compiled with fullgraph=True, so nothing of them moves" in caplog.text
 
 
 def test_modules_compiled_as_one_graph_before_they_are_attached_move() -> None:
     def compiled() -> torch.nn.Module:
-        model = Chain()
+        model = chain()
         for index, part in enumerate(model.parts):
             model.parts[index] = torch.compile(part, fullgraph=True, backend="aot_eager")
         return model
@@ -180,23 +170,17 @@ def test_modules_compiled_as_one_graph_before_they_are_attached_move() -> None:
     assert counters(attached)["parts.*"].num_groups_moved == 2
 
 
-class Linears(Chain):
-    """Saves nothing but the inputs of its parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-
 def short_backward(model: torch.nn.Module) -> None:
     model(X[:1]).sum().backward()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_first_iteration_that_moves_nothing_does_not_decide_for_good(backend: str) -> None:
-    plain = make(Linears)
+    # Save nothing but the inputs of its parts.
+    linears = partial(Chain, partial(torch.nn.Linear, WIDTH, WIDTH), 4)
+    plain = make(linears)
     model, attached = make_attached(
-        Linears, "parts.*", backend, min_offloaded_tensor_size=2 * WIDTH
+        linears, "parts.*", backend, min_offloaded_tensor_size=2 * WIDTH
     )
     short_backward(model)
     assert counters(attached)["parts.*"].num_groups_moved == 0
@@ -223,14 +207,8 @@ class Frozen(torch.nn.Module):
         return x @ self.scale.t().detach()
 
 
-class FrozenChain(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = torch.nn.ModuleList(Frozen() for _ in range(3))
-
-
 def test_weights_that_are_used_detached_are_no_activations() -> None:
-    model, attached = make_attached(FrozenChain, "parts.*")
+    model, attached = make_attached(partial(Chain, Frozen), "parts.*")
     x = X.clone().requires_grad_()
     model(x).sum().backward()
     # In the first iteration everything moves that is taken for an activation.
