@@ -148,7 +148,7 @@ class WatchedBackend(CpuBackend):
 
     def drop_device(self, storage: torch.UntypedStorage) -> None:
         is_returned = storage._cdata in self._returned
-        kind = OpKind.ABANDON if is_returned else OpKind.LET_GO
+        kind = OpKind.ABANDON if is_returned else OpKind.RELEASE
         self._issue(kind, self._in_device[storage._cdata])
 
     @contextlib.contextmanager

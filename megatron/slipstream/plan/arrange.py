@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""When a given set of groups lets its memory go and brings it back, in time instead of in counts.
+"""When a given set of groups releases its memory and brings it back, in time instead of in counts.
 
-One walk over the steps, with a clock and the two copy queues. At each step, in the order in which
-the engine acts: copies out start, memory goes, copies back start, backward uses. Left alone, memory
+One walk over the steps, with the clock of ``walk``. At each step, in the order in which the engine
+acts: copies out start, memory is released, copies back start, backward uses. Left alone, memory
 goes at the first step at which its copy out has surely ended, and a copy back starts at the last
 step from which it surely arrives in time, so that nothing is ever waited for. A limit on the peak
 overrules that, one step at a time: memory goes while its copy out still runs, or a copy back is put
@@ -29,14 +29,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.slipstream.plan.copy_queues import CopyQueues
-from megatron.slipstream.plan.host_layout import HostBuffer, HostLedger
 from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S, Floats, IterationModel, Job
+from megatron.slipstream.plan.operations import EDGES, Issuer, Operation, OpKind, Waits
 from megatron.slipstream.plan.trace import GroupKey
+from megatron.slipstream.plan.walk import Clock
 
 MARGIN_OF_COPY = 0.05
 MIN_MARGIN_MS = 0.05
 """See [Note: Margins of time]."""
+
+_EDGES_OF_COPIES = tuple(edge for edge in EDGES if edge.signal.is_copy)
+_TIMED = frozenset(kind for kind in OpKind if kind.is_copy) | {e.waiter for e in _EDGES_OF_COPIES}
+"""What takes time, or waits for what does."""
 
 Steps = Mapping[GroupKey, tuple[int, int]]
 """For each group, the steps of its FREE and of its H2D."""
@@ -116,36 +120,27 @@ def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 class _Walk:
-    """The state of an iteration up to the present step: what each action does to it."""
+    """An iteration up to the present step: what was issued, the time it took, what is away."""
 
     def __init__(self, model: IterationModel, jobs: list[Job]) -> None:
         self.jobs = jobs
-        self.queues = CopyQueues(model.bandwidth)
+        self.clock = Clock(model.trace, model.bandwidth)
         self.absent_bytes = 0.0
         self.free_step = [-1] * len(jobs)
         self.h2d_step = [-1] * len(jobs)
-        self.now_ms = 0.0
         self.step = -1
+        self.copy_of: dict[GroupKey, int] = {}
+        """By group, the number of its copy out."""
         self._model = model
         self._trace = model.trace
-        self._commit_at = {job.commit: number for number, job in enumerate(jobs)}
-        self._use_at = {job.use: number for number, job in enumerate(jobs)}
-        self._holders = {
-            item: len(self._trace.storages[item].holders) for job in jobs for item in job.storages
-        }
-        """How many of a storage's holders have not released it."""
-        self._copied_by = {item: num for num, job in enumerate(jobs) for item in job.out_storages}
-        """The job that copies a storage out."""
-        self._freed_at: dict[int, int] = {}
-        """The step at which a storage's memory was released."""
+        moved = {job.key: job.storages for job in jobs}
+        self._issuer = Issuer(model.trace, moved, self._run, _TIMED)
+        self._waits = Waits(_EDGES_OF_COPIES, self._issuer.buffers)
+        self._num_operations = 0
+        self._commit_at = {job.commit: job for job in jobs}
+        self._use_at = {job.use for job in jobs}
         self._lingering: set[int] = set()
         """Storages that were released while something else keeps their memory."""
-        self._returned_by: dict[int, int] = {}
-        """The job that brought a storage back."""
-        self._ledger = HostLedger()
-        self._buffers: dict[int, HostBuffer] = {}
-        self._stalled: dict[GroupKey, float] = {}
-        self._stall_ms = 0.0
         self._absent = np.zeros(len(self._trace.steps))
 
     @property
@@ -156,14 +151,23 @@ class _Walk:
         """Compute comes to a step; if that is a commit, its copy out starts."""
         if self.step >= 0:
             self._absent[self.step] = self.absent_bytes
-            self.now_ms += self._trace.step_ms[self.step]
+            self.clock.compute(self._trace.step_ms[self.step])
         self.step = step
         if self._lingering:
             self._forget_what_is_gone()
-        self.queues.run_to(self.now_ms)
-        number = self._commit_at.get(step, -1)
-        if number >= 0 and self.jobs[number].out_storages:
-            self.queues.add_out(number, self.jobs[number].out_bytes, self._allocate(number))
+        job = self._commit_at.get(step)
+        if job is not None:
+            self._issuer.commit(step, self._trace.steps[step])
+            self._issuer.perform(step, job.d2h)
+
+    def _run(self, operation: Operation) -> None:
+        """Time an operation that has been issued."""
+        number = self._num_operations
+        self._num_operations += 1
+        self.clock.run(number, operation, self._waits.of(operation))
+        self._waits.note(number, operation)
+        if operation.kind is OpKind.COPY_OUT:
+            self.copy_of[operation.cause.key] = number
 
     def _forget_what_is_gone(self) -> None:
         storages = self._trace.storages
@@ -171,29 +175,10 @@ class _Walk:
             self._lingering.remove(item)
             self.absent_bytes += storages[item].nbytes
 
-    def _allocate(self, number: int) -> Sequence[int]:
-        """The copies back that have to end before a copy out gets its host memory (edge E2)."""
-        after: dict[int, None] = {}
-        for item in self.jobs[number].out_storages:
-            buffer = self._ledger.allocate(self._trace.storages[item].nbytes)
-            after.update((self._returned_by[old], None) for old in buffer.used_before)
-            self._buffers[item] = buffer
-        return tuple(after)
-
     def free(self, number: int) -> None:
-        """A group releases it. Compute waits for the copies out of what is released by all (E3)."""
-        job = self.jobs[number]
+        """A group releases what it holds."""
         self.free_step[number] = self.step
-        gone = []
-        for item in job.storages:
-            self._holders[item] -= 1
-            if not self._holders[item]:
-                gone.append(item)
-                self._freed_at[item] = self.step
-        if gone:
-            # Copies out end in order, so the last one of them tells for all.
-            last = max(self._copied_by[item] for item in gone)
-            self._wait(self.queues.run_to_out(last), job.key)
+        gone = self._issuer.perform(self.step, self.jobs[number].free)
         for item in gone:
             if self._trace.storages[item].lingers_until > self.step:
                 self._lingering.add(item)
@@ -205,32 +190,23 @@ class _Walk:
 
         What goes and comes back at the same step would be moved for nothing.
         """
-        storages = self.jobs[number].storages
-        return all(self._freed_at.get(item, self.step) < self.step for item in storages)
+        free_step = self._issuer.free_step
+        return all(free_step.get(i, self.step) < self.step for i in self.jobs[number].storages)
 
     def bring_back(self, number: int) -> None:
         """A group's copy back starts."""
-        job = self.jobs[number]
         self.h2d_step[number] = self.step
-        returning = [item for item in job.storages if item not in self._returned_by]
+        returning = self._issuer.perform(self.step, self.jobs[number].h2d)
         for item in returning:
-            self._returned_by[item] = number
-            self._ledger.free(self._buffers[item], item)
-        if returning:
-            storages = self._trace.storages
-            self.queues.add_in(number, sum(storages[item].nbytes for item in returning))
-            for item in returning:
-                if item in self._lingering:
-                    self._lingering.remove(item)
-                else:
-                    self.absent_bytes -= storages[item].nbytes
+            if item in self._lingering:
+                self._lingering.remove(item)
+            else:
+                self.absent_bytes -= self._trace.storages[item].nbytes
 
     def use(self) -> None:
-        """If the step is a use, compute waits for what it uses (E5)."""
-        number = self._use_at.get(self.step, -1)
-        if number >= 0:
-            for other in {self._returned_by[item] for item in self.jobs[number].storages}:
-                self._wait(self.queues.run_to_in(other), self.jobs[number].key)
+        """If the step is a use, compute waits for what it uses."""
+        if self.step in self._use_at:
+            self._issuer.use(self.step, self._trace.steps[self.step])
 
     def timing(self) -> Timing:
         """What came of it, once all steps are done."""
@@ -242,15 +218,12 @@ class _Walk:
             for number, job in enumerate(self.jobs)
         }
         peak = float(present.max(initial=0.0))
-        return Timing(steps, self._stall_ms, self._stalled, peak, self._absent)
-
-    def _wait(self, until_ms: float, key: GroupKey) -> None:
-        stall_ms = until_ms - self.now_ms
-        if stall_ms > 0:
-            self.now_ms = until_ms
-            self._stall_ms += stall_ms
-            if stall_ms > 1e-9 * until_ms:
-                self._stalled[key] = self._stalled.get(key, 0.0) + stall_ms
+        stalled: dict[GroupKey, float] = {}
+        for cause, start_ms, ms in self.clock.stalls:
+            if ms > 1e-9 * (start_ms + ms):
+                stalled[cause.key] = stalled.get(cause.key, 0.0) + ms
+        stall_ms = sum(stall.ms for stall in self.clock.stalls)
+        return Timing(steps, stall_ms, stalled, peak, self._absent)
 
 
 class _Arrangement:
@@ -286,27 +259,27 @@ class _Arrangement:
         """Go through all steps."""
         for step in self._walk.steps:
             self._walk.reach(step)
-            self._free_what_has_left()
-            self._free_what_must()
-            self._bring_back_what_is_due()
+            if self._may_free():
+                self._free_what_has_left()
+                self._free_what_must()
+            if self._next_back < len(self._due) and self._due[self._next_back] <= step:
+                self._bring_back_what_is_due()
             self._walk.use()
         return self._walk.timing()
 
     def _free_what_has_left(self) -> None:
-        ends = self._walk.queues.out_ends_ms
+        walk = self._walk
         while self._may_free():
-            last = self._number_of[self._jobs[self._next_free].last_out]
-            if last not in ends:
+            last = self._jobs[self._number_of[self._jobs[self._next_free].last_out]]
+            end_ms = walk.clock.copies.ends_ms.get(walk.copy_of[last.key])
+            if end_ms is None:
                 break
-            copy_ms = self._jobs[last].out_bytes / self._rate
-            if ends[last] + margin_ms(copy_ms) > self._walk.now_ms:
+            if end_ms + margin_ms(last.out_bytes / self._rate) > walk.clock.now_ms:
                 break
             self._free_next()
 
     def _free_what_must(self) -> None:
         """Release early what has to be away by now, though compute waits for it."""
-        if not self._may_free():
-            return
         walk, step = self._walk, self._walk.step
         wanted_bytes = self._used_now_bytes()
         while self._may_free() and (

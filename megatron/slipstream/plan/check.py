@@ -177,7 +177,7 @@ _ACCESSES: dict[OpKind, tuple[_Access, ...]] = {
         _Access(_Memory.ORIGINAL, False, SafetyProperty.COPY_OUT_READS_WRITTEN),
         _Access(_Memory.BUFFER, True, SafetyProperty.BUFFER_REUSED_AFTER_COPY),
     ),
-    OpKind.LET_GO: (_Access(_Memory.ORIGINAL, True, SafetyProperty.REUSED_AFTER_COPY_OUT),),
+    OpKind.RELEASE: (_Access(_Memory.ORIGINAL, True, SafetyProperty.REUSED_AFTER_COPY_OUT),),
     # Memory that is new to the storage was somebody's until here.
     OpKind.START_IN: (_Access(_Memory.RETURNED, True),),
     OpKind.COPY_IN: (

@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.slipstream.plan.actions import Action, ActionKind
 from megatron.slipstream.plan.trace import Bandwidth, GroupKey, StepKind, Trace
 
 BYTES_PER_MS_AT_1_GB_PER_S = 1e6
@@ -30,6 +31,9 @@ class Job:
     """One moving group. Steps index :attr:`Trace.steps`, storages :attr:`Trace.storages`."""
 
     key: GroupKey
+    d2h: Action
+    free: Action
+    h2d: Action
     commit: int
     use: int
     storages: list[int] = field(default_factory=list)
@@ -172,8 +176,10 @@ class IterationModel:
         for key in keys:
             storages = [item for item in trace.group_by_key[key].storages if item in moved]
             if storages:
-                commit = index[StepKind.FORWARD_COMMIT, key]
-                jobs.append(Job(key, commit, index[StepKind.BACKWARD_USE, key], storages))
+                name = trace.group_by_key[key].name
+                d2h, free, h2d = (Action(kind, key, name) for kind in ActionKind)
+                marks = (StepKind.FORWARD_COMMIT, key), (StepKind.BACKWARD_USE, key)
+                jobs.append(Job(key, d2h, free, h2d, index[marks[0]], index[marks[1]], storages))
         jobs.sort(key=lambda job: job.commit)
         out_job: dict[int, Job] = {}
         for job in jobs:

@@ -2,15 +2,16 @@
 
 """A plan as the operations that the engine puts on its three queues, and the waits between them.
 
-This mirrors ``transfer`` (which operations, in which order) and ``copy_streams`` (the edges), so
-that ``check`` can prove a plan and ``simulate`` time it without either. The queues run in order;
-between them only the edges order anything.
+:class:`Issuer` says what the engine (``activation_store``) does for an action, :data:`EDGES` what
+``copy_streams`` makes a queue wait for. A test compares both with what the engine issues. The proof
+(``check``), the clock (``walk``), the search (``arrange``) and the host layout read nothing else of
+the engine. The queues run in order; between them only the edges order anything.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -43,7 +44,7 @@ class OpKind(enum.Enum):
     SAVE = (Queue.COMPUTE, "forward has read storages that another group saved first")
     START_OUT = (Queue.COMPUTE, "the place from which a copy out is started")
     COPY_OUT = (Queue.D2H, "copies device memory into host buffers")
-    LET_GO = (Queue.COMPUTE, "device memory is released: what follows may overwrite it")
+    RELEASE = (Queue.COMPUTE, "device memory is released: what follows may overwrite it")
     START_IN = (Queue.COMPUTE, "the place from which a copy back is started: its memory is new")
     COPY_IN = (Queue.H2D, "copies host buffers into new device memory")
     USE = (Queue.COMPUTE, "backward reads the returned memory")
@@ -54,6 +55,8 @@ class OpKind(enum.Enum):
     def __init__(self, queue: Queue, _: str) -> None:
         self.queue = queue
         """The queue it runs on."""
+        self.is_copy = queue is not Queue.COMPUTE
+        """Whether it runs on a copy queue."""
 
 
 class Operation(NamedTuple):
@@ -85,7 +88,7 @@ EDGES = (
     EdgeRule("E1", OpKind.START_OUT, OpKind.COPY_OUT),
     # A planned copy out is never taken back, so a buffer's last copies are always copies back.
     EdgeRule("E2", OpKind.COPY_IN, OpKind.COPY_OUT, same="buffer"),
-    EdgeRule("E3", OpKind.COPY_OUT, OpKind.LET_GO),
+    EdgeRule("E3", OpKind.COPY_OUT, OpKind.RELEASE),
     EdgeRule("E4", OpKind.START_IN, OpKind.COPY_IN),
     EdgeRule("E5", OpKind.COPY_IN, OpKind.USE),
     EdgeRule("E6", OpKind.COPY_IN, OpKind.ABANDON),
@@ -128,29 +131,49 @@ class Schedule:
         self, operations: Sequence[Operation], edges: Sequence[EdgeRule]
     ) -> list[tuple[int, ...]]:
         """For each of ``operations``, the places in it of those that it waits for."""
-        place: dict[tuple[OpKind, int], int] = {}
+        waits = Waits(edges, self.buffers)
         for index, operation in enumerate(operations):
-            for storage in operation.storages:
-                place[operation.kind, storage] = index
-        by_waiter: dict[OpKind, list[tuple[OpKind, bool]]] = {}
+            waits.note(index, operation)
+        return [waits.of(operation) for operation in operations]
+
+
+class Waits:
+    """Which of the operations noted so far another one waits for.
+
+    Args:
+        edges: The edge table.
+        buffers: The host buffer of each storage that is copied out by then.
+    """
+
+    def __init__(self, edges: Sequence[EdgeRule], buffers: Mapping[int, HostBuffer]) -> None:
+        self._buffers = buffers
+        self._places: dict[OpKind, dict[int, int]] = {edge.signal: {} for edge in edges}
+        """By kind and storage, where an operation is that others wait for."""
+        self._rules: dict[OpKind, list[tuple[dict[int, int], bool]]] = {}
         for edge in edges:
-            rule = (edge.signal, edge.same == "buffer")
-            by_waiter.setdefault(edge.waiter, []).append(rule)
-        found: list[tuple[int, ...]] = []
-        for operation in operations:
-            rules = by_waiter.get(operation.kind)
-            if rules is None:
-                found.append(())
-                continue
-            waits_for: dict[int, None] = {}
-            for signal, is_of_buffer in rules:
-                for storage in operation.storages:
-                    subjects = self.buffers[storage].used_before if is_of_buffer else (storage,)
-                    for subject in subjects:
-                        if (signal, subject) in place:
-                            waits_for[place[signal, subject]] = None
-            found.append(tuple(waits_for))
-        return found
+            rule = self._places[edge.signal], edge.same == "buffer"
+            self._rules.setdefault(edge.waiter, []).append(rule)
+
+    def note(self, place: int, operation: Operation) -> None:
+        """An operation that has been issued."""
+        places = self._places.get(operation.kind)
+        if places is not None:
+            for storage in operation.storages:
+                places[storage] = place
+
+    def of(self, operation: Operation) -> tuple[int, ...]:
+        """The places of those that it waits for."""
+        waits_for: dict[int, None] = {}
+        for places, is_of_buffer in self._rules.get(operation.kind, ()):
+            for storage in operation.storages:
+                if not is_of_buffer:
+                    if storage in places:
+                        waits_for[places[storage]] = None
+                    continue
+                for earlier in self._buffers[storage].used_before:
+                    if earlier in places:
+                        waits_for[places[earlier]] = None
+        return tuple(waits_for)
 
 
 def derive_schedule(plan: Plan) -> Schedule:
@@ -160,7 +183,44 @@ def derive_schedule(plan: Plan) -> Schedule:
         PlanError: The plan cannot be followed as it stands.
     """
     _check_references(plan)
-    return _Walk(plan).run()
+    operations: list[Operation] = []
+    issuer = Issuer(plan.trace, _moved_storages(plan), operations.append)
+    host_bytes = []
+    try:
+        for index, (step, due) in enumerate(zip(plan.trace.steps, plan.actions, strict=True)):
+            if step.kind is StepKind.FORWARD_COMMIT:
+                issuer.commit(index, step)
+            in_use_bytes = issuer.host_bytes
+            for action in due:
+                use_step = plan.group_by_key[action.key].use_step
+                if action.kind is not ActionKind.H2D and index >= use_step:
+                    # The engine would pass over it.
+                    detail = f"it is due at step {index}, the group is used at {use_step}"
+                    raise Refusal(SafetyProperty.LEAVES_BEFORE_USE, action, detail)
+                issuer.perform(index, action)
+                in_use_bytes = max(in_use_bytes, issuer.host_bytes)
+            host_bytes.append(in_use_bytes)
+            if step.kind is StepKind.BACKWARD_USE:
+                issuer.use(index, step)
+            operations.append(Operation(OpKind.COMPUTE, index, step))
+    except Refusal as refusal:
+        rule, cause, detail = refusal.args
+        raise PlanError(rule, cause, plan, detail) from None
+    storages = issuer.storage_plans()
+    return Schedule(tuple(operations), storages, issuer.buffers, tuple(host_bytes))
+
+
+def _moved_storages(plan: Plan) -> dict[GroupKey, tuple[int, ...]]:
+    """By group, the storages that its actions move."""
+    groups = plan.trace.group_by_key
+    return {
+        group.key: tuple(
+            storage
+            for position, storage in enumerate(groups[group.key].storages)
+            if group.moves and position not in group.kept_storages
+        )
+        for group in plan.groups
+    }
 
 
 def device_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ...]:
@@ -217,6 +277,13 @@ def _check_references(plan: Plan) -> None:
             raise PlanError(SafetyProperty.KNOWN_GROUP, action, plan, "the plan has no such group")
 
 
+class Refusal(Exception):
+    """An action is due when it cannot be carried out."""
+
+    def __init__(self, rule: SafetyProperty, cause: Action | Step, detail: str) -> None:
+        super().__init__(rule, cause, detail)
+
+
 class _Where(enum.Enum):
     """Where a moving storage is, as far as the host has issued."""
 
@@ -226,58 +293,57 @@ class _Where(enum.Enum):
     HOST = "it is on the host"
     RETURNED = "its copy back has been started"
 
+    __hash__ = object.__hash__  # As of StepKind.
 
-class _Walk:
-    """Goes through a plan's steps as the engine would, noting what it issues."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._trace = plan.trace
-        self._operations: list[Operation] = []
-        self._moved = {
-            group.key: tuple(
-                storage
-                for position, storage in enumerate(plan.trace.group_by_key[group.key].storages)
-                if group.moves and position not in group.kept_storages
-            )
-            for group in plan.groups
-        }
-        """By group, the storages that its actions move."""
-        held = {storage for storages in self._moved.values() for storage in storages}
+class Issuer:
+    """Issues an iteration's operations as the engine does, action by action.
+
+    Args:
+        trace: The iteration.
+        moved: By group, the storages that its actions move.
+        issue: Called with each operation, in the order in which the host issues them.
+        kinds: Operations of other kinds are left out, for a caller that does not look at them.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        moved: Mapping[GroupKey, Sequence[int]],
+        issue: Callable[[Operation], None],
+        kinds: Collection[OpKind] = frozenset(OpKind),
+    ) -> None:
+        self.buffers: dict[int, HostBuffer] = {}
+        """The host buffer of each storage that has been copied out."""
+        self.free_step: dict[int, int] = {}
+        """By storage, the step at which its device memory was released."""
+        self._trace = trace
+        self._moved = moved
+        self._issue_one = issue
+        self._kinds = kinds
+        held = {storage for storages in moved.values() for storage in storages}
         self._where = dict.fromkeys(held, _Where.UNWRITTEN)
-        self._waits_for = {index: set(self._trace.storages[index].holders) for index in held}
-        """The groups that have not released a storage yet."""
-        self._steps: dict[int, dict[str, int]] = {index: {} for index in held}
+        self._num_holders = {index: len(trace.storages[index].holders) for index in held}
+        """Of each storage, how many groups have not released it yet."""
+        self._d2h_step: dict[int, int] = {}
+        self._h2d_step: dict[int, int] = {}
+        self._use_step: dict[int, int] = {}
         self._ledger = HostLedger()
-        self._buffers: dict[int, HostBuffer] = {}
 
-    def run(self) -> Schedule:
-        """Go through all steps.
+    @property
+    def host_bytes(self) -> int:
+        """The host bytes that are in use now, in whole buffers."""
+        return self._ledger.in_use_bytes
 
-        Raises:
-            PlanError: An action comes when it cannot be carried out as planned.
-        """
-        host_bytes = []
-        for index, (step, due) in enumerate(
-            zip(self._trace.steps, self._plan.actions, strict=True)
-        ):
-            if step.kind is StepKind.FORWARD_COMMIT:
-                self._commit(index, step)
-            in_use_bytes = self._ledger.in_use_bytes
-            for action in due:
-                self._perform(index, action)
-                in_use_bytes = max(in_use_bytes, self._ledger.in_use_bytes)
-            host_bytes.append(in_use_bytes)
-            if step.kind is StepKind.BACKWARD_USE:
-                self._use(index, step)
-            self._operations.append(Operation(OpKind.COMPUTE, index, step))
-        storages = tuple(
-            StoragePlan(index, self._trace.storages[index].nbytes, **steps)
-            for index, steps in sorted(self._steps.items())
+    def storage_plans(self) -> tuple[StoragePlan, ...]:
+        """What became of each moving storage, at the end."""
+        steps = (self._d2h_step, self.free_step, self._h2d_step, self._use_step)
+        return tuple(
+            StoragePlan(index, self._trace.storages[index].nbytes, *(at[index] for at in steps))
+            for index in sorted(self._where)
         )
-        return Schedule(tuple(self._operations), storages, self._buffers, tuple(host_bytes))
 
-    def _commit(self, index: int, step: Step) -> None:
+    def commit(self, index: int, step: Step) -> None:
         """What the group saves was computed by now. No holder's commit can come too late.
 
         Nothing is released before every holder's FREE, and that follows its commit. (The engine
@@ -292,82 +358,89 @@ class _Walk:
                 self._where[storage] = _Where.DEVICE
             elif where is not None:
                 saved.append(storage)
-        if written:
-            self._operations.append(Operation(OpKind.WRITE, index, step, tuple(written)))
-        if saved:
-            self._operations.append(Operation(OpKind.SAVE, index, step, tuple(saved)))
+        self._issue(index, step, written, OpKind.WRITE)
+        self._issue(index, step, saved, OpKind.SAVE)
 
-    def _perform(self, index: int, action: Action) -> None:
-        use_step = self._plan.group_by_key[action.key].use_step
-        if action.kind is not ActionKind.H2D and index >= use_step:
-            # The engine would pass over it.
-            detail = f"it is due at step {index}, the group is used at {use_step}"
-            raise self._error(SafetyProperty.LEAVES_BEFORE_USE, action, detail)
+    def perform(self, index: int, action: Action) -> list[int]:
+        """Carry out an action.
+
+        Returns:
+            The storages whose copies start, or whose memory is released.
+
+        Raises:
+            Refusal: That is not possible now.
+        """
         if action.kind is ActionKind.D2H:
-            self._copy_out(index, action)
-        elif action.kind is ActionKind.FREE:
-            self._free(index, action)
-        else:
-            self._copy_in(index, action)
+            return self._copy_out(index, action)
+        if action.kind is ActionKind.FREE:
+            return self._free(index, action)
+        return self._copy_in(index, action)
 
-    def _copy_out(self, index: int, action: Action) -> None:
+    def _copy_out(self, index: int, action: Action) -> list[int]:
         leaving = []
         for storage in self._moved[action.key]:
             if self._where[storage] is not _Where.DEVICE:
                 continue  # Another group has started it.
             self._check_may_leave(storage, action)
             self._where[storage] = _Where.OFFLOADING
-            self._steps[storage]["d2h_step"] = index
-            self._buffers[storage] = self._ledger.allocate(self._trace.storages[storage].nbytes)
+            self._d2h_step[storage] = index
+            self.buffers[storage] = self._ledger.allocate(self._trace.storages[storage].nbytes)
             leaving.append(storage)
         self._issue(index, action, leaving, OpKind.START_OUT, OpKind.COPY_OUT)
+        return leaving
 
     def _check_may_leave(self, storage: int, action: Action) -> None:
         if self._trace.storages[storage].held_outside:
-            raise self._error(
-                SafetyProperty.HELD_OUTSIDE, action, f"storage {storage} is held outside"
-            )
+            detail = f"storage {storage} is held outside"
+            raise Refusal(SafetyProperty.HELD_OUTSIDE, action, detail)
         for key in self._trace.storages[storage].holders:
-            if storage not in self._moved.get(key, ()):
+            if key != action.key and storage not in self._moved.get(key, ()):
                 detail = f"storage {storage} is also held by group {key}, which keeps it"
-                raise self._error(SafetyProperty.ALL_LET_GO, action, detail)
+                raise Refusal(SafetyProperty.ALL_RELEASE, action, detail)
 
-    def _free(self, index: int, action: Action) -> None:
+    def _free(self, index: int, action: Action) -> list[int]:
         gone = []
         for storage in self._moved[action.key]:
             if self._where[storage] is not _Where.OFFLOADING:
                 detail = f"storage {storage}: {self._where[storage].value}"
-                raise self._error(SafetyProperty.D2H_BEFORE_FREE, action, detail)
-            self._waits_for[storage].discard(action.key)
-            if not self._waits_for[storage]:
+                raise Refusal(SafetyProperty.D2H_BEFORE_FREE, action, detail)
+            self._num_holders[storage] -= 1
+            if not self._num_holders[storage]:
                 self._where[storage] = _Where.HOST
-                self._steps[storage]["free_step"] = index
+                self.free_step[storage] = index
                 gone.append(storage)
-        self._issue(index, action, gone, OpKind.LET_GO)
+        self._issue(index, action, gone, OpKind.RELEASE)
+        return gone
 
-    def _copy_in(self, index: int, action: Action) -> None:
+    def _copy_in(self, index: int, action: Action) -> list[int]:
         returning = []
         for storage in self._moved[action.key]:
             if self._where[storage] is _Where.RETURNED:
                 continue  # Another group has started it.
             if self._where[storage] is not _Where.HOST:
                 detail = f"storage {storage}: {self._where[storage].value}"
-                raise self._error(SafetyProperty.FREE_BEFORE_H2D, action, detail)
+                raise Refusal(SafetyProperty.FREE_BEFORE_H2D, action, detail)
             self._where[storage] = _Where.RETURNED
-            self._steps[storage]["h2d_step"] = index
+            self._h2d_step[storage] = index
             returning.append(storage)
         self._issue(index, action, returning, OpKind.START_IN, OpKind.COPY_IN)
         for storage in returning:
             # As the engine does: once the copy is issued, the next copy out waits for it (E2).
-            self._ledger.free(self._buffers[storage], storage)
+            self._ledger.free(self.buffers[storage], storage)
+        return returning
 
-    def _use(self, index: int, step: Step) -> None:
+    def use(self, index: int, step: Step) -> None:
+        """Backward reads what the group has saved.
+
+        Raises:
+            Refusal: Some of it has not come back.
+        """
         for storage in self._moved[step.key]:
             if self._where[storage] is not _Where.RETURNED:
                 action = Action(ActionKind.H2D, step.key, step.name)
                 detail = f"at {step}, step {index}, storage {storage}: {self._where[storage].value}"
-                raise self._error(SafetyProperty.BACK_BEFORE_USE, action, detail)
-            self._steps[storage].setdefault("use_step", index)
+                raise Refusal(SafetyProperty.BACK_BEFORE_USE, action, detail)
+            self._use_step.setdefault(storage, index)
         self._issue(index, step, self._moved[step.key], OpKind.USE)
 
     def _issue(
@@ -375,7 +448,6 @@ class _Walk:
     ) -> None:
         """One operation of each kind for all storages, as the engine moves them in one batch."""
         if storages:
-            self._operations += [Operation(kind, index, cause, tuple(storages)) for kind in kinds]
-
-    def _error(self, rule: SafetyProperty, action: Action | Step, detail: str) -> PlanError:
-        return PlanError(rule, action, self._plan, detail)
+            for kind in kinds:
+                if kind in self._kinds:
+                    self._issue_one(Operation(kind, index, cause, tuple(storages)))

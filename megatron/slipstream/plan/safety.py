@@ -20,7 +20,7 @@ class SafetyProperty(enum.Enum):
     KNOWN_USE = "a group that moves is used, at the step that its plan says"
     AFTER_COMMIT = "nothing is done for a group before its commit"
     HELD_OUTSIDE = "what something else holds stays, since copying it frees nothing"
-    ALL_LET_GO = "a storage that moves is released by every group that holds it"
+    ALL_RELEASE = "a storage that moves is released by every group that holds it"
     D2H_BEFORE_FREE = "memory is released after the copy out of it was started"
     FREE_BEFORE_H2D = "a copy back starts after the memory was released"
     LEAVES_BEFORE_USE = "nothing of a group leaves once backward has reached it"

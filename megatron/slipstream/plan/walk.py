@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple, Optional
 
 from megatron.slipstream.plan.actions import Action, Plan
-from megatron.slipstream.plan.copy_queues import Direction, share_link
+from megatron.slipstream.plan.copy_queues import CopyQueues
 from megatron.slipstream.plan.operations import (
     EDGES,
     EdgeRule,
@@ -67,6 +67,54 @@ class MemoryAt(NamedTuple):
     """Saved storages on the device, those that stay included."""
     host_bytes: int
     """The most host memory that was in use at once since the step before, in whole buffers."""
+
+
+class Clock:
+    """Times operations in the order of their issue, so that they can be decided on meanwhile.
+
+    Compute runs what is issued, one after another; where an operation waits for a copy, it stalls.
+    A copy starts no earlier than compute comes to the place of its issue (edges E1 and E4).
+
+    Args:
+        trace: The iteration.
+        bandwidth: What copies reach.
+    """
+
+    def __init__(self, trace: Trace, bandwidth: Bandwidth) -> None:
+        self.now_ms = 0.0
+        """When compute has ended what was issued."""
+        self.stalls: list[SimulatedStall] = []
+        self.copies = CopyQueues(bandwidth)
+        self._storages = trace.storages
+
+    def compute(self, ms: float) -> None:
+        """The model computes."""
+        self.now_ms += ms
+        if self.copies.next_ms <= self.now_ms:
+            self.copies.run_to(self.now_ms)
+
+    def run(self, number: int, operation: Operation, copies: Sequence[int]) -> None:
+        """An operation that is no computation.
+
+        Args:
+            number: Its place among the operations.
+            operation: The operation.
+            copies: The places of the copies that it waits for, each an earlier one.
+        """
+        queue = operation.kind.queue
+        if queue is not Queue.COMPUTE:
+            nbytes = 0
+            for storage in operation.storages:
+                nbytes += self._storages[storage].nbytes
+            self.copies.add(number, nbytes, copies, queue is Queue.D2H, self.now_ms)
+            return
+        until_ms = self.now_ms
+        for copy in copies:
+            until_ms = max(until_ms, self.copies.run_until(copy))
+        if until_ms > self.now_ms:
+            stall = SimulatedStall(operation.cause, self.now_ms, until_ms - self.now_ms)
+            self.stalls.append(stall)
+            self.now_ms = until_ms
 
 
 @dataclass(frozen=True)
@@ -159,29 +207,37 @@ def simulate(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> Simulation:
 
     Args:
         plan: A plan that ``check_plan`` accepts.
-        edges: The edge table; see ``check_plan``.
+        edges: The edge table. A copy waits for the place of its issue whatever the table says.
 
     Raises:
         ValueError: The trace has no times or no bandwidth, or they make no sense.
         PlanError: The plan cannot be followed, or its queues wait for each other in a circle.
     """
     trace = plan.trace
-    bandwidth = _check_measured(trace)
+    clock = Clock(trace, _check_measured(trace))
     schedule = derive_schedule(plan)
-    operations = schedule.operations
-    work = _work(plan, operations)
-    clock = _Clock(plan, operations, schedule.waits(operations, edges), work, bandwidth)
-    clock.run()
-    spans = tuple(_spans(operations, clock, work))
-    starts = [span.start_ms for span in spans if span.queue is Queue.COMPUTE]
+    operations, step_ms = schedule.operations, _step_ms(plan)
+    starts_ms: list[float] = []
+    for number, waits in enumerate(schedule.waits(operations, edges)):
+        operation = operations[number]
+        if any(signal >= number for signal in waits):
+            detail = f"the queues stand still at {operation.cause} ({operation.kind.name})"
+            raise PlanError(SafetyProperty.NO_CYCLE, operation.cause, plan, detail)
+        if operation.kind is OpKind.COMPUTE:
+            starts_ms.append(clock.now_ms)
+            clock.compute(step_ms[operation.step])
+        else:
+            clock.run(number, operation, [at for at in waits if operations[at].kind.is_copy])
+    clock.copies.run_to_end()
+    spans = tuple(_spans(trace, operations, starts_ms, step_ms, clock.copies))
     on_device = device_bytes(trace, schedule.storages)
     return Simulation(
-        total_ms=max(clock.ends, default=0.0),
+        total_ms=max([clock.now_ms, *clock.copies.ends_ms.values()]),
         compute_ms=sum(trace.step_ms),
         stalls=tuple(clock.stalls),
         d2h_busy_ms=_busy_ms(spans, Queue.D2H),
         h2d_busy_ms=_busy_ms(spans, Queue.H2D),
-        memory=tuple(map(MemoryAt, starts, on_device, schedule.host_bytes)),
+        memory=tuple(map(MemoryAt, starts_ms, on_device, schedule.host_bytes)),
         spans=spans,
         peak_bytes=plan.peak_bytes(),
     )
@@ -211,8 +267,8 @@ def _check_measured(trace: Trace) -> Bandwidth:
     return trace.bandwidth
 
 
-def _work(plan: Plan, operations: Sequence[Operation]) -> list[float]:
-    """What each operation has to do: milliseconds of computation, or bytes of a copy."""
+def _step_ms(plan: Plan) -> list[float]:
+    """What compute takes behind each step, with what moving groups cost beside their copies."""
     trace = plan.trace
     step_ms = list(trace.step_ms)
     moving = [group for group in plan.groups if group.moves]
@@ -221,130 +277,24 @@ def _work(plan: Plan, operations: Sequence[Operation]) -> list[float]:
         for group in moving:
             for step in (group.commit_step, group.use_step):
                 step_ms[step] += cost_ms / len(moving) / 2
-    work: list[float] = [0.0] * len(operations)
-    for index, (kind, step, _, storages) in enumerate(operations):
-        if kind is OpKind.COMPUTE:
-            work[index] = step_ms[step]
-        elif kind is OpKind.COPY_OUT or kind is OpKind.COPY_IN:
-            work[index] = sum([trace.storages[storage].nbytes for storage in storages])
-    return work
+    return step_ms
 
 
-def _spans(operations: Sequence[Operation], clock: _Clock, work: Sequence[float]) -> Iterator[Span]:
-    timed = zip(operations, clock.starts, clock.ends, work, strict=True)
-    for (kind, _, cause, _), start, end, amount in timed:
+def _spans(
+    trace: Trace,
+    operations: Sequence[Operation],
+    starts_ms: Sequence[float],
+    step_ms: Sequence[float],
+    copies: CopyQueues,
+) -> Iterator[Span]:
+    for number, (kind, step, cause, storages) in enumerate(operations):
         if kind is OpKind.COMPUTE:
-            yield Span(Queue.COMPUTE, cause, start, end, 0)
-        elif kind is OpKind.COPY_OUT:
-            yield Span(Queue.D2H, cause, start, end, int(amount))
-        elif kind is OpKind.COPY_IN:
-            yield Span(Queue.H2D, cause, start, end, int(amount))
+            start_ms = starts_ms[step]
+            yield Span(Queue.COMPUTE, cause, start_ms, start_ms + step_ms[step], 0)
+        elif kind.queue is not Queue.COMPUTE:
+            nbytes = sum(trace.storages[storage].nbytes for storage in storages)
+            yield Span(kind.queue, cause, copies.starts_ms[number], copies.ends_ms[number], nbytes)
 
 
 def _busy_ms(spans: Sequence[Span], queue: Queue) -> float:
     return sum(span.end_ms - span.start_ms for span in spans if span.queue is queue)
-
-
-class _CopyQueue(Direction):
-    """One copy queue."""
-
-    def __init__(self, alone_gb_per_s: float, both_gb_per_s: float) -> None:
-        super().__init__(alone_gb_per_s, both_gb_per_s)
-        self.pending: list[int] = []
-        """The copies that have not started, the next one last."""
-
-
-class _Clock:
-    """Runs each queue's operations in order, each once those that it waits for have ended.
-
-    The compute queue runs as far ahead as it can without knowing when copies end; what it has
-    started by then tells when copies may start. Time goes from one start or end of a copy to the
-    next. Rates are set after all that happens at one time, so that a copy that follows another at
-    once leaves the other direction's rate as it is.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        operations: Sequence[Operation],
-        waits: Sequence[Sequence[int]],
-        work: Sequence[float],
-        bandwidth: Bandwidth,
-    ) -> None:
-        self._plan = plan
-        self._operations = operations
-        self._waits = waits
-        self._work = work
-        self._d2h = _CopyQueue(bandwidth.d2h_gb_per_s, bandwidth.d2h_both_gb_per_s)
-        self._h2d = _CopyQueue(bandwidth.h2d_gb_per_s, bandwidth.h2d_both_gb_per_s)
-        self._compute: list[int] = []
-        """The operations of the compute queue that have not started, the next one last."""
-        self._free_from = 0.0
-        """When the compute queue ends what it has started."""
-        self.starts = [0.0] * len(operations)
-        self.ends = [math.inf] * len(operations)
-        """Infinite until it is known when an operation ends."""
-        self.stalls: list[SimulatedStall] = []
-        pending = {OpKind.COPY_OUT: self._d2h.pending, OpKind.COPY_IN: self._h2d.pending}
-        for index in range(len(operations) - 1, -1, -1):
-            pending.get(operations[index].kind, self._compute).append(index)
-
-    def run(self) -> None:
-        """Run all operations.
-
-        Raises:
-            PlanError: Those at the heads of the queues wait for each other.
-        """
-        queues = (self._d2h, self._h2d)
-        now = 0.0
-        self._run_compute()
-        while (now := min(self._next_event(item, now) for item in queues)) < math.inf:
-            ended = [item for item in queues if item.end_ms <= now]
-            for item in ended:
-                self.ends[item.running] = now
-                item.stop()
-            if ended:
-                self._run_compute()
-            for item in queues:
-                if item.running < 0 and self._next_event(item, now) <= now:
-                    index = item.pending.pop()
-                    self.starts[index] = now
-                    item.start(index, self._work[index], now)
-            share_link(self._d2h, self._h2d, now)
-        self._check_all_have_run()
-
-    def _next_event(self, queue: _CopyQueue, now: float) -> float:
-        """When the running copy ends or, if none runs, the next one may start."""
-        if queue.running >= 0:
-            return queue.end_ms
-        if not queue.pending:
-            return math.inf
-        for signal in self._waits[queue.pending[-1]]:
-            now = max(now, self.ends[signal])
-        return now
-
-    def _run_compute(self) -> None:
-        """Run the compute queue until it waits for a copy of which the end is not known."""
-        pending, free_from = self._compute, self._free_from
-        while pending:
-            index = pending[-1]
-            start = free_from
-            for signal in self._waits[index]:
-                start = max(start, self.ends[signal])
-            if start > free_from:
-                if start == math.inf:
-                    break
-                cause = self._operations[index].cause
-                self.stalls.append(SimulatedStall(cause, free_from, start - free_from))
-            pending.pop()
-            self.starts[index] = start
-            self.ends[index] = free_from = start + self._work[index]
-        self._free_from = free_from
-
-    def _check_all_have_run(self) -> None:
-        queues = (self._compute, self._d2h.pending, self._h2d.pending)
-        heads = [self._operations[pending[-1]] for pending in queues if pending]
-        if heads:
-            detail = ", ".join(f"{op.cause} ({op.kind.name})" for op in heads)
-            detail = f"the queues stand still at {detail}"
-            raise PlanError(SafetyProperty.NO_CYCLE, heads[0].cause, self._plan, detail)

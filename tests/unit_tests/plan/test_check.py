@@ -209,13 +209,13 @@ def test_a_storage_is_not_moved_while_a_group_that_holds_it_stays() -> None:
     stays = dataclasses.replace(GroupPlan(SECOND, second.name, False), reason="none")
     groups = tuple(stays if group.key == SECOND else group for group in SHARED.groups)
     plan = dataclasses.replace(SHARED, groups=groups)
-    error = assert_refused(plan, SafetyProperty.ALL_LET_GO, "0.0.core_attn:D2H")
+    error = assert_refused(plan, SafetyProperty.ALL_RELEASE, "0.0.core_attn:D2H")
     assert "group 0.1" in str(error)
 
 
 def test_a_storage_is_not_moved_by_one_group_and_kept_by_another() -> None:
     plan = change_group(SHARED, SECOND, kept_storages={0: "none"})
-    assert_refused(plan, SafetyProperty.ALL_LET_GO, "0.0.core_attn:D2H")
+    assert_refused(plan, SafetyProperty.ALL_RELEASE, "0.0.core_attn:D2H")
 
 
 def test_no_more_host_memory_is_lent_than_the_options_allow() -> None:
@@ -337,8 +337,8 @@ def test_the_operations_of_three_layers() -> None:
         "3 WRITE 1",
         "3 START_OUT 1",
         "3 COPY_OUT 1",
-        "3 LET_GO 0",
-        "5 LET_GO 1",
+        "3 RELEASE 0",
+        "5 RELEASE 1",
         "6 START_IN 1",
         "6 COPY_IN 1",
         # The mark comes before what it announces: a copy back is on its way before the reading.
@@ -352,7 +352,7 @@ def test_the_operations_of_three_layers() -> None:
 def test_a_shared_storage_is_copied_once_and_read_by_all_its_groups() -> None:
     of_shared = [line for line in issued(SHARED) if "0" in line.split()[2].split(",")]
     assert [line.split()[1] for line in of_shared] == [
-        *("WRITE", "START_OUT", "COPY_OUT", "SAVE", "LET_GO"),
+        *("WRITE", "START_OUT", "COPY_OUT", "SAVE", "RELEASE"),
         *("START_IN", "COPY_IN", "USE", "USE"),
     ]
 

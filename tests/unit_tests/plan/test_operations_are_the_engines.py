@@ -78,7 +78,7 @@ def split(operations: Sequence[Operation], engine: Queues) -> list[Operation]:
         if operation.kind is not OpKind.COMPUTE
         for storages in (
             [(storage,) for storage in operation.storages]
-            if operation.kind in (OpKind.LET_GO, OpKind.USE, OpKind.ABANDON)
+            if operation.kind in (OpKind.RELEASE, OpKind.USE, OpKind.ABANDON)
             else [operation.storages]
         )
     ]
@@ -266,7 +266,7 @@ def test_memory_that_a_later_group_saves_again_is_let_go_earlier_and_after_the_s
     assert engine[Queue.D2H] == described[Queue.D2H]
     assert engine[Queue.H2D] == described[Queue.H2D]
     let_go = [
-        {e.storages: e for e in queues[Queue.COMPUTE] if e.kind is OpKind.LET_GO}
+        {e.storages: e for e in queues[Queue.COMPUTE] if e.kind is OpKind.RELEASE}
         for queues in (engine, described)
     ]
     assert let_go[0].keys() == let_go[1].keys()
