@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a user can set, and the rules every setting must meet.
+"""The settings of a user, and the rules that every setting must meet.
 
 The on/off switch and the choice of modules stay megatron-core's own options
 (``fine_grained_activation_offloading``, ``offload_modules``, ``min_offloaded_tensor_size``,
@@ -127,7 +127,7 @@ class OffloadConfig:
 
 @cache
 def _type_checks() -> dict[str, Any]:
-    """What checks the type of each setting, but for those with a choice, whose rules list it."""
+    """The type check of each setting, but for those with a choice, whose rules list it."""
     # To make them takes tens of milliseconds, so not on import.
     from pydantic import TypeAdapter
 
@@ -155,7 +155,7 @@ def _check_types(config: OffloadConfig) -> None:
 
 
 AUTO_OVERHEAD_PERCENT = 1.0
-"""What 'auto' stands for as a limit of the overhead."""
+"""The limit of the overhead that 'auto' stands for, in percent."""
 
 
 def parse_percent(text: str) -> float:

@@ -178,7 +178,7 @@ class CudaGraphs(GraphBackend):
 
 
 def graph_pool_bytes() -> int:
-    """Device memory of CUDA graphs, whoever captured them; 0 without a GPU."""
+    """Device memory of all CUDA graphs of the process; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
     return sum(

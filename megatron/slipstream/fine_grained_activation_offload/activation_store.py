@@ -46,7 +46,7 @@ from megatron.slipstream.plan.trace import Bandwidth, GroupKey
 MIN_KNOWN = 4096
 """Storages whose addresses are kept after they have gone: none of them holds memory."""
 BANDWIDTH_NBYTES = 64 << 20
-"""What is copied, half of it each way, to measure the link: a millisecond's worth."""
+"""Bytes that are copied to measure the link, half of them each way: about a millisecond."""
 
 
 class ActivationStore:
@@ -220,7 +220,7 @@ class ActivationStore:
             group.nbytes[storage.serial] = storage.nbytes
 
     def give_up(self, group: OffloadTensorGroup, tensors: Iterable[torch.Tensor]) -> None:
-        """Take the memory of these tensors from under whoever keeps them, once it is released.
+        """Free the memory of these tensors once it is released, though others keep them.
 
         Args:
             group: Those that it has saved; others are passed over.
@@ -312,7 +312,7 @@ class ActivationStore:
             self._stay_for_recomputation(storage)
 
     def _stay_for_recomputation(self, storage: SavedStorage) -> None:
-        """OFFLOADING to STAYS: whoever empties the storage fills it again."""
+        """OFFLOADING to STAYS: the storage is emptied, and filled again before it is read."""
         self._recorder.set_recomputed(storage)
         self._stay(storage)
 
@@ -380,7 +380,7 @@ class ActivationStore:
         self.copy_streams.outlast(signals)
 
     def measure_bandwidth(self) -> Optional[Bandwidth]:
-        """What copies reach; None where that cannot be measured. Blocks the host for a while.
+        """Bandwidth of copies; None where it cannot be measured. Blocks the host for a while.
 
         The first time, the ranks of this host measure at the same moment, if they come to it within
         a few seconds: in training they copy at once.
@@ -488,7 +488,7 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:
-    """What autograd keeps of a tensor that stays.
+    """The tensor that autograd keeps in place of one that stays.
 
     A result that its own operation saves must not be kept with its graph, which would hold it for
     ever. A leaf is kept as it is, since operations read attributes of parameters.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the engine needs of a device: streams, events, memory and copies.
+"""The interface between the engine and a device: streams, events, memory and copies.
 
 The engine never names ``torch.cuda``: everything it does to a device goes through a
 :class:`Backend`. :mod:`cuda_backend` is the real one; :mod:`cpu_backends` has two imitations in
@@ -101,7 +101,7 @@ class GradientWatch(Protocol):
 
 
 class Backend(ABC):
-    """What the engine needs of a device. Streams and events are opaque to the engine."""
+    """A device, as the engine uses it. Streams and events are opaque to the engine."""
 
     name: str
     device_type: str
@@ -119,7 +119,7 @@ class Backend(ABC):
     poisons_dropped = False
     """Whether dropped device memory is filled with NaN if it has no other reference."""
     cure_of_slow_copies: Optional[str] = None
-    """What the user may set so that copies are as fast during iterations as between them."""
+    """A setting that makes copies as fast during iterations as between them."""
 
     @abstractmethod
     def manages(self, tensor: torch.Tensor) -> bool:
@@ -187,7 +187,7 @@ class Backend(ABC):
         It begins on a page.
 
         Raises:
-            RuntimeError: There is none to be had (or ``MemoryError``).
+            RuntimeError: There is none (or ``MemoryError``).
         """
 
     @abstractmethod
@@ -251,7 +251,7 @@ class Backend(ABC):
         return False
 
     def begin_graph(self) -> None:
-        """What is put into streams from here on is captured in a CUDA graph."""
+        """Work that is put into streams from here on is captured in a CUDA graph."""
 
     def end_graph(self) -> None:
         """Nothing is captured any more."""

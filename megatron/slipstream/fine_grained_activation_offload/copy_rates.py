@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the link carries while a model computes, from copies that were timed in its iterations.
+"""Bandwidth of the link while a model computes, from copies timed in its iterations.
 
 [Note: Rates beside computation]
 Bandwidth is measured between two iterations, where nothing else happens. During one, kernels use

@@ -161,7 +161,7 @@ class TimedCopies(NamedTuple):
 
 
 class Timings:
-    """What the device will have spent in an iteration, in order of issue."""
+    """Times that the device takes in an iteration, in order of issue."""
 
     def __init__(self) -> None:
         self.stalls: list[Stall] = []
@@ -371,7 +371,7 @@ class CopyStreams:
         self.num_forgotten += 1
 
     def begin_graph(self) -> None:
-        """What follows is captured in a graph of its own, from the current stream."""
+        """Work that follows is captured in a graph of its own, from the current stream."""
         self._graph = next(_graph_numbers)
         self._backend.begin_graph()
 
@@ -393,7 +393,7 @@ class CopyStreams:
     def measure_bandwidth(
         self, device: Bytes, host: Bytes, meeting: Optional[RankBarrier] = None
     ) -> Optional[Bandwidth]:
-        """What copies reach, each way alone and both at once; None where time means nothing.
+        """Bandwidth of copies, each way alone and both at once; None where time means nothing.
 
         Blocks the host for about ten copies.
 
@@ -423,7 +423,7 @@ class CopyStreams:
     def _rate(
         self, copies: Sequence[tuple[Copy, Stream]], meeting: Optional[RankBarrier]
     ) -> list[float]:
-        """What copies that run at once reach, in 1e9 bytes per second: of a few rates one each."""
+        """Bandwidth of copies that run at once, in 1e9 bytes per second, each one of a few."""
         if meeting is not None:
             meeting.meet()
         is_alone = meeting is None or meeting.is_alone

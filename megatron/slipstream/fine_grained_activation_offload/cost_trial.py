@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a plan costs, tried out: iterations that follow it, and iterations without the engine.
+"""The cost of a plan, measured: iterations that follow it, and iterations without the engine.
 
 [Note: Costs that no plan foresees]
 A plan knows the waits for copies. It does not know what the host does for each group, which counts
@@ -79,7 +79,7 @@ class CostTrial:
 
     @property
     def overhead(self) -> Overhead:
-        """What the pairs so far tell; at least two of them."""
+        """The overhead by the pairs so far, of which there are at least two."""
         middle = statistics.median(self._ratios)
         # Single iterations that were disturbed would blow a standard deviation up.
         deviation = 1.4826 * statistics.median(abs(ratio - middle) for ratio in self._ratios)

@@ -39,9 +39,10 @@ class CudaBackend(Backend):
     """An NVIDIA GPU through ``torch.cuda``.
 
     [Note: Events are used again]
-    Making an event takes the host several microseconds, so each stream has a ring of them. Whoever
-    still waits for an event when its turn comes again waits for a later point of the same stream,
-    which covers the earlier one, and which has been issued by then: no circle can come of it.
+    Making an event takes the host several microseconds, so each stream has a ring of them. A stream
+    that still waits for an event when its turn comes again waits for a later point of the same
+    stream, which covers the earlier one, and which has been issued by then: no circle can come of
+    it.
     Captured events are new ones, since nothing outside of the capture may wait for them.
     """
 

@@ -102,11 +102,11 @@ class OffloadEngine:
         """The plan to begin the next iteration with."""
         self._executor = PlanExecutor(self.store, self._recorder, self._cache, self._tuner)
         self.graphs = GraphCaptures(self.store)
-        """What is captured in CUDA graphs."""
+        """The captures in CUDA graphs."""
 
     @property
     def options(self) -> PolicyOptions:
-        """What plans are made for."""
+        """The options of plans."""
         return self._tuner.options
 
     @property
@@ -121,7 +121,7 @@ class OffloadEngine:
 
     @property
     def plan_facts(self) -> Optional[PlanFacts]:
-        """What was proved of the newest plan."""
+        """The proven facts of the newest plan."""
         return self._tuner.facts
 
     @property
@@ -282,7 +282,7 @@ class OffloadEngine:
 
         Args:
             name: Of the group.
-            given_up: Tensors that forward reads no longer, whoever keeps them.
+            given_up: Tensors that forward reads no longer, though others may keep them.
         """
         now = self._now
         group = now.chunk.commit_group(name) if now.chunk is not None else None

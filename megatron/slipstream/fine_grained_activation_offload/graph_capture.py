@@ -61,7 +61,7 @@ class _Leaving(NamedTuple):
 
 
 class _Outside(NamedTuple):
-    """What the store uses where nothing is captured."""
+    """The store's parts where nothing is captured."""
 
     host_pool: HostPool
     modules: defaultdict[str, ModuleCounters]
@@ -89,7 +89,7 @@ class GraphCaptures:
         self.min_numel = 1
         """Tensors of fewer elements stay on the device."""
         self.modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
-        """What one replay of all graphs moves, by module name."""
+        """The figures of one replay of all graphs, by module name."""
         self.pool: Optional[HostPool] = None
         """The host memory of the graphs; None without any."""
         self._taken_bytes = 0
@@ -110,11 +110,11 @@ class GraphCaptures:
         self._layer: Optional[GraphedLayer] = None
         """The layer whose graph is being captured."""
         self._pending: list[_Leaving] = []
-        """What has been captured and not been copied out: the next graph does that."""
+        """Groups that were captured and not copied out: the next graph copies them."""
         self._leaving: list[_Leaving] = []
-        """What the graph that is being captured copies out."""
+        """Groups that the graph being captured copies out."""
         self._outside: Optional[_Outside] = None
-        """What of the store is other than usual while a graph is captured."""
+        """The store's usual parts, while a graph is captured with others."""
 
     @property
     def is_capturing(self) -> bool:
@@ -180,7 +180,7 @@ class GraphCaptures:
                 "CUDA graphs move %s in each replay of all of them (host memory: %s)%s",
                 format_bytes(total),
                 format_bytes(self.pool.allocated_bytes if self.pool else 0),
-                f"; {kept} groups stay for want of host memory" if kept else "",
+                f"; {kept} groups stay: too little host memory" if kept else "",
             )
 
     def reserve(self) -> None:

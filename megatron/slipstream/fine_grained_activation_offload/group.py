@@ -40,7 +40,7 @@ class HeldStorage(NamedTuple):
 
 
 class OffloadTensorGroup:
-    """What one marked sub-module saved in one pass.
+    """The tensors that one marked sub-module saved in one pass.
 
     Args:
         label: Its place.
@@ -92,7 +92,7 @@ class OffloadTensorGroup:
 
 
 class SavedTensor:
-    """What autograd keeps in place of a saved tensor: one view of a :class:`SavedStorage`."""
+    """Stands for a saved tensor in autograd: one view of a :class:`SavedStorage`."""
 
     __slots__ = ("storage", "index", "group", "__weakref__")
 

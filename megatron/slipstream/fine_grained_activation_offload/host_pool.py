@@ -89,7 +89,7 @@ class _Layout:
 
 
 class _InUse(NamedTuple):
-    """What the pool knows of a buffer that is out."""
+    """The pool's record of a buffer in use."""
 
     allocation: HostAllocation
     slab: int
@@ -188,7 +188,7 @@ class HostPool:
         return True
 
     def allocate_planned(self, storage: int, nbytes: int) -> Optional[HostAllocation]:
-        """The buffer of a storage by the layout that is followed; None if it cannot be had.
+        """The buffer of a storage by the layout that is followed; None if there is none.
 
         Args:
             storage: Index in ``Trace.storages``.
@@ -351,9 +351,9 @@ class HostPool:
         self.was_refused = True
         self.limit_bytes = self.allocated_bytes
         logger.warning(
-            "host memory: %s more, beside the %s held, cannot be had (%s); what does not fit stays "
-            "on the device from now on. Give the job more host memory (a container's limit and "
-            "locked memory count), or set offload_host_memory_limit_bytes to what it can have",
+            "host memory: %s more, beside the %s held, could not be pinned (%s); what does not fit "
+            "stays on the device from now on. Give the job more host memory (a container's limit "
+            "and locked memory count), or set offload_host_memory_limit_bytes to what it can have",
             format_bytes(slab_bytes),
             format_bytes(self.allocated_bytes),
             str(error).partition("\n")[0] or type(error).__name__,

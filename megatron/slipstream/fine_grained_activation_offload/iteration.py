@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the engine knows of the iteration that runs; a new one begins with none of it."""
+"""The engine's state of the running iteration; a new one begins with none of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Iteration:
     num_entered: int = 0
     """How often it has, with the engine or without."""
     trial: Optional[TrialIteration] = None
-    """What is special about it: the engine may be left out of it."""
+    """Its role in a cost trial: the engine may be left out of it."""
     plan: Optional[Plan] = None
     """The plan being followed; None where it is not like any planned one."""
     has_layout: bool = False

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What megatron-core's layers, models and schedules call: their contract, put on the engine."""
+"""The contract that megatron-core's layers, models and schedules call, on top of the engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PipelineOffloadManager(OffloadEngine):
         self.region_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Entered around the operations of every group, beside the saved-tensor hooks."""
         self._regions: list[Optional[tuple[AbstractContextManager[Any], saved_tensors_hooks]]] = []
-        """What has been entered and not left; None for a region in which nothing is looked at."""
+        """Regions that have been entered and not left; None for one that is not watched."""
         self._delayed: list[DelayedCommit] = []
         """Commits to be carried out by :meth:`flush_delayed_groups`."""
         self._has_told_of_others = False

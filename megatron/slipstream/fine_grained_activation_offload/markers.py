@@ -21,7 +21,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import OffloadTen
 
 
 class GroupOwner(Protocol):
-    """What the mark of a group asks of who made it."""
+    """The owner of a group's mark, as the mark calls it."""
 
     def commit_group(
         self, name: str, given_up: Sequence[torch.Tensor] = ()
@@ -30,7 +30,7 @@ class GroupOwner(Protocol):
 
 
 class MarkedManager(GroupOwner, Protocol):
-    """What marks ask of the manager."""
+    """The manager, as marks call it."""
 
     def pop_forward_chunk(self, name: str) -> None: ...
     def cur_forward_chunk(self) -> Optional[CommitMark]: ...

@@ -49,7 +49,7 @@ class PlanCache:
         self._entries.pop(plan.trace.steps_key, None)
 
     def entry_of(self, plan: Optional[Plan]) -> Optional[PlanEntry]:
-        """What is known of a plan; None if it is kept no longer."""
+        """The entry of a plan; None if it is kept no longer."""
         entry = self._entries.get(plan.trace.steps_key) if plan is not None else None
         return entry if entry is not None and entry.plan is plan else None
 

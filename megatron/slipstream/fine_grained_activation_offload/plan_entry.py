@@ -49,7 +49,7 @@ class IterationProbe:
             self.memory.begin_step()
 
     def end_step(self) -> None:
-        """What is due at the mark has been done."""
+        """The actions due at the mark are done."""
         if self.memory is not None:
             self.memory.end_step()
 
@@ -89,7 +89,7 @@ class PlanEntry:
 
     plan: Plan
     planned_ms: float = 0.0
-    """What an iteration takes as predicted; 0 if the plan was made without times."""
+    """Predicted time of an iteration; 0 if the plan was made without times."""
     host_sync_points: HostSyncPoints = field(default_factory=dict)
     """Where the host waits too."""
     num_rounds: int = 0
@@ -108,9 +108,9 @@ class PlanEntry:
     num_trials: int = 0
     """Of this plan and those before it."""
     tried: Optional[Overhead] = None
-    """What a trial of this plan found that was within the limit."""
+    """The overhead that a trial of this plan found within the limit."""
     followed_by: tuple[Optional[StepsKey], Optional[StepsKey]] = (None, None)
-    """What came after iterations like this one the last two times."""
+    """The iterations that came after ones like this the last two times."""
     layout: Optional[HostLayout] = None
     """Where its host buffers lie, in slabs of these lengths; None if they have too little room."""
     layout_slabs: Optional[tuple[int, ...]] = None

@@ -92,7 +92,7 @@ class RankBarrier:
 
 
 def _store() -> Optional[Any]:
-    """What the default process group was made with; None if there is no group."""
+    """The store of the default process group; None if there is no group."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     return torch.distributed.distributed_c10d._get_default_store()

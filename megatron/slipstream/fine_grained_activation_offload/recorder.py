@@ -33,7 +33,7 @@ from megatron.slipstream.plan.trace import (
 
 
 class StorageId(NamedTuple):
-    """Names a storage of the model whatever the micro-batch: what is learnt of it holds on."""
+    """Names a storage of the model in every micro-batch, so that what is recorded of it stays."""
 
     vp_stage: int
     group: int
@@ -100,7 +100,7 @@ class MemoryReader:
                 self._begin_interval()
 
     def end_step(self) -> None:
-        """What is due at the mark has been done."""
+        """The actions due at the mark are done."""
         reading = self._backend.memory()
         if reading is not None:
             if not self._allocated and self._backend.gradients is not None:
@@ -161,7 +161,7 @@ class Recorder:
             self._backend.gradients.begin(self._memory.come_to_gradient)
 
     def clear(self) -> None:
-        """Forget the iteration (not what was learnt about storages)."""
+        """Forget the iteration, but not what was recorded of storages."""
         self.steps: list[Step] = []
         self._away: dict[int, _Away] = {}
         """By serial number; only while memory is read."""
@@ -201,7 +201,7 @@ class Recorder:
             self.held_outside.add(StorageId.of(storage))
 
     def set_recomputed(self, storage: SavedStorage) -> None:
-        """Note that whoever computed the storage empties it in forward and fills it in backward."""
+        """Note that the storage is emptied in forward and filled again in backward."""
         identity = StorageId.of(storage)
         self._recomputed.add(identity)
         self.held_outside.add(identity)

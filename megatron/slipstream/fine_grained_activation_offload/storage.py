@@ -139,7 +139,7 @@ class SavedStorage:
         self.copied_address = 0
         """Where the memory was that the copy out reads."""
         self._views: list[_View] = []
-        """What the aliases were, once they are gone, and what was saved since."""
+        """The views of the aliases, once they are gone, and those that were saved since."""
         self._leaves: dict[int, LeafReference] = {}
         """Saved leaves by their index; once the memory is released, those that gave it up."""
         self._original: Optional[StorageWeakRef] = None
@@ -183,7 +183,7 @@ class SavedStorage:
         if self.residence is Residence.DEVICE:
             return True
         if self.is_given_up and not self.is_on_device:
-            return False  # Whoever has the emptied storage may have filled it with other bytes.
+            return False  # The owner of the emptied storage may have filled it with other bytes.
         start, stop = _extent(tensor)
         if start < self.start or self.stop < stop or not self.is_copy_current:
             return False
@@ -231,7 +231,7 @@ class SavedStorage:
         return Bytes(self.aliases[0][0].untyped_storage(), self.start, self.nbytes)
 
     def bytes_to_copy(self) -> Optional[Bytes]:
-        """What to copy out; None if it has been emptied since it was saved."""
+        """The bytes to copy out; None if the storage has been emptied since it was saved."""
         source = self.source_bytes()
         return source if source.storage.nbytes() == self.storage_nbytes else None
 

@@ -94,9 +94,9 @@ class Tuner:
         options: PolicyOptions,
     ) -> None:
         self.options = options
-        """What the plans were made for."""
+        """The options of the present plans."""
         self.facts: Optional[PlanFacts] = None
-        """What was proved of the newest plan."""
+        """The proven facts of the newest plan."""
         self._store = store
         self._report = report
         self._cache = cache
@@ -108,7 +108,7 @@ class Tuner:
         """Whether they have ever been."""
         self._bandwidth: Optional[Bandwidth] = None
         self._told: set[str] = set()
-        """What the user has been told of plans."""
+        """Notes of plans that have been logged."""
         self.resident_gradient_bytes: Optional[int] = None
         """Gradients at the beginning of the second iteration; None before it: then those that there
         are now are taken to stay."""
@@ -258,7 +258,7 @@ class Tuner:
     # Following a plan.
 
     def probe(self, plan: Plan) -> Optional[IterationProbe]:
-        """What to measure in an iteration that begins to follow ``plan``."""
+        """The probe of an iteration that begins to follow ``plan``; None if it is not measured."""
         entry = self._cache.entry_of(plan)
         if entry is None:
             return None
@@ -313,7 +313,7 @@ class Tuner:
         report.later_bytes = max(0, min((now - then for now, then in pairs), default=0))
 
     def peak_drop(self, plan: Plan) -> PeakDrop:
-        """What a plan lowers the device peak by."""
+        """The drop of the device peak by a plan."""
         resident_bytes = self.resident_gradient_bytes
         gradients = self._store.backend.gradients
         if resident_bytes is None and gradients is not None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What Slipstream warned of in this process, for the report of a run."""
+"""The warnings that Slipstream gave in this process, for the report of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_WARNINGS = 100
 class WarningLog(logging.Handler):
     """Keeps the texts of warnings and errors, with how often each came.
 
-    Whether and where a warning is shown does not change: where nobody has set up logging, it goes
+    Whether and where a warning is shown does not change: where logging is not set up, it goes
     to stderr as Python does without any handler.
     """
 

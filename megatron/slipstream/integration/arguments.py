@@ -221,7 +221,7 @@ def _cpu_defaults(argv: Sequence[str]) -> list[str]:
 
 
 def _gpu_defaults(argv: Sequence[str]) -> list[str]:
-    """Flags that a GPU run needs for want of Apex and the user did not give; logs them.
+    """Flags that a GPU run needs without Apex and the user did not give; logs them.
 
     Megatron takes Apex's fused weight gradient for granted and raises in the first forward of the
     output layer without it, on that pipeline stage alone; the others then hang.

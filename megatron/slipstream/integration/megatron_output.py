@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What megatron prints, logs and warns of during a training goes to a file.
+"""Megatron's prints, logs and warnings during a training go to a file.
 
 Of 1,250 lines for 20 iterations, 830 are its arguments. Slipstream's own messages, progress and
 errors go to stderr, which stays as it is.

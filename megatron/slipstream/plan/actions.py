@@ -23,7 +23,7 @@ from megatron.slipstream.plan.trace import GroupKey, Trace
 
 
 class ActionKind(enum.Enum):
-    """What the manager does for a group, beside what its marks imply."""
+    """The actions for a group, beside what its marks imply."""
 
     D2H = "D2H"
     """Start copying its storages to the host."""
@@ -48,7 +48,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What happens to one group. Step numbers index :attr:`Trace.steps`."""
+    """The plan of one group. Step numbers index :attr:`Trace.steps`."""
 
     key: GroupKey
     name: str
@@ -90,7 +90,7 @@ class Bound:
     """How good a plan could be at best, and how good it is, both as predicted."""
 
     quantity: Literal["peak_bytes", "stall_ms"]
-    """What was minimised: the device peak, or the time that compute waits for copies."""
+    """The objective: the device peak, or the time that compute waits for copies."""
     lower: float
     """No plan that keeps to the same limit does better."""
     reached: float
@@ -109,7 +109,7 @@ class Plan:
     needed_host_bytes: int = 0
     """The most host memory that would be in use at once without a limit, in whole buffers."""
     notes: tuple[str, ...] = ()
-    """What the user should know: an option that could not be followed, and why."""
+    """Notes for the user: an option that could not be followed, and why."""
     bound: Optional[Bound] = None
     """How good any plan could be, if one was sought for a target."""
 

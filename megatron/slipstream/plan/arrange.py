@@ -40,7 +40,7 @@ MIN_MARGIN_MS = 0.05
 
 _EDGES_OF_COPIES = tuple(edge for edge in EDGES if edge.signal.is_copy)
 _TIMED = frozenset(kind for kind in OpKind if kind.is_copy) | {e.waiter for e in _EDGES_OF_COPIES}
-"""What takes time, or waits for what does."""
+"""The operations that take time, or wait for those that do."""
 
 Steps = Mapping[GroupKey, tuple[int, int]]
 """For each group, the steps of its FREE and of its H2D."""
@@ -209,7 +209,7 @@ class _Walk:
             self._issuer.use(self.step, self._trace.steps[self.step])
 
     def timing(self) -> Timing:
-        """What came of it, once all steps are done."""
+        """The result, once all steps are done."""
         if self.step >= 0:
             self._absent[self.step] = self.absent_bytes
         present = self._model.present_bytes - self._absent

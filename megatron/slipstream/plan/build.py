@@ -107,7 +107,7 @@ def _group_plan(
     kept_storages: Mapping[int, str],
     timing: tuple[int, int],
 ) -> GroupPlan:
-    """What happens to a group that is to move; it stays if all of its storages do."""
+    """The plan of a group that is to move; it stays if all of its storages do."""
     stays = {
         position: kept_storages.get(index, NO_TIME)
         for position, index in enumerate(group.storages)

@@ -10,7 +10,7 @@ earlier must be in the clock of the later.
 
 [Note: Two futures]
 A mark in backward says that a group is about to be used, not that every tensor is read: autograd
-may ask for none of them, or an exception may end the iteration. What nobody reads, nobody waits
+may ask for none of them, or an exception may end the iteration. What is never read, nothing waits
 for by E5, so each plan is proved twice: with every storage read, and with none, where what has
 returned is released at the end (E6).
 """
@@ -43,7 +43,7 @@ __all__ = ["PlanError", "PlanFacts", "SafetyProperty", "check_plan"]
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What is true of a plan that was proved safe, at any speed of the copies."""
+    """Facts of a plan that was proved safe, at any speed of the copies."""
 
     peak_device_bytes: int
     """The most bytes of saved storages (those that stay too) on the device at once."""
@@ -160,7 +160,7 @@ class _Memory(enum.IntEnum):
 
 
 class _Access(NamedTuple):
-    """What an operation of some kind does to a memory of each of its storages."""
+    """The effect of an operation of some kind on a memory of each of its storages."""
 
     memory: _Memory
     writes: bool
@@ -209,7 +209,7 @@ class _Contents:
 
 
 class _HostMemory:
-    """What lies in which bytes of host memory, told from the copies alone.
+    """The contents of each byte of host memory, from the copies alone.
 
     The pool says what a user has to wait for; this is how its word is checked.
     """
@@ -230,7 +230,7 @@ class _HostMemory:
         return old
 
     def read(self, buffer: HostBuffer) -> list[_Contents]:
-        """What lies in a buffer: one thing, if it is still as it was written."""
+        """The contents of a buffer: one thing, if it is still as it was written."""
         return [item[2] for item in self._ranges[self._overlap(buffer)]]
 
     def _overlap(self, buffer: HostBuffer) -> slice:
@@ -254,9 +254,9 @@ class _Proof:
         self._operations = operations
         self._waits = waits
         self._queues: list[_Clock] = [[0, 0, 0] for _ in Queue]
-        """What the next operation of each queue can count on."""
+        """The facts that the next operation of each queue can count on."""
         self._ended: list[tuple[int, int, int]] = []
-        """For each operation so far, what whoever waits for it can count on."""
+        """For each operation so far, the facts that a waiter for it can count on."""
         self._device: dict[tuple[_Memory, int], _Contents] = {}
         self._host = _HostMemory()
 
@@ -311,7 +311,7 @@ class _Proof:
                 contents.uses.append(at)
 
     def _read(self, access: _Access, storage: int) -> list[_Contents]:
-        """What is to be read. It has been written, or the plan could not be followed."""
+        """The contents to be read. They were written, or the plan could not be followed."""
         if access.memory is _Memory.BUFFER:
             return self._host.read(self._buffers[storage])
         return [self._device[access.memory, storage]]

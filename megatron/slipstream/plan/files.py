@@ -171,7 +171,7 @@ def _refuse(path: str | Path, problems: Iterator[str], wanted: str) -> None:
 
 
 def _plan_problems(plan: Plan) -> Iterator[str]:
-    """What must hold before ``check_plan`` can say the rest, and draw it."""
+    """The conditions without which ``check_plan`` can neither check nor draw a plan."""
     yield from _trace_problems(plan.trace)
     num_steps = len(plan.trace.steps)
     for place, storage in enumerate(plan.storages):

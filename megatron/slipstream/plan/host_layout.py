@@ -9,8 +9,8 @@ The invariant, held by every method of :class:`FreeRanges`:
   slab touch. So memory that is free side by side can serve one longer buffer, and once everything
   has been put back each slab is one range again, whatever sizes it was cut into.
 - Each free byte that was ever put back lies under a :class:`Use` that says which events end the
-  last copies of it. Whoever takes a range gets the events of all the bytes that he takes and of no
-  others: he waits for what has to be waited for, not for his neighbours' copies.
+  last copies of it. A user of a range gets the events of all the bytes that it takes and of no
+  others: it waits for what has to be waited for, not for its neighbours' copies.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class HostLedger:
 
 
 class HostRequest(NamedTuple):
-    """What an iteration asks of the pool: a buffer for a storage, or to take that back."""
+    """A request of an iteration to the pool: a buffer for a storage, or to take that back."""
 
     storage: int
     nbytes: int

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What no plan can do better, whatever it moves and when: how far from the best a plan may be.
+"""Bounds that no plan can be better than, so that it is known how far from the best one is.
 
 What is away between two steps was copied out between its commit and there, and is copied back
 between there and its use. So of the bytes that are away, those that committed at step ``c`` or
@@ -157,7 +157,7 @@ class _Stall(NamedTuple):
 
 
 class _Step:
-    """What can be away from one step to the next."""
+    """Storages that can be away from one step to the next."""
 
     def __init__(self, bounds: LowerBounds, step: int) -> None:
         self.step = step

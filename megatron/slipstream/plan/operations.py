@@ -98,19 +98,19 @@ EDGES = (
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the engine issues when it follows a plan from its first step to its last."""
+    """The operations that the engine issues when it follows a plan from first step to last."""
 
     operations: tuple[Operation, ...]
     """In the order in which the host issues them."""
     storages: tuple[StoragePlan, ...]
-    """What becomes of each moving storage, found from the actions alone, by index."""
+    """The plan of each moving storage, from the actions alone, by index."""
     buffers: dict[int, HostBuffer]
     """The host buffer of each moving storage."""
     host_bytes: tuple[int, ...]
     """For each step, the most host bytes that were in use at once, in whole buffers."""
 
     def host_requests(self) -> list[HostRequest]:
-        """What is asked of the pool, in order: at copies out, and once copies back are issued."""
+        """Requests to the pool, in order: at copies out, and once copies back are issued."""
         found = []
         for operation in self.operations:
             for storage in operation.storages:
@@ -336,7 +336,7 @@ class Issuer:
         return self._ledger.in_use_bytes
 
     def storage_plans(self) -> tuple[StoragePlan, ...]:
-        """What became of each moving storage, at the end."""
+        """The plan of each moving storage, at the end."""
         steps = (self._d2h_step, self.free_step, self._h2d_step, self._use_step)
         return tuple(
             StoragePlan(index, self._trace.storages[index].nbytes, *(at[index] for at in steps))
@@ -344,7 +344,7 @@ class Issuer:
         )
 
     def commit(self, index: int, step: Step) -> None:
-        """What the group saves was computed by now. No holder's commit can come too late.
+        """All that the group saves is computed by now. No holder's commit can come too late.
 
         Nothing is released before every holder's FREE, and that follows its commit. (The engine
         drops its own reference earlier, at the FREE of the last holder *so far*; then it is the

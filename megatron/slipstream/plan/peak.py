@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a plan lowers the device peak by, and on which module's account.
+"""The drop of the device peak by a plan, and each module's part of it.
 
 [Note: Freed is not saved]
 A plan frees the device memory of everything that it moves, at one time or another. The peak falls
@@ -57,7 +57,7 @@ def present_bytes(plan: Plan, resident_gradient_bytes: int = 0) -> Floats:
 
 
 def peak_drop(plan: Plan, resident_gradient_bytes: int = 0) -> PeakDrop:
-    """What the plan lowers the device peak by.
+    """The drop of the device peak by the plan.
 
     The drop is what is away at the step where the peak with the plan lies, and what that step is
     below the peak without the plan. For the first, each module answers with its own bytes; the

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a plan must satisfy, and the error that names the property, the action and the place."""
+"""The properties of a safe plan, and the error that names property, action and place."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ MAX_STEPS_OF_RESERVES = 40_000
 MAX_STEPS_OF_CHANGES = 60_000
 """Steps of all the iterations that are timed to find a better set than the search has."""
 NEAR = 1e-3
-"""What is so much from the bound is not improved on."""
+"""Relative gap to the bound at which the search stops."""
 MIN_STALL_MS = 1e-6
 """Less is a matter of rounding."""
 NUM_ROUNDS = 3
@@ -436,7 +436,7 @@ def _affordable(
 def _bundles(
     model: IterationModel, jobs: Collection[Job]
 ) -> tuple[list[Window], dict[GroupKey, list[int]]]:
-    """What some jobs move, storages that the same groups hold for the same steps taken together.
+    """The storages that some jobs move; those that the same groups hold at the same steps as one.
 
     Returns:
         The window of each bundle, and the numbers of the bundles that each group holds.

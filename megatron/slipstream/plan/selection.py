@@ -31,7 +31,7 @@ from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
 
 @dataclass(frozen=True)
 class Selection:
-    """What moves and when, and why the rest does not."""
+    """The groups that move and when, and why the rest does not."""
 
     moving: frozenset[GroupKey]
     kept: Kept

@@ -33,7 +33,7 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(plan: Plan) -> DeviceMemory:
-    """What the device holds at each step, without and with a plan."""
+    """Device memory at each step, without and with a plan."""
     trace = plan.trace
     return DeviceMemory(bool(trace.memory), trace.present_bytes, plan.device_bytes)
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What one training iteration did on one rank: the planner's only input.
+"""A record of one training iteration on one rank: the planner's only input.
 
 A trace is a list of :class:`Step` in the order in which the host issued them, which is also the
 order of the compute stream, and the storages that the groups saved for backward. It holds plain
@@ -18,7 +18,7 @@ from typing import NamedTuple, Optional
 
 
 class StepKind(enum.Enum):
-    """What happens: to a group, in order; and to the pass that it is in.
+    """The kinds of steps: of a group, in order; and of the pass that it is in.
 
     [Note: Recomputation reads first]
     A recomputation runs as soon as backward has the gradient of what used its result. That can be
@@ -132,7 +132,7 @@ class StorageTrace:
     the groups release it: before it, release frees nothing. (The model's input, say, is a local
     variable until its forward has returned.)"""
     is_recomputed: bool = False
-    """It is ``held_outside`` because whoever computed it empties it in forward, and fills it in
+    """It is ``held_outside`` because it is emptied in forward where it was computed, and filled in
     backward."""
 
 
@@ -167,7 +167,7 @@ class MemoryReading:
 
 
 class Bandwidth(NamedTuple):
-    """What copies between pinned host memory and the device reach, in 1e9 bytes per second."""
+    """Bandwidth of copies between pinned host memory and the device, in 1e9 bytes per second."""
 
     d2h_gb_per_s: float
     """To the host, while nothing goes to the device."""
@@ -302,7 +302,7 @@ class Trace:
         return [step for step in self.steps if step.kind is StepKind.BACKWARD_USE]
 
     def group_nbytes(self, key: GroupKey) -> int:
-        """Bytes that this group is the first to save and that nobody else holds."""
+        """Bytes that this group is the first to save and that nothing else holds."""
         storages = (self.storages[index] for index in self.group_by_key[key].storages)
         return sum(
             storage.nbytes

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What a plan costs: its operations on three queues, timed without a GPU.
+"""The cost of a plan: its operations on three queues, timed without a GPU.
 
 Compute takes the trace's time from each step to the next. Copies run at the trace's bandwidth, at
 the lower rates of :class:`Bandwidth` while both directions are busy. Everything else (marks,
@@ -124,7 +124,7 @@ class Simulation:
     total_ms: float
     """Until the last queue has ended."""
     compute_ms: float
-    """What the computation takes by itself."""
+    """Time of the computation by itself."""
     stalls: tuple[SimulatedStall, ...]
     """Every wait of compute that took time, in order."""
     d2h_busy_ms: float
@@ -145,7 +145,7 @@ class Simulation:
 
     @property
     def overhead_percent(self) -> float:
-        """What the plan adds to the iteration, in percent of the computation by itself."""
+        """Time that the plan adds to the iteration, in percent of the computation by itself."""
         if self.compute_ms > 0:
             return 100.0 * (self.total_ms - self.compute_ms) / self.compute_ms
         return math.inf if self.total_ms > 0 else 0.0
@@ -160,7 +160,7 @@ class Simulation:
 
     @property
     def step_time_text(self) -> str:
-        """What the step time consists of."""
+        """The parts of the step time."""
         parts = [f"{self.compute_ms:.1f} ms compute", f"{self.stall_ms:.1f} ms stalls"]
         rest = f"{self.total_ms - self.compute_ms - self.stall_ms:.1f}"
         if float(rest):
@@ -168,7 +168,7 @@ class Simulation:
         return f"{' + '.join(parts)} ({self.overhead_percent:.1f}%)"
 
     def render(self) -> str:
-        """What is predicted, as lines of text without a trailing newline."""
+        """The prediction, as lines of text without a trailing newline."""
         stalls = [f"{name} {ms:.1f} ms" for name, ms in self.stall_ms_by_module.items()]
         if self.peak_bytes is None:
             peak = f"{format_bytes(self.peak_device_bytes)} of saved storages"
@@ -244,7 +244,7 @@ def simulate(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> Simulation:
 
 
 def _check_measured(trace: Trace) -> Bandwidth:
-    """What the trace says of bandwidth, once that and its times are found to make sense."""
+    """The bandwidth of the trace, once it and the times are found to make sense."""
     cure = "record the trace on a GPU, or set {0} with dataclasses.replace(trace, {0}=...)"
     if len(trace.step_ms) != len(trace.steps):
         raise ValueError(
@@ -268,7 +268,7 @@ def _check_measured(trace: Trace) -> Bandwidth:
 
 
 def _step_ms(plan: Plan) -> list[float]:
-    """What compute takes behind each step, with what moving groups cost beside their copies."""
+    """Compute time after each step, with the cost of moving groups beside their copies."""
     trace = plan.trace
     step_ms = list(trace.step_ms)
     moving = [group for group in plan.groups if group.moves]

@@ -168,7 +168,7 @@ class Storage {
   bool serves(const at::Tensor& tensor) const {
     if (static_cast<int64_t>(tensor.storage().nbytes()) != storage_nbytes) return false;
     if (residence == Residence::DEVICE) return true;
-    // Whoever has the emptied storage may have filled it with other bytes.
+    // The owner of the emptied storage may have filled it with other bytes.
     if (is_given_up && !is_on_device()) return false;
     const Extent extent = extent_of(tensor);
     if (extent.start < start || stop < extent.stop || !is_copy_current()) return false;
