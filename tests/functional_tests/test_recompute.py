@@ -158,7 +158,6 @@ def test_pipelines(kind: str, shape: tuple[int, Optional[int]]) -> None:
             check(pair, result, kind)
 
 
-@pytest.mark.releases
 def test_gated_delta_net() -> None:
     case = ModelCase("dense", overrides=OPTIONS)
     arguments = (case, GATED_DELTA_NET_PAIRS, "cpu", (2, 2), None, True)
