@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A plan as data: for each group and storage that moves, the steps at which it does."""
+"""A plan as data: the steps at which each moving group and storage is copied and released."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.slipstream.plan.trace import GroupKey, Trace
 
 
 class ActionKind(enum.Enum):
-    """The actions for a group, beside what its marks imply."""
+    """The actions for a group, apart from what its marks imply."""
 
     D2H = "D2H"
     """Start copying its storages to the host."""
@@ -59,7 +59,7 @@ class GroupPlan:
     """Storages of a moving group that stay, by position in :attr:`GroupTrace.storages`, with the
     reason."""
     moved_nbytes: int = 0
-    """Bytes copied out on this group's account (storages that it is the first to save)."""
+    """Bytes that this group copies out (of the storages that it is the first to save)."""
     commit_step: int = -1
     free_step: int = -1
     h2d_step: int = -1
@@ -68,7 +68,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """When one moving storage is away: from :meth:`gone_step` up to ``h2d_step``."""
+    """When one moving storage is on the host only: from :meth:`gone_step` up to ``h2d_step``."""
 
     index: int
     nbytes: int
@@ -78,7 +78,7 @@ class StoragePlan:
     use_step: int
 
     def gone_step(self, trace: Trace) -> int:
-        """The step at which its device memory is gone (``h2d_step`` if it never is)."""
+        """The step at which its device memory is free (``h2d_step`` if it never is)."""
         # A plan that is drawn because it is wrong may name storages that are not in the trace.
         storages = trace.storages[self.index : self.index + 1]
         gone = max([self.free_step, *(storage.lingers_until for storage in storages)])
@@ -87,19 +87,19 @@ class StoragePlan:
 
 @dataclass(frozen=True)
 class Bound:
-    """How good a plan could be at best, and how good it is, both as predicted."""
+    """The predicted objective of a plan, and a lower bound of it for any plan."""
 
     quantity: Literal["peak_bytes", "stall_ms"]
     """The objective: the device peak, or the time that compute waits for copies."""
     lower: float
-    """No plan that keeps to the same limit does better."""
+    """The bound: no plan within the same limit is below it."""
     reached: float
     """This plan's."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A decided iteration: the trace it was made from, and what is done at each of its steps."""
+    """The plan of an iteration: the trace that it was made from, and the actions at each step."""
 
     trace: Trace
     options: PolicyOptions
@@ -111,7 +111,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     """Notes for the user: an option that could not be followed, and why."""
     bound: Optional[Bound] = None
-    """How good any plan could be, if one was sought for a target."""
+    """The bound, if the plan was searched for a target."""
 
     @cached_property
     def group_by_key(self) -> dict[GroupKey, GroupPlan]:
@@ -120,10 +120,10 @@ class Plan:
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """For each step, what is done once its mark is reached, in this order.
+        """For each step, the actions once its mark is reached, in this order.
 
-        Copies out come before frees, since with no lag a group does both at its commit. Copies
-        back run one after another, so they come in the order in which backward needs them.
+        Copies out precede frees, since with no lag a group does both at its commit. Copies back run
+        one after another, so they are in the order in which backward needs them.
         """
         by_step: dict[int, list[Action]] = defaultdict(list)
         order = (ActionKind.D2H, ActionKind.FREE, ActionKind.H2D)
@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes that leave the device in one iteration (each returns once)."""
+        """Bytes offloaded in one iteration (each is reloaded once)."""
         return sum(storage.nbytes for storage in self.storages)
 
     @cached_property
@@ -148,7 +148,7 @@ class Plan:
 
     @cached_property
     def device_bytes(self) -> tuple[int, ...]:
-        """:attr:`Trace.present_bytes` without what is away."""
+        """:attr:`Trace.present_bytes` without the bytes that are offloaded."""
         return tuple(map(int.__sub__, self.trace.present_bytes, self.absent_bytes))
 
     @cached_property
@@ -175,7 +175,7 @@ class Plan:
 
 
 def absent_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ...]:
-    """For each step, the bytes of some moving storages that are away until the next step."""
+    """For each step, the bytes of these storages that are on the host only until the next step."""
     change = [0] * (len(trace.steps) + 1)
     for storage in storages:
         change[storage.gone_step(trace)] += storage.nbytes
@@ -184,7 +184,7 @@ def absent_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ..
 
 
 def host_intervals(storages: Sequence[StoragePlan]) -> list[HostInterval]:
-    """When each of some moving storages has host memory."""
+    """When each of these moving storages has a host buffer."""
     return [
         HostInterval(item.index, size_class_bytes(item.nbytes), item.d2h_step, item.h2d_step)
         for item in storages

@@ -1,22 +1,22 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""When a given set of groups releases its memory and brings it back, in time instead of in counts.
+"""Decides when a given set of groups frees its memory and reloads it, from measured times.
 
 One walk over the steps, with the clock of ``walk``. At each step, in the order in which the engine
-acts: copies out start, memory is released, copies back start, backward uses. Left alone, memory
-goes at the first step at which its copy out has surely ended, and a copy back starts at the last
-step from which it surely arrives in time, so that nothing is ever waited for. A limit on the peak
-overrules that, one step at a time: memory goes while its copy out still runs, or a copy back is put
-off, and compute waits for the copy. Frees come in the order of commits, copies back in the order of
-uses.
+acts: copies out start, memory is freed, copies back start, backward uses. Without a limit, memory
+is freed at the first step at which its copy out has certainly ended, and a copy back starts at the
+last step from which it certainly ends in time, so that compute never waits. A limit on the peak
+overrules that, one step at a time: memory is freed while its copy out still runs, or a copy back
+is delayed, and compute waits for the copy. Frees are in the order of commits, copies back in the
+order of uses.
 
 [Note: Margins of time]
-A plan is made from one iteration's times and followed in others. A FREE that comes a little too
-early stalls compute by that little, and so does a copy back that starts a little too late. One that
-comes too late only keeps memory for a step more. So both keep a distance of 5% of the copy's own
-time, which is more than bandwidths were seen to vary from copy to copy, and of at least 0.05 ms,
-some ten times what an event costs. Delays do not add up: while compute waits for a copy, the copies
-behind that one go on.
+A plan is made from one iteration's times and followed in others. A FREE that is slightly early
+stalls compute by as much, and so does a copy back that starts slightly late. In the other direction
+the error only keeps memory for one more step. So both keep a margin of 5% of the copy's own time,
+which is more than bandwidths vary from copy to copy, and of at least 0.05 ms, about ten times the
+cost of an event. Delays do not add up: while compute waits for a copy, the copies queued after it
+continue.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MIN_MARGIN_MS = 0.05
 
 _EDGES_OF_COPIES = tuple(edge for edge in EDGES if edge.signal.is_copy)
 _TIMED = frozenset(kind for kind in OpKind if kind.is_copy) | {e.waiter for e in _EDGES_OF_COPIES}
-"""The operations that take time, or wait for those that do."""
+"""The operations that take time, or wait for ones that do."""
 
 Steps = Mapping[GroupKey, tuple[int, int]]
 """For each group, the steps of its FREE and of its H2D."""
@@ -48,18 +48,18 @@ Steps = Mapping[GroupKey, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Timing:
-    """When each of some groups moves, and what that costs."""
+    """When each group of a set moves, and the cost."""
 
     steps: dict[GroupKey, tuple[int, int]]
-    """The steps of FREE and H2D of each group that has something to move."""
+    """The steps of FREE and H2D of each group that has a storage to move."""
     stall_ms: float
     """How long compute waits for copies in the whole iteration."""
     stalled: dict[GroupKey, float]
-    """The same by the group that it waits for; only where it is more than rounding."""
+    """The same by the group that it waits for; entries within rounding noise are left out."""
     peak_bytes: float
     """The device peak."""
     absent_bytes: Floats
-    """For each step, the bytes that are away until the next one."""
+    """For each step, the bytes that are off the device until the next one."""
 
 
 def margin_ms(copy_ms: float) -> float:
@@ -73,8 +73,8 @@ def replay(model: IterationModel, moving: Collection[GroupKey], steps: Steps) ->
     Args:
         model: The timed trace.
         moving: The groups that move.
-        steps: For each of them. A storage that would have to come back before the last of its
-            holders releases stays.
+        steps: For each of them. A storage that would be reloaded before the last of its holders
+            releases it stays on the device.
     """
     staying = []
     for item in model.moving_storages(moving):
@@ -91,7 +91,7 @@ def replay(model: IterationModel, moving: Collection[GroupKey], steps: Steps) ->
         for number in frees.get(step, ()):
             walk.free(number)
         for number in returns.get(step, ()):
-            walk.bring_back(number)
+            walk.reload(number)
         walk.use()
     return walk.timing()
 
@@ -101,13 +101,13 @@ def arrange(
     moving: Collection[GroupKey],
     limit_bytes: float = math.inf,
 ) -> Timing:
-    """Decide when these groups move: without stalls, except for what the limit costs.
+    """Decide when these groups move, without stalls other than those that the limit causes.
 
     Args:
         model: The timed trace.
         moving: The groups that move.
-        limit_bytes: The device peak is no higher than this if moving them can reach that at all,
-            and else as low as it can.
+        limit_bytes: Upper limit of the device peak; if these groups cannot reach it, the lowest
+            peak that they can reach is the limit.
     """
     return _Arrangement(model, moving, limit_bytes).run()
 
@@ -120,7 +120,7 @@ def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 class _Walk:
-    """An iteration up to the present step: what was issued, the time it took, what is away."""
+    """An iteration up to the present step: operations issued, time taken, bytes off the device."""
 
     def __init__(self, model: IterationModel, jobs: list[Job]) -> None:
         self.jobs = jobs
@@ -140,7 +140,7 @@ class _Walk:
         self._commit_at = {job.commit: job for job in jobs}
         self._use_at = {job.use for job in jobs}
         self._lingering: set[int] = set()
-        """Storages that were released while something else keeps their memory."""
+        """Storages that were released while something else holds their memory."""
         self._absent = np.zeros(len(self._trace.steps))
 
     @property
@@ -148,13 +148,13 @@ class _Walk:
         return range(len(self._trace.steps))
 
     def reach(self, step: int) -> None:
-        """Compute comes to a step; if that is a commit, its copy out starts."""
+        """Compute reaches a step; if that is a commit, its copy out starts."""
         if self.step >= 0:
             self._absent[self.step] = self.absent_bytes
             self.clock.compute(self._trace.step_ms[self.step])
         self.step = step
         if self._lingering:
-            self._forget_what_is_gone()
+            self._count_freed_lingering()
         job = self._commit_at.get(step)
         if job is not None:
             self._issuer.commit(step, self._trace.steps[step])
@@ -169,42 +169,42 @@ class _Walk:
         if operation.kind is OpKind.COPY_OUT:
             self.copy_of[operation.cause.key] = number
 
-    def _forget_what_is_gone(self) -> None:
+    def _count_freed_lingering(self) -> None:
         storages = self._trace.storages
         for item in [i for i in self._lingering if storages[i].lingers_until <= self.step]:
             self._lingering.remove(item)
             self.absent_bytes += storages[item].nbytes
 
     def free(self, number: int) -> None:
-        """A group releases what it holds."""
+        """A group releases its storages."""
         self.free_step[number] = self.step
-        gone = self._issuer.perform(self.step, self.jobs[number].free)
-        for item in gone:
+        freed = self._issuer.perform(self.step, self.jobs[number].free)
+        for item in freed:
             if self._trace.storages[item].lingers_until > self.step:
                 self._lingering.add(item)
             else:
                 self.absent_bytes += self._trace.storages[item].nbytes
 
     def is_away(self, number: int) -> bool:
-        """Whether what a group brings back is away, and has been since an earlier step.
+        """Whether the storages that a group reloads were freed at an earlier step.
 
-        What goes and comes back at the same step would be moved for nothing.
+        To free and reload a storage at the same step would gain nothing.
         """
         free_step = self._issuer.free_step
         return all(free_step.get(i, self.step) < self.step for i in self.jobs[number].storages)
 
-    def bring_back(self, number: int) -> None:
+    def reload(self, number: int) -> None:
         """A group's copy back starts."""
         self.h2d_step[number] = self.step
-        returning = self._issuer.perform(self.step, self.jobs[number].h2d)
-        for item in returning:
+        reloading = self._issuer.perform(self.step, self.jobs[number].h2d)
+        for item in reloading:
             if item in self._lingering:
                 self._lingering.remove(item)
             else:
                 self.absent_bytes -= self._trace.storages[item].nbytes
 
     def use(self) -> None:
-        """If the step is a use, compute waits for what it uses."""
+        """If the step is a use, compute waits for the copies back that it needs."""
         if self.step in self._use_at:
             self._issuer.use(self.step, self._trace.steps[self.step])
 
@@ -227,7 +227,7 @@ class _Walk:
 
 
 class _Arrangement:
-    """Decides at each step of a walk what is released and what is brought back."""
+    """Decides at each step of a walk which groups are freed and which are reloaded."""
 
     def __init__(
         self,
@@ -243,31 +243,31 @@ class _Arrangement:
         self._due = _latest_starts(model, jobs, self._by_use)
         most = model.most_absent_bytes(moving)
         present = model.present_bytes
-        # What cannot be reached is not tried for: it would cost stalls everywhere.
+        # An unreachable limit is raised: otherwise compute would stall at every step.
         limit = max(limit_bytes, float((present - most).max(initial=0.0)))
         needed: Floats = np.maximum(0.0, present - limit)
         self._needed: list[float] = needed.tolist()
-        """For each step, how much has to be away."""
+        """For each step, the bytes that must be off the device."""
         self._room: Floats = most - needed
-        """For each step, how much may come back before its use, if all else is away."""
+        """For each step, the bytes that may be reloaded before their use if no others are."""
         self._free_by = _running_free_by(jobs, len(present))
         self._rate = model.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
         self._next_free = 0
         self._next_back = 0
 
     def run(self) -> Timing:
-        """Go through all steps."""
+        """Decide all steps in order."""
         for step in self._walk.steps:
             self._walk.reach(step)
             if self._may_free():
-                self._free_what_has_left()
-                self._free_what_must()
+                self._free_copied_out()
+                self._free_for_limit()
             if self._next_back < len(self._due) and self._due[self._next_back] <= step:
-                self._bring_back_what_is_due()
+                self._reload_due()
             self._walk.use()
         return self._walk.timing()
 
-    def _free_what_has_left(self) -> None:
+    def _free_copied_out(self) -> None:
         walk = self._walk
         while self._may_free():
             last = self._jobs[self._number_of[self._jobs[self._next_free].last_out]]
@@ -278,8 +278,8 @@ class _Arrangement:
                 break
             self._free_next()
 
-    def _free_what_must(self) -> None:
-        """Release early what has to be away by now, though compute waits for it."""
+    def _free_for_limit(self) -> None:
+        """Free early the memory that the limit requires by now; compute waits for the copies."""
         walk, step = self._walk, self._walk.step
         wanted_bytes = self._used_now_bytes()
         while self._may_free() and (
@@ -297,7 +297,7 @@ class _Arrangement:
         self._next_free += 1
 
     def _used_now_bytes(self) -> float:
-        """Bytes that have to come back at this very step."""
+        """Bytes that must be reloaded at this step."""
         if self._next_back < len(self._by_use):
             job = self._jobs[self._by_use[self._next_back]]
             if job.use == self._walk.step:
@@ -305,7 +305,7 @@ class _Arrangement:
         return 0.0
 
     def _is_due(self, place: int) -> bool:
-        """Whether a copy back may start, as far as time and later peaks go."""
+        """Whether time and later peaks allow a copy back to start."""
         number = self._by_use[place]
         job, step = self._jobs[number], self._walk.step
         if job.use == step:
@@ -314,7 +314,7 @@ class _Arrangement:
             return False
         return not job.in_bytes or bool(self._room[step : job.use].min() >= job.in_bytes)
 
-    def _bring_back_what_is_due(self) -> None:
+    def _reload_due(self) -> None:
         walk = self._walk
         while self._next_back < len(self._by_use) and self._is_due(self._next_back):
             number = self._by_use[self._next_back]
@@ -324,12 +324,12 @@ class _Arrangement:
                 break
             if is_early:
                 self._room[walk.step : job.use] -= job.in_bytes
-            walk.bring_back(number)
+            walk.reload(number)
             self._next_back += 1
 
 
 def _running_free_by(jobs: Sequence[Job], num_steps: int) -> list[int]:
-    """For each step, how many of the first jobs have to be released by then."""
+    """For each step, the number of jobs, from the first, that must be released by then."""
     counts = [0] * num_steps
     for number, job in enumerate(jobs):
         counts[job.free_by] = max(counts[job.free_by], number + 1)
@@ -339,8 +339,8 @@ def _running_free_by(jobs: Sequence[Job], num_steps: int) -> list[int]:
 def _latest_starts(model: IterationModel, jobs: Sequence[Job], by_use: Sequence[int]) -> list[int]:
     """In the order of uses, the last step at which each copy back can start and arrive in time.
 
-    From the last use backwards: a copy has to end before its use, and before the copy behind it has
-    to start. Where copies out would run if nothing stalled, it has the lower rate.
+    Computed from the last use backwards: a copy must end before its use and before the next copy
+    must start. While copies out would run if nothing stalled, it has the lower rate.
     """
     bandwidth, start_ms = model.bandwidth, model.start_ms
     alone = bandwidth.h2d_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
@@ -360,7 +360,7 @@ def _latest_starts(model: IterationModel, jobs: Sequence[Job], by_use: Sequence[
 
 
 def _copies_out(model: IterationModel, jobs: Sequence[Job]) -> list[tuple[float, float]]:
-    """When copies out run if nothing stalls and nothing comes back: spans of time, in order."""
+    """Time spans of the copies out, in order, if nothing stalls and nothing is reloaded."""
     rate = model.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
     spans: list[tuple[float, float]] = []
     for job in jobs:
@@ -373,20 +373,20 @@ def _copies_out(model: IterationModel, jobs: Sequence[Job]) -> list[tuple[float,
 
 
 class _BackwardRates:
-    """When copies have to start, asked for in decreasing order of their ends."""
+    """Latest start times of copies, computed in decreasing order of their ends."""
 
     def __init__(self, busy: list[tuple[float, float]], alone: float, both: float) -> None:
         self._busy = busy
-        """Times of the lower rate; those still ahead on the way backwards."""
+        """Spans of the lower rate that are not yet passed on the way backwards."""
         self._alone = alone
         self._both = both
 
     def start_of(self, end_ms: float, nbytes: float) -> float:
-        """When a copy has to start to end at ``end_ms``."""
+        """The time at which a copy must start to end at ``end_ms``."""
         at_ms, left = end_ms, nbytes
         while self._busy:
             begin_ms, stop_ms = self._busy[-1]
-            if at_ms > stop_ms:  # Alone until then.
+            if at_ms > stop_ms:  # The other direction is idle until then.
                 if left <= (at_ms - stop_ms) * self._alone:
                     break
                 left -= (at_ms - stop_ms) * self._alone

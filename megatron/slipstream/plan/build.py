@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""From a trace and a selection of groups to a plan: what is done at which step."""
+"""Builds a plan, the actions of each step, from a trace and a selection of groups."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, Trace
 
 
 def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
-    """Decide an iteration like the one in ``trace``.
+    """Plan iterations like the one in ``trace``.
 
-    A storage moves if every group that holds it moves and nothing else holds it. It leaves at the
-    commit of the first of them, its device memory goes when the last of them releases it, and it is
-    back before the first of them is used.
+    A storage moves if every group that holds it moves and nothing else holds it. It is copied out
+    at the commit of the first of them, its device memory is freed when the last of them releases
+    it, and it is reloaded before the first of them is used.
 
-    With ``step_ms`` and ``bandwidth`` in the trace, groups leave and return at the times that cost
-    least, and a target may decide which do; without, at numbers of marks that the options give.
+    With ``step_ms`` and ``bandwidth`` in the trace, groups are freed and reloaded at the times that
+    cost least, and a target may decide which groups move; without, the options give both as numbers
+    of marks.
     """
     selection, storages, needed = _select(trace, options)
     staying: frozenset[int] = frozenset()
     while useless := _lingering_for_nothing(trace, storages):
-        # When the rest moves was decided for a link and host memory that these use too.
+        # The times of the other groups were decided for a link and host memory that these use too.
         staying |= useless
         selection, storages, _ = _select(_without(trace, staying), options)
     planned = frozenset(storage.index for storage in storages)
@@ -55,14 +56,14 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
 
 
 def _select(trace: Trace, options: PolicyOptions) -> tuple[Selection, tuple[StoragePlan, ...], int]:
-    """Which groups and storages move, and the host memory that they need without a limit of it."""
+    """Which groups and storages move, and the host memory that they need without a limit."""
     moving, reasons = select_groups(trace, options)
     selection = select(trace, options, moving, reasons)
     storages = _storage_plans(trace, selection.moving, selection.steps)
     needed = peak_in_use_bytes(len(trace.steps), host_intervals(storages))
     limit = options.host_memory_limit_bytes
     if limit is not None and needed > limit:
-        # Last, since what every other policy keeps needs no host memory.
+        # Last, since groups that other policies keep need no host memory.
         candidates = moving | may_hide(trace, options, reasons)
         intervals = host_intervals(storages)
         if trace.is_timed:
@@ -78,7 +79,7 @@ def _select(trace: Trace, options: PolicyOptions) -> tuple[Selection, tuple[Stor
 
 
 def _without(trace: Trace, staying: Collection[int]) -> Trace:
-    """The trace with some storages that cannot move."""
+    """The trace with some storages marked as unable to move."""
     storages = tuple(
         replace(storage, held_outside=True) if index in staying else storage
         for index, storage in enumerate(trace.storages)
@@ -87,9 +88,10 @@ def _without(trace: Trace, staying: Collection[int]) -> Trace:
 
 
 def _longest_intervals(trace: Trace, moving: frozenset[GroupKey]) -> list[HostInterval]:
-    """Host memory for as long as each storage could have it.
+    """Host memory for as long as each storage could need it.
 
-    In a timed trace, when the rest moves changes with what is kept. So no timing may need more.
+    In a timed trace, the steps of moving groups depend on which groups are kept. With the longest
+    intervals no choice of steps needs more than the limit.
     """
     model, intervals = IterationModel(trace), []
     for index in model.moving_storages(moving):
@@ -107,7 +109,7 @@ def _group_plan(
     kept_storages: Mapping[int, str],
     timing: tuple[int, int],
 ) -> GroupPlan:
-    """The plan of a group that is to move; it stays if all of its storages do."""
+    """The plan of a group that is to move; it stays if all of its storages stay."""
     stays = {
         position: kept_storages.get(index, NO_TIME)
         for position, index in enumerate(group.storages)
@@ -146,10 +148,10 @@ def _kept_storages(trace: Trace, moving: frozenset[GroupKey]) -> dict[int, str]:
 
 
 def _lingering_for_nothing(trace: Trace, storages: Sequence[StoragePlan]) -> frozenset[int]:
-    """Of those that something else holds for a while, the ones whose moving lowers no peak.
+    """Storages that something else holds for a while and whose move lowers no peak.
 
-    Neither with the gradients that the iteration allocated nor without them: whether they stay from
-    then on is not known yet, and the peak may lie elsewhere if they do.
+    It must lower the peak neither with the gradients that the iteration allocated nor without them:
+    whether gradients stay allocated is not known yet, and the peak may move if they do.
     """
     lingering = [item for item in storages if item.gone_step(trace) > item.free_step]
     if not lingering:

@@ -24,22 +24,24 @@ class PolicyOptions:
     activation_offload_fraction: float = 1.0
     """Fraction of each pass's groups that move, in forward order; the latest ones stay."""
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Bytes more that each later pipeline rank keeps on the device than the one before it."""
+    """Bytes that each pipeline rank keeps on the device beyond those of the rank before it."""
     release_lag: int = 1
-    """How many later group commits a group's device memory outlives its own commit."""
+    """Number of later group commits after which a group's device memory is released."""
     prefetch_depth: int = 1
-    """How many group uses ahead of its own a group's copy back starts."""
+    """Number of group uses before its own at which a group's copy back starts."""
     max_inflight_offloads: Optional[int] = None
-    """Of each module, how many groups' copies out compute has not waited for when the next of its
-    groups has committed, at most: a group's memory goes no later than that many commits of the same
-    module after its own. None for no limit."""
+    """Maximum number of groups per module whose copies out compute has not waited for when the next
+    group of the module has committed: a group's memory is freed at most that many commits of the
+    same module after its own. None for no limit."""
     host_memory_limit_bytes: Optional[int] = None
     """The most host memory that may be in use at once; None for no limit."""
     target_memory_bytes: Optional[int] = None
-    """Move what a device peak of at most this takes, in the least time; None for all that may."""
+    """Upper limit of the device peak; the plan reaches it in the least time. None to move every
+    group that may move."""
     max_overhead_percent: Optional[float] = None
-    """Move what lowers the device peak while compute waits for copies at most this part of its own
-    time; None for all that may. Not together with ``target_memory_bytes``."""
+    """Upper limit of the time that compute waits for copies, in percent of its own time; the plan
+    lowers the device peak as far as that allows. None to move every group that may move. Not
+    together with ``target_memory_bytes``."""
 
     def __post_init__(self) -> None:
         if self.target_memory_bytes is not None and self.max_overhead_percent is not None:
@@ -76,8 +78,8 @@ NOT_NEEDED_FOR_TARGET = "offload_target_memory_gib keeps it: the peak fits witho
 def keep_where_backward_follows(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
     """Keep a group if the next mark of its name after its commit is its own use in backward.
 
-    Then no other group of that name runs in between, so there is no layer's computation to hide
-    the two copies behind: the last layer before backward, in whatever pipeline schedule.
+    Then no other group of that name runs in between, so no layer's computation can hide the two
+    copies: in any pipeline schedule, this is the last layer before backward.
     """
     kept: Kept = {}
     wanted = set(moving)
@@ -100,15 +102,15 @@ def keep_unused(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
 
 
 def keep_empty(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
-    """Keep groups without a storage of their own to move."""
+    """Keep groups that have no storage of their own to move."""
     return {key: NOTHING_TO_MOVE for key in moving if not trace.group_by_key[key].storages}
 
 
 def keep_for_pp_rank(trace: Trace, moving: Sequence[GroupKey], delta_bytes: int) -> Kept:
     """Keep whole groups until ``pp_rank * delta_bytes`` stay that would move otherwise.
 
-    Passes come in the order of their backward, the groups of a pass in the order of their forward,
-    as megatron-core counts them.
+    Passes are taken in the order of their backward, the groups of a pass in the order of their
+    forward, as megatron-core counts them.
     """
     kept: Kept = {}
     budget = trace.pp_rank * delta_bytes
@@ -148,12 +150,12 @@ def keep_by_fraction(trace: Trace, moving: Sequence[GroupKey], fraction: float) 
 
 
 class HostInterval(NamedTuple):
-    """Host memory that one moving storage has from step ``d2h_step`` up to ``h2d_step``."""
+    """The host buffer of one moving storage, in use from step ``d2h_step`` up to ``h2d_step``."""
 
     storage: int
     """Index into :attr:`Trace.storages`."""
     nbytes: int
-    """Of the buffer, which may be longer than the storage."""
+    """Length of the buffer, which may be longer than the storage."""
     d2h_step: int
     h2d_step: int
 
@@ -164,7 +166,7 @@ def in_use_bytes(num_steps: int, intervals: Sequence[HostInterval]) -> list[int]
 
 
 def peak_in_use_bytes(num_steps: int, intervals: Sequence[HostInterval]) -> int:
-    """The most host bytes in use at once: at each step copies out come before copies back."""
+    """The most host bytes in use at once: at each step copies out precede copies back."""
     outs = [0] * num_steps
     for interval in intervals:
         outs[interval.d2h_step] += interval.nbytes
@@ -173,7 +175,7 @@ def peak_in_use_bytes(num_steps: int, intervals: Sequence[HostInterval]) -> int:
 
 
 def _changes(num_steps: int, intervals: Sequence[HostInterval]) -> list[int]:
-    """By how many bytes more are in use from each step on."""
+    """By how many bytes the host memory in use changes at each step."""
     changes = [0] * num_steps
     for interval in intervals:
         changes[interval.d2h_step] += interval.nbytes
@@ -186,16 +188,17 @@ def keep_within_host_memory(
 ) -> Kept:
     """Keep whole groups until the host memory that is in use at once is within the limit.
 
-    Where it is not, those groups stay, of all that have host memory then, whose backward comes
-    soonest: they would be away for the shortest time. In a pipeline that keeps as many groups of
-    one micro-batch as of another.
+    Where it is not, of the groups that have host memory at that step those stay whose backward is
+    the next: they would be on the host for the shortest time. In a pipeline this keeps as many
+    groups of one micro-batch as of another.
     """
     kept: Kept = {}
     changes = _changes(len(trace.steps), intervals)
     loan_of = {interval.storage: interval for interval in intervals}
     wanted = set(moving)
     in_use = 0
-    # All of a group's storages have left by its commit, so it stands for them from there on.
+    # All of a group's storages are copied out by its commit, so from there on the group counts for
+    # all of them.
     by_use: list[tuple[int, GroupKey]] = []
     for step, mark in enumerate(trace.steps):
         in_use += changes[step]
@@ -205,7 +208,7 @@ def keep_within_host_memory(
             _, key = heapq.heappop(by_use)
             held = [loan_of[i] for i in trace.group_by_key[key].storages if i in loan_of]
             if all(interval.h2d_step <= step for interval in held):
-                continue  # It has come back.
+                continue  # It is reloaded by then.
             kept[key] = HOST_MEMORY
             for interval in held:
                 del loan_of[interval.storage]

@@ -1,18 +1,18 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Proves a plan safe: no operation can run before what it needs, whatever the queues' speeds.
+"""Proves a plan safe: no operation can run before its inputs are ready, at any queue speeds.
 
-``operations`` turns the plan into what the engine would issue, and refuses what cannot be followed.
-Here the order of those operations is proved. Each operation carries a vector clock: how many
-operations of each queue have surely ended when it starts, by the order of its own queue and by the
-edges, and by nothing else. Of two operations that touch the same memory, unless both read, the
-earlier must be in the clock of the later.
+``operations`` turns the plan into the operations that the engine would issue, and refuses plans
+that cannot be followed. This module proves their order. Each operation carries a vector clock: how
+many operations of each queue have certainly ended when it starts, by the order of its own queue and
+by the edges alone. Of two operations that touch the same memory, unless both read, the earlier must
+be in the clock of the later.
 
 [Note: Two futures]
 A mark in backward says that a group is about to be used, not that every tensor is read: autograd
-may ask for none of them, or an exception may end the iteration. What is never read, nothing waits
-for by E5, so each plan is proved twice: with every storage read, and with none, where what has
-returned is released at the end (E6).
+may read none of them, or an exception may end the iteration. Compute does not wait by E5 for a
+tensor that is never read, so each plan is proved twice: with every storage read, and with none,
+where reloaded memory is released at the end (E6).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PlanFacts:
     """Facts of a plan that was proved safe, at any speed of the copies."""
 
     peak_device_bytes: int
-    """The most bytes of saved storages (those that stay too) on the device at once."""
+    """The most bytes of saved storages (including those that stay) on the device at once."""
     peak_host_bytes: int
     """The most bytes of host memory in use at once, in whole buffers."""
     num_operations: int
@@ -57,8 +57,8 @@ def check_plan(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> PlanFacts:
     """Prove that the engine can follow ``plan`` with the waits of ``edges``.
 
     Args:
-        plan: Any plan; nothing is taken on trust but its trace.
-        edges: The edge table. A test takes one away and sees the proof fail.
+        plan: Any plan; only its trace is trusted.
+        edges: The edge table. A test removes one edge and expects the proof to fail.
 
     Returns:
         Facts of the plan.
@@ -80,7 +80,7 @@ def check_plan(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> PlanFacts:
     )
 
 
-# What the plan states of storages, against what its actions do.
+# The storages that the plan states, compared with those that its actions move.
 
 
 def _check_statements(plan: Plan, schedule: Schedule) -> None:
@@ -145,7 +145,7 @@ def _first_d2h(plan: Plan, storage: int) -> Action:
     return Action(ActionKind.D2H, key, plan.trace.group_by_key[key].name)
 
 
-# What happens before what.
+# The happens-before order of the operations.
 
 
 class _Memory(enum.IntEnum):
@@ -155,7 +155,7 @@ class _Memory(enum.IntEnum):
     """Device memory that forward wrote."""
     BUFFER = 1
     """Host memory. Any of its bytes may have served other storages before."""
-    RETURNED = 2
+    RELOADED = 2
     """New device memory that the copy back writes."""
 
 
@@ -169,7 +169,7 @@ class _Access(NamedTuple):
     on the compute queue, which runs in order."""
 
 
-# To let memory go is to write it: what follows on the compute queue may be given it.
+# A release counts as a write: later operations of the compute queue may get the memory.
 _ACCESSES: dict[OpKind, tuple[_Access, ...]] = {
     OpKind.WRITE: (_Access(_Memory.ORIGINAL, True),),
     OpKind.SAVE: (_Access(_Memory.ORIGINAL, False),),
@@ -178,14 +178,14 @@ _ACCESSES: dict[OpKind, tuple[_Access, ...]] = {
         _Access(_Memory.BUFFER, True, SafetyProperty.BUFFER_REUSED_AFTER_COPY),
     ),
     OpKind.RELEASE: (_Access(_Memory.ORIGINAL, True, SafetyProperty.REUSED_AFTER_COPY_OUT),),
-    # Memory that is new to the storage was somebody's until here.
-    OpKind.START_IN: (_Access(_Memory.RETURNED, True),),
+    # Newly allocated memory may have been in use on the compute queue until here.
+    OpKind.START_IN: (_Access(_Memory.RELOADED, True),),
     OpKind.COPY_IN: (
         _Access(_Memory.BUFFER, False, SafetyProperty.COPY_IN_READS_WRITTEN),
-        _Access(_Memory.RETURNED, True, SafetyProperty.COPY_IN_AFTER_LAST_USE),
+        _Access(_Memory.RELOADED, True, SafetyProperty.COPY_IN_AFTER_LAST_USE),
     ),
-    OpKind.USE: (_Access(_Memory.RETURNED, False, SafetyProperty.BACKWARD_READS_WRITTEN),),
-    OpKind.ABANDON: (_Access(_Memory.RETURNED, True, SafetyProperty.UNREAD_REUSED_AFTER_COPY_IN),),
+    OpKind.USE: (_Access(_Memory.RELOADED, False, SafetyProperty.BACKWARD_READS_WRITTEN),),
+    OpKind.ABANDON: (_Access(_Memory.RELOADED, True, SafetyProperty.UNREAD_REUSED_AFTER_COPY_IN),),
 }
 
 _Clock = list[int]
@@ -193,7 +193,7 @@ _Clock = list[int]
 
 
 class _At(NamedTuple):
-    """Where an operation runs."""
+    """An operation's queue and its position there."""
 
     queue: Queue
     position: int
@@ -201,7 +201,7 @@ class _At(NamedTuple):
 
 
 class _Contents:
-    """Some memory since it was last written: who wrote it, for whom, and who has read it."""
+    """Memory since its last write: the storage, the write and the reads."""
 
     def __init__(self, storage: int, written: _At) -> None:
         self.storage = storage
@@ -209,9 +209,9 @@ class _Contents:
 
 
 class _HostMemory:
-    """The contents of each byte of host memory, from the copies alone.
+    """The contents of each byte of host memory, derived from the copies alone.
 
-    The pool says what a user has to wait for; this is how its word is checked.
+    It checks the waits that the pool gives the user of a buffer.
     """
 
     def __init__(self) -> None:
@@ -219,10 +219,10 @@ class _HostMemory:
         """In order, without overlap."""
 
     def write(self, buffer: HostBuffer, contents: _Contents) -> list[_Contents]:
-        """Overwrite the bytes of a buffer. Returns all that lay in any of them.
+        """Overwrite the bytes of a buffer. Returns the contents of all ranges that overlap it.
 
-        What is left of those beside the buffer is forgotten: once this write is proved to come
-        after them, so is each later one, since all writes are on the d2h queue.
+        The parts of those ranges outside the buffer are dropped: once this write is proved to
+        follow their accesses, so is each later one, since all writes are on the d2h queue.
         """
         place = self._overlap(buffer)
         old = [item[2] for item in self._ranges[place]]
@@ -230,7 +230,7 @@ class _HostMemory:
         return old
 
     def read(self, buffer: HostBuffer) -> list[_Contents]:
-        """The contents of a buffer: one thing, if it is still as it was written."""
+        """The contents of a buffer: one entry, if it was not overwritten."""
         return [item[2] for item in self._ranges[self._overlap(buffer)]]
 
     def _overlap(self, buffer: HostBuffer) -> slice:
@@ -254,20 +254,20 @@ class _Proof:
         self._operations = operations
         self._waits = waits
         self._queues: list[_Clock] = [[0, 0, 0] for _ in Queue]
-        """The facts that the next operation of each queue can count on."""
+        """For each queue, the clock of its next operation."""
         self._ended: list[tuple[int, int, int]] = []
-        """For each operation so far, the facts that a waiter for it can count on."""
+        """For each operation so far, the clock at its end."""
         self._device: dict[tuple[_Memory, int], _Contents] = {}
         self._host = _HostMemory()
 
     def run(self) -> None:
-        """Go through the operations in the order of their issue.
+        """Check the operations in the order of their issue.
 
-        If no wait is for a later operation, that order is one in which all of them can run, so
-        the queues cannot wait in a circle.
+        If no operation waits for a later one, all of them can run in that order, so the queues
+        cannot deadlock.
 
         Raises:
-            PlanError: Some operation is not surely after another one that it has to follow.
+            PlanError: An operation may run before another one that it must follow.
         """
         for index, operation in enumerate(self._operations):
             kind = operation.kind
@@ -275,7 +275,7 @@ class _Proof:
             clock = self._queues[queue]
             for signal in self._waits[index]:
                 if signal >= index:
-                    detail = f"its {kind.name} waits for what is issued after it"
+                    detail = f"its {kind.name} waits for an operation that is issued after it"
                     raise PlanError(SafetyProperty.NO_CYCLE, operation.cause, self._plan, detail)
                 for other, count in enumerate(self._ended[signal]):
                     if count > clock[other]:
@@ -299,7 +299,7 @@ class _Proof:
             detail = f"storage {storage} was overwritten: its memory holds storages {held}"
             raise self._error(operation, access, detail)
         for contents in before:
-            # What is read has to be written, what is written has to be read by all.
+            # A read must follow the write; a write must follow the last write and all reads.
             for use in contents.uses if writes else contents.uses[:1]:
                 if clock[use.queue] < use.position:
                     detail = (
@@ -311,13 +311,13 @@ class _Proof:
                 contents.uses.append(at)
 
     def _read(self, access: _Access, storage: int) -> list[_Contents]:
-        """The contents to be read. They were written, or the plan could not be followed."""
+        """The contents to be read. They exist, or derive_schedule would have refused the plan."""
         if access.memory is _Memory.BUFFER:
             return self._host.read(self._buffers[storage])
         return [self._device[access.memory, storage]]
 
     def _write(self, access: _Access, storage: int, at: _At) -> list[_Contents]:
-        """Note a write. Returns what it overwrites."""
+        """Note a write. Returns the contents that it overwrites."""
         contents = _Contents(storage, at)
         if access.memory is _Memory.BUFFER:
             return self._host.write(self._buffers[storage], contents)
@@ -326,6 +326,6 @@ class _Proof:
         return [] if before is None else [before]
 
     def _error(self, operation: Operation, access: _Access, detail: str) -> PlanError:
-        # Accesses without a rule are ordered by the compute queue, so they are never the ones.
+        # Accesses without a rule are ordered by the compute queue, so they never fail.
         assert access.rule is not None
         return PlanError(access.rule, operation.cause, self._plan, detail)

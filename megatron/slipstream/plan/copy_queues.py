@@ -20,17 +20,17 @@ class _Queue:
         self.both = both_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
         """Its rate while the other direction is busy too."""
         self.waiting: deque[tuple[int, float, list[int]]] = deque()
-        """Number, bytes, and the copies of the other queue that it waits for."""
+        """Number and bytes of each copy, and the copies of the other queue that it waits for."""
         self.running = -1
         """The copy that runs; -1 for none."""
         self.end_ms = math.inf
-        """When it ends at the present rate."""
+        """The time at which it ends at the present rate."""
         self._left_bytes = 0.0
         self._since_ms = 0.0
         self._rate = 0.0
 
     def start_next(self, ends_ms: dict[int, float], starts_ms: dict[int, float], ms: float) -> None:
-        """Start the next copy if what it waits for has ended. It has no rate yet."""
+        """Start the next copy if the copies that it waits for have ended. It has no rate yet."""
         number, nbytes, waits_for = self.waiting[0]
         while waits_for:
             if waits_for[-1] not in ends_ms:
@@ -43,10 +43,10 @@ class _Queue:
 
     def set_rate(self, rate: float, ms: float) -> None:
         """From ``ms`` on, copy ``rate`` bytes per millisecond."""
-        # As long as nothing changes the end is not computed again, so that it is not rounded again.
+        # Without a change the end is not computed again, so that it is not rounded again.
         if self.running < 0 or rate == self._rate:
             return
-        if ms > self._since_ms:  # 0 ms at an infinite rate are no number of bytes.
+        if ms > self._since_ms:  # 0 ms at an infinite rate would give NaN bytes.
             done_bytes = (ms - self._since_ms) * self._rate
             self._left_bytes = max(0.0, self._left_bytes - done_bytes)
         self._since_ms, self._rate = ms, rate
@@ -57,30 +57,30 @@ class CopyQueues:
     """The d2h and the h2d queue up to a time. Each copy has a number of its own.
 
     Args:
-        bandwidth: What copies reach. The rates change after all that happens at one time, so that a
-            copy that follows another at once leaves the other direction's rate as it is.
+        bandwidth: Of copies. Rates change after all events of one point in time, so that a copy
+            that directly follows another does not change the other direction's rate.
     """
 
     def __init__(self, bandwidth: Bandwidth) -> None:
         self.starts_ms: dict[int, float] = {}
-        """When each copy that has started did."""
+        """The start time of each copy that has started."""
         self.ends_ms: dict[int, float] = {}
-        """When each copy that has ended did."""
+        """The end time of each copy that has ended."""
         self._now_ms = 0.0
         self.next_ms = math.inf
-        """When the next copy ends at the earliest."""
+        """The earliest time at which the next copy ends."""
         self._out = _Queue(bandwidth.d2h_gb_per_s, bandwidth.d2h_both_gb_per_s)
         self._in = _Queue(bandwidth.h2d_gb_per_s, bandwidth.h2d_both_gb_per_s)
 
     def add(
         self, number: int, nbytes: float, waits_for: Sequence[int], is_out: bool, ms: float
     ) -> None:
-        """Add a copy at a time up to which the queues have been run.
+        """Add a copy at the time up to which the queues have run.
 
         Args:
             number: Its number.
-            nbytes: What it copies.
-            waits_for: The copies of the other direction that have to end before it starts.
+            nbytes: Bytes that it copies.
+            waits_for: The copies of the other direction that must end before it starts.
             is_out: Whether it copies to the host.
             ms: The time.
         """
@@ -88,12 +88,12 @@ class CopyQueues:
         self._now_ms = self.next_ms = ms
 
     def run_to(self, ms: float) -> None:
-        """Let time pass until ``ms``. Nothing may be added that would have started before."""
+        """Advance to time ``ms``. No copy may be added later that would have started before it."""
         while self._find_next_end() <= ms:
             self._end_next()
 
     def run_until(self, number: int) -> float:
-        """Let time pass until a copy that was added has ended. Returns when it does."""
+        """Advance until a copy that was added has ended. Returns its end time."""
         while number not in self.ends_ms:
             if self._find_next_end() == math.inf:
                 raise AssertionError(f"copy {number} never ends")
@@ -101,12 +101,12 @@ class CopyQueues:
         return self.ends_ms[number]
 
     def run_to_end(self) -> None:
-        """Let time pass until all copies have ended."""
+        """Advance until all copies have ended."""
         while self._find_next_end() < math.inf:
             self._end_next()
 
     def _find_next_end(self) -> float:
-        """Start what can start now; when does the next copy end?"""
+        """Start copies that can start now, and return the time at which the next copy ends."""
         out, back, now_ms = self._out, self._in, self._now_ms
         if out.running < 0 and out.waiting:
             out.start_next(self.ends_ms, self.starts_ms, now_ms)

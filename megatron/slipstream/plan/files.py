@@ -1,15 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Traces and plans as files: recorded on a GPU, planned and looked at anywhere.
+"""Traces and plans as files: recorded on a GPU, planned and read on any machine.
 
 A file is JSON: ``{"schema": ..., "version": ..., "trace" or "plan": ...}`` with the fields of the
 dataclasses by name, in their units; a :class:`NamedTuple` is a list. A file is data and never code,
-and nothing in it is trusted: what is read has the types and the references of a trace, and a plan
-is proved again.
+and its content is not trusted: types and references are checked, and a plan is proved again.
 
 [Note: Versions of files]
-The version is that of the meaning. A new field with a default that means what was meant before does
-not change it; whatever else changes, raises it by one. Unknown fields are errors, so that an older
+The version stands for the meaning of a file. A new field whose default keeps the old meaning does
+not change it; any other change raises it by one. Unknown fields are errors, so that an older
 Slipstream refuses a newer file instead of reading half of it.
 """
 
@@ -72,7 +71,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan and the trace it was made from, whole or not at all.
 
     Raises:
-        ValueError: Something that the plan names does not exist.
+        ValueError: The plan names something that does not exist.
         OSError: It cannot be written.
     """
     _refuse(path, _plan_problems(plan), f"a {PLAN_SCHEMA} that can be written")
@@ -84,7 +83,8 @@ def load_trace(path: str | Path) -> Trace:
     """Read what :func:`save_trace` wrote.
 
     Raises:
-        ValueError: It is no whole trace of this version. The message names the file and the place.
+        ValueError: It is not a complete trace of this version. The message names the file and the
+            place.
         OSError: It cannot be read.
     """
     data = Path(path).read_bytes()
@@ -97,8 +97,8 @@ def load_plan(path: str | Path) -> Plan:
     """Read what :func:`save_plan` wrote, and prove it safe by ``check_plan``.
 
     Raises:
-        ValueError: It is no whole plan of this version, or not a safe one. The message names the
-            file and the place, or the broken rule.
+        ValueError: It is not a complete plan of this version, or not a safe one. The message names
+            the file and the place, or the broken rule.
         OSError: It cannot be read.
     """
     data = Path(path).read_bytes()
@@ -113,7 +113,7 @@ def load_plan(path: str | Path) -> Plan:
 
 @cache
 def _adapter(kind: type) -> TypeAdapter[Any]:
-    # To make one takes tens of milliseconds, so not on import.
+    # Building one takes tens of milliseconds, so not on import.
     return TypeAdapter(kind)
 
 
@@ -124,13 +124,13 @@ def parse(data: bytes, name: str | Path, kind: type, schema: str, version: int, 
         data: UTF-8 JSON.
         name: Of the file, for errors.
         kind: A dataclass of its fields, with ``schema`` and ``version`` among them.
-        schema: That the file must name.
-        version: That the file must have.
+        schema: Schema that the file must name.
+        version: Version that the file must have.
         writer: The option that writes such files, for errors.
 
     Raises:
-        ValueError: It is no such file, or of another version. The message names the file, the place
-            and the cure.
+        ValueError: It is not such a file, or has another version. The message names the file, the
+            place and the cure.
     """
     cure = f"give a file that {writer} wrote"
     try:
@@ -151,7 +151,7 @@ def parse(data: bytes, name: str | Path, kind: type, schema: str, version: int, 
 
 
 def describe(error: ValidationError) -> str:
-    """The first thing that is wrong with the content of a file, and where."""
+    """The first error in the content of a file, and its place."""
     first, *others = error.errors(include_url=False, include_context=False)
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     text = first["msg"][:1].lower() + first["msg"][1:]
@@ -162,7 +162,7 @@ def describe(error: ValidationError) -> str:
     return f"{text} (and {len(others)} more)" if others else text
 
 
-# What types do not say.
+# Checks beyond the types.
 
 
 def _refuse(path: str | Path, problems: Iterator[str], wanted: str) -> None:
@@ -190,7 +190,7 @@ def _trace_problems(trace: Trace) -> Iterator[str]:
             yield f"{name} has {len(getattr(trace, name))} entries for {num_steps} steps"
     for place, ms in enumerate(trace.step_ms):
         if not 0 <= ms < math.inf:
-            yield f"step_ms[{place}] is {ms}, which is no duration"
+            yield f"step_ms[{place}] is {ms}; durations are finite and 0 or more"
     for name, gb_per_s in trace.bandwidth._asdict().items() if trace.bandwidth else ():
         if not 0 < gb_per_s < math.inf:  # JSON has no infinity.
             yield f"bandwidth.{name} is {gb_per_s}, not above 0 and finite"
@@ -205,7 +205,7 @@ _ORDER = (
 
 
 def _step_problems(trace: Trace) -> Iterator[str]:
-    """Each group is there once, and its marks in their order."""
+    """Each group exists once, and its marks are in order."""
     if len(trace.group_by_key) != len(trace.groups):
         keys = [group.key for group in trace.groups]
         yield f"two groups have the key {next(key for key in keys if keys.count(key) > 1)}"
@@ -230,7 +230,7 @@ def _step_problems(trace: Trace) -> Iterator[str]:
 
 
 def _storage_problems(trace: Trace) -> Iterator[str]:
-    """Groups and storages name each other."""
+    """Groups and storages refer to each other."""
     num_storages = len(trace.storages)
     for group in trace.groups:
         if len(set(group.storages)) != len(group.storages):

@@ -1,16 +1,16 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Where buffers lie in host memory, as numbers: the rules that the engine's pool follows.
+"""The layout of buffers in host memory as numbers: the allocator that the engine's pool uses.
 
 [Note: Free ranges]
-The invariant, held by every method of :class:`FreeRanges`:
+The invariants, kept by every method of :class:`FreeRanges`:
 
 - Each byte of each slab is either taken or in exactly one free range, and no two free ranges of a
-  slab touch. So memory that is free side by side can serve one longer buffer, and once everything
-  has been put back each slab is one range again, whatever sizes it was cut into.
-- Each free byte that was ever put back lies under a :class:`Use` that says which events end the
-  last copies of it. A user of a range gets the events of all the bytes that it takes and of no
-  others: it waits for what has to be waited for, not for its neighbours' copies.
+  slab are adjacent. So adjacent free memory can serve one longer buffer, and once everything has
+  been put back each slab is a single range again.
+- Each free byte that was in use before belongs to a :class:`Use` with the events that end its last
+  copies. The next user of a range gets the events of exactly the bytes that it takes, so it does
+  not wait for copies of neighbouring bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Use(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Bytes ``[start, stop)`` of a slab that were taken, and what their next user waits for."""
+    """Bytes ``[start, stop)`` of a slab that were taken, with the events to wait for."""
 
     slab: int
     start: int
@@ -62,8 +62,8 @@ class Span(NamedTuple):
 class _FreeRange(NamedTuple):
     nbytes: int
     serial: int
-    """Grows with the time of the last putting back. No two free ranges have the same, so that they
-    sort by length, then age."""
+    """Grows with the time when the range was last put back. It is unique, so free ranges sort by
+    length, then age."""
     slab: int
     start: int
     stop: int
@@ -74,8 +74,8 @@ class _FreeRange(NamedTuple):
 class FreeRanges:
     """Best fit with coalescing: the shortest free range that is long enough is cut.
 
-    Of equally long ranges the one that has been free for longest is cut, so that the last copy of
-    it has most likely ended.
+    Of equally long ranges the one that has been free the longest is cut, since its last copy has
+    most likely ended.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class FreeRanges:
         self._num_slabs = 0
 
     def add_slab(self, nbytes: int, is_free: bool = True) -> int:
-        """A new slab, never used. Returns its number: 0, 1, 2, ...
+        """Add a slab that was never used. Returns its number: 0, 1, 2, ...
 
         Args:
             nbytes: Its length.
@@ -115,7 +115,7 @@ class FreeRanges:
         while first < len(uses) and uses[first].stop <= cut:
             first += 1
         taken = first < len(uses) and uses[first].start < cut
-        # The age of what is left is that of its bytes, which are as they were.
+        # The rest keeps its age, since its bytes were not touched.
         left = (uses[first]._replace(start=cut), *uses[first + 1 :]) if taken else uses[first:]
         self._insert(_FreeRange(stop - cut, serial, slab, cut, stop, left))
         return Span(slab, start, cut, _distinct(uses[: first + taken]))
@@ -134,7 +134,7 @@ class FreeRanges:
         self._insert(_FreeRange(stop - start, next(self._serials), slab, start, stop, uses))
 
     def events(self) -> tuple[Hashable, ...]:
-        """The events that end the last copies of what is free."""
+        """The events that end the last copies of the free bytes."""
         return _distinct([use for free in self._by_size for use in free.uses])
 
     def ranges(self) -> list[tuple[int, int, int]]:
@@ -165,12 +165,12 @@ _ENDLESS_BYTES = 1 << 62
 
 
 class HostBuffer(NamedTuple):
-    """Bytes ``[start, stop)`` of a slab that were in use for a storage."""
+    """Bytes ``[start, stop)`` of a slab that hold a storage."""
 
     start: int
     stop: int
     used_before: tuple[int, ...]
-    """The storages whose copies back the pool gives the user to wait for (edge E2)."""
+    """The storages whose copies back the buffer's first copy waits for (edge E2)."""
     slab: int = 0
 
 
@@ -178,10 +178,9 @@ class HostLedger:
     """The pool of an iteration as numbers.
 
     Args:
-        slabs: The length of each slab in bytes. By default one slab without an end: where slabs end
-            depends on what the pool has served before, which a plan cannot know. So more memory
-            lies side by side than in the engine, and more buffers have parts of several earlier
-            ones.
+        slabs: The length of each slab in bytes. By default one endless slab: where slabs end
+            depends on earlier requests to the pool, which a plan cannot know. So more memory is
+            contiguous than in the engine, and more buffers overlap several earlier ones.
     """
 
     def __init__(self, slabs: Sequence[int] = (_ENDLESS_BYTES,)) -> None:
@@ -199,7 +198,7 @@ class HostLedger:
         """
         span = self._free.take(size_class_bytes(nbytes))
         if span is None:
-            raise MemoryError(f"no slab has {nbytes} bytes side by side")
+            raise MemoryError(f"no slab has {nbytes} contiguous free bytes")
         self.in_use_bytes += span.stop - span.start
         before = cast(tuple[int, ...], span.events)
         return HostBuffer(span.start, span.stop, before, span.slab)
@@ -211,11 +210,11 @@ class HostLedger:
 
 
 class HostRequest(NamedTuple):
-    """A request of an iteration to the pool: a buffer for a storage, or to take that back."""
+    """A request of an iteration to the pool: allocate a storage's buffer, or free it."""
 
     storage: int
     nbytes: int
-    """Of the buffer; 0 to take it back."""
+    """Length of the buffer to allocate; 0 to free it."""
 
 
 HostLayout = Mapping[int, HostBuffer]
@@ -223,10 +222,10 @@ HostLayout = Mapping[int, HostBuffer]
 
 
 def lay_out(requests: Sequence[HostRequest], slabs: Sequence[int]) -> Optional[HostLayout]:
-    """Where the engine's allocator puts the buffers of an iteration.
+    """The layout that the engine's allocator gives the buffers of an iteration.
 
     Args:
-        requests: Of the iteration, which begins with nothing in use.
+        requests: Of the iteration, which starts with no buffer in use.
         slabs: The length of each slab in bytes.
 
     Returns:
@@ -246,17 +245,17 @@ def lay_out(requests: Sequence[HostRequest], slabs: Sequence[int]) -> Optional[H
 
 
 _STEPS = 64
-"""Into so many parts the most that is in use is divided, to find how much more it takes."""
+"""Number of steps into which the peak in use is divided to search the slab length."""
 
 
 def slab_bytes_for(iterations: Sequence[Sequence[HostRequest]]) -> int:
     """The length of a slab from which each of these iterations can allocate all its buffers.
 
-    It is at least what is in use at once, and more only by what lies between buffers then; next to
-    the shortest, in steps of a 64th. 0 if nothing moves.
+    It is at least the peak in use, and exceeds it only by the gaps between buffers; it is the
+    shortest such length in steps of a 64th of that peak. 0 if nothing moves.
 
     Args:
-        iterations: Each begins with nothing in use, and they run one at a time.
+        iterations: Each starts with no buffer in use, and they run one at a time.
     """
     nbytes = most = max(map(_most_in_use_bytes, iterations), default=0)
     step = -(-most // _STEPS // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES

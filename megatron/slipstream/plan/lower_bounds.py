@@ -1,20 +1,19 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Bounds that no plan can be better than, so that it is known how far from the best one is.
+"""Lower bounds of every plan's peak and stall time, to tell how far a plan is from the best one.
 
-What is away between two steps was copied out between its commit and there, and is copied back
-between there and its use. So of the bytes that are away, those that committed at step ``c`` or
-later are no more than the link carries from ``c`` on, and those that are used at step ``u`` or
-earlier no more than it carries until ``u``. Only waiting makes these times longer. So each step
-says how long compute waits at least between some ``c`` and itself, and between itself and some
-``u``; what is said of times that do not overlap adds up. That holds for every plan. It leaves out
-that marks are few, that copies for other steps are in the way, and that directions share the link.
+Bytes that are on the host between two steps are copied out between their commit and there, and back
+between there and their use. So those that committed at step ``c`` or later are at most what the
+link carries from ``c`` on, and those that are used at step ``u`` or earlier at most what it carries
+until ``u``. Only stalls make these times longer. So each step gives a minimum stall between some
+``c`` and itself, and between itself and some ``u``; minima of times that do not overlap add up.
+That holds for every plan. The bounds ignore that marks are few, that copies for other steps occupy
+the link, and that both directions share it.
 
 [Note: For any engine]
-:func:`physical_bound_ms` holds for any engine, not for plans only: it takes nothing for granted but
-the two marks of a group (no copy out starts before its commit, none back ends after its use) and
-the rate of the link. When memory goes is left open; a plan releases it at marks only, and may need
-longer.
+:func:`physical_bound_ms` holds for any engine, not only for plans. It assumes only the two marks of
+a group (no copy out starts before its commit, no copy back ends after its use) and the rate of the
+link. Memory may be freed at any time; a plan frees it at marks only, and may need longer.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from megatron.slipstream.plan.model import (
 from megatron.slipstream.plan.trace import GroupKey, Trace
 
 MAX_STEPS = 400
-"""Each step gives a bound; of a longer iteration these many are looked at, evenly spread and those
-with most memory."""
+"""Each step gives a bound. In a longer iteration, so many steps are used: evenly spread ones, and
+those with the most memory."""
 NUM_HALVINGS = 24
-"""Of the range in which the lowest peak is bounded."""
+"""Bisections of the range of the lowest peak."""
 ROUNDING = 1e-9
 MAX_RATE = 1e18
-"""Bytes per millisecond that stand for an infinite bandwidth, which cannot be reckoned with."""
+"""Bytes per millisecond that stand for an infinite bandwidth, which would give NaN."""
 
 
 class LowerBounds:
@@ -52,9 +51,9 @@ class LowerBounds:
     Args:
         model: The timed trace.
         movable: The groups.
-        at_marks: Memory is released and taken at marks only, as plans do. Otherwise the bounds hold
-            for any engine: what is away at the peak between two marks may have left as late as the
-            second of them, and may be on its way back from the first.
+        at_marks: Memory is freed and allocated at marks only, as plans do. Otherwise the bounds
+            hold for any engine: bytes that are off the device at a peak between two marks may be
+            freed as late as the second one, and their copy back may start at the first one.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class LowerBounds:
         self._model = model
         self.at_marks = at_marks
         bandwidth = model.bandwidth
-        # Whichever is the higher, so that the bound holds whether the other direction is busy.
+        # The higher rate, so that the bound holds whether or not the other direction is busy.
         d2h = max(bandwidth.d2h_gb_per_s, bandwidth.d2h_both_gb_per_s)
         h2d = max(bandwidth.h2d_gb_per_s, bandwidth.h2d_both_gb_per_s)
         self.out_rate = min(d2h * BYTES_PER_MS_AT_1_GB_PER_S, MAX_RATE)
@@ -80,7 +79,7 @@ class LowerBounds:
         self._most_absent = model.most_absent_bytes(movable)
 
     def lowest_peak_bytes(self, stall_ms: float = math.inf) -> float:
-        """No plan that waits for copies no longer than this has a lower device peak."""
+        """Lower bound of the device peak of plans that wait for copies at most this long."""
         present = self._model.present_bytes
         lowest = float((present - self._most_absent).max(initial=0.0))
         if math.isinf(stall_ms):
@@ -95,7 +94,7 @@ class LowerBounds:
         return lowest
 
     def least_stall_ms(self, peak_bytes: float) -> float:
-        """No plan with this device peak or a lower one waits for copies less than this.
+        """Lower bound of the time that plans with at most this device peak wait for copies.
 
         Infinite if no plan has such a peak.
         """
@@ -123,8 +122,8 @@ def physical_bound_ms(plan: Plan | Trace) -> float:
     """The least time from the first mark to the end of the iteration, in milliseconds.
 
     Args:
-        plan: A plan, for the peak that it reaches by moving what it moves; a trace, for the lowest
-            peak that it allows. Without memory readings, the peak is that of the saved storages.
+        plan: A plan, for the peak that it reaches with the groups that it moves; a trace, for the
+            lowest peak that it allows. Without memory readings, the saved storages' peak counts.
 
     Raises:
         ValueError: The trace has no times or no bandwidth.
@@ -135,9 +134,7 @@ def physical_bound_ms(plan: Plan | Trace) -> float:
             "the trace has no compute times (Trace.step_ms); record it on a device that is timed"
         )
     if trace.bandwidth is None:
-        raise ValueError(
-            "the trace has no bandwidth (Trace.bandwidth); measure what copies reach and add it"
-        )
+        raise ValueError("the trace has no bandwidth (Trace.bandwidth); measure it and add it")
     model = IterationModel(trace)
     if isinstance(plan, Plan):
         bounds = LowerBounds(model, [g.key for g in plan.groups if g.moves], at_marks=False)
@@ -157,7 +154,7 @@ class _Stall(NamedTuple):
 
 
 class _Step:
-    """Storages that can be away from one step to the next."""
+    """Storages that can be off the device from one step to the next."""
 
     def __init__(self, bounds: LowerBounds, step: int) -> None:
         self.step = step
@@ -165,10 +162,10 @@ class _Step:
         start_ms = bounds.start_ms
         out = bounds.by_begin[away[bounds.by_begin]]
         back = bounds.by_stop[away[bounds.by_stop]]
-        # Between which marks it is that all has left and that all may begin to return.
+        # The mark by which all must be freed, and the one from which all may be reloaded.
         self._left, self._returns = (step, step + 1) if bounds.at_marks else (step + 1, step)
-        # For each commit, what may be away beside those that committed from there on; the time that
-        # these have; and where it begins. For each use likewise, and where it ends.
+        # For each commit: the bytes that may be off the device and committed before it, the time
+        # that the later ones have, and where that time begins. For each use likewise, and its end.
         self._out_others = _before(bounds.nbytes[out])
         self._out_ms = start_ms[self._left] - start_ms[bounds.begin[out]]
         self._commits = bounds.begin[out]
@@ -180,7 +177,7 @@ class _Step:
         self._step_ms = float(start_ms[step + 1] - start_ms[step])
 
     def least_stalls(self, absent_bytes: float) -> list[_Stall]:
-        """How long compute has to wait at least, before and after, for so much to be away."""
+        """The least stalls, before and after, for so many bytes to be off the device."""
         if not len(self._commits):
             return []
         late_ms = (absent_bytes - self._out_others) / self._out_rate - self._out_ms
@@ -191,7 +188,7 @@ class _Step:
         back = _Stall(int(self._uses[most]), self._returns, float(late_ms[most]))
         found = [out, back]
         if self._left > self._returns:
-            # Each has the whole step, but the time of both together has it only once.
+            # Each counts the whole step, but both together may count it only once.
             both_ms = out.ms + back.ms + self._step_ms
             found.append(_Stall(back.last, out.first, both_ms))
         return [stall for stall in found if stall.ms > 0]
@@ -209,5 +206,5 @@ def _most_without_overlap(stalls: Collection[_Stall]) -> float:
 
 
 def _before(nbytes: Floats) -> Floats:
-    """For each entry, the sum of those before it."""
+    """For each entry, the sum of the entries before it."""
     return np.cumsum(nbytes) - nbytes

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A trace in the planner's terms: what a set of moving groups asks of the copy queues, and when.
+"""A trace in the planner's terms: the copies that a set of moving groups needs, and when.
 
-A storage moves if all of its holders do. It is copied out by the holder that commits first, its
-memory goes with the last holder's FREE, and the holder that is used first brings it back. So each
-moving group is one :class:`Job` with at most one copy out and one copy back, and those who decide
-when need no more than the jobs.
+A storage moves if all of its holders do. The holder that commits first copies it out, the last
+holder's FREE frees its device memory, and the holder that is used first reloads it. So each moving
+group is one :class:`Job` with at most one copy out and one copy back, and the jobs are all that the
+choice of times needs.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ class Job:
     commit: int
     use: int
     storages: list[int] = field(default_factory=list)
-    """Those of the group that move."""
+    """The storages of the group that move."""
     out_storages: list[int] = field(default_factory=list)
-    """Those that it copies out."""
+    """The storages that it copies out."""
     in_storages: list[int] = field(default_factory=list)
-    """Those that it brings back."""
+    """The storages that it reloads."""
     out_bytes: int = 0
     in_bytes: int = 0
     free_by: int = 0
-    """The last step at which it may release: each storage has to be away when its copy back is
+    """The last step at which it may release: each storage must be on the host when its copy back is
     due, at its first use at the latest."""
     last_out: GroupKey = GroupKey(-1, -1)
-    """Whose copy out is the last one of those that its FREE waits for."""
+    """The group whose copy out is the last one that its FREE waits for."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Where a moving storage can be away at best: steps ``first`` up to ``stop``."""
+    """The longest time that a moving storage can be on the host: steps ``first`` up to ``stop``."""
 
     nbytes: int
     begin: int
     """The first commit of its holders, from which its copy out can run."""
     first: int
-    """The last commit of its holders, or when nothing else keeps its memory."""
+    """The last commit of its holders, or the step from which nothing else holds its memory."""
     stop: int
     """The first use of a holder."""
 
@@ -86,7 +86,7 @@ class IterationModel:
 
     @cached_property
     def bandwidth(self) -> Bandwidth:
-        """The trace's."""
+        """The trace's bandwidth."""
         if self.trace.bandwidth is None:
             raise ValueError("the trace's bandwidth is None, so no copy can be timed")
         return self.trace.bandwidth
@@ -98,7 +98,7 @@ class IterationModel:
 
     @cached_property
     def present_beside_gradients_bytes(self) -> Floats | None:
-        """The same without the gradients that there were by then; None if these are unknown."""
+        """The same without the gradients allocated by then; None if these are unknown."""
         memory = self.trace.memory
         if not any(item.peak_beside_gradients_bytes for item in memory):
             return None
@@ -106,12 +106,12 @@ class IterationModel:
         return np.array(beside, float)
 
     def moving_storages(self, moving: Collection[GroupKey]) -> list[int]:
-        """:meth:`Trace.moving_storages`, those that have a time to be away."""
+        """:meth:`Trace.moving_storages`, without those that have no :class:`Window`."""
         windows = self.windows
         return [i for i in self.trace.moving_storages(moving) if windows[i] is not None]
 
     def moving_cost_ms(self, moving: Collection[GroupKey]) -> float:
-        """By how much moving these groups lengthens an iteration beside waits for copies."""
+        """By how much moving these groups lengthens an iteration, waits for copies not counted."""
         nbytes = 0
         if self.trace.ms_per_moved_gb:
             nbytes = sum(self.trace.storages[item].nbytes for item in self.moving_storages(moving))
@@ -119,7 +119,7 @@ class IterationModel:
 
     @cached_property
     def windows(self) -> list[Window | None]:
-        """For each storage when it can be away; None if it never can."""
+        """For each storage when it can be on the host; None if it never can."""
         commits = dict[GroupKey, int]()
         uses = dict[GroupKey, int]()
         for index, step in enumerate(self.trace.steps):
@@ -141,9 +141,9 @@ class IterationModel:
         return found
 
     def jobs(self, moving: Collection[GroupKey], staying: Collection[int] = ()) -> list[Job]:
-        """The jobs of these groups in order of their commits, which is that of their copies out.
+        """The jobs of these groups in order of their commits, and so of their copies out.
 
-        Groups none of whose storages can move have none.
+        A group none of whose storages can move has no job.
 
         Args:
             moving: The groups.
@@ -160,7 +160,7 @@ class IterationModel:
 
     @cached_property
     def _lone_jobs(self) -> dict[GroupKey, Job]:
-        """The jobs of groups that share no storage: they are the same whatever else moves."""
+        """The jobs of groups that share no storage: they do not depend on what else moves."""
         lone = [
             group.key
             for group in self.trace.groups
@@ -199,7 +199,7 @@ class IterationModel:
         return jobs
 
     def most_absent_bytes(self, moving: Collection[GroupKey]) -> Floats:
-        """For each step, what is away if memory goes at the commit and comes back at the use."""
+        """For each step, the bytes on the host if groups free at commit and reload at use."""
         change = np.zeros(len(self.trace.steps) + 1)
         for item in self.moving_storages(moving):
             window = self.windows[item]

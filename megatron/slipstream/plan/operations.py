@@ -4,8 +4,8 @@
 
 :class:`Issuer` says what the engine (``activation_store``) does for an action, :data:`EDGES` what
 ``copy_streams`` makes a queue wait for. A test compares both with what the engine issues. The proof
-(``check``), the clock (``walk``), the search (``arrange``) and the host layout read nothing else of
-the engine. The queues run in order; between them only the edges order anything.
+(``check``), the clock (``walk``), the search (``arrange``) and the host layout know the engine only
+through these two. Each queue runs in order; only the edges order operations of different queues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
 
 
 class Queue(enum.IntEnum):
-    """Who carries out an operation."""
+    """The queue that runs an operation."""
 
     COMPUTE = 0
     D2H = 1
@@ -42,13 +42,13 @@ class OpKind(enum.Enum):
     COMPUTE = (Queue.COMPUTE, "the model's computation between one step and the next")
     WRITE = (Queue.COMPUTE, "forward has computed the storages")
     SAVE = (Queue.COMPUTE, "forward has read storages that another group saved first")
-    START_OUT = (Queue.COMPUTE, "the place from which a copy out is started")
+    START_OUT = (Queue.COMPUTE, "the point from which a copy out may start")
     COPY_OUT = (Queue.D2H, "copies device memory into host buffers")
-    RELEASE = (Queue.COMPUTE, "device memory is released: what follows may overwrite it")
-    START_IN = (Queue.COMPUTE, "the place from which a copy back is started: its memory is new")
+    RELEASE = (Queue.COMPUTE, "device memory is released: later operations may overwrite it")
+    START_IN = (Queue.COMPUTE, "the point from which a copy back may start: its memory is new")
     COPY_IN = (Queue.H2D, "copies host buffers into new device memory")
-    USE = (Queue.COMPUTE, "backward reads the returned memory")
-    ABANDON = (Queue.COMPUTE, "returned memory is released unread: what follows may overwrite it")
+    USE = (Queue.COMPUTE, "backward reads the reloaded memory")
+    ABANDON = (Queue.COMPUTE, "reloaded memory is released unread: it may be overwritten")
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and kinds are looked up a lot.
 
@@ -122,7 +122,7 @@ class Schedule:
         return found
 
     def unread(self) -> tuple[Operation, ...]:
-        """The operations if backward never reads: what has returned is released at the end."""
+        """The operations if backward never reads: reloaded memory is released at the end."""
         kept = [op for op in self.operations if op.kind is not OpKind.USE]
         returned = [op for op in kept if op.kind is OpKind.COPY_IN]
         return (*kept, *(op._replace(kind=OpKind.ABANDON) for op in returned))
@@ -130,7 +130,7 @@ class Schedule:
     def waits(
         self, operations: Sequence[Operation], edges: Sequence[EdgeRule]
     ) -> list[tuple[int, ...]]:
-        """For each of ``operations``, the places in it of those that it waits for."""
+        """For each of ``operations``, the indices of the operations that it waits for."""
         waits = Waits(edges, self.buffers)
         for index, operation in enumerate(operations):
             waits.note(index, operation)
@@ -138,7 +138,7 @@ class Schedule:
 
 
 class Waits:
-    """Which of the operations noted so far another one waits for.
+    """Finds the operations, of those noted so far, that another one waits for.
 
     Args:
         edges: The edge table.
@@ -148,21 +148,21 @@ class Waits:
     def __init__(self, edges: Sequence[EdgeRule], buffers: Mapping[int, HostBuffer]) -> None:
         self._buffers = buffers
         self._places: dict[OpKind, dict[int, int]] = {edge.signal: {} for edge in edges}
-        """By kind and storage, where an operation is that others wait for."""
+        """By kind and storage, the index of an operation that others wait for."""
         self._rules: dict[OpKind, list[tuple[dict[int, int], bool]]] = {}
         for edge in edges:
             rule = self._places[edge.signal], edge.same == "buffer"
             self._rules.setdefault(edge.waiter, []).append(rule)
 
     def note(self, place: int, operation: Operation) -> None:
-        """An operation that has been issued."""
+        """Note an operation that has been issued."""
         places = self._places.get(operation.kind)
         if places is not None:
             for storage in operation.storages:
                 places[storage] = place
 
     def of(self, operation: Operation) -> tuple[int, ...]:
-        """The places of those that it waits for."""
+        """The indices of the operations that this one waits for."""
         waits_for: dict[int, None] = {}
         for places, is_of_buffer in self._rules.get(operation.kind, ()):
             for storage in operation.storages:
@@ -194,7 +194,7 @@ def derive_schedule(plan: Plan) -> Schedule:
             for action in due:
                 use_step = plan.group_by_key[action.key].use_step
                 if action.kind is not ActionKind.H2D and index >= use_step:
-                    # The engine would pass over it.
+                    # The engine would skip it.
                     detail = f"it is due at step {index}, the group is used at {use_step}"
                     raise Refusal(SafetyProperty.LEAVES_BEFORE_USE, action, detail)
                 issuer.perform(index, action)
@@ -226,8 +226,8 @@ def _moved_storages(plan: Plan) -> dict[GroupKey, tuple[int, ...]]:
 def device_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ...]:
     """For each step, the bytes of saved storages on the device until the next step.
 
-    Those that move are not there from their FREE on (or until nothing else holds them), until their
-    copy back starts.
+    A moving storage is not there from its FREE (or from when nothing else holds it) until its copy
+    back starts.
     """
     return tuple(map(int.__sub__, trace.saved_bytes, absent_bytes(trace, storages)))
 
@@ -246,7 +246,7 @@ def _check_references(plan: Plan) -> None:
     for group in plan.groups:
         d2h = Action(ActionKind.D2H, group.key, group.name)
         if group.key in seen:
-            # From here on, once each way is ensured by what the walk allows from which state.
+            # With one plan per group, the states of Issuer allow one copy each way.
             raise PlanError(SafetyProperty.ONCE, d2h, plan, "the group has two plans")
         seen.add(group.key)
         if group.key not in trace.group_by_key:
@@ -284,14 +284,14 @@ class Refusal(Exception):
         super().__init__(rule, cause, detail)
 
 
-class _Where(enum.Enum):
-    """Where a moving storage is, as far as the host has issued."""
+class _Location(enum.Enum):
+    """Where a moving storage is, after the operations that the host has issued."""
 
     UNWRITTEN = "forward has not computed it"
     DEVICE = "it is on the device"
     OFFLOADING = "it is on the device while a copy out reads it"
     HOST = "it is on the host"
-    RETURNED = "its copy back has been started"
+    RELOADED = "its copy back has been started"
 
     __hash__ = object.__hash__  # As of StepKind.
 
@@ -322,9 +322,9 @@ class Issuer:
         self._issue_one = issue
         self._kinds = kinds
         held = {storage for storages in moved.values() for storage in storages}
-        self._where = dict.fromkeys(held, _Where.UNWRITTEN)
+        self._location = dict.fromkeys(held, _Location.UNWRITTEN)
         self._num_holders = {index: len(trace.storages[index].holders) for index in held}
-        """Of each storage, how many groups have not released it yet."""
+        """For each storage, the number of groups that have not released it yet."""
         self._d2h_step: dict[int, int] = {}
         self._h2d_step: dict[int, int] = {}
         self._use_step: dict[int, int] = {}
@@ -340,23 +340,23 @@ class Issuer:
         steps = (self._d2h_step, self.free_step, self._h2d_step, self._use_step)
         return tuple(
             StoragePlan(index, self._trace.storages[index].nbytes, *(at[index] for at in steps))
-            for index in sorted(self._where)
+            for index in sorted(self._location)
         )
 
     def commit(self, index: int, step: Step) -> None:
-        """All that the group saves is computed by now. No holder's commit can come too late.
+        """Forward has computed all storages of a group by its commit.
 
-        Nothing is released before every holder's FREE, and that follows its commit. (The engine
-        drops its own reference earlier, at the FREE of the last holder *so far*; then it is the
-        later holder's forward that keeps the memory, and waits by E3 already.)
+        No commit can be too late: memory is released after every holder's FREE, which follows its
+        commit. (The engine drops its own reference earlier, at the FREE of the last holder *so
+        far*; then the later holder's forward keeps the memory, and that already waits by E3.)
         """
         written, saved = [], []
         for storage in self._trace.group_by_key[step.key].storages:
-            where = self._where.get(storage)
-            if where is _Where.UNWRITTEN:
+            location = self._location.get(storage)
+            if location is _Location.UNWRITTEN:
                 written.append(storage)
-                self._where[storage] = _Where.DEVICE
-            elif where is not None:
+                self._location[storage] = _Location.DEVICE
+            elif location is not None:
                 saved.append(storage)
         self._issue(index, step, written, OpKind.WRITE)
         self._issue(index, step, saved, OpKind.SAVE)
@@ -368,7 +368,7 @@ class Issuer:
             The storages whose copies start, or whose memory is released.
 
         Raises:
-            Refusal: That is not possible now.
+            Refusal: The action is not possible in the present state.
         """
         if action.kind is ActionKind.D2H:
             return self._copy_out(index, action)
@@ -377,19 +377,19 @@ class Issuer:
         return self._copy_in(index, action)
 
     def _copy_out(self, index: int, action: Action) -> list[int]:
-        leaving = []
+        offloading = []
         for storage in self._moved[action.key]:
-            if self._where[storage] is not _Where.DEVICE:
+            if self._location[storage] is not _Location.DEVICE:
                 continue  # Another group has started it.
-            self._check_may_leave(storage, action)
-            self._where[storage] = _Where.OFFLOADING
+            self._check_may_offload(storage, action)
+            self._location[storage] = _Location.OFFLOADING
             self._d2h_step[storage] = index
             self.buffers[storage] = self._ledger.allocate(self._trace.storages[storage].nbytes)
-            leaving.append(storage)
-        self._issue(index, action, leaving, OpKind.START_OUT, OpKind.COPY_OUT)
-        return leaving
+            offloading.append(storage)
+        self._issue(index, action, offloading, OpKind.START_OUT, OpKind.COPY_OUT)
+        return offloading
 
-    def _check_may_leave(self, storage: int, action: Action) -> None:
+    def _check_may_offload(self, storage: int, action: Action) -> None:
         if self._trace.storages[storage].held_outside:
             detail = f"storage {storage} is held outside"
             raise Refusal(SafetyProperty.HELD_OUTSIDE, action, detail)
@@ -399,46 +399,47 @@ class Issuer:
                 raise Refusal(SafetyProperty.ALL_RELEASE, action, detail)
 
     def _free(self, index: int, action: Action) -> list[int]:
-        gone = []
+        freed = []
         for storage in self._moved[action.key]:
-            if self._where[storage] is not _Where.OFFLOADING:
-                detail = f"storage {storage}: {self._where[storage].value}"
+            if self._location[storage] is not _Location.OFFLOADING:
+                detail = f"storage {storage}: {self._location[storage].value}"
                 raise Refusal(SafetyProperty.D2H_BEFORE_FREE, action, detail)
             self._num_holders[storage] -= 1
             if not self._num_holders[storage]:
-                self._where[storage] = _Where.HOST
+                self._location[storage] = _Location.HOST
                 self.free_step[storage] = index
-                gone.append(storage)
-        self._issue(index, action, gone, OpKind.RELEASE)
-        return gone
+                freed.append(storage)
+        self._issue(index, action, freed, OpKind.RELEASE)
+        return freed
 
     def _copy_in(self, index: int, action: Action) -> list[int]:
-        returning = []
+        reloading = []
         for storage in self._moved[action.key]:
-            if self._where[storage] is _Where.RETURNED:
+            if self._location[storage] is _Location.RELOADED:
                 continue  # Another group has started it.
-            if self._where[storage] is not _Where.HOST:
-                detail = f"storage {storage}: {self._where[storage].value}"
+            if self._location[storage] is not _Location.HOST:
+                detail = f"storage {storage}: {self._location[storage].value}"
                 raise Refusal(SafetyProperty.FREE_BEFORE_H2D, action, detail)
-            self._where[storage] = _Where.RETURNED
+            self._location[storage] = _Location.RELOADED
             self._h2d_step[storage] = index
-            returning.append(storage)
-        self._issue(index, action, returning, OpKind.START_IN, OpKind.COPY_IN)
-        for storage in returning:
+            reloading.append(storage)
+        self._issue(index, action, reloading, OpKind.START_IN, OpKind.COPY_IN)
+        for storage in reloading:
             # As the engine does: once the copy is issued, the next copy out waits for it (E2).
             self._ledger.free(self.buffers[storage], storage)
-        return returning
+        return reloading
 
     def use(self, index: int, step: Step) -> None:
-        """Backward reads what the group has saved.
+        """Backward reads the tensors that the group saved.
 
         Raises:
-            Refusal: Some of it has not come back.
+            Refusal: One of them has not been reloaded.
         """
         for storage in self._moved[step.key]:
-            if self._where[storage] is not _Where.RETURNED:
+            if self._location[storage] is not _Location.RELOADED:
                 action = Action(ActionKind.H2D, step.key, step.name)
-                detail = f"at {step}, step {index}, storage {storage}: {self._where[storage].value}"
+                location = self._location[storage].value
+                detail = f"at {step}, step {index}, storage {storage}: {location}"
                 raise Refusal(SafetyProperty.BACK_BEFORE_USE, action, detail)
             self._use_step.setdefault(storage, index)
         self._issue(index, step, self._moved[step.key], OpKind.USE)

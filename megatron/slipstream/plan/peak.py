@@ -3,17 +3,17 @@
 """The drop of the device peak by a plan, and each module's part of it.
 
 [Note: Freed is not saved]
-A plan frees the device memory of everything that it moves, at one time or another. The peak falls
-by less: the groups that backward needs first are back, or have not left, when the peak comes. So
-the two figures have two names. *Freed* are all bytes that left; the *peak drop* is the difference
-between the peaks without and with the plan. Of two models that move the same, only it says which
-one has more room.
+A plan frees the device memory of everything that it moves at some time. The peak drops by less: at
+the peak, the groups that backward needs first are reloaded already, or not yet freed. So the two
+figures have two names. *Freed* bytes are all bytes that are offloaded; the *peak drop* is the
+difference between the peaks without and with the plan. Only the peak drop says how much device
+memory is available for more.
 
 [Note: Gradients that stay]
-The first backward pass allocates gradients. Where they stay (set to zero rather than deleted), they
-are there from the first step of every later iteration, whose peak then lies elsewhere: what counts
-is how much is saved at the same time, no longer what the gradients add to it. So readings leave
-out the gradients there were, and those that stay are added at every step.
+The first backward pass allocates gradients. Where they are kept (set to zero rather than deleted),
+they exist from the first step of every later iteration, and the peak moves: it is where the most is
+saved, no longer where gradients are added. So readings leave gradients out, and those that stay
+allocated are added at every step.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from megatron.slipstream.plan.model import Floats, IterationModel
 class PeakDrop:
     """The device peak without and with a plan, in bytes.
 
-    Of the saved storages alone where the trace has no memory readings.
+    Only saved storages count where the trace has no memory readings.
     """
 
     without_bytes: int
     planned_bytes: int
     by_module: dict[str, int]
-    """By how many bytes it falls, by the name of the modules that move. Their sum is the drop."""
+    """Bytes of the drop for each module name that moves. Their sum is the drop."""
 
     @property
     def nbytes(self) -> int:
-        """By how many bytes the peak falls."""
+        """Bytes by which the peak drops."""
         return self.without_bytes - self.planned_bytes
 
 
@@ -46,8 +46,8 @@ def present_bytes(plan: Plan, resident_gradient_bytes: int = 0) -> Floats:
     """For each step, the most device memory before the next one with nothing moved.
 
     Args:
-        plan: For its trace.
-        resident_gradient_bytes: Gradients that are there all the time: [Note: Gradients that stay].
+        plan: A plan; only its trace is read.
+        resident_gradient_bytes: Gradients that stay allocated: [Note: Gradients that stay].
     """
     model = IterationModel(plan.trace)
     beside = model.present_beside_gradients_bytes
@@ -59,9 +59,9 @@ def present_bytes(plan: Plan, resident_gradient_bytes: int = 0) -> Floats:
 def peak_drop(plan: Plan, resident_gradient_bytes: int = 0) -> PeakDrop:
     """The drop of the device peak by the plan.
 
-    The drop is what is away at the step where the peak with the plan lies, and what that step is
-    below the peak without the plan. For the first, each module answers with its own bytes; the
-    second is shared out by how much more each has away at the peak without the plan.
+    The drop is the bytes offloaded at the step of the peak with the plan, plus the amount by which
+    that step is below the peak without the plan. The first part is each module's own bytes; the
+    second is divided by how many more bytes each module has offloaded at the peak without the plan.
 
     Args:
         plan: Any plan.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The progress bar of whatever takes long."""
+"""The progress bar for long operations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def bar_on_stderr() -> Progress:
-    """A bar on a terminal, which is gone when it ends; where stderr is none, nothing at all."""
+    """A progress bar that disappears when it ends; disabled if stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn
 
-    # Of this stream, whatever is put in its place meanwhile, as while megatron's flags are parsed.
+    # Bound to this stream, since sys.stderr is replaced while megatron's flags are parsed.
     console = Console(file=sys.stderr)
     # Without a terminal, a bar that is not disabled still ends in an empty line.
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())

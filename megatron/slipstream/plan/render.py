@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A plan as text: one line per group, with a strip that shows where its bytes are over time."""
+"""A plan as text: one line per group, with a strip that shows over time where its bytes are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEGEND = "# on the device   > copying out   . on the host   < copying back"
 def format_bytes(nbytes: float) -> str:
     """``nbytes`` in the largest binary unit that keeps the figure above 1."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        # Not 1024: what rounds up to it belongs to the next unit.
+        # Not 1024: figures that round up to 1024.0 belong to the next unit.
         if abs(nbytes) < 1023.95 or unit == "GiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
@@ -26,7 +26,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 class Unit(NamedTuple):
-    """A unit that sizes are drawn in."""
+    """A unit in which sizes are drawn."""
 
     name: str
     nbytes: int
@@ -49,7 +49,7 @@ def render_plan(
         plan: The plan.
         width: Columns of the time strip; each stands for an equal share of the iteration's steps.
         max_rows: Rows shown before the rest is summed up in one line.
-        marked: A group to point at. Its row is shown whatever ``max_rows`` says.
+        marked: A group to point at. Its row is shown regardless of ``max_rows``.
 
     Returns:
         The grid, without a trailing newline.
@@ -71,7 +71,7 @@ def render_plan(
 
 
 def summarize(plan: Plan) -> str:
-    """How much moves, how good the plan can be, and what its notes say; without a line's end."""
+    """Bytes that move, the bound, and the plan's notes, as text without a trailing newline."""
     lines = [_summary(plan)]
     if plan.bound is not None:
         lines.append(_bound(plan.bound))
@@ -79,7 +79,7 @@ def summarize(plan: Plan) -> str:
 
 
 def _rest(groups: Sequence[GroupPlan]) -> str:
-    """Groups that have no row: how many move, and why the others do not."""
+    """One line for groups without a row: how many move, and why the others stay."""
     num_moving = sum(group.moves for group in groups)
     reasons = Counter(group.reason for group in groups if not group.moves)
     stay = (
@@ -131,7 +131,7 @@ def _columns(plan: Plan, column: int, width: int) -> tuple[int, int]:
 
 
 def _row(plan: Plan, group: GroupPlan, columns: Sequence[int]) -> list[str]:
-    """``columns``: the first step of each column of the strip."""
+    """A group's row; ``columns`` has the first step of each column of the strip."""
     label = f"{group.key}.{group.name}"
     if not group.moves:
         return [label, "-", "", "", "", "", f"stays: {group.reason}"]
@@ -150,7 +150,7 @@ def _row(plan: Plan, group: GroupPlan, columns: Sequence[int]) -> list[str]:
 
 
 def _mark(group: GroupPlan, start: int, step: int) -> str:
-    """Where a group is at a step. ``start`` is where its forward starts."""
+    """The character for a group at a step; ``start`` is the step where its forward starts."""
     if step < start or step > group.use_step:
         return " "
     if step < group.commit_step or step == group.use_step:

@@ -19,17 +19,17 @@ class SafetyProperty(enum.Enum):
     KNOWN_STORAGE = "a storage that is named exists"
     KNOWN_USE = "a group that moves is used, at the step that its plan says"
     AFTER_COMMIT = "nothing is done for a group before its commit"
-    HELD_OUTSIDE = "what something else holds stays, since copying it frees nothing"
+    HELD_OUTSIDE = "a storage that something else holds stays, since copying it frees nothing"
     ALL_RELEASE = "a storage that moves is released by every group that holds it"
     D2H_BEFORE_FREE = "memory is released after the copy out of it was started"
     FREE_BEFORE_H2D = "a copy back starts after the memory was released"
-    LEAVES_BEFORE_USE = "nothing of a group leaves once backward has reached it"
+    LEAVES_BEFORE_USE = "a group is copied out and freed only before backward reaches it"
     BACK_BEFORE_USE = "a group is used after its copy back was started"
     ONCE = "a storage moves at most once each way"
     WITHIN_HOST_MEMORY = "no more host memory is in use at once than the options allow"
     WITHIN_INFLIGHT = "no more copies out of a module are ahead of compute than the options allow"
     AS_STATED = "storages and bytes move as the plan states"
-    NO_CYCLE = "a queue waits only for what was issued before, so that no queues wait in a circle"
+    NO_CYCLE = "a queue waits only for operations issued before, so that queues cannot deadlock"
 
     COPY_OUT_READS_WRITTEN = "a copy out reads what compute has written (E1)"
     BUFFER_REUSED_AFTER_COPY = "a host buffer is written after the last copies of its bytes (E2)"
@@ -47,10 +47,10 @@ class PlanError(ValueError):
 
     Args:
         rule: The rule that is broken.
-        action: The first action found to break it (a step, where that is a mark; in words, where
-            the plan has none).
+        action: The first action found to break it (a step where that is a mark; text where the plan
+            has neither).
         plan: The plan.
-        detail: What was found, in words.
+        detail: A description of the fault.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Which groups of a timed trace move, and when: all that may, or those that a limit asks for.
+"""Which groups of a timed trace move, and when: all that may, or those that a limit requires.
 
-Whatever is considered is timed by ``timing``, so that candidates of any origin compare. The search
-has one idea: to move a group frees its bytes at all steps at which it is away, and costs two
-copies. So for a given peak first those groups stay that are away for the shortest time, as long as
-at every step enough others are away. "Enough" is what the peak asks for plus a reserve for what is
-under way at any time; how large that has to be depends on the link, and is tried.
+``arrange`` times every candidate, so that all of them compare. The search has one idea: to move a
+group frees its bytes at all steps at which it is on the host, and costs two copies. So for a given
+peak, the groups that would be on the host for the shortest time stay first, as long as at every
+step enough others are on the host. "Enough" is what the peak requires plus a reserve for copies in
+flight; how large the reserve must be depends on the link, so several are tried.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron.slipstream.plan.model import IterationModel, Job, Window
 from megatron.slipstream.plan.trace import GroupKey
 
 MAX_CHANGED_GROUPS = 400
-"""In larger iterations what was found is not changed group by group."""
+"""In larger iterations the result is not improved group by group."""
 NUM_PEAKS = 8
-"""Halvings of the range in which the lowest peak is sought."""
+"""Bisections of the range in which the lowest peak is searched."""
 NUM_PEAKS_OF_LARGE = 6
 """The same in large iterations: two more take a quarter longer, for 1% of the peak."""
 RESERVES = (0.0, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)
-"""Which part of what could stay moves nevertheless, in sets that are tried; beside the first, one
-more group is."""
+"""Fractions, tried in turn, of the bytes that could stay but move; with each but the first, the
+bytes of one more group move too."""
 MAX_STEPS_OF_RESERVES = 40_000
 """Steps of all the iterations that are timed for one peak within an overhead."""
 MAX_STEPS_OF_CHANGES = 60_000
@@ -39,24 +39,24 @@ MAX_STEPS_OF_CHANGES = 60_000
 NEAR = 1e-3
 """Relative gap to the bound at which the search stops."""
 MIN_STALL_MS = 1e-6
-"""Less is a matter of rounding."""
+"""Below this is rounding noise."""
 NUM_ROUNDS = 3
-"""How often groups that do not fit in are taken out, and how often each is tried for a change."""
+"""How often groups that do not fit are removed, and how often each change is tried."""
 
 MAX_SHARE_GIVEN_UP = 0.02
-"""Which part of the drop of the peak may be given up where that ends most of the waiting. The last
-bytes of a drop are the dearest: to have away what commits right before the peak, compute waits for
-whole copies, in each micro-batch anew. In an interleaved pipeline on two H200, 7 of 8.4 ms are
-predicted for the last 1.8%."""
+"""Fraction of the peak drop that may be given up where that removes most of the stalls. The last
+bytes of a drop cost the most: to free what commits right before the peak, compute waits for whole
+copies, in each micro-batch again. In an interleaved pipeline on two H200, 7 of 8.4 ms are predicted
+for the last 1.8%."""
 MIN_SHARE_OF_STALLS = 0.5
-"""Which part of the waiting has to end for that. Where compute waits everywhere, as for a link that
-is too slow, that is the price of what the user chose."""
+"""Fraction of the stalls that this must remove. Where compute stalls everywhere, as with a link
+that is too slow, the user has chosen to pay for it."""
 MIN_SHARE_OF_COMPUTE = 1e-3
-"""And how much of the compute time that has to be. Nobody could measure less, so that nothing is
-given up for it."""
+"""Fraction of the compute time that this must save. Less cannot be measured, so nothing is given up
+for it."""
 TIME_FOR_MEMORY = MIN_SHARE_OF_COMPUTE / MAX_SHARE_GIVEN_UP
-"""Which part of the compute time all of the drop of the peak may cost, where what is given could
-stay: the price at which its last bytes are given up."""
+"""Fraction of the compute time that the whole peak drop may cost, where the groups could stay: the
+price at which its last bytes are given up."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Choice:
 
     @property
     def stall_ms(self) -> float:
-        """Rounded, so that it does not decide what is a matter of rounding."""
+        """Time that compute waits for copies, rounded so that rounding noise decides nothing."""
         return round(self.timing.stall_ms, 6)
 
     def cost_ms(self, model: IterationModel) -> float:
-        """By how much it lengthens an iteration: waits, and what each group takes."""
+        """By how much it lengthens an iteration: stalls, and the cost of each moving group."""
         return self.timing.stall_ms + model.moving_cost_ms(self.moving)
 
 
@@ -83,33 +83,33 @@ def choose_as_given(
     optional: frozenset[GroupKey],
     reference: Steps,
 ) -> Choice:
-    """Move all groups that are given, but for what costs much time and hardly lowers the peak.
+    """Move all given groups, except those that cost much time and hardly lower the peak.
 
-    Compute waits longer than by counting only for groups that counting has no time for, and only
-    at the price of :data:`TIME_FOR_MEMORY`. The peak is higher than by counting only by what may be
-    given up of its drop, and only if that ends most of the waiting.
+    Compared with steps decided by counting marks, compute waits longer only for groups that
+    counting leaves no time for, and only at the price of :data:`TIME_FOR_MEMORY`. The peak is
+    higher by at most :data:`MAX_SHARE_GIVEN_UP` of its drop, and only if that removes most stalls.
 
     Args:
         model: The timed trace.
         given: The groups that move.
-        uncounted: Groups that are given, too, but would have to be back before they could have left
-            if that was decided by counting.
+        uncounted: Groups that the user chose too, but that counting marks would reload before they
+            are copied out.
         optional: Groups right before their own backward. They and the uncounted ones move if that
-            costs no time and lowers the peak: a copy that does not is work for nothing.
-        reference: When the given groups would move if that was decided by counting.
+            costs no time and lowers the peak; otherwise the copy is useless.
+        reference: When the given groups would move by counting marks.
     """
     everything = _lowest_as_given(model, given, uncounted | optional, reference)
     everything = _with_uncounted(model, everything, uncounted)
-    return _without_the_dearest(model, everything)
+    return _without_costliest_bytes(model, everything)
 
 
 def _with_uncounted(model: IterationModel, best: Choice, uncounted: frozenset[GroupKey]) -> Choice:
-    """Move what counting has no time for as well, if the lower peak is worth the waits."""
+    """Also move the groups that counting has no time for, if the lower peak is worth the stalls."""
     if uncounted <= best.moving:
         return best
     highest_bytes = float(model.present_bytes.max(initial=0.0))
     peak_bytes = best.timing.peak_bytes
-    # Not as low as it goes: compute would wait at marks of which the peak is none.
+    # Not the lowest possible: compute would also wait at marks away from the peak.
     limit_bytes = peak_bytes - MAX_SHARE_GIVEN_UP * (highest_bytes - peak_bytes)
     moving = best.moving | uncounted
     lower = Choice(moving, arrange(model, moving, limit_bytes))
@@ -127,7 +127,7 @@ def _lowest_as_given(
     optional: frozenset[GroupKey],
     reference: Steps,
 ) -> Choice:
-    """Move all groups that are given: never a higher peak than by counting, nor more time."""
+    """Move all given groups, with neither a higher peak nor more time than by counting marks."""
     counted = replay(model, given, reference)
     by_count = Choice(given, replace(counted, steps={key: reference[key] for key in given}))
     limit_bytes = by_count.timing.peak_bytes
@@ -146,12 +146,12 @@ def _lowest_as_given(
     return best
 
 
-def _without_the_dearest(model: IterationModel, best: Choice) -> Choice:
-    """Give up a small share of the drop of the peak if that ends most of the waiting.
+def _without_costliest_bytes(model: IterationModel, best: Choice) -> Choice:
+    """Give up a small share of the peak drop if that removes most of the stalls.
 
-    Mostly it is enough that the same groups keep to a slightly higher limit: some then leave a mark
-    later. Those for which compute waits even without a limit cannot hide their copies; they stay if
-    that is worth it in turn.
+    Mostly a slightly higher limit for the same groups is enough: some are then freed a mark later.
+    Groups for which compute waits even without a limit cannot hide their copies; they stay on the
+    device if that is worth it in turn.
     """
     min_gain_ms = MIN_SHARE_OF_COMPUTE * model.compute_ms
     if best.stall_ms <= min_gain_ms:
@@ -189,7 +189,7 @@ def choose_for_time(
 ) -> tuple[Choice, Bound]:
     """The lowest device peak that costs no more than ``budget_ms``.
 
-    Of plans with the same peak, the one that moves least.
+    Of plans with the same peak, the one that moves the least.
     """
     if model.trace.moving_cost_ms(1, 1):
         movable = _affordable(model, movable, budget_ms)
@@ -201,7 +201,7 @@ def choose_for_time(
 
 
 def _by_stall(peak_bytes: float) -> Callable[[Choice], tuple[float, float, int]]:
-    """By what is above the peak, then by time, then by how much moves."""
+    """Sort key: bytes above the peak, then stall time, then number of moving groups."""
 
     def key(choice: Choice) -> tuple[float, float, int]:
         excess = max(0.0, choice.timing.peak_bytes - peak_bytes)
@@ -211,7 +211,7 @@ def _by_stall(peak_bytes: float) -> Callable[[Choice], tuple[float, float, int]]
 
 
 class _Search:
-    """Sets of groups for a peak, or for a time."""
+    """Searches sets of groups for a peak, or for a time."""
 
     def __init__(self, model: IterationModel, movable: frozenset[GroupKey]) -> None:
         self.bounds = LowerBounds(model, movable)
@@ -222,21 +222,21 @@ class _Search:
         self._jobs = _by_time_away(model, movable)
         self._bundles, self._bundles_of = _bundles(model, self._jobs)
         self._good_reserve = 0
-        """Which of the reserves reached the last goal."""
+        """Index of the reserve that reached the last goal."""
         self._unit_bytes = max((job.out_bytes for job in self._jobs), default=0)
         self._timings: dict[tuple[frozenset[GroupKey], float], Timing] = {}
         nothing = frozenset[GroupKey]()
         self.nothing = Choice(nothing, arrange(model, nothing))
 
     def fastest(self, peak_bytes: float, lower_ms: float) -> Choice:
-        """The least time for a peak that can be reached, which cannot be less than ``lower_ms``."""
+        """The least stall time for a reachable peak; ``lower_ms`` is its lower bound."""
         key = _by_stall(peak_bytes)
         goal_ms = lower_ms * (1 + NEAR) + MIN_STALL_MS
         best = min(self._candidates(peak_bytes, goal_ms), key=key)
         return best if self._is_large else self._improved(best, peak_bytes, goal_ms)
 
     def lowest(self, lower_bytes: float, budget_ms: float) -> Choice:
-        """The lowest peak for a time."""
+        """The lowest peak within a time."""
         best = self.nothing
         low, high = lower_bytes, self.nothing.timing.peak_bytes
         # Most links are fast enough for nearly the lowest peak.
@@ -258,7 +258,7 @@ class _Search:
     def _lowest_of(
         self, moving: frozenset[GroupKey], lower_bytes: float, budget_ms: float, best: Choice
     ) -> Choice:
-        """The lowest peak of one set for a time, if it is lower than the best."""
+        """The lowest peak of one set within a time, if it is lower than the best."""
         low, high = lower_bytes, best.timing.peak_bytes
         for _ in range(2 * NUM_PEAKS):
             if high - low <= 1e-4 * high:
@@ -282,7 +282,7 @@ class _Search:
         return None
 
     def _candidates(self, peak_bytes: float, goal_ms: float) -> Iterator[Choice]:
-        """Sets for a peak, what reached an earlier goal first, until one reaches this goal."""
+        """Sets for a peak until one reaches the goal, starting with the reserve that last did."""
         seen = set()
         order = sorted(range(len(RESERVES)), key=lambda place: abs(place - self._good_reserve))
         for place in order:
@@ -299,11 +299,11 @@ class _Search:
                 return
 
     def _needed_for(self, peak_bytes: float, reserve: float) -> frozenset[GroupKey]:
-        """Of the groups that are away for the shortest time, as many as possible stay.
+        """The groups that move when as many as possible of those away for the least time stay.
 
         Args:
             peak_bytes: The peak.
-            reserve: Which part of what could stay at each step moves nevertheless.
+            reserve: Fraction of what could stay at each step that moves nevertheless.
         """
         needed = self._model.present_bytes - peak_bytes
         spare = (1.0 - reserve) * (self._most_absent - needed)
@@ -315,7 +315,7 @@ class _Search:
         for job in self._jobs:
             added: list[int] = []
             for number in self._bundles_of[job.key]:
-                if number in stored:  # Another holder stays, so that it stays anyway.
+                if number in stored:  # Another holder stays on the device, so it does too.
                     continue
                 bundle = self._bundles[number]
                 window = spare[bundle.first : bundle.stop]
@@ -333,7 +333,7 @@ class _Search:
         return self._movable - staying
 
     def _improved(self, best: Choice, peak_bytes: float, goal_ms: float) -> Choice:
-        """Try other sets for as long as one of them is better and none is good enough."""
+        """Try changed sets, keeping each better one, until the goal is reached."""
         key = _by_stall(peak_bytes)
         for change in self._changes():
             if best.timing.stall_ms <= goal_ms:
@@ -342,7 +342,7 @@ class _Search:
         return best
 
     def _lowered(self, best: Choice, lower_bytes: float, budget_ms: float) -> Choice:
-        """Try other sets for as long as that lowers the peak."""
+        """Try changed sets, keeping each with a lower peak, until it is near the bound."""
         for change in self._changes():
             peak_bytes = best.timing.peak_bytes
             if peak_bytes <= lower_bytes * (1 + NEAR):
@@ -354,10 +354,10 @@ class _Search:
         return best
 
     def _changes(self) -> Iterator[frozenset[GroupKey]]:
-        """All sets, if they are few; else what is to be taken in or out, one after another.
+        """All sets, if they are few; else the changes to try: groups to add or remove together.
 
-        That is each group, and each set of groups that hold one storage, which only moves if all of
-        them do.
+        These are each group, and each set of groups that hold one storage, which only moves if all
+        of them do.
         """
         keys = [job.key for job in self._jobs]
         most = MAX_STEPS_OF_CHANGES // len(self._model.trace.steps)
@@ -384,7 +384,7 @@ class _Search:
         return 2 ** len(self._jobs) * len(self._model.trace.steps) <= MAX_STEPS_OF_CHANGES
 
     def _leanest(self, choice: Choice, budget_ms: float) -> Choice:
-        """The same peak with fewer groups moving, if that is possible."""
+        """The same peak with fewer moving groups, if that is possible."""
         peak_bytes = choice.timing.peak_bytes
         for reserve in RESERVES[:2]:
             moving = self._needed_for(peak_bytes, reserve)
@@ -405,11 +405,11 @@ class _Search:
 def _affordable(
     model: IterationModel, movable: frozenset[GroupKey], budget_ms: float
 ) -> frozenset[GroupKey]:
-    """The groups to choose from where what moves costs time: those with the most bytes that fit.
+    """The groups to choose from where each moving group costs time: those with the most bytes.
 
-    The peak is that of the micro-batch with the highest, so as many are taken of one pass as of
-    another. A group is taken with those that it shares storages with, which move only if all their
-    holders do, or alone if there is no room for so many.
+    The highest peak of all micro-batches counts, so each pass contributes as many. A group is added
+    together with those that it shares storages with, since a storage moves only if all its holders
+    do; or alone if the budget is too small for all of them.
     """
     trace = model.trace
     jobs = sorted(model.jobs(movable), key=lambda job: (-job.out_bytes, job.key.group, job.key))
@@ -436,7 +436,7 @@ def _affordable(
 def _bundles(
     model: IterationModel, jobs: Collection[Job]
 ) -> tuple[list[Window], dict[GroupKey, list[int]]]:
-    """The storages that some jobs move; those that the same groups hold at the same steps as one.
+    """The storages that some jobs move, bundled where the same groups hold them at the same steps.
 
     Returns:
         The window of each bundle, and the numbers of the bundles that each group holds.
@@ -457,11 +457,11 @@ def _bundles(
 
 
 def _by_time_away(model: IterationModel, movable: Collection[GroupKey]) -> list[Job]:
-    """The jobs, those that are away for the shortest time first.
+    """The jobs, those that are on the host for the shortest time first.
 
-    A group counts as being away for as long as its like in the other micro-batches: while a
-    pipeline fills, times are shorter, but to keep all of the first micro-batches would leave the
-    link idle at first and ask too much of it later.
+    Groups at the same place of different micro-batches count as equally long on the host: while a
+    pipeline fills, times are shorter, but to keep all groups of the first micro-batches would leave
+    the link idle at first and overload it later.
     """
     start_ms, groups = model.start_ms, model.trace.group_by_key
     jobs = model.jobs(movable)
@@ -476,5 +476,5 @@ def _by_time_away(model: IterationModel, movable: Collection[GroupKey]) -> list[
 
 
 def fitting_groups(model: IterationModel, groups: Collection[GroupKey]) -> frozenset[GroupKey]:
-    """Those of some groups that have something that can move."""
+    """The groups, of those given, that have a storage that can move."""
     return frozenset(job.key for job in model.jobs(groups))

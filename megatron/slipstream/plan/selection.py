@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""From what the policies let move to what moves, and when: by counting marks, or by time."""
+"""Chooses, of the groups that the policies allow, which move and when: by marks or by time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups that move and when, and why the rest does not."""
+    """The groups that move and when, and the reasons why the others stay."""
 
     moving: frozenset[GroupKey]
     kept: Kept
@@ -43,9 +43,9 @@ class Selection:
 
 
 def may_hide(trace: Trace, options: PolicyOptions, kept: Kept) -> frozenset[GroupKey]:
-    """Groups that stay only because their backward follows, where times may show otherwise.
+    """Groups that stay only because their backward follows; measured times may show that they hide.
 
-    Not with a fraction: which groups stay is then the user's choice.
+    None with a fraction: which groups stay is then the user's choice.
     """
     if not trace.is_timed or options.activation_offload_fraction < 1.0:
         return frozenset()
@@ -75,13 +75,13 @@ def keep_to_inflight_limit(trace: Trace, limit: int, selection: Selection) -> Se
 def select(
     trace: Trace, options: PolicyOptions, moving: frozenset[GroupKey], kept: Kept
 ) -> Selection:
-    """Decide what moves of what the policies let move, and when.
+    """Decide which of the groups that the policies allow move, and when.
 
     Args:
         trace: The iteration.
-        options: Lag and depth count where nothing is timed, and are the measure of the peak
-            elsewhere. A target or an allowed overhead needs times.
-        moving: What the policies let move.
+        options: Lag and depth decide the steps of an untimed trace, and give the reference peak of
+            a timed one. A target or an allowed overhead needs times.
+        moving: The groups that the policies allow to move.
         kept: Their reason for every other group.
     """
     by_count = _select_by_count(trace, options, moving, kept)
@@ -118,7 +118,7 @@ def _select_by_count(
 
 
 def _count_steps(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[int, int]]:
-    """For each group the steps at which it frees and at which its copy back starts (-1: never)."""
+    """For each group, the steps of its FREE and of its copy back (-1: never)."""
     commits = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.FORWARD_COMMIT]
     uses = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.BACKWARD_USE]
     free_step = {
@@ -137,12 +137,12 @@ def _count_steps(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[i
 
 
 def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tuple[int, int]]:
-    """The steps, changed for groups that would be on the device at the peak though they need not.
+    """The steps, changed for groups that would be on the device at the peak without need.
 
-    Where the peak lies between a group's commit and its FREE, memory goes at the peak already.
-    Where a copy back starts before the peak, it is put off to the end of a group behind it. Without
-    times nothing tells whether the copies still hide, so that this is for the plan before there are
-    any; one that is made from times frees as early and reloads as late as that costs nothing.
+    Where the peak lies between a group's commit and its FREE, its memory is freed at the peak.
+    Where a copy back starts before the peak, it is delayed to the end of a group after the peak.
+    Without times it is unknown whether the copies still hide, so only the first plan, before any
+    measurement, does this; a timed plan frees as early and reloads as late as is free of cost.
     """
     steps = dict(selection.steps)
     if not trace.memory:
@@ -173,7 +173,7 @@ def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tupl
 
 
 def why_not_followed(trace: Trace, options: PolicyOptions) -> tuple[str, ...]:
-    """Why an option cannot be followed in this trace, if it cannot."""
+    """Notes on options that cannot be followed with this trace, with the reason."""
     lacks = "" if trace.is_timed else "times of computation and copies"
     if options.target_memory_bytes is not None:
         if not lacks and not trace.memory:
@@ -221,7 +221,7 @@ def _select_for_time(
 
 
 def _why_kept(model: IterationModel, keys: frozenset[GroupKey], choice: Choice) -> Kept:
-    """Whether the groups are away at a step that has the peak, so that moving them would count."""
+    """The reason for each group that stays: moving it would lower the peak, or would not."""
     absent = choice.timing.absent_bytes
     present = model.present_bytes - absent
     peaks = present >= choice.timing.peak_bytes
@@ -240,8 +240,8 @@ def _selection(
 ) -> Selection:
     """A choice as a selection.
 
-    Groups that have nothing to move for lack of others move too, in name: which of their storages
-    stays, and why, is then said storage by storage.
+    Groups whose storages all stay because another holder stays count as moving; the reason is then
+    given for each storage.
     """
     index = model.trace.step_index
     moving = choice.moving | without_jobs

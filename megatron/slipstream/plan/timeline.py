@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A simulated iteration over time: what each queue runs, where compute stalls, what memory holds.
+"""A simulated iteration over time: the operations of each queue, stalls, and memory in use.
 
-As a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing; ``report_page`` draws the same
-as a page. The names are the action strings of logs, NVTX ranges and errors, so that what was
-predicted and what was profiled can be searched for the same text.
+Written as a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing; ``report_page`` draws
+the same as a page. Names are the action strings of logs, NVTX ranges and errors, so that the same
+text finds an action in the prediction and in a profile.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class DeviceMemory(NamedTuple):
     """Device memory for each step of a trace, until the next step, in bytes."""
 
     is_measured: bool
-    """Whether it is all that the allocator held at most meanwhile. If the trace has no memory
-    readings, it is the saved storages alone."""
+    """True if it is the most that the allocator held meanwhile; False if the trace has no memory
+    readings, and only saved storages count."""
     without_plan: tuple[int, ...]
     with_plan: tuple[int, ...]
 
@@ -41,8 +41,8 @@ def device_memory(plan: Plan) -> DeviceMemory:
 def perfetto_json(plan: Plan, simulation: Simulation) -> bytes:
     """A simulated iteration in the Trace Event Format: a track for each queue, counters below.
 
-    Times are microseconds, as the format wants them. Each copy has its bytes as an argument, and
-    what it reached in GB/s; stalls are slices of the compute track.
+    Times are microseconds, as the format requires. Each copy has its bytes and its bandwidth in
+    GB/s as arguments; stalls are slices of the compute track.
 
     Args:
         plan: The plan.
@@ -92,7 +92,7 @@ def _stalls(simulation: Simulation) -> Iterator[dict[str, Any]]:
 
 
 def _counters(plan: Plan, simulation: Simulation) -> Iterator[dict[str, Any]]:
-    """A counter has a value from each of its events to the next."""
+    """Counter events; each value holds until the counter's next event."""
     on_device = device_memory(plan).with_plan
     for entry, nbytes in zip(simulation.memory, on_device, strict=True):
         event = {"ph": "C", "pid": _PROCESS_ID, "ts": entry.ms * _US_PER_MS}

@@ -22,18 +22,18 @@ class StepKind(enum.Enum):
 
     [Note: Recomputation reads first]
     A recomputation runs as soon as backward has the gradient of what used its result. That can be
-    before backward comes to the end of the group that saved the recomputation's input: the
-    up-projections of MLA are recomputed behind the attention, and the group that saved their input
-    ends before it. So a group is used where the first of its saved tensors is read, if that comes
-    before its end. A plan reloads for that step, and the proof covers it.
+    before backward reaches the end of the group that saved the recomputation's input: the
+    up-projections of MLA are recomputed after the attention, and the group that saved their input
+    ends before it. So a group's use is the first read of one of its saved tensors, if that precedes
+    its end. A plan reloads for that step, and the proof covers it.
 
     [Note: Marks of no group]
     An action is due at a mark, and the peak mostly lies between the last commit of a model and the
-    first use in backward: where logits and loss are computed, forth and back, for as long as half
-    of the forward pass before. With no mark in between, memory that has to be away for the loss
-    would have to be so when the last group commits, and nothing could come back before the first
-    use. So the output layer's begin and end are marks too, in forward and in backward, and so is
-    the begin of each pass's backward. They are of no group, and nothing moves there.
+    first use in backward: there, logits and loss run in forward and in backward, for up to half the
+    forward time. With no mark in between, memory that must be free for the loss would have to be
+    free when the last group commits, and no reload could start before the first use. So the start
+    and end of the output layer are marks too, in forward and in backward, and so is the start of
+    each pass's backward. They belong to no group and move nothing themselves.
     """
 
     FORWARD_START = "FS"
@@ -44,16 +44,16 @@ class StepKind(enum.Enum):
     """Backward reaches the group's end, or reads what it saved before that ([Note: Recomputation
     reads first]): its tensors are needed on the device from here on."""
     BACKWARD_END = "BE"
-    """Backward of the group is done: what it read may go, and the next groups may come back. Only
-    where the engine is told the group's input."""
+    """Backward of the group is done: the tensors that it read may be freed, and the next groups may
+    be reloaded. Only where the engine is told the group's input."""
     OUTPUT_START = "OS"
-    """The pass comes to its output layer: its groups have all committed."""
+    """The pass reaches its output layer: its groups have all committed."""
     OUTPUT_END = "OE"
     """The output layer has computed the logits: the loss follows."""
     BACKWARD_START = "BS"
-    """The pass's backward begins: behind it lies the loss, or a later pipeline stage."""
+    """The pass's backward begins: the loss, or a later pipeline stage, precedes it."""
     OUTPUT_BACKWARD_START = "OB"
-    """The gradient of the logits is there: the loss's backward lies behind."""
+    """The gradient of the logits is there: the loss's backward is done."""
     OUTPUT_BACKWARD_END = "OD"
     """Backward of the output layer is done: that of the layers follows."""
 
@@ -67,7 +67,7 @@ KINDS_OF_BACKWARD = (
     StepKind.OUTPUT_BACKWARD_START,
     StepKind.OUTPUT_BACKWARD_END,
 )
-"""Met in backward."""
+"""The kinds of marks that backward sets."""
 KINDS_BETWEEN_GROUPS = (
     StepKind.FORWARD_COMMIT,
     StepKind.OUTPUT_END,
@@ -75,8 +75,8 @@ KINDS_BETWEEN_GROUPS = (
     StepKind.BACKWARD_END,
     StepKind.OUTPUT_BACKWARD_END,
 )
-"""What runs from these on is of no group, nor of the output layer: a group that has committed has
-saved what it saves."""
+"""Marks after which neither a group nor the output layer runs: a group that has committed saves
+nothing more."""
 
 OUTPUT_LAYER = "output_layer"
 """The name of its marks."""
@@ -105,7 +105,7 @@ class Step(NamedTuple):
     kind: StepKind
     key: GroupKey
     name: str
-    """The module name, as in ``offload_modules``; or of what else is marked."""
+    """The module name, as in ``offload_modules``; or the name of another marked place."""
 
     @property
     def is_of_group(self) -> bool:
@@ -132,8 +132,8 @@ class StorageTrace:
     the groups release it: before it, release frees nothing. (The model's input, say, is a local
     variable until its forward has returned.)"""
     is_recomputed: bool = False
-    """It is ``held_outside`` because it is emptied in forward where it was computed, and filled in
-    backward."""
+    """It is ``held_outside`` because forward discards it after use and backward recomputes it into
+    the same storage."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class GroupTrace:
     storages: tuple[int, ...]
     """Indices into :attr:`Trace.storages`, in order of their first save by this group."""
     is_read_first: bool = False
-    """Whether backward uses it before it comes to its end: [Note: Recomputation reads first]. Its
-    saved tensors are watched also where it stays, so that its use is noticed."""
+    """Whether backward uses it before it reaches its end: [Note: Recomputation reads first]. Its
+    saved tensors are tracked even where it stays on the device, so that its use is noticed."""
 
 
 @dataclass(frozen=True)
@@ -162,21 +162,21 @@ class MemoryReading:
     absent_bytes: int
     """Bytes of managed storages that were on the host meanwhile."""
     peak_beside_gradients_bytes: int = 0
-    """The most that was allocated at once beside the gradients that parameters had by then; 0 where
-    these are unknown. See [Note: Gradients that stay] in ``peak``."""
+    """The most that was allocated at once, without the gradients that parameters had by then; 0
+    where these are unknown. See [Note: Gradients that stay] in ``peak``."""
 
 
 class Bandwidth(NamedTuple):
     """Bandwidth of copies between pinned host memory and the device, in 1e9 bytes per second."""
 
     d2h_gb_per_s: float
-    """To the host, while nothing goes to the device."""
+    """To the host, while no copy to the device runs."""
     h2d_gb_per_s: float
-    """To the device, while nothing goes to the host."""
+    """To the device, while no copy to the host runs."""
     d2h_both_gb_per_s: float
-    """To the host, while copies go to the device too."""
+    """To the host, while copies to the device run too."""
     h2d_both_gb_per_s: float
-    """To the device, while copies go to the host too."""
+    """To the device, while copies to the host run too."""
 
 
 class StepsKey:
@@ -212,15 +212,15 @@ class Trace:
     """One reading per step, or empty if none were taken."""
     step_ms: tuple[float, ...] = ()
     """For each step, milliseconds that the compute stream takes from it to the next one (the last:
-    to the end of the iteration) beside waits for copies; empty if nothing was timed."""
+    to the end of the iteration), without waits for copies; empty if nothing was timed."""
     bandwidth: Optional[Bandwidth] = None
     """As measured; None if it was not."""
     ms_per_moved_group: float = 0.0
-    """By how much moving one more group lengthens an iteration beside waits for copies: where the
-    host sets the pace, what it does for a group costs time."""
+    """By how much moving one more group lengthens an iteration, waits for copies not counted: in a
+    launch-bound model, the host's work for a group costs time."""
     ms_per_moved_gb: float = 0.0
-    """The same for each 1e9 bytes that leave and come back: where the device is busy, copies take
-    power and memory bandwidth from it. Of the two figures that which gives more counts."""
+    """The same for each 1e9 bytes that are offloaded and reloaded: where the device is busy, copies
+    take power and memory bandwidth from it. The larger of the two costs counts."""
 
     @cached_property
     def steps_key(self) -> StepsKey:
@@ -234,13 +234,13 @@ class Trace:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The modules, and the output layer, in the order in which forward first meets them."""
+        """The modules, and the output layer, in the order in which forward first reaches them."""
         named = (step.name for step in self.steps if step.kind is not StepKind.BACKWARD_START)
         return tuple(dict.fromkeys(named))
 
     @cached_property
     def step_index(self) -> dict[tuple[StepKind, GroupKey], int]:
-        """Where each mark of each group lies in :attr:`steps`."""
+        """The index in :attr:`steps` of each mark of each group."""
         return {(step.kind, step.key): index for index, step in enumerate(self.steps)}
 
     @property
@@ -289,11 +289,11 @@ class Trace:
         ]
 
     def moving_cost_ms(self, num_groups: int, nbytes: int) -> float:
-        """By how much moving lengthens an iteration beside waits for copies.
+        """By how much moving lengthens an iteration, waits for copies not counted.
 
         Args:
-            num_groups: That move.
-            nbytes: That they move, each way.
+            num_groups: Number of groups that move.
+            nbytes: Bytes that they move, each way.
         """
         return max(num_groups * self.ms_per_moved_group, nbytes / 1e9 * self.ms_per_moved_gb)
 

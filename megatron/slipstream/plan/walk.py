@@ -34,7 +34,7 @@ from megatron.slipstream.plan.trace import Bandwidth, Step, Trace
 
 
 class Span(NamedTuple):
-    """One operation that takes time: the computation behind a step, or a copy."""
+    """One operation that takes time: the computation after a step, or a copy."""
 
     queue: Queue
     cause: Action | Step
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 class SimulatedStall(NamedTuple):
-    """Compute stood still because a copy had not ended."""
+    """Compute stalled because a copy had not ended."""
 
     cause: Action | Step
     """Where: the FREE of a group (its copy out is late) or its use (its copy back is late)."""
@@ -64,42 +64,42 @@ class MemoryAt(NamedTuple):
     ms: float
     """When compute reached the step."""
     device_bytes: int
-    """Saved storages on the device, those that stay included."""
+    """Saved storages on the device, including those that stay there."""
     host_bytes: int
     """The most host memory that was in use at once since the step before, in whole buffers."""
 
 
 class Clock:
-    """Times operations in the order of their issue, so that they can be decided on meanwhile.
+    """Times operations in the order of their issue, so that a caller can decide on later ones.
 
-    Compute runs what is issued, one after another; where an operation waits for a copy, it stalls.
-    A copy starts no earlier than compute comes to the place of its issue (edges E1 and E4).
+    Compute runs issued operations one after another; where an operation waits for a copy, compute
+    stalls. A copy starts no earlier than compute reaches the point of its issue (edges E1 and E4).
 
     Args:
         trace: The iteration.
-        bandwidth: What copies reach.
+        bandwidth: Of copies.
     """
 
     def __init__(self, trace: Trace, bandwidth: Bandwidth) -> None:
         self.now_ms = 0.0
-        """When compute has ended what was issued."""
+        """When compute has finished the operations issued so far."""
         self.stalls: list[SimulatedStall] = []
         self.copies = CopyQueues(bandwidth)
         self._storages = trace.storages
 
     def compute(self, ms: float) -> None:
-        """The model computes."""
+        """Run the model's computation for ``ms`` milliseconds."""
         self.now_ms += ms
         if self.copies.next_ms <= self.now_ms:
             self.copies.run_to(self.now_ms)
 
     def run(self, number: int, operation: Operation, copies: Sequence[int]) -> None:
-        """An operation that is no computation.
+        """Time an operation that is not the model's computation.
 
         Args:
-            number: Its place among the operations.
+            number: Its index among the operations.
             operation: The operation.
-            copies: The places of the copies that it waits for, each an earlier one.
+            copies: The indices of the earlier copies that it waits for.
         """
         queue = operation.kind.queue
         if queue is not Queue.COMPUTE:
@@ -124,7 +124,7 @@ class Simulation:
     total_ms: float
     """Until the last queue has ended."""
     compute_ms: float
-    """Time of the computation by itself."""
+    """Time of the computation alone."""
     stalls: tuple[SimulatedStall, ...]
     """Every wait of compute that took time, in order."""
     d2h_busy_ms: float
@@ -132,27 +132,27 @@ class Simulation:
     memory: tuple[MemoryAt, ...]
     """One entry per step."""
     spans: tuple[Span, ...]
-    """The computation behind each step and every copy, in the order in which the host issues them.
-    Those of one queue do not overlap."""
+    """The computation after each step and every copy, in the order in which the host issues them.
+    Spans of one queue do not overlap."""
     peak_bytes: Optional[tuple[int, int]]
     """The device peak without and with the plan, of everything that the allocator held; None if
     the trace has no memory readings."""
 
     @cached_property
     def stall_ms(self) -> float:
-        """How long compute stood still."""
+        """How long compute stalled."""
         return sum(stall.ms for stall in self.stalls)
 
     @property
     def overhead_percent(self) -> float:
-        """Time that the plan adds to the iteration, in percent of the computation by itself."""
+        """Time that the plan adds to the iteration, in percent of the computation alone."""
         if self.compute_ms > 0:
             return 100.0 * (self.total_ms - self.compute_ms) / self.compute_ms
         return math.inf if self.total_ms > 0 else 0.0
 
     @property
     def stall_ms_by_module(self) -> dict[str, float]:
-        """How long compute stood still for the groups of each module name, the longest first."""
+        """How long compute stalled for the groups of each module name, the longest first."""
         by_module: dict[str, float] = defaultdict(float)
         for stall in self.stalls:
             by_module[stall.cause.name] += stall.ms
@@ -202,15 +202,15 @@ class Simulation:
 def simulate(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> Simulation:
     """Run a plan in simulated time, with the times and the bandwidth of its trace.
 
-    The cost is linear: a quarter of a second for 100 layers of 2 groups in 16 micro-batches, most
-    of which is to derive the operations.
+    The run time is linear: a quarter of a second for 100 layers of 2 groups in 16 micro-batches,
+    most of it to derive the operations.
 
     Args:
         plan: A plan that ``check_plan`` accepts.
-        edges: The edge table. A copy waits for the place of its issue whatever the table says.
+        edges: The edge table. A copy always waits for the point of its issue.
 
     Raises:
-        ValueError: The trace has no times or no bandwidth, or they make no sense.
+        ValueError: The trace has no times or no bandwidth, or invalid ones.
         PlanError: The plan cannot be followed, or its queues wait for each other in a circle.
     """
     trace = plan.trace
@@ -221,7 +221,7 @@ def simulate(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> Simulation:
     for number, waits in enumerate(schedule.waits(operations, edges)):
         operation = operations[number]
         if any(signal >= number for signal in waits):
-            detail = f"the queues stand still at {operation.cause} ({operation.kind.name})"
+            detail = f"the queues deadlock at {operation.cause} ({operation.kind.name})"
             raise PlanError(SafetyProperty.NO_CYCLE, operation.cause, plan, detail)
         if operation.kind is OpKind.COMPUTE:
             starts_ms.append(clock.now_ms)
@@ -244,7 +244,7 @@ def simulate(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> Simulation:
 
 
 def _check_measured(trace: Trace) -> Bandwidth:
-    """The bandwidth of the trace, once it and the times are found to make sense."""
+    """The bandwidth of the trace, after checks of it and of the times."""
     cure = "record the trace on a GPU, or set {0} with dataclasses.replace(trace, {0}=...)"
     if len(trace.step_ms) != len(trace.steps):
         raise ValueError(
@@ -268,7 +268,7 @@ def _check_measured(trace: Trace) -> Bandwidth:
 
 
 def _step_ms(plan: Plan) -> list[float]:
-    """Compute time after each step, with the cost of moving groups beside their copies."""
+    """Compute time after each step, with the cost of moving groups other than their copies."""
     trace = plan.trace
     step_ms = list(trace.step_ms)
     moving = [group for group in plan.groups if group.moves]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Writes output files whole or not at all, and what is no regular file in place."""
+"""Writes regular output files atomically, and devices and pipes in place."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import BinaryIO
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
-    """Write a file so that no reader sees a part of it; its folder is made if need be.
+    """Write a file so that no reader sees a part of it; its folder is made if needed.
 
-    A symbolic link stays one: its target is written. What :func:`is_stream` names is written in
-    place, since a file in its place would be no device or pipe any more.
+    A symbolic link stays one: its target is written. A path for which :func:`is_stream` is true is
+    written in place, since replacing it would remove the device or pipe.
 
     Raises:
-        OSError: It cannot be written, by the name that was given; whatever file was there before is
+        OSError: It cannot be written; the error has the given name, and an existing file is
             unchanged.
     """
     path = Path(path)
@@ -42,10 +42,10 @@ def write_whole(path: str | Path, data: bytes) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether the path leads to a device, a pipe, a socket, or what this process prints to.
+    """Whether the path leads to a device, a pipe, a socket, or this process's output.
 
     Raises:
-        OSError: It cannot be told, as of links in a circle.
+        OSError: The path cannot be resolved, for example links in a circle.
     """
     try:
         found = path.stat()
@@ -56,7 +56,7 @@ def is_stream(path: Path) -> bool:
 
 
 def resolved(path: Path) -> Path:
-    """The file that is written for ``path``: where links lead, be it there or not."""
+    """The file that is written for ``path``: the target of its links, which need not exist."""
     return Path(os.path.realpath(path))
 
 
