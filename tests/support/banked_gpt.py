@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
-from megatron_models import wrap
+from megatron_models import forget_expert_metrics, wrap
 from replayed_gpt import (
     Poison,
     expert_metrics,
@@ -32,7 +32,7 @@ from tiny_gpt import build_chunks, first_difference, initialize, make_config, us
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.context_parallel.scheduler import share_of
-from megatron.slipstream.integration import compat, install
+from megatron.slipstream.integration import install
 
 Steps = Sequence[Sequence[int]]
 """The sizes of each iteration's micro-batches."""
@@ -152,7 +152,7 @@ class Training:
             with_dynamic_context_parallelism,
         )
 
-        compat.forget_expert_metrics()
+        forget_expert_metrics()
         self.setting = setting
         self.groups = context_parallel_groups(setting.limits)
         self.config = make_config(setting.case, offload_modules)

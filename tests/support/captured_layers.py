@@ -13,8 +13,6 @@ from garbage import give_back_unused_memory
 from megatron_models import accumulators_on_side_stream
 from model_case import ModelCase
 
-from megatron.slipstream.integration import compat
-
 GRAPHS = "transformer_engine"
 
 
@@ -31,7 +29,7 @@ def with_graphs(
     """
     graphs = {
         "cuda_graph_impl": GRAPHS,
-        compat.graph_modules_option(): list(modules),
+        _graph_modules_option(): list(modules),
         "cuda_graph_warmup_steps": num_eager_steps,
     }
     return dataclasses.replace(case, overrides={**case.overrides, **graphs, **overrides})
@@ -80,3 +78,11 @@ def _accumulator(parameter: torch.nn.Parameter) -> Any:
     """The accumulator of the parameter's gradient, the same one for as long as it is kept."""
     view: Any = parameter.expand_as(parameter)
     return view.grad_fn.next_functions[0][0]
+
+
+def _graph_modules_option() -> str:
+    """The name of the option that says which parts of a layer are captured, up to 0.17 another."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    return "cuda_graph_modules" if "cuda_graph_modules" in names else "cuda_graph_scope"

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from model_case import ModelCase
 
+from megatron.slipstream import preflight
 from megatron.slipstream.context_parallel.documents import shared_sample
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Share
-from megatron.slipstream.integration import compat
 from megatron.slipstream.packed_sequences.batch import packed_sample
 from megatron.slipstream.packed_sequences.packing import PackLimits
 from megatron.slipstream.patches import table
@@ -79,7 +79,7 @@ def initialize(
         table.apply(Feature.PADDED_ROUTING)
     parallel_state.destroy_model_parallel()
     _close_groups()
-    compat.forget_expert_metrics()
+    forget_expert_metrics()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
@@ -89,6 +89,21 @@ def initialize(
         expert_tensor_parallel_size=1,
     )
     _seed(case, 123)
+
+
+def forget_expert_metrics() -> None:
+    """Let what routers report of their experts begin afresh, for a model of other depth.
+
+    megatron-core keeps it in one table per process, as long as the first model had layers.
+    """
+    if preflight.is_installed("megatron.core.transformer.moe.moe_logging"):  # from 0.18 on
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
+    else:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        get_moe_layer_wise_logging_tracker().clear()
 
 
 def _close_groups() -> None:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
-from megatron_models import use_gpu, wrap
+from megatron_models import forget_expert_metrics, use_gpu, wrap
 from quantized_linears import MarksBakedIn, train_in_fp8
 from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make_config, run_step
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import compat, install
+from megatron.slipstream.integration import install
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 """Experts with static shapes."""
@@ -205,7 +205,7 @@ def _train(
 ) -> tuple[list[list[torch.Tensor]], list[Any]]:
     from megatron.slipstream.integration.chunk_graphs import replay_chunks
 
-    compat.forget_expert_metrics()
+    forget_expert_metrics()
     config = make_config(case, offload_modules)
     models = build_chunks(case, config)
     if config.fp8:

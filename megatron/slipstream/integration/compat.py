@@ -9,7 +9,6 @@ machine without a GPU the stand-ins come first.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,9 +17,7 @@ from typing import Any, NoReturn, Optional
 
 import torch
 
-from megatron.slipstream import preflight
 from megatron.slipstream.config import graphed_modules
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.releases import (
@@ -41,85 +38,21 @@ from megatron.slipstream.rules import (
     option_rule,
 )
 
-
-def forget_expert_metrics() -> None:
-    """Let what routers report of their experts begin afresh, for a model of other depth.
-
-    megatron-core keeps it in one table per process, as long as the first model had layers.
-    """
-    if preflight.is_installed("megatron.core.transformer.moe.moe_logging"):  # from 0.18 on
-        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
-        destroy_moe_metrics_tracker()
-    else:
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        get_moe_layer_wise_logging_tracker().clear()
-
-
 # The offload manager
 
-_MANAGER_CONTRACT = frozenset(
-    """__enter__ __exit__ cur_forward_chunk d2h_stream disable_offload enable_offload
-    flush_delayed_groups h2d_stream init_model_chunk_offload_handler pop_forward_chunk
-    push_offload_groups reset""".split()
-)
-"""Methods of the manager that every release uses, outside of its own engine."""
 
-CHUNK_CONTRACT = frozenset(
-    """on_group_commit_backward on_group_commit_forward on_group_start_backward
-    on_group_start_forward""".split()
-)
-"""Methods of the results of ``cur_forward_chunk`` (commit) and ``pop_forward_chunk`` (start). Our
-``pop_forward_chunk`` returns None: see [Note: One mark per group]."""
+def missing_pass_arguments() -> tuple[int, ...]:
+    """The pipeline rank, which models of 0.17 and 0.18 do not pass as first argument of a pass."""
+    if models_pass_their_rank():
+        return ()
+    from megatron.core import parallel_state
 
-
-def manager_contract() -> frozenset[str]:
-    """Methods of the manager that the installed release uses, outside of its own engine."""
-    if not models_pass_their_rank():
-        return _MANAGER_CONTRACT | {"mark_not_offloadable"}
-    names = "_in_replay cuda_graph_event cuda_graph_stream mark_not_offload"
-    return _MANAGER_CONTRACT | set(names.split())
-
-
-class _ManagerOfModelsWithoutRank(PipelineOffloadManager):
-    """The engine as the models of 0.17 and 0.18 call it."""
-
-    def init_model_chunk_offload_handler(  # type: ignore[override]
-        self,
-        vp_size: Optional[int],
-        vp_stage: Optional[int],
-        min_offloaded_tensor_size: int = 1024 * 1024,
-        max_inflight_offloads: Optional[int] = None,
-    ) -> None:
-        from megatron.core import parallel_state
-
-        pp_rank = 0
-        if parallel_state.model_parallel_is_initialized():
-            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        super().init_model_chunk_offload_handler(
-            pp_rank,
-            vp_size,
-            vp_stage,
-            min_offloaded_tensor_size,
-            max_inflight_offloads=max_inflight_offloads,
-        )
-
-
-def manager_class() -> type[PipelineOffloadManager]:
-    """The engine, taking calls as the installed release makes them."""
-    return PipelineOffloadManager if models_pass_their_rank() else _ManagerOfModelsWithoutRank
+    if not parallel_state.model_parallel_is_initialized():
+        return (0,)
+    return (parallel_state.get_pipeline_model_parallel_rank(),)
 
 
 # CUDA graphs of layers
-
-
-def graph_modules_option() -> str:
-    """The name of the option that says which parts of a layer are captured, up to 0.17 another."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    names = {field.name for field in dataclasses.fields(TransformerConfig)}
-    return "cuda_graph_modules" if "cuda_graph_modules" in names else "cuda_graph_scope"
 
 
 def keep_what_graphs_hand_on(layer: Any) -> None:

@@ -34,6 +34,7 @@ from megatron.slipstream.patches import table
 from megatron.slipstream.patches.model_calls import set_before_first_call
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.plan import files
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def _make_manager(
 ) -> model_router.RoutedManager:
     is_native = config.offload_native == "auto"
     arguments = (backend, options, rank(), config.offload_verify, is_native)
-    manager = model_router.manager_class()(router, *arguments)
+    manager = model_router.RoutedManager(router, *arguments)
     manager.config = config
     manager.moves_checkpoint_inputs = config.offload_checkpoint_inputs
     manager.report.settings = settings(config)
@@ -233,6 +234,14 @@ def save_trace(path: str) -> None:
     if manager is None or manager.plan is None:
         raise RuntimeError("no iteration has been recorded; train with offloading first")
     files.save_trace(manager.plan.trace, path)
+
+
+def plans() -> dict[int, Plan]:
+    """This rank's plan by rank, for a page of the report; empty before one has been recorded."""
+    manager = installed()
+    if manager is None or manager.plan is None:
+        return {}
+    return {manager.report.rank: manager.plan}
 
 
 def gather_report() -> Report:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any, Optional
 
 import torch
@@ -70,6 +69,7 @@ class RoutedManager(PipelineOffloadManager):
         """A pass begins, unless it has: [Note: Models with a forward of their own]."""
         if self.router.begins_pass:
             self.router.note_call()
+            arguments = (*compat.missing_pass_arguments(), *arguments)
             super().init_model_chunk_offload_handler(*arguments, **options)
 
     def reset(self, **options: Any) -> None:
@@ -86,12 +86,6 @@ class RoutedManager(PipelineOffloadManager):
     def is_needed(self) -> bool:
         """Whether backward may still read what it has moved."""
         return any(chunk.awaits_backward for chunk in self._now.passes)
-
-
-@cache
-def manager_class() -> type[RoutedManager]:
-    """:class:`RoutedManager`, taking calls as the installed release of megatron-core makes them."""
-    return type("RoutedManager", (RoutedManager, compat.manager_class()), {})
 
 
 class _Model:

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from tiny_gpt import ModelCase, build_chunks, initialize, make_config
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.integration import compat, install, model_router
+from megatron.slipstream.integration import install, model_router
 from megatron.slipstream.patches import releases
 from megatron.slipstream.plan.trace import StepKind
 
@@ -586,10 +586,6 @@ def _marks_of_output_layers(rank: int, world_size: int, port: int) -> None:
 @pytest.mark.releases
 def test_the_output_layer_is_marked_between_forward_and_backward() -> None:
     run_ranks(1, _marks_of_output_layers)
-
-
-def test_older_releases_get_the_engine_that_takes_their_calls() -> None:
-    assert issubclass(model_router.manager_class(), compat.manager_class())
 
 
 def _marks_of_stages(rank: int, world_size: int, port: int) -> list[str]:

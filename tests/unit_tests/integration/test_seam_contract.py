@@ -32,6 +32,29 @@ ENGINE_CLASSES = {
 CHUNK_VARIABLES = {"cur_forward_chunk", "cur_backward_chunk", "cpu_offload_handler"}
 
 
+MANAGER_CONTRACT = frozenset(
+    """__enter__ __exit__ cur_forward_chunk d2h_stream disable_offload enable_offload
+    flush_delayed_groups h2d_stream init_model_chunk_offload_handler pop_forward_chunk
+    push_offload_groups reset""".split()
+)
+"""Methods of the manager that every release uses, outside of its own engine."""
+
+CHUNK_CONTRACT = frozenset(
+    """on_group_commit_backward on_group_commit_forward on_group_start_backward
+    on_group_start_forward""".split()
+)
+"""Methods of the results of ``cur_forward_chunk`` (commit) and ``pop_forward_chunk`` (start). Our
+``pop_forward_chunk`` returns None: see [Note: One mark per group]."""
+
+
+def _manager_contract() -> frozenset[str]:
+    """Methods of the manager that the installed release uses, outside of its own engine."""
+    if not releases.models_pass_their_rank():
+        return MANAGER_CONTRACT | {"mark_not_offloadable"}
+    names = "_in_replay cuda_graph_event cuda_graph_stream mark_not_offload"
+    return MANAGER_CONTRACT | set(names.split())
+
+
 def _seam_source() -> ast.Module:
     spec = find_spec("megatron.core.pipeline_parallel.fine_grained_activation_offload")
     assert spec.origin is not None
@@ -83,14 +106,14 @@ def _explain(used: set[str], known: frozenset[str]) -> str:
 
 
 def test_the_wheel_uses_of_the_manager_what_we_know_of() -> None:
-    used, known = _names_used_of_manager(), compat.manager_contract()
+    used, known = _names_used_of_manager(), _manager_contract()
     # Entered as a context manager through get_context() as well.
     assert used == known, _explain(used, known)
 
 
 def test_the_wheel_uses_of_chunks_what_we_know_of() -> None:
     used = _names_used_of_chunks()
-    assert used == compat.CHUNK_CONTRACT, _explain(used, compat.CHUNK_CONTRACT)
+    assert used == CHUNK_CONTRACT, _explain(used, CHUNK_CONTRACT)
 
 
 def test_models_that_pass_no_rank_are_of_a_release_whose_marks_get_no_name() -> None:
@@ -113,12 +136,12 @@ def test_our_manager_and_mark_have_what_the_wheel_uses() -> None:
     try:
         missing = {
             name
-            for name in compat.manager_contract()
+            for name in _manager_contract()
             if not hasattr(type(manager), name) and name not in vars(manager)
         }
         assert missing == set()
-        starts = {name for name in compat.CHUNK_CONTRACT if "start" in name}
-        for name in compat.CHUNK_CONTRACT - starts:
+        starts = {name for name in CHUNK_CONTRACT if "start" in name}
+        for name in CHUNK_CONTRACT - starts:
             assert callable(getattr(CommitMark, name))
     finally:
         install.uninstall()
@@ -192,7 +215,7 @@ def test_commits_are_delayed_while_a_graph_is_launched_and_keep_their_order(
     manager: PipelineOffloadManager,
 ) -> None:
     """delay_offload_until_cuda_graph: the host launches the next graph first."""
-    if "_in_replay" not in compat.manager_contract():
+    if "_in_replay" not in _manager_contract():
         pytest.skip(f"{releases.release()} does not say whether a graph is being launched")
     facade = install.mcore_offload.FineGrainedActivationOffloadingInterface
     _begin_pass()
