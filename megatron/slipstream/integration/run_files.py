@@ -12,32 +12,15 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.monitor import Monitor
-from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.whole_files import is_stream
 from megatron.slipstream.report_page import PAGE_SUFFIXES
 
 logger = logging.getLogger(__name__)
-
-
-class ReportingEngine(Protocol):
-    """The installed engine, as a source of the files."""
-
-    def report(self) -> Report:
-        """This rank's figures."""
-
-    def gather_report(self) -> Report:
-        """All ranks' figures; a collective."""
-
-    def plans(self) -> dict[int, Plan]:
-        """This rank's plan, by rank; nothing if no iteration has been recorded."""
-
-    def save_trace(self, path: str) -> None:
-        """Write the trace of the last complete iteration."""
 
 
 class RunFiles:
@@ -47,12 +30,11 @@ class RunFiles:
         args: With ``run_record_path`` and ``output_interval``.
         config: With the paths of report and trace.
         rank: Of this process.
-        engine: None for a training without it, which has a run record only.
+        engine: The module ``install``; None for a training without the engine, which has a run
+            record only.
     """
 
-    def __init__(
-        self, args: Any, config: OffloadConfig, rank: int, engine: Optional[ReportingEngine]
-    ) -> None:
+    def __init__(self, args: Any, config: OffloadConfig, rank: int, engine: Any) -> None:
         self._record_path: Optional[str] = args.run_record_path
         self._interval: int = args.output_interval
         self._config = config
@@ -109,9 +91,7 @@ class RunFiles:
             with self._writing("run_record_path", self._record_path) as path:
                 monitor.save(path, is_end)
 
-    def _save_report(
-        self, option: str, given: str, engine: ReportingEngine, report: Optional[Report]
-    ) -> None:
+    def _save_report(self, option: str, given: str, engine: Any, report: Optional[Report]) -> None:
         """Each rank its own figures as JSON, or the first rank a page of all that are known."""
         if Path(given).suffix not in PAGE_SUFFIXES:
             with self._writing(option, given) as path:

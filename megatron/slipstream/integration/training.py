@@ -21,8 +21,7 @@ from typing import Any, NoReturn, Optional
 import torch
 
 from megatron.slipstream.config import OffloadConfig
-from megatron.slipstream.fine_grained_activation_offload.backend import Backend
-from megatron.slipstream.fine_grained_activation_offload.report import Report
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.arguments import print_help
@@ -38,7 +37,6 @@ from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.table import Feature
 from megatron.slipstream.patches.training_loop import bound
-from megatron.slipstream.plan.actions import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -171,20 +169,23 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
         config: Of the arguments.
         pretrain: From :func:`compat.bind_pretrain`.
     """
-    from megatron.slipstream.integration import providers
+    from megatron.slipstream.integration import install, providers
 
     table.apply(Feature.FUSED_ROTATION)  # with the engine off too, so that the two can be compared
-    engine = _install_engine(args, config)
-    files = RunFiles(args, config, rank(), engine)
+    manager = None
+    if args.fine_grained_activation_offloading and config.offload_engine == "slipstream":
+        manager = install.install(config)
+        manager.report.settings = settings(args, config)
+    files = RunFiles(args, config, rank(), None if manager is None else install)
     monitor = Monitor(
         num_iterations=args.train_iters or 0,
         iteration=lambda: args.curr_iteration + 1,
         progress=progress_kind(args.progress, _is_last_rank()),
         record=args.run_record_path is not None,
-        bytes_offloaded=None if engine is None else engine.bytes_offloaded,
+        bytes_offloaded=None if manager is None else lambda: _bytes_offloaded(manager.report),
         evaluation_length=_evaluation_length(args),
         log_interval=args.log_interval,
-        backend=None if engine is None else engine.backend,
+        backend=None if manager is None else manager.store.backend,
         between_iterations=files.write_between,
     )
     patches = [bound(table.EVALUATE_FIRST, args)] if args.eval_before_training else []
@@ -192,11 +193,13 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     update_wrapper(step, providers.forward_step)
     try:
         with (
-            contextlib.nullcontext() if engine is None else contextlib.closing(engine),
+            contextlib.ExitStack() as at_end,
             _writing_at_end(files, monitor),
             monitor,
             applied(patches),
         ):
+            if manager is not None:
+                at_end.callback(install.uninstall)
             pretrain(providers.datasets, step, monitor.finalizing)
     except SystemExit:
         _leave_process_groups()
@@ -240,49 +243,10 @@ def _evaluation_length(args: Any) -> int:
     return args.eval_iters * (args.eval_global_batch_size // rows)
 
 
-class _Engine:
-    """The installed engine as the entry sees it."""
+def _bytes_offloaded(report: RankReport) -> int:
+    """Bytes that a rank moved to the host in its last complete iteration.
 
-    def __init__(self, args: Any, config: OffloadConfig) -> None:
-        from megatron.slipstream.integration import install
-
-        self._install = install
-        self._manager = install.install(config)
-        self._manager.report.settings = settings(args, config)
-
-    def bytes_offloaded(self) -> int:
-        """Bytes that this rank moved to the host in the last complete iteration.
-
-        Those inside CUDA graphs count once, however often the graphs are replayed.
-        """
-        report = self._manager.report
-        outside = 0 if report.is_left_out else report.d2h_bytes
-        return outside + sum(item.d2h_bytes for item in report.graphs.values())
-
-    @property
-    def backend(self) -> Backend:
-        return self._manager.store.backend
-
-    def report(self) -> Report:
-        return self._install.report()
-
-    def plans(self) -> dict[int, Plan]:
-        """This rank's plan, by rank; nothing if no iteration has been recorded."""
-        plan = self._manager.plan
-        return {} if plan is None else {self._manager.report.rank: plan}
-
-    def save_trace(self, path: str) -> None:
-        self._install.save_trace(path)
-
-    def gather_report(self) -> Report:
-        """All ranks' figures; a collective."""
-        return self._install.gather_report()
-
-    def close(self) -> None:
-        self._install.uninstall()
-
-
-def _install_engine(args: Any, config: OffloadConfig) -> Optional[_Engine]:
-    if args.fine_grained_activation_offloading and config.offload_engine == "slipstream":
-        return _Engine(args, config)
-    return None
+    Those inside CUDA graphs count once, however often the graphs are replayed.
+    """
+    outside = 0 if report.is_left_out else report.d2h_bytes
+    return outside + sum(item.d2h_bytes for item in report.graphs.values())
