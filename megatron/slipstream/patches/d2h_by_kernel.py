@@ -3,11 +3,10 @@
 """Keeps the token dispatcher's small copies out of the queue behind the engine's large ones.
 
 megatron-core's dispatcher copies token counts to the host, some hundred bytes, and the host waits
-for them in every expert layer. All copies to the host, of whatever stream, priority or size, are
-served by one copy engine of the GPU in the order of their issue. So while activations leave, the
-host waits for milliseconds, and with it everything that it would have launched meanwhile. A kernel
-that writes the counts into pinned memory needs no copy engine: 70 microseconds instead of the 4360
-that 256 MiB ahead of it take (docs/design/overhead.md has the measurements).
+for them in every expert layer. One copy engine of the GPU serves all copies to the host, of any
+stream, priority or size, in the order of their issue, so the host waits behind activations for
+milliseconds and launches nothing meanwhile. A kernel that writes the counts into pinned memory
+needs no copy engine: 70 us instead of 4360 us behind 256 MiB (docs/design/overhead.md).
 """
 
 from __future__ import annotations

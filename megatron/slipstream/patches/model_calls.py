@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Optional
 
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
+from torch.utils._pytree import tree_leaves
 
 from megatron.slipstream.plan.trace import StepKind
 
@@ -59,15 +60,9 @@ def marking_engine() -> Optional[Any]:
     return engine if hasattr(engine, "mark_gradient") else None  # megatron-core's own does not.
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a module's arguments or results, in tuples, lists and mappings too."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a module's arguments or results, in tuples, lists and dictionaries too."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _call(chunk: Any, *arguments: Any, **options: Any) -> Any:

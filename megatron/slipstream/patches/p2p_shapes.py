@@ -31,63 +31,42 @@ def exchange_by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> Any:
         # A ring exchange is not PyTorch's own: its streams wait in another way.
-        is_ring = self.config.use_ring_exchange_p2p
-        exchange = original if is_ring else _communicate_shapes
-        return exchange(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        if self.config.use_ring_exchange_p2p:
+            return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+        operations: list[torch.distributed.P2POp] = []
+        neighbours = (
+            (self.prev_rank, tensor_send_prev, recv_prev),
+            (self.next_rank, tensor_send_next, recv_next),
+        )
+        received = [_exchange(operations, self.pp_group, *each) for each in neighbours]
+        if operations:
+            for request in torch.distributed.batch_isend_irecv(operations):
+                request.wait()
+        on_host = [None if shape is None else _to_host(shape) for shape in received]
+        torch.cuda.current_stream().synchronize()
+        return tuple([0] * _NUM_DIMS if shape is None else shape.tolist() for shape in on_host)
 
     return communicate_shapes
 
 
-def _communicate_shapes(
-    communicator: Any,
-    tensor_send_next: Optional[torch.Tensor],
-    tensor_send_prev: Optional[torch.Tensor],
-    recv_prev: bool,
-    recv_next: bool,
-) -> tuple[list[int], list[int]]:
-    """Tell the neighbours the shapes of what comes, and learn theirs.
-
-    Args:
-        communicator: Of this stage.
-        tensor_send_next: What the next stage is going to get, or None.
-        tensor_send_prev: What the previous stage is going to get, or None.
-        recv_prev: Whether the previous stage is going to send something.
-        recv_next: Whether the next stage is.
-
-    Returns:
-        The shapes of what the previous and the next stage are going to send; zeros for nothing.
-    """
-    previous, from_previous = _exchange(
-        communicator, communicator.prev_rank, tensor_send_prev, recv_prev
-    )
-    following, from_next = _exchange(
-        communicator, communicator.next_rank, tensor_send_next, recv_next
-    )
-    operations = [*previous, *following]
-    if operations:
-        for request in torch.distributed.batch_isend_irecv(operations):
-            request.wait()
-    on_host = [None if shape is None else _to_host(shape) for shape in (from_previous, from_next)]
-    torch.cuda.current_stream().synchronize()
-    prev_shape, next_shape = ([0] * _NUM_DIMS if s is None else s.tolist() for s in on_host)
-    return prev_shape, next_shape
-
-
 def _exchange(
-    communicator: Any, peer: int, sent: Optional[torch.Tensor], receives: bool
-) -> tuple[list[torch.distributed.P2POp], Optional[torch.Tensor]]:
-    """The operations with one neighbour, and the tensor ``[3]`` that they receive, if any."""
-    operations, received = [], None
-    group = communicator.pp_group
+    operations: list[torch.distributed.P2POp],
+    group: torch.distributed.ProcessGroup,
+    peer: int,
+    sent: Optional[torch.Tensor],
+    receives: bool,
+) -> Optional[torch.Tensor]:
+    """Add the operations with one neighbour; returns the tensor ``[3]`` they receive, if any."""
     if sent is not None:
         shape = _empty_shape()
         for place, size in enumerate(sent.shape):
             shape[place] = size  # A kernel that has the number as an argument.
         operations.append(torch.distributed.P2POp(torch.distributed.isend, shape, peer, group))
-    if receives:
-        received = _empty_shape()
-        operations.append(torch.distributed.P2POp(torch.distributed.irecv, received, peer, group))
-    return operations, received
+    if not receives:
+        return None
+    received = _empty_shape()
+    operations.append(torch.distributed.P2POp(torch.distributed.irecv, received, peer, group))
+    return received
 
 
 def _empty_shape() -> torch.Tensor:

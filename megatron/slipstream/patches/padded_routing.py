@@ -2,16 +2,13 @@
 
 """Routers that leave padding out where megatron-core's (0.17 to 0.19) do not.
 
-They take a padding mask and leave padding out of auxiliary losses and the z-loss. Three places are
-missing:
+Those take a padding mask and leave padding out of auxiliary losses and the z-loss, but not of
 
-- The counts for the expert bias: mask and routing map have shapes that do not go together, and the
-  router raises.
-- The capacity of experts: padding competes for it, so what is in the padding decides which tokens
-  are dropped. With ``moe_pad_expert_input_to_capacity``, the one mode of static shapes that needs
-  no special dispatcher, that changes the model's output.
-- A buffer of nothing but padding, as a batch that its documents do not fill may have: auxiliary
-  losses divide by its number of tokens, and all gradients become NaN.
+- the counts for the expert bias: mask and routing map have shapes that do not match, and the
+  router raises;
+- the capacity of experts: padding competes for it, so its content decides which tokens are dropped;
+- the number of tokens that auxiliary losses divide by: it is 0 for a buffer of nothing but padding,
+  and all gradients become NaN.
 """
 
 from __future__ import annotations
@@ -70,16 +67,14 @@ def count_at_least_one(original: Any) -> Any:
 
 def count_without_padding(_: Any) -> Any:
     """Replace ``TopKRouter._apply_expert_bias``: padding is no token of an expert."""
-    return _apply_expert_bias
 
+    def count(
+        self: Any, routing_map: torch.Tensor, padding_mask: Optional[torch.Tensor] = None
+    ) -> None:
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            with torch.no_grad():
+                if padding_mask is not None:
+                    routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+                self.local_tokens_per_expert += routing_map.sum(dim=0)
 
-def _apply_expert_bias(
-    self: Any, routing_map: torch.Tensor, padding_mask: Optional[torch.Tensor] = None
-) -> None:
-    """Count the tokens of each expert, once per forward pass in training."""
-    if not self.enable_expert_bias or not torch.is_grad_enabled():
-        return
-    with torch.no_grad():
-        if padding_mask is not None:
-            routing_map = routing_map & ~padding_mask.reshape(-1, 1)
-        self.local_tokens_per_expert += routing_map.sum(dim=0)
+    return count

@@ -3,20 +3,18 @@
 """Restricts Triton's choice for megatron-core's fused rotation to what computes the right result.
 
 megatron-core's kernels for multi-latent attention (``apply_rope_fusion``) are tuned when they first
-run: of eight block sizes, in heads, the fastest is taken. Not all of them are right.
+run: the fastest of eight block sizes, in heads, is taken. Not all of them are right.
 
-- The two for queries and their gradients work in place, and bring a head's values into another
-  order meanwhile: a thread writes where another one reads. Nothing orders the two if they are in
-  different warps, which is so for some sizes: with 4 heads a block and 32 rotated dimensions, or 2
-  and 64 (as DeepSeek has), gradients of single tokens come out wrong, and another time other ones.
-  On an H200 that was so in 257 of 300 launches, and in 300 of 300. Within one warp all reads come
-  before all writes. (https://github.com/NVIDIA/Megatron-LM/issues/4640)
+- The two for queries and their gradients permute a head's values in place, without a barrier
+  between the threads that read and those that write. If these are in different warps, gradients of
+  single tokens are wrong: with 4 heads a block and 32 rotated dimensions, or 2 and 64 (DeepSeek),
+  in 257 and 300 of 300 launches on an H200. Within one warp all reads come before all writes.
+  (https://github.com/NVIDIA/Megatron-LM/issues/4640)
 - All four let a last block that is not full go on into the next token's heads, or beyond the end.
   (https://github.com/NVIDIA/Megatron-LM/issues/7103)
 
-And one rounds otherwise in every size: the gradient of the rotated part of keys, which all heads
-have in common, is summed block by block. Two runs of one training may so differ in the last bit,
-as the tuner's timing has it. Where runs are to be the same, it is given one size.
+The gradient of the rotated part of keys, which all heads share, is summed block by block, so each
+block size rounds otherwise. With deterministic algorithms the tuner gets one size.
 """
 
 from __future__ import annotations
@@ -45,14 +43,7 @@ def is_tuned(name: str) -> bool:
 
 
 def restrict_autotune_configs(kernel: Any) -> Any:
-    """A tuner of the same kernel that chooses among configurations which compute the right result.
-
-    Args:
-        kernel: Triton's tuner. Not changed.
-
-    Returns:
-        The new one, which has tuned nothing yet.
-    """
+    """A new tuner of the same kernel, among configurations that compute the right result."""
     name = kernel.fn.__name__
     restricted = copy.copy(kernel)
     restricted.cache = {}
@@ -86,13 +77,7 @@ def whole_blocks(
 def one_whole_block(
     configs: Sequence[Any], arguments: Mapping[str, Any], **named: Any
 ) -> Sequence[Any]:
-    """As :func:`whole_blocks`; only one, the same each time, if algorithms are to be deterministic.
-
-    Args:
-        configs: See there.
-        arguments: See there.
-        **named: See there.
-    """
+    """As :func:`whole_blocks`; only one, the same each time, with deterministic algorithms."""
     whole = whole_blocks(configs, arguments, **named)
     if not (
         torch.are_deterministic_algorithms_enabled()

@@ -91,13 +91,13 @@ ROTATION = tuple(
 GROUPS = (
     Patch(
         f"{_FACADE}.fine_grained_offloading_group_start",
-        _late("group_starts", "tell_engine_the_input"),
+        _late("marks", "tell_group_input"),
         "the engine would not know where backward leaves a group",
         parameters=("tensor", "name"),
     ),
     Patch(
         f"{_FACADE}.FineGrainedOffloadingGroupCommitFunction",
-        _late("commit_names", "CommitByName"),
+        _late("marks", "CommitByName"),
         "a mark learns the name of its group in backward only",
         releases="0.17, 0.18",
         is_needed=lambda: not models_pass_their_rank(),
@@ -108,7 +108,7 @@ COPIES = (
     Patch(
         f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput"
         ".discard_output_and_register_recompute",
-        _late("discarded_outputs", "tell_engine_first"),
+        _late("marks", "tell_discarded_outputs"),
         "a copy to the host would read memory that has been discarded to be recomputed",
         parameters=("self", "hook_tensor"),
     ),
@@ -129,13 +129,13 @@ COPIES = (
 CHECKPOINTS = (
     Patch(
         f"{_CORE}.tensor_parallel.random.CheckpointFunction.apply",
-        _late("checkpoint_inputs", "run_in_a_group"),
+        _late("marks", "run_in_a_group"),
         "no marks lie around a checkpoint, so its inputs would stay",
         (5218,),
     ),
     Patch(
         "transformer_engine.pytorch.distributed._CheckpointFunction.apply",
-        _late("checkpoint_inputs", "run_in_a_group"),
+        _late("marks", "run_in_a_group"),
         "the same for checkpoints of Transformer Engine",
         is_needed=lambda: preflight.is_installed("transformer_engine"),
     ),

@@ -1,0 +1,89 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Tells the engine what megatron-core's marks do not.
+
+- Where backward leaves a group. megatron-core tells an engine the name of a group that starts, and
+  marks the start in the graph only by a node of the engine's, which would change how gradients
+  round: [Note: One mark per group]. Its ``fine_grained_offloading_group_start`` has the input too.
+- The name of a group that ends: in forward models of 0.17 and 0.18 do not say it.
+- Outputs that are discarded. Selective recomputation of norms and activation functions empties
+  their storage once forward needs it no more, while a copy to the host may still read it. The
+  engine then leaves the storage where it is: the recomputation fills it.
+- Checkpoints, around which no marks lie. ``apply`` of their autograd function is what every way to
+  make one ends in, so it runs inside a group. ``CheckpointWithoutOutput`` needs none: it lies
+  inside megatron-core's own marks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
+
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark, offload_group
+
+
+def _engine() -> Optional[PipelineOffloadManager]:
+    engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+    return engine if isinstance(engine, PipelineOffloadManager) else None
+
+
+def tell_group_input(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``fine_grained_offloading_group_start``."""
+
+    @functools.wraps(original)
+    def start(tensor: torch.Tensor, name: str | None = None) -> Any:
+        engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+        if not hasattr(engine, "mark_backward_end"):  # megatron-core's own
+            return original(tensor, name)
+        engine.pop_forward_chunk(name=name)
+        engine.mark_backward_end(tensor)
+        return tensor
+
+    return start
+
+
+class CommitByName:
+    """Replaces ``FineGrainedOffloadingGroupCommitFunction``, which ends a group.
+
+    Args:
+        original: megatron-core's autograd function.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def apply(self, tensor: torch.Tensor, mark: Any, name: str, *rest: Any) -> Any:
+        """As megatron-core calls it; ``rest`` says what to release and whether to delay."""
+        if not isinstance(mark, CommitMark):  # of megatron-core's own engine
+            return self._original.apply(tensor, mark, name, *rest)
+        return offload_group(mcore_offload.PipelineOffloadManager.OFFLOAD_MGR, name).commit(tensor)
+
+
+def tell_discarded_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``CheckpointWithoutOutput.discard_output_and_register_recompute``."""
+
+    @functools.wraps(original)
+    def discard(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
+        engine = _engine()
+        if engine is not None:
+            for output in checkpoint.outputs:
+                engine.before_discard(output)
+        return original(checkpoint, *arguments, **options)
+
+    return discard
+
+
+def run_in_a_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``apply`` of a checkpoint's autograd function."""
+
+    def apply(*arguments: Any) -> Any:
+        run = functools.partial(original, *arguments)
+        engine = _engine()
+        return run() if engine is None else engine.run_checkpoint(run)
+
+    return apply
