@@ -46,15 +46,8 @@ class GatheringCoreAttention(LatentCoreAttention):
         if packed_seq_params is not None and packed_seq_params.cp_group is not None:
             group = packed_seq_params.cp_group
         if packed_seq_params is None or group.size() == 1:
-            whole = super().forward(
-                query,
-                key,
-                value,
-                attention_mask,
-                *arguments,
-                packed_seq_params=packed_seq_params,
-                **options,
-            )
+            options["packed_seq_params"] = packed_seq_params
+            whole = super().forward(query, key, value, attention_mask, *arguments, **options)
             # Of a buffer of padding it does not depend on anything, which recomputation refuses.
             return whole if whole.requires_grad else whole + 0 * query.sum()
         offsets = packed_seq_params.cu_seqlens_q_padded
@@ -67,25 +60,21 @@ class GatheringCoreAttention(LatentCoreAttention):
         # Backward exchanges gradients of keys and values, so it must come here on every rank, also
         # on one that has nothing but padding.
         output = query.new_zeros(query.shape[0], hidden_size) + 0 * (keys.sum() + values.sum())
-        usual_hidden_size = self.hidden_size_per_partition
         self.hidden_size_per_partition = hidden_size
-        try:
-            for begin, length in sequence_places(packed_seq_params):
-                here = ((mine >= begin) & (mine < begin + length)).nonzero().squeeze(1)
-                if not len(here):
-                    continue
-                hidden = torch.arange(length) > (mine[here] - begin).unsqueeze(1)
-                one = (
-                    query[here].unsqueeze(1),
-                    keys[begin : begin + length].unsqueeze(1),
-                    values[begin : begin + length].unsqueeze(1),
-                )
-                attended = DotProductAttention.forward(
-                    self, *one, hidden[None, None], *arguments, **options
-                )
-                output = output.index_copy(0, here, attended.squeeze(1))
-        finally:
-            self.hidden_size_per_partition = usual_hidden_size
+        for begin, length in sequence_places(packed_seq_params):
+            here = ((mine >= begin) & (mine < begin + length)).nonzero().squeeze(1)
+            if not len(here):
+                continue
+            hidden = torch.arange(length) > (mine[here] - begin).unsqueeze(1)
+            one = (
+                query[here].unsqueeze(1),
+                keys[begin : begin + length].unsqueeze(1),
+                values[begin : begin + length].unsqueeze(1),
+            )
+            attended = DotProductAttention.forward(
+                self, *one, hidden[None, None], *arguments, **options
+            )
+            output = output.index_copy(0, here, attended.squeeze(1))
         return output
 
 

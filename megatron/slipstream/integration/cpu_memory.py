@@ -22,8 +22,8 @@ class DeviceMemoryMeter(TorchDispatchMode):
 
     Use as a context: every storage that an operation creates inside it counts from then until it
     is freed, each storage once however many tensors view it. What existed before is not counted.
-    Memory that stands for the *host* (an offload engine's staging buffers) is allocated under
-    :meth:`excluded`, or taken out later with :meth:`exclude`.
+    Memory that stands for the *host* (an engine's staging buffers) is allocated under
+    :meth:`excluded`.
 
     Limits: one thread, the one that entered it (autograd on the CPU runs there as well). A storage
     that is resized in place keeps the size it had when it was created, unless :meth:`note_size` is
@@ -68,10 +68,6 @@ class DeviceMemoryMeter(TorchDispatchMode):
             yield
         finally:
             self._exclude_new -= 1
-
-    def exclude(self, tensor: torch.Tensor) -> None:
-        """Stop counting the storage of ``tensor``: it stands for host memory."""
-        self._freed(tensor.untyped_storage()._cdata)
 
     def note_size(self, storage: torch.UntypedStorage) -> None:
         """A storage has been resized in place."""

@@ -115,7 +115,7 @@ class LatentCoreAttention(DotProductAttention):
 
     Args:
         k_channels: Head size of queries and keys; None is ``config.kv_channels``.
-        v_channels: Head size of values; None is ``config.kv_channels``.
+        v_channels: Of no use: values tell their head size.
     """
 
     def __init__(
@@ -129,8 +129,6 @@ class LatentCoreAttention(DotProductAttention):
         if softmax_scale is None and k_channels is not None:
             softmax_scale = k_channels**-0.5
         super().__init__(*arguments, softmax_scale=softmax_scale, **options)
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     def forward(
         self,
@@ -148,7 +146,7 @@ class LatentCoreAttention(DotProductAttention):
             query: ``[s, b, heads, head size]``; packed ``[t, heads, head size]``.
             key: As ``query``, with ``groups`` for ``heads``.
             value: As ``key``.
-            attention_mask: Of no use to packed sequences.
+            attention_mask: Ignored with packed sequences.
             arguments: Passed on.
             packed_seq_params: Where the sequences begin and how long they are.
             options: Passed on.
@@ -156,21 +154,17 @@ class LatentCoreAttention(DotProductAttention):
         Returns:
             ``[s, b, hidden size]``; packed ``[t, hidden size]``, 0 for what is in no sequence.
         """
+        # Of these values: multi-latent attention gives those of packed sequences more channels.
+        hidden_size = self.num_attention_heads_per_partition * value.shape[-1]
+        self.hidden_size_per_partition = hidden_size
         if packed_seq_params is None:
             return super().forward(query, key, value, attention_mask, *arguments, **options)
-        hidden_size = self.num_attention_heads_per_partition * value.shape[-1]
         output = query.new_zeros(query.shape[0], hidden_size)
-        usual_hidden_size = self.hidden_size_per_partition
-        # Multi-latent attention gives the values of packed sequences the head size of the keys.
-        self.hidden_size_per_partition = hidden_size
-        try:
-            for begin, length in sequence_places(packed_seq_params):
-                here = slice(begin, begin + length)
-                mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-                one = (tensor[here].unsqueeze(1) for tensor in (query, key, value))
-                output[here] = super().forward(*one, mask, *arguments, **options).squeeze(1)
-        finally:
-            self.hidden_size_per_partition = usual_hidden_size
+        for begin, length in sequence_places(packed_seq_params):
+            here = slice(begin, begin + length)
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+            one = (tensor[here].unsqueeze(1) for tensor in (query, key, value))
+            output[here] = super().forward(*one, mask, *arguments, **options).squeeze(1)
         return output
 
 

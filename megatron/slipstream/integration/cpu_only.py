@@ -60,22 +60,10 @@ class _InertStream:
         return True
 
 
-class _InertEvent:
+class _InertEvent(torch.cpu.Event):
     """Stands for ``torch.cuda.Event``: always completed, measures no time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> None:
-        pass
-
-    def wait(self, *_: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
         pass
 
     def elapsed_time(self, _: Any) -> float:
@@ -103,28 +91,16 @@ def _is_gpu(device: Any) -> bool:
     return isinstance(device, str) and device.split(":")[0] == "cuda"
 
 
-def _device_keyword_to_cpu(original: Any) -> Any:
-    """Wrap a tensor factory: ``device='cuda'`` means the CPU, everything else passes through."""
-
-    @functools.wraps(original)
-    def factory(*args: Any, **kwargs: Any) -> Any:
-        if _is_gpu(kwargs.get("device")):
-            kwargs["device"] = _HOST
-        return original(*args, **kwargs)
-
-    return factory
-
-
 def _any_device_to_cpu(original: Any) -> Any:
-    """Wrap ``Tensor.to``, which also takes the device by position."""
+    """A tensor factory or ``Tensor.to`` for which ``'cuda'`` means the CPU."""
 
     @functools.wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _is_gpu(kwargs.get("device")):
             kwargs["device"] = _HOST
-        return original(self, *(_HOST if _is_gpu(arg) else arg for arg in args), **kwargs)
+        return original(*(_HOST if _is_gpu(arg) else arg for arg in args), **kwargs)
 
-    return to
+    return wrapper
 
 
 def _return_self(original: Any) -> Any:
@@ -194,25 +170,21 @@ def _never_fp8(original: Any) -> Any:
     return init
 
 
-def _grouped_experts(original: Any) -> Any:
-    # Imported late: megatron-core's modules must not load before the shims that they need do.
-    from megatron.slipstream.integration.cpu_modules import (
-        grouped_experts_without_transformer_engine,
-    )
+def _of_cpu_modules(name: str) -> Callable[[Any], Any]:
+    """A replacement of ``cpu_modules``, which imports megatron-core: the shims come before."""
 
-    return grouped_experts_without_transformer_engine(original)
+    def replace(original: Any) -> Any:
+        from megatron.slipstream.integration import cpu_modules
+
+        return getattr(cpu_modules, name)(original)
+
+    return replace
 
 
 def _plain_norm(_: Any) -> Any:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     return WrappedTorchNorm
-
-
-def _core_attention(original: Any) -> Any:
-    from megatron.slipstream.integration.cpu_modules import core_attention_with_head_sizes
-
-    return core_attention_with_head_sizes(original)
 
 
 def _allow_no_cuda(original: Any) -> Any:
@@ -259,7 +231,7 @@ CORE_SHIMS: tuple[Patch, ...] = (
         _default_generator_set,
         "it queues the state until CUDA initialises, which never happens",
     ),
-    *(Patch(f"torch.{name}", _device_keyword_to_cpu, _LITERAL) for name in _FACTORIES),
+    *(Patch(f"torch.{name}", _any_device_to_cpu, _LITERAL) for name in _FACTORIES),
     Patch("torch.Tensor.to", _any_device_to_cpu, _LITERAL),
     Patch("torch.Tensor.cuda", _return_self, "tied embeddings are moved to the GPU"),
     Patch("torch.nn.Module.cuda", _return_self, "model chunks are moved to the GPU"),
@@ -275,7 +247,7 @@ CORE_SHIMS: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.models.backends.LocalSpecProvider.grouped_mlp_modules",
-        _grouped_experts,
+        _of_cpu_modules("grouped_experts_without_transformer_engine"),
         "grouped experts, the only ones with offload marks, are built on Transformer Engine",
     ),
     Patch(
@@ -286,7 +258,7 @@ CORE_SHIMS: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.models.backends.LocalSpecProvider.core_attention",
-        _core_attention,
+        _of_cpu_modules("core_attention_with_head_sizes"),
         "multi-latent attention passes head sizes that the local core attention does not take",
     ),
     Patch(
@@ -357,10 +329,7 @@ def install_cpu_shims() -> bool:
 
 
 def install_training_shims() -> bool:
-    """Make ``megatron.training.pretrain`` usable without a GPU; includes the core shims.
-
-    Same contract as :func:`install_cpu_shims`. Imports ``megatron.training``.
-    """
+    """As :func:`install_cpu_shims`, for ``megatron.training.pretrain`` too, which it imports."""
     if not install_cpu_shims():
         return False
     apply(TRAINING_SHIMS, "a machine without a GPU")
@@ -368,14 +337,10 @@ def install_training_shims() -> bool:
 
 
 def skip_helper_compilation() -> bool:
-    """Stop ``initialize_megatron`` from running ``make`` where there is no Makefile.
+    """Stop ``initialize_megatron`` from running ``make``; returns whether it is stopped.
 
-    Needed with a GPU as well: the wheel ships the compiled ``helpers_cpp`` but not its Makefile,
-    and Megatron exits the process when ``make`` fails. A source checkout keeps its Makefile and is
-    left alone, and so is an installation without the compiled module.
-
-    Returns:
-        Whether the compilation is skipped.
+    Needed with a GPU as well: the wheel ships the compiled ``helpers_cpp`` without a Makefile, and
+    Megatron exits the process when ``make`` fails. A checkout of its source has the Makefile.
     """
     owner, _ = resolve(_HELPERS.target)
     if (Path(owner.__file__).parent / "Makefile").exists():
@@ -389,14 +354,10 @@ def skip_helper_compilation() -> bool:
 
 
 def tolerate_missing_affinity_tools() -> bool:
-    """Let ``pretrain`` go on when it cannot pin a process to its GPU's NUMA node.
+    """Have ``pretrain`` warn if it cannot pin a process to its GPU's NUMA node.
 
-    Megatron pins it whenever activations are offloaded and raises a bare error if ``cuda-python``
-    or ``pynvml`` is missing. Training is correct without; copies may be slower on machines with
-    several NUMA nodes, so the lack is warned about.
-
-    Returns:
-        Whether pinning was replaced by the warning.
+    Megatron pins it where activations are offloaded, and raises a bare error if ``cuda-python`` or
+    ``pynvml`` is missing. Returns whether the warning takes the place of pinning.
     """
     if not _missing_affinity_tools():
         return False
