@@ -81,32 +81,20 @@ class SharedGPTDataset(PackedGPTDataset):
         return build_group_index(lengths, self.indices, plan, num_slots, what)
 
     def _log_index(self, index: GroupIndex, plan: GroupPlan) -> None:
-        _log_sizes(self.index_split.name, index, plan)
-
-
-def _log_sizes(name: str, index: GroupIndex, plan: GroupPlan) -> None:
-    sizes = ", ".join(f"{size}: {100 * index.part_with(size):.1f}%" for size in plan.ranks.sizes)
-    logger.info(
-        "scheduled %d pieces of documents into %d parts of micro-batches of the %s set: %.1f%% of "
-        "their tokens are not padding; parts by context-parallel size: %s",
-        len(index.packs.pieces),
-        len(index),
-        name,
-        100 * index.filling(plan.ranks),
-        sizes,
-    )
+        sizes = (f"{size}: {100 * index.part_with(size):.1f}%" for size in plan.ranks.sizes)
+        logger.info(
+            "scheduled %d pieces of documents into %d parts of micro-batches of the %s set: "
+            "%.1f%% of their tokens are not padding; parts by context-parallel size: %s",
+            len(index.packs.pieces),
+            len(index),
+            self.index_split.name,
+            100 * index.filling(plan.ranks),
+            ", ".join(sizes),
+        )
 
 
 def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
-    """The configuration of datasets for dynamic context parallelism.
-
-    Args:
-        base: Megatron's.
-        args: Validated arguments.
-
-    Raises:
-        ValueError: As ``packed_sequences.dataset_config``.
-    """
+    """As ``packed_sequences.dataset_config``, for dynamic context parallelism."""
     ranks, model = rank_limits(args), cost_model(args)
 
     def plan(global_batch_size: int) -> GroupPlan:
@@ -120,23 +108,15 @@ def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
 
 
 def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig) -> Any:
-    """Train, validation and test set; called by all ranks, which make their process groups here.
-
-    Args:
-        num_samples: At least so many samples of each; None: one epoch.
-        base: Megatron's configuration of unpacked datasets.
-    """
+    """See ``providers.datasets``; all ranks make their process groups here."""
     table.apply(Feature.PADDED_ROUTING)
     args = get_args()
     context_parallel_groups(rank_limits(args))
     config = dataset_config(base, args)
-    builder = BlendedMegatronDatasetBuilder(SharedGPTDataset, num_samples, _reads_data, config)
-    return builder.build()
-
-
-def _reads_data() -> bool:
-    """Every rank; see the top of this file."""
-    return True
+    # Every rank reads; see the top of this file.
+    return BlendedMegatronDatasetBuilder(
+        SharedGPTDataset, num_samples, lambda: True, config
+    ).build()
 
 
 # Batches
@@ -145,13 +125,8 @@ def _reads_data() -> bool:
 def micro_batch_params(loaded: dict[str, torch.Tensor], args: Any) -> PackedSeqParams:
     """The description of a micro-batch, with the group that this rank shares it with.
 
-    Args:
-        loaded: A sample with its first dimension, on the CPU.
-        args: Validated arguments.
-
     Raises:
-        RuntimeError: Ranks disagree; see :func:`check_agreement`. Only with
-            ``dynamic_context_parallel_verify``.
+        RuntimeError: Ranks disagree; see :func:`check_agreement`.
     """
     limits = rank_limits(args)
     groups = context_parallel_groups(limits)
@@ -169,11 +144,7 @@ def micro_batch_params(loaded: dict[str, torch.Tensor], args: Any) -> PackedSeqP
 def forward(
     data_iterator: Optional[Iterator[Any]], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """A rank's part of one micro-batch through one model chunk; see ``packed_sequences.forward``.
-
-    Returns:
-        As there, of this rank's tokens.
-    """
+    """As ``packed_sequences.forward``, with this rank's part of the tokens."""
     args = get_args()
     stage = Stage.of(model, args)
     assert data_iterator is not None, "every rank reads the data"
@@ -183,7 +154,7 @@ def forward(
     batch = {key: loaded[key].to(device, non_blocking=True) for key in stage.needed}
     if stage.is_ranks_first:
         _count_work(params, int(args.context_parallel_size))
-    return packed_sequences._run_model(model, batch, params, stage, args)
+    return packed_sequences.run_model(model, batch, params, stage, args)
 
 
 def _count_work(params: PackedSeqParams, static_size: int) -> None:
@@ -197,4 +168,4 @@ def _count_work(params: PackedSeqParams, static_size: int) -> None:
     times = max(1, static_size // size) if rank < static_size else 0
     lengths = params.cu_seqlens_q
     for _ in range(max(1, times)):
-        packed_sequences._count_work(lengths if times else torch.zeros_like(lengths))
+        packed_sequences.count_work(lengths if times else torch.zeros_like(lengths))

@@ -31,7 +31,6 @@ from megatron.slipstream.packed_sequences.batch import (
 )
 from megatron.slipstream.packed_sequences.dataset import (
     PackedDocuments,
-    PackIndex,
     PackingPlan,
     build_index,
     load_index,
@@ -45,6 +44,9 @@ from megatron.slipstream.rules import require
 logger = logging.getLogger(__name__)
 
 # Datasets
+
+_WELL_FILLED = 0.95
+"""The part of a set's tokens above which there is no warning."""
 
 
 @dataclasses.dataclass
@@ -123,7 +125,26 @@ class PackedGPTDataset(MegatronDataset):
         return build_index(self.dataset.sequence_lengths, self.indices, plan, num_samples, what)
 
     def _log_index(self, index: Any, plan: Any) -> None:
-        _log_filling(self.index_split.name, index, plan)
+        limits, filling = plan.limits, index.filling(plan.limits)
+        part_full = index.part_with(limits.max_sequences)
+        logger.info(
+            "packed %d pieces of documents into %d samples of the %s set: %.1f%% of their tokens "
+            "are not padding, and %.1f%% of them hold thd_max_packed_sequences=%d",
+            len(index.pieces),
+            len(index),
+            self.index_split.name,
+            100 * filling,
+            100 * part_full,
+            limits.max_sequences,
+        )
+        if filling < _WELL_FILLED and part_full > 0.5:
+            logger.warning(
+                "thd_max_packed_sequences=%d leaves %.1f%% of the tokens of the %s set to padding, "
+                "which all layers but attention compute too; set thd_max_packed_sequences to more",
+                limits.max_sequences,
+                100 * (1 - filling),
+                self.index_split.name,
+            )
 
     def _index(self, plan: PackingPlan) -> Any:
         """From the cache, or made now, which gives the same on every rank."""
@@ -150,38 +171,8 @@ class PackedGPTDataset(MegatronDataset):
         return Path(self.dataset.path_prefix) / "cache" / f"{type(self).__name__}_indices"
 
 
-_WELL_FILLED = 0.95
-"""The part of a set's tokens above which there is no warning."""
-
-
-def _log_filling(name: str, index: PackIndex, plan: PackingPlan) -> None:
-    limits = plan.limits
-    logger.info(
-        "packed %d pieces of documents into %d samples of the %s set: %.1f%% of their tokens are "
-        "not padding, and %.1f%% of them hold thd_max_packed_sequences=%d",
-        len(index.pieces),
-        len(index),
-        name,
-        100 * index.filling(limits),
-        100 * index.part_with(limits.max_sequences),
-        limits.max_sequences,
-    )
-    if index.filling(limits) < _WELL_FILLED and index.part_with(limits.max_sequences) > 0.5:
-        logger.warning(
-            "thd_max_packed_sequences=%d leaves %.1f%% of the tokens of the %s set to padding, "
-            "which all layers but attention compute too; set thd_max_packed_sequences to more",
-            limits.max_sequences,
-            100 * (1 - index.filling(limits)),
-            name,
-        )
-
-
 def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
-    """The configuration of packed datasets.
-
-    Args:
-        base: Megatron's.
-        args: Validated arguments.
+    """The configuration of packed datasets, from megatron's and the validated arguments.
 
     Raises:
         ValueError: Packs of several corpora are to be balanced.
@@ -206,21 +197,14 @@ def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
 
 
 def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig) -> Any:
-    """Train, validation and test set of packed samples; called by all ranks.
-
-    Args:
-        num_samples: At least so many samples of each; None: one epoch.
-        base: Megatron's configuration of unpacked datasets.
-    """
+    """Train, validation and test set of packed samples; see ``providers.datasets``."""
     table.apply(Feature.PADDED_ROUTING)
     config = dataset_config(base, get_args())
-    builder = BlendedMegatronDatasetBuilder(PackedGPTDataset, num_samples, _reads_data, config)
-    return builder.build()
-
-
-def _reads_data() -> bool:
-    """One rank of each tensor-parallel group, on every stage: all layers need the offsets."""
-    return bool(mpu.get_tensor_model_parallel_rank() == 0)
+    # One rank of each tensor-parallel group reads, on every stage: all layers need the offsets.
+    reads = mpu.get_tensor_model_parallel_rank() == 0
+    return BlendedMegatronDatasetBuilder(
+        PackedGPTDataset, num_samples, lambda: reads, config
+    ).build()
 
 
 # Batches
@@ -277,13 +261,19 @@ def _batch(
     if mpu.get_tensor_model_parallel_world_size() == 1:
         return batch
     layout = static_layout(pack_limits(args), args.context_parallel_size)
-    return _broadcast(batch, {key: layout[key] for key in sorted(needed)}, device)
+    return broadcast(batch, {key: layout[key] for key in sorted(needed)}, device)
 
 
-def _broadcast(
-    batch: Mapping[str, torch.Tensor], layout: Mapping[str, Any], device: torch.device
+def broadcast(
+    batch: Mapping[str, Any], layout: Mapping[str, Any], device: torch.device | int
 ) -> dict[str, torch.Tensor]:
-    """Give every rank of the tensor-parallel group its first rank's batch; shapes are known."""
+    """Give every rank of the tensor-parallel group its first rank's batch.
+
+    Args:
+        batch: Tensors by name, on the first rank.
+        layout: Shape and type of each.
+        device: Where they lie.
+    """
     source = mpu.get_tensor_model_parallel_src_rank()
     group = mpu.get_tensor_model_parallel_group()
     received = {}
@@ -291,6 +281,7 @@ def _broadcast(
         tensor = batch.get(key)
         if tensor is None:
             tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = tensor.contiguous()
         torch.distributed.broadcast(tensor, source, group=group)
         received[key] = tensor
     return received
@@ -337,11 +328,11 @@ def forward(
         batch["cu_seqlens"][0], batch["cu_seqlens_padded"][0], pack_limits(args).max_tokens
     )
     if stage.is_ranks_first:
-        _count_work(params.cu_seqlens_q)
-    return _run_model(model, batch, params, stage, args)
+        count_work(params.cu_seqlens_q)
+    return run_model(model, batch, params, stage, args)
 
 
-def _run_model(
+def run_model(
     model: torch.nn.Module,
     batch: Mapping[str, torch.Tensor],
     params: PackedSeqParams,
@@ -366,11 +357,10 @@ def _run_model(
 
 
 def _padding_mask_for(mask: torch.Tensor, is_first: bool, args: Any) -> torch.Tensor:
-    """The padding mask as a stage's model wants it, bool ``[1, tokens]``.
+    """The padding mask for a stage's model, bool ``[1, tokens]``.
 
-    With sequence parallelism layers have only a rank's part of the tokens. A GPT model on the first
-    stage divides the mask itself; on later ones megatron-core passes it on as it came, and so does
-    a hybrid model everywhere.
+    With sequence parallelism layers have a rank's part of the tokens. Only GPT models on the first
+    stage divide the mask themselves.
     """
     divides_itself = is_first and args.hybrid_layer_pattern is None
     if divides_itself or not args.sequence_parallel:
@@ -379,11 +369,11 @@ def _padding_mask_for(mask: torch.Tensor, is_first: bool, args: Any) -> torch.Te
     return parts[mpu.get_tensor_model_parallel_rank()].contiguous()
 
 
-def _count_work(cu_seqlens: torch.Tensor) -> None:
-    """Tell megatron the lengths of the sequences, of which it computes the throughput it logs.
+def count_work(cu_seqlens: torch.Tensor) -> None:
+    """Tell megatron the lengths of the sequences, for the throughput that it logs.
 
-    Once per micro-batch and rank, in training: it adds up until the iteration ends. Without, it
-    takes every micro-batch for one sequence. Releases up to 0.17 do.
+    Once per micro-batch and rank, in training. Otherwise it takes each micro-batch for one
+    sequence, as 0.17 always does.
     """
     from megatron.training import training
 

@@ -7,7 +7,7 @@ Models come from megatron's own builders, so every model flag keeps its meaning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -97,10 +97,8 @@ def datasets(num_samples: tuple[int, Optional[int], int], vp_stage: Optional[int
     if args.sequence_packing is not None:
         return packed_sequences.datasets(num_samples, config)
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
-    builder = BlendedMegatronDatasetBuilder(
-        dataset_class, num_samples, partial(_reads_data, vp_stage), config
-    )
-    return builder.build()
+    reads_data = partial(_reads_data, vp_stage)
+    return BlendedMegatronDatasetBuilder(dataset_class, num_samples, reads_data, config).build()
 
 
 # Megatron then calls the provider on every rank, not only on the first of a tensor-parallel group.
@@ -148,27 +146,23 @@ def _batch(data_iterator: Optional[Iterator[Any]], vp_stage: Optional[int]) -> d
         return dict.fromkeys(_BATCH_KEYS)
     args = get_args()
     batch: dict[str, Any] = dict.fromkeys(_BATCH_KEYS)
+    device = torch.cuda.current_device()  # the CPU shims answer the CPU
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None, "the first tensor-parallel rank reads the data"
         loaded = next(data_iterator)
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         for key in _BATCH_KEYS:
             if key in loaded:
                 batch[key] = loaded[key].to(device, non_blocking=True)
     if mpu.get_tensor_model_parallel_world_size() > 1:
-        batch = _broadcast(batch, args)
+        batch.update(packed_sequences.broadcast(batch, _layout(args), device))
     if args.context_parallel_size > 1:
         batch = compat.slice_for_context_parallel(batch, mpu.get_context_parallel_group())
     return batch
 
 
-def _broadcast(batch: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Give every rank of the tensor-parallel group its first rank's batch.
-
-    Shapes follow from the arguments, so only the tensors themselves travel.
-    """
-    training = torch.is_grad_enabled()
-    rows = args.micro_batch_size if training else args.eval_micro_batch_size
+def _layout(args: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and types of a micro-batch, which follow from the arguments."""
+    rows = args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
     columns = args.seq_length
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "tokens": ((rows, columns), torch.int64),
@@ -178,18 +172,7 @@ def _broadcast(batch: Mapping[str, Any], args: Any) -> dict[str, Any]:
     }
     if args.create_attention_mask_in_dataloader:
         layout["attention_mask"] = ((rows, 1, columns, columns), torch.bool)
-    source = mpu.get_tensor_model_parallel_src_rank()
-    group = mpu.get_tensor_model_parallel_group()
-    device = torch.cuda.current_device()  # the CPU shims answer the CPU
-    received: dict[str, Any] = dict.fromkeys(_BATCH_KEYS)
-    for key, (shape, dtype) in layout.items():
-        tensor = batch[key]
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-        tensor = tensor.contiguous()
-        torch.distributed.broadcast(tensor, source, group=group)
-        received[key] = tensor
-    return received
+    return layout
 
 
 # Forward and loss

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.utils import Split
 from ranks import run_ranks
 from shared_documents import fill_weights
 from small_corpora import END_OF_DOCUMENT, batches_of, dataset_config, write_corpus
@@ -332,7 +333,8 @@ def test_a_limit_that_leaves_buffers_empty_is_told(
     plan = PackingPlan(PackLimits(60, most))
     index = build_index(np.full(24, length + 1), np.arange(24), plan)
     with caplog.at_level("WARNING", logger="megatron.slipstream"):
-        packed_sequences._log_filling("train", index, plan)
+        dataset = SimpleNamespace(index_split=Split.train)
+        packed_sequences.PackedGPTDataset._log_index(dataset, index, plan)
     ours = [r.getMessage() for r in caplog.records if r.name.startswith("megatron.slipstream")]
     told = [f"thd_max_packed_sequences={most} leaves 33.3%" in message for message in ours]
     assert told == [True] * is_told
