@@ -22,24 +22,14 @@ import torch
 
 from megatron.slipstream import preflight
 from megatron.slipstream.chunk_graphs.options import ChunkGraphOptions
-from megatron.slipstream.config import (
-    MODULE_NAMES,
-    OffloadConfig,
-)
-from megatron.slipstream.context_parallel.options import (
-    DynamicContextParallelOptions,
-)
+from megatron.slipstream.config import MODULE_NAMES, OffloadConfig
+from megatron.slipstream.context_parallel.options import DynamicContextParallelOptions
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.config_file import config_from_environment
 from megatron.slipstream.launcher import rank
-from megatron.slipstream.packed_sequences.options import (
-    PackingOptions,
-)
+from megatron.slipstream.packed_sequences.options import PackingOptions
 
 logger = logging.getLogger(__name__)
-
-END_OF_DOCUMENT = "<|endoftext|>"
-"""The special token that ``tools/preprocess_text.py`` puts between documents."""
 
 # What megatron's defaults assume of a GPU. Given before the user's own flags, so the user's win.
 _CPU_DEFAULTS: tuple[tuple[str, ...], ...] = (
@@ -56,6 +46,9 @@ _CPU_DEFAULTS: tuple[tuple[str, ...], ...] = (
     ("--no-bias-dropout-fusion",),
 )
 
+# Megatron takes Apex's fused weight gradient for granted and raises without it in the first forward
+# of the output layer, on that pipeline stage alone; the others then hang.
+_GPU_DEFAULTS: tuple[tuple[str, ...], ...] = (("--no-gradient-accumulation-fusion",),)
 _APEX_FUSED_WEIGHT_GRADIENT = "fused_weight_gradient_mlp_cuda"
 """The extension module of Apex that megatron's gradient_accumulation_fusion calls."""
 
@@ -195,7 +188,19 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
 
 def defaults_of_machine(argv: Sequence[str]) -> list[str]:
     """Flags that a training on this machine needs and the user did not give; logs them."""
-    return _gpu_defaults(argv) if torch.cuda.is_available() else _cpu_defaults(argv)
+    given = {argument.split("=")[0] for argument in argv}
+    if torch.cuda.is_available():
+        needed, reason = _GPU_DEFAULTS, "Apex is not installed; running"
+        if preflight.is_installed(_APEX_FUSED_WEIGHT_GRADIENT):
+            return []
+    else:
+        needed, reason = _CPU_DEFAULTS, "no GPU found; running on the CPU"
+        # Megatron wants it with tensor parallelism, for the order of launches on a GPU.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    added = [flag for flags in needed if flags[0] not in given for flag in flags]
+    if added and rank() == 0:
+        logger.info("%s with %s", reason, " ".join(added))
+    return added
 
 
 @contextmanager
@@ -207,31 +212,6 @@ def _process_arguments(argv: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
-
-
-def _cpu_defaults(argv: Sequence[str]) -> list[str]:
-    """Flags that a run without a GPU needs and the user did not give; logs them."""
-    given = {argument.split("=")[0] for argument in argv}
-    added = [flag for flags in _CPU_DEFAULTS if flags[0] not in given for flag in flags]
-    # Megatron wants it with tensor parallelism, for the order of launches on a GPU.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if rank() == 0:
-        logger.info("no GPU found; running on the CPU with %s", " ".join(added))
-    return added
-
-
-def _gpu_defaults(argv: Sequence[str]) -> list[str]:
-    """Flags that a GPU run needs without Apex and the user did not give; logs them.
-
-    Megatron takes Apex's fused weight gradient for granted and raises in the first forward of the
-    output layer without it, on that pipeline stage alone; the others then hang.
-    """
-    flag = "--no-gradient-accumulation-fusion"
-    if flag in argv or preflight.is_installed(_APEX_FUSED_WEIGHT_GRADIENT):
-        return []
-    if rank() == 0:
-        logger.info("Apex is not installed; running with %s", flag)
-    return [flag]
 
 
 def _nearest_flags(parser: argparse.ArgumentParser, message: str) -> str:

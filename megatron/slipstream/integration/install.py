@@ -155,11 +155,10 @@ def installed() -> Optional[model_router.RoutedManager]:
 def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Make chunks (virtual pipeline stages) one model, with an engine and a plan of its own.
 
-    Not needed where a process trains one model. Where it trains several, their chunks are told
-    apart when they are first called; binding says it before. For megatron's
-    ``ModelConfig.pre_wrap_hooks`` and Megatron-Bridge's ``register_pre_wrap_hook``. Calls
-    :func:`install` if needed. Models whose configuration does not ask for offloading are left
-    alone.
+    Only of use where a process trains several models, whose chunks are otherwise told apart when
+    they are first called. For megatron's ``ModelConfig.pre_wrap_hooks`` and Megatron-Bridge's
+    ``register_pre_wrap_hook``. Calls :func:`install` if needed. Models whose configuration does not
+    ask for offloading are left alone.
 
     Args:
         model_chunks: All chunks of the model on this rank, wrapped or not.
@@ -179,12 +178,9 @@ def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         if isinstance(module, LanguageModule) and module.config.fine_grained_activation_offloading
     ]
     if chunks:
-        manager = installed()
-        if manager is None:
+        if installed() is None:
             install()
-            manager = installed()
-        assert manager is not None
-        manager.router.bind(chunks)
+        installed().router.bind(chunks)  # type: ignore[union-attr]
     return list(model_chunks)
 
 

@@ -3,21 +3,17 @@
 """One engine for each model that a process trains.
 
 [Note: Which model a mark belongs to]
-megatron-core has one place for an engine, and its marks do not say which model they are of. Two
-models that train (a policy and its critic) would make one engine leave its plan at every change
-between them, and the end of a schedule that only ran a reference model would end the iteration of
-the model that is being trained. So each model has an engine of its own, and the one in megatron's
-place is that of the model whose chunk was called last with gradients. The calls are seen in
-``LanguageModule.__call__``, which is the way into every GPT and hybrid model, whatever its
-``forward`` is.
-
-A call without gradients needs no engine: the marks in it do nothing, and nothing is changed for it.
+megatron-core has one place for an engine, and its marks do not say which model they are of. With
+one engine for two models (a policy and its critic), each change between them would leave the plan,
+and a schedule that ran a reference model would end the iteration of the trained one. So each model
+has an engine of its own, and the one in megatron's place is that of the model whose chunk was last
+called with gradients. ``LanguageModule.__call__`` sees the calls: every GPT and hybrid model is
+entered there, whatever its ``forward`` is. For a call without gradients nothing changes.
 
 [Note: Models with a forward of their own]
-A pass begins where a model tells the engine that it does, which megatron-core's own ``forward``
-does first of all. A ``forward`` that takes its place (mcore-bridge's models, the fused kernels of
-verl) does not, and nothing would move. So the pass begins where the chunk is called, and what its
-``forward`` says of that is passed over.
+megatron-core's ``forward`` tells the engine first of all that a pass begins. One that takes its
+place (mcore-bridge's models, the fused kernels of verl) does not, and nothing would move. So the
+pass begins where the chunk is called, and what ``forward`` says of it is ignored.
 """
 
 from __future__ import annotations
@@ -98,12 +94,7 @@ class _Model:
         self._undo: list[Callable[[], None]] = []
 
     def add(self, chunk: torch.nn.Module, copies_beside_compute: bool) -> None:
-        """A chunk of this model.
-
-        Args:
-            chunk: The chunk.
-            copies_beside_compute: Whether waits of the host for the device delay anything.
-        """
+        """A chunk of this model; its host runs ahead if ``copies_beside_compute``."""
         self._chunks.append(weakref.ref(chunk))
         if copies_beside_compute:
             self._undo.append(let_host_run_ahead(chunk))
@@ -192,9 +183,8 @@ class Router:
     def manager_of(self, chunk: torch.nn.Module) -> RoutedManager:
         """The engine of the model that ``chunk`` is of, made if there is none.
 
-        A chunk that is not bound is a model of its own. If it is one of several virtual
-        pipeline stages, it belongs to the newest model that lacks it, of those built from the same
-        configuration if there are any.
+        A chunk that is not bound is a model of its own. A virtual pipeline stage belongs to the
+        newest model that lacks it, first of those built from the same configuration.
 
         Raises:
             ValueError: It cannot be trained beside the other models of the process.
@@ -226,12 +216,7 @@ class Router:
         )
 
     def plan_nodes(self, chunk: Any, build: Callable[[], Any]) -> Any:
-        """A pass of ``chunk`` begins that runs in nodes: [Note: Layers that run in nodes].
-
-        Args:
-            chunk: The model chunk.
-            build: Makes its nodes, and returns them.
-        """
+        """Run ``build``, which makes the nodes of a pass: [Note: Layers that run in nodes]."""
         with self.calling(chunk):
             nodes = build()
             manager = self._calls[-1]
@@ -244,15 +229,17 @@ class Router:
         """Around a call of ``chunk``."""
         manager = self.manager_of(chunk) if self.is_training else None
         seam = mcore_offload.PipelineOffloadManager
-        before = seam.OFFLOAD_MGR
+        before, believed = seam.OFFLOAD_MGR, self.begins_pass
         self.note_call()
-        if manager is not None:
-            seam.OFFLOAD_MGR = manager
-            manager.wanted_modules = tuple(chunk.config.offload_modules or ())
-            self._begin_pass(chunk)
         self._calls.append(manager)
-        believed, self.begins_pass = self.begins_pass, False
         try:
+            if manager is not None:
+                seam.OFFLOAD_MGR = manager
+                manager.wanted_modules = tuple(chunk.config.offload_modules or ())
+                self.begins_pass = True
+                if hasattr(chunk, "preprocess_for_fine_grained_offloading"):
+                    chunk.preprocess_for_fine_grained_offloading()
+            self.begins_pass = False
             yield
         finally:
             self.begins_pass = believed
@@ -260,28 +247,16 @@ class Router:
             if any(outer is not None for outer in self._calls):
                 seam.OFFLOAD_MGR = before
 
-    def _begin_pass(self, chunk: Any) -> None:
-        believed, self.begins_pass = self.begins_pass, True
-        try:
-            if hasattr(chunk, "preprocess_for_fine_grained_offloading"):
-                chunk.preprocess_for_fine_grained_offloading()
-        finally:
-            self.begins_pass = believed
-
     def note_call(self) -> None:
         """A chunk is called, with gradients or without."""
         self._steps_before = {manager: manager.num_steps for manager in self.managers}
 
     def ended_by_schedule(self, current: RoutedManager) -> list[RoutedManager]:
-        """The engines whose iteration ends with a schedule that says that it has ended.
+        """The engines whose iteration ends with the schedule that has told ``current`` of its end.
 
-        It does not say which model it ran. The last that a training schedule does is backward, or
-        the forward that it follows: so its model has passed marks since a chunk was called last. A
-        model in the middle of its own iteration, of which a loss or a forward step runs the other
-        schedule, has not.
-
-        Args:
-            current: The engine that it says so to.
+        It does not say which model it ran. A training schedule ends with backward, or the forward
+        that it follows, so its model has passed marks since a chunk was called last. A model in the
+        middle of its own iteration, whose loss or forward step runs the other schedule, has not.
         """
         under_way = [manager for manager in self.managers if manager.num_steps > 0]
         if not under_way:

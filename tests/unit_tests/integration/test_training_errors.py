@@ -490,4 +490,5 @@ def test_a_gpu_run_asks_apex_for_its_fused_weight_gradient_only_if_it_is_there(
         return has_apex if module == "fused_weight_gradient_mlp_cuda" else True
 
     monkeypatch.setattr(arguments.preflight, "is_installed", is_installed)
-    assert arguments._gpu_defaults(given) == added
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert arguments.defaults_of_machine(given) == added
