@@ -38,7 +38,7 @@ class HandDriven:
 
     def group(self, name: str = "group") -> OffloadTensorGroup:
         """A new group."""
-        group = OffloadTensorGroup(GroupLabel(GroupKey(0, self._num_groups), name))
+        group = self.store.make_group(GroupLabel(GroupKey(0, self._num_groups), name), 1)
         self._num_groups += 1
         self.groups[group.key] = group
         return group

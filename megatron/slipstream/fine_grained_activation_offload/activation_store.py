@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn, Optional
 
@@ -26,6 +26,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
     SavedTensor,
 )
+from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.host_pool import (
     HostAllocation,
     HostMemoryFull,
@@ -54,29 +55,31 @@ class ActivationStore:
 
     def __init__(self, backend: Backend, recorder: Recorder, is_native: bool = False) -> None:
         self.backend = backend
-        self.copy_streams = CopyStreams(backend)
-        self._host_pool = HostPool(backend)
-        self.verifier: Optional[Verifier] = None
-        """Compares what comes back with what left, while there is one."""
-        self.modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
-        """This iteration's figures by module name."""
+        self._module = native_module() if is_native else None
+        """The classes in C++, if they are used."""
+        waits = None if self._module is None else self._module.Waits(backend)
+        self.copy_streams = CopyStreams(backend, waits)
+        self._host_pool = self.new_host_pool()
+        self._verifier: Optional[Verifier] = None
+        self._modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
         self.late_groups: dict[GroupKey, int] = {}
         """This iteration's late copies in by the group that saved the storage first."""
         self._has_met = False
         """Whether it has measured its link once."""
-        self.crosses_streams = False
-        """Whether models read memory on other streams than it was allocated for, as those do that
-        run in nodes."""
+        self._crosses_streams = False
         self._recorder = recorder
         self.saved_type: type[SavedTensor] = SavedTensor
         """Of what autograd keeps in place of a tensor that may move."""
+        self.make_group: Callable[[GroupLabel, int], OffloadTensorGroup] = OffloadTensorGroup
+        """Makes a group, from its place and the fewest elements of a tensor that moves."""
         self._native: Optional[Any] = None
-        """The hooks in C++, if they run."""
-        module = native_module() if is_native else None
-        if module is not None:
-            arguments = (self.host_pool, self.copy_streams, backend.device_type)
-            self._native = module.Hooks(backend, *arguments)
-            self.saved_type = module.SavedTensor
+        """The store in C++, if it is used: it does what is common."""
+        if self._module is not None:
+            arguments = (waits, self.host_pool, self.copy_streams, recorder)
+            self._native = self._module.Store(backend, *arguments)
+            self._native.modules = self._modules
+            self.saved_type = self._module.SavedTensor
+            self.make_group = self._module.OffloadTensorGroup
         self._max_known = MIN_KNOWN
         """Those that are gone are forgotten once there are more."""
         self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}
@@ -106,9 +109,48 @@ class ActivationStore:
         if self._native is not None:
             self._native.pool = pool
 
+    def new_host_pool(self, limit_bytes: Optional[int] = None) -> HostPool:
+        """A pool whose buffers this store can use."""
+        return HostPool(self.backend, limit_bytes, self._module)
+
+    @property
+    def modules(self) -> defaultdict[str, ModuleCounters]:
+        """This iteration's figures by module name."""
+        return self._modules
+
+    @modules.setter
+    def modules(self, modules: defaultdict[str, ModuleCounters]) -> None:
+        self._modules = modules
+        if self._native is not None:
+            self._native.modules = modules
+
+    @property
+    def verifier(self) -> Optional[Verifier]:
+        """Compares what comes back with what left, while there is one."""
+        return self._verifier
+
+    @verifier.setter
+    def verifier(self, verifier: Optional[Verifier]) -> None:
+        self._verifier = verifier
+        if self._native is not None:
+            self._native.is_verified = verifier is not None
+
+    @property
+    def crosses_streams(self) -> bool:
+        """Whether models read memory on other streams than it was allocated for, as those do that
+        run in nodes.
+        """
+        return self._crosses_streams
+
+    @crosses_streams.setter
+    def crosses_streams(self, crosses_streams: bool) -> None:
+        self._crosses_streams = crosses_streams
+        if self._native is not None:
+            self._native.crosses_streams = crosses_streams
+
     @property
     def is_native(self) -> bool:
-        """Whether the hooks in C++ run."""
+        """Whether the store in C++ is used."""
         return self._native is not None
 
     @property
@@ -151,8 +193,8 @@ class ActivationStore:
             group.hold(storage)
         stream_id = self.backend.current_stream_id()
         if stream_id not in storage.streams:
-            storage.streams[stream_id] = self.backend.current_stream()
-        return SavedTensor(storage, storage.save(tensor, group.key), group)
+            storage.note_stream(stream_id, self.backend.current_stream())
+        return SavedTensor(storage, storage.save(tensor, group.serial), group)
 
     def read(self, saved: Any) -> torch.Tensor:
         """Autograd reads a saved tensor, on the stream of the operation that reads it.
@@ -214,6 +256,9 @@ class ActivationStore:
 
     def commit(self, group: OffloadTensorGroup) -> None:
         """The group has saved everything: fix which bytes of its storages would move."""
+        if self._native is not None:
+            self._native.commit(group)
+            return
         for storage in group.storages():
             if storage.residence is Residence.DEVICE:
                 storage.settle_extent()
@@ -235,6 +280,7 @@ class ActivationStore:
         self,
         group: OffloadTensorGroup,
         may_move: Optional[Callable[[int, SavedStorage], bool]] = None,
+        kept: Container[int] = (),
         numbers: Optional[Sequence[int]] = None,
     ) -> None:
         """Start copying out the group's storages that have not been copied yet.
@@ -245,16 +291,21 @@ class ActivationStore:
             group: A committed group.
             may_move: Called with a storage's position in the group, and the storage; None if all
                 of them may.
+            kept: Positions of storages that stay.
             numbers: By position, the index of the group's storages in the trace of the plan whose
                 host layout is followed; None where none is.
         """
+        if may_move is None and self._native is not None:
+            if self._native.copy_out(group, kept, numbers):
+                return
         storages, sources, planned = [], [], []
         for position, storage in enumerate(group.storages_or_none()):
             if storage is None or storage.residence is not Residence.DEVICE:
                 continue
             storage.settle_extent()  # Another group may have saved more of it since the commit.
             source = storage.bytes_to_copy()
-            if source is not None and (may_move is None or may_move(position, storage)):
+            may = position not in kept and (may_move is None or may_move(position, storage))
+            if source is not None and may:
                 storages.append(storage)
                 sources.append(source)
                 # A storage that the trace does not have is asked of the pool.
@@ -268,7 +319,7 @@ class ActivationStore:
         current_id, current = self.backend.here()
         producers = {current_id: current}
         for storage, allocation in zip(storages, allocations, strict=True):
-            storage.streams[current_id] = current
+            storage.note_stream(current_id, current)
             if len(storage.streams) > 1:
                 producers.update(storage.streams)
             storage.allocation = allocation
@@ -289,14 +340,13 @@ class ActivationStore:
 
     def release(self, group: OffloadTensorGroup) -> None:
         """The group releases its storages; the last holder's release frees the memory."""
+        if self._native is not None and self._native.release(group, self._keep_on_device):
+            return
         for storage in group.storages():
-            storage.holders_to_release.discard(group.key)
-            if storage.residence is Residence.OFFLOADING and not storage.holders_to_release:
-                if storage.is_emptied:
-                    self._stay_for_recomputation(storage)
-                    continue
-                if not storage.is_copy_current:
-                    self._stay(storage)
+            is_last = storage.drop_holder(group.serial)
+            if is_last and storage.residence is Residence.OFFLOADING:
+                if storage.is_emptied or not storage.is_copy_current:
+                    self._keep_on_device(storage)
                     continue
                 storage.release(group.name)
                 if self._recorder.reads_memory:
@@ -310,6 +360,13 @@ class ActivationStore:
         storage = self._find(tensor.untyped_storage()._cdata)
         if storage is not None and storage.residence is Residence.OFFLOADING:
             self._stay_for_recomputation(storage)
+
+    def _keep_on_device(self, storage: SavedStorage) -> None:
+        """OFFLOADING to STAYS: the copy is not of what the storage holds now."""
+        if storage.is_emptied:
+            self._stay_for_recomputation(storage)
+        else:
+            self._stay(storage)
 
     def _stay_for_recomputation(self, storage: SavedStorage) -> None:
         """OFFLOADING to STAYS: the storage is emptied, and filled again before it is read."""
@@ -331,6 +388,11 @@ class ActivationStore:
         storage.move_to(Residence.STAYS)
         storage.pool.free(storage.take_allocation())
 
+    def copy_in_group(self, group: OffloadTensorGroup) -> None:
+        """Start copying back those of the group's storages that are on the host."""
+        if self._native is None or not self._native.copy_in(group, self._find_original):
+            self.copy_in(group.storages())
+
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:
         """Start copying back those of ``storages`` that are on the host.
 
@@ -342,17 +404,10 @@ class ActivationStore:
         for storage in storages:
             if storage.residence is not Residence.HOST:
                 continue
-            original = storage.live_original()
-            if original is not None or self._recorder.reads_memory:
-                self._recorder.set_returned(storage, original is not None)
-            if original is None:
+            if not self._find_original(storage):
+                if self._recorder.reads_memory:
+                    self._recorder.set_returned(storage, was_held_outside=False)
                 returning.append(storage)
-                continue
-            # Another reference kept the memory, so it is what backward would have read without us,
-            # whatever has been done to it since. It may be empty for now, until a recomputation
-            # fills it. The host buffer is kept until backward reads.
-            storage.returned = original
-            storage.move_to(Residence.HELD_OUTSIDE)
         if not returning:
             return
         self._start_copies_in(returning)
@@ -363,6 +418,21 @@ class ActivationStore:
             if late:
                 key = storage.owner.key
                 self.late_groups[key] = self.late_groups.get(key, 0) + 1
+
+    def _find_original(self, storage: SavedStorage) -> bool:
+        """HOST to HELD_OUTSIDE, if another reference kept the memory. Returns whether one did.
+
+        So that is what backward would have read without the engine, whatever has been done to it
+        since. It may be empty for now, until a recomputation fills it. The host buffer is kept
+        until backward reads.
+        """
+        original = storage.live_original()
+        if original is None:
+            return False
+        self._recorder.set_returned(storage, was_held_outside=True)
+        storage.returned = original
+        storage.move_to(Residence.HELD_OUTSIDE)
+        return True
 
     def outlast_copies(self, group: OffloadTensorGroup) -> None:
         """Block the host while the current stream waits for the group's last copies.

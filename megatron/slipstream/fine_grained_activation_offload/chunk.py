@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.group import (
@@ -19,8 +19,14 @@ class ChunkOffloadHandler:
     """The groups of one pass, in the order in which forward started and committed them."""
 
     def __init__(
-        self, index: int, vp_stage: int, min_offloaded_tensor_size: int, micro_batch: int = 0
+        self,
+        index: int,
+        vp_stage: int,
+        min_offloaded_tensor_size: int,
+        micro_batch: int = 0,
+        make_group: Callable[[GroupLabel, int], OffloadTensorGroup] = OffloadTensorGroup,
     ) -> None:
+        self._make_group = make_group
         self.index = index
         """Its place among the forward passes of the iteration."""
         self.vp_stage = vp_stage
@@ -45,7 +51,7 @@ class ChunkOffloadHandler:
         self._num_layers[name] = layer + 1
         key = GroupKey(self.index, len(self.groups))
         label = GroupLabel(key, name, layer, self.micro_batch, self.vp_stage)
-        group = OffloadTensorGroup(label, self.min_offloaded_tensor_size)
+        group = self._make_group(label, self.min_offloaded_tensor_size)
         self._is_over = False
         self.groups.append(group)
         return group
@@ -89,16 +95,13 @@ class ChunkOffloadHandler:
         for group in self.groups:
             if group.state is GroupState.OPEN or group.state is GroupState.COMMITTED:
                 self._is_over = False
-                for item in group.held.values():
-                    if item.reference() is not None:
-                        return False
-                    has_saved = True
+                if group.is_alive:
+                    return False
+                has_saved = has_saved or bool(group.held)
         self._is_over = self._is_over and bool(self.groups)
         return has_saved
 
     @property
     def awaits_backward(self) -> bool:
         """Whether something that forward saved is still kept for backward."""
-        return any(
-            item.reference() is not None for group in self.groups for item in group.held.values()
-        )
+        return any(group.is_alive for group in self.groups)

@@ -72,7 +72,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -169,22 +169,64 @@ class Timings:
         self.copies: list[TimedCopies] = []
 
 
-class CopyStreams:
-    """Owns the copy streams. Knows nothing of groups or plans."""
+class Waits:
+    """The signals of one engine, and the waits that were made for them.
+
+    The class of that name in ``native`` does the same.
+    """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.timings: Optional[Timings] = None
-        """While there are some, waits of the compute stream and copies are timed and added."""
+        self.graph = 0
+        """Number of the graph that is being captured; 0 is none."""
+        self.is_timed = False
+        """Whether waits are timed."""
         self._positions = itertools.count(1)
-        self.num_forgotten = 0
-        """Times that waits were forgotten: a wait before the last time does not count."""
         self._waited: dict[tuple[Hashable, Hashable], int] = {}
         """By waiter and signalling stream: [Note: A wait covers what came before]."""
-        self._graph = 0
-        """Number of the graph that is being captured; 0 is none."""
+
+    def signal(self, event: Event, stream: Stream, stream_id: Hashable) -> Signal:
+        """The point in the stream at which ``event`` was recorded last."""
+        return Signal(event, stream_id, next(self._positions), self.graph)
+
+    def is_due(self, stream_id: Hashable, signal: Signal) -> bool:
+        """Whether a stream has to wait for the signal, which is then noted as waited for."""
+        if signal.graph != self.graph:
+            return False  # [Note: Graphs one after another]
+        pair = (stream_id, signal.stream)
+        if self._waited.get(pair, 0) >= signal.position:
+            return False
+        self._waited[pair] = signal.position
+        return True
+
+    def forget(self) -> None:
+        """Make every wait again from here on."""
+        self._waited.clear()
+
+
+class CopyStreams:
+    """Owns the copy streams. Knows nothing of groups or plans.
+
+    Args:
+        backend: The device.
+        waits: A :class:`Waits`, of Python or C++.
+    """
+
+    def __init__(self, backend: Backend, waits: Any = None) -> None:
+        self._backend = backend
+        self._waits = Waits(backend) if waits is None else waits
+        self._timings: Optional[Timings] = None
         self._to_join: dict[Hashable, Signal] = {}
         """By copy stream, the signal after the last copies of the graph that is being captured."""
+
+    @property
+    def timings(self) -> Optional[Timings]:
+        """While there are some, waits of the compute stream and copies are timed and added."""
+        return self._timings
+
+    @timings.setter
+    def timings(self, timings: Optional[Timings]) -> None:
+        self._timings = timings
+        self._waits.is_timed = timings is not None
 
     # Made when first used: a stream belongs to the device that is current then, and an engine may
     # be installed before its process has chosen one.
@@ -362,17 +404,16 @@ class CopyStreams:
         Those of graphs are passed over: nothing outside of the graph can wait for them.
         """
         for signal in _latest(signals):
-            if signal.graph == self._graph == 0:
+            if signal.graph == self._waits.graph == 0:
                 self._backend.outlast(signal.event)
 
     def forget_waits(self) -> None:
         """Make every wait again from here on: a stream may be another one under the same id."""
-        self._waited.clear()
-        self.num_forgotten += 1
+        self._waits.forget()
 
     def begin_graph(self) -> None:
         """Work that follows is captured in a graph of its own, from the current stream."""
-        self._graph = next(_graph_numbers)
+        self._waits.graph = next(_graph_numbers)
         self._backend.begin_graph()
 
     def end_graph(self) -> None:
@@ -382,7 +423,7 @@ class CopyStreams:
             self._wait(Edge.E9, None, stream_id, signal)  # edge E9
         self._to_join.clear()
         self._backend.end_graph()
-        self._graph = 0
+        self._waits.graph = 0
         self.forget_waits()  # The graph's own took place in its capture only.
 
     def finish(self) -> None:
@@ -450,7 +491,7 @@ class CopyStreams:
 
     def _run(self, copies: Sequence[Copy], stream: Stream) -> None:
         """Put copies into a copy stream, and time them if that is wanted."""
-        if self.timings is None or self._graph:
+        if self._timings is None or self._waits.graph:
             self._backend.run_copies(copies, stream)
             return
         start = self._backend.timed_event(stream)
@@ -458,10 +499,11 @@ class CopyStreams:
         stop = self._backend.timed_event(stream)
         if start is not None:
             nbytes = sum(map(nbytes_of, copies))
-            self.timings.copies.append(TimedCopies(stream is self.d2h, nbytes, start, stop))
+            self._timings.copies.append(TimedCopies(stream is self.d2h, nbytes, start, stop))
 
     def _signal(self, stream: Stream, stream_id: Hashable) -> Signal:
-        return Signal(self._backend.record(stream), stream_id, next(self._positions), self._graph)
+        signal: Signal = self._waits.signal(self._backend.record(stream), stream, stream_id)
+        return signal
 
     def _end(
         self, moves: Sequence[tuple[Bytes, HostAllocation]], stream: Stream, stream_id: Hashable
@@ -470,7 +512,7 @@ class CopyStreams:
         signal = self._signal(stream, stream_id)
         for _, allocation in moves:
             allocation.last_use = (signal,)
-        if self._graph:
+        if self._waits.graph:
             self._to_join[stream_id] = signal
         return signal
 
@@ -483,22 +525,18 @@ class CopyStreams:
         label: str = "",
     ) -> None:
         """Make a stream (the current one if None) wait, unless it has waited already."""
-        if signal.graph != self._graph:
-            return  # [Note: Graphs one after another]
-        pair = (stream_id, signal.stream)
-        if self._waited.get(pair, 0) >= signal.position:
+        if not self._waits.is_due(stream_id, signal):
             return
-        self._waited[pair] = signal.position
         if stream is None:
             stream = self._backend.current_stream()
-        if self.timings is None or self._graph or edge not in (Edge.E3, Edge.E5):
+        if self._timings is None or self._waits.graph or edge not in (Edge.E3, Edge.E5):
             self._backend.wait(stream, signal.event)
             return
         start = self._backend.timed_event(stream)
         self._backend.wait(stream, signal.event)
         stop = self._backend.timed_event(stream)
         if start is not None:
-            self.timings.stalls.append(Stall(label, start, stop))
+            self._timings.stalls.append(Stall(label, start, stop))
 
     def _wait_on_host(self, edge: Edge, stream: Stream) -> None:
         self._backend.wait_on_host(stream)

@@ -171,7 +171,8 @@ class OffloadEngine:
             len(now.passes),
             vp_stage,
             min_numel,
-            micro_batch=sum(chunk.vp_stage == vp_stage for chunk in now.passes),
+            sum(chunk.vp_stage == vp_stage for chunk in now.passes),
+            self.store.make_group,
         )
         now.passes.append(now.chunk)
 

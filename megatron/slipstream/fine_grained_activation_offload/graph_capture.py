@@ -190,7 +190,7 @@ class GraphCaptures:
         """
         outside = self._store.host_pool
         if self.pool is None:
-            self.pool = HostPool(self._store.backend, 0)
+            self.pool = self._store.new_host_pool(0)
             if outside.in_use_bytes == 0:
                 # Most of it served the groups that are in graphs from now on.
                 self._store.close()
@@ -297,7 +297,8 @@ class GraphCaptures:
             sum(self._num_passes.values()),
             vp_stage,
             self.min_numel,
-            micro_batch=self._num_passes[vp_stage],
+            self._num_passes[vp_stage],
+            self._store.make_group,
         )
         self._num_passes[vp_stage] += 1
         return chunk, None

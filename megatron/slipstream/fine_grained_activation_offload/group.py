@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import weakref
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.plan.trace import GroupKey
+
+_serial_numbers = itertools.count()
 
 
 class GroupState(enum.Enum):
@@ -31,14 +34,6 @@ _ALLOWED = {
 }
 
 
-class HeldStorage(NamedTuple):
-    """A storage that a group saved. Autograd owns it: the reference is weak."""
-
-    reference: weakref.ref[SavedStorage]
-    owner: GroupKey
-    """The group that saved it first."""
-
-
 class OffloadTensorGroup:
     """The tensors that one marked sub-module saved in one pass.
 
@@ -48,11 +43,12 @@ class OffloadTensorGroup:
     """
 
     __slots__ = (
-        *("label", "key", "name", "state", "min_numel"),
-        *("is_read_first", "held", "nbytes", "__weakref__"),
+        *("serial", "label", "key", "name", "state", "min_numel"),
+        *("is_read_first", "held", "nbytes", "_storages", "__weakref__"),
     )
 
     def __init__(self, label: GroupLabel, min_numel: int = 1) -> None:
+        self.serial = next(_serial_numbers)
         self.label = label
         self.key = label.key
         self.name = label.name
@@ -60,8 +56,11 @@ class OffloadTensorGroup:
         self.min_numel = min_numel
         self.is_read_first = False
         """See ``GroupTrace``."""
-        self.held: dict[int, HeldStorage] = {}
-        """By serial number, in order of their first save by this group."""
+        self.held: dict[int, GroupKey] = {}
+        """The group that saved each storage first, by serial number, in order of their first save
+        by this group."""
+        self._storages: list[weakref.ref[SavedStorage]] = []
+        """In that order. Autograd owns them."""
         self.nbytes: dict[int, int] = {}
         """Bytes that a copy of each would move, by serial number, as of the commit."""
 
@@ -80,15 +79,21 @@ class OffloadTensorGroup:
 
     def hold(self, storage: SavedStorage) -> None:
         """Note that this group saved a view of ``storage``, its first."""
-        self.held[storage.serial] = HeldStorage(weakref.ref(storage), storage.owner.key)
+        self.held[storage.serial] = storage.owner.key
+        self._storages.append(weakref.ref(storage))
 
     def storages_or_none(self) -> list[Optional[SavedStorage]]:
         """The storages by position, None for those that autograd has freed."""
-        return [held.reference() for held in self.held.values()]
+        return [reference() for reference in self._storages]
 
     def storages(self) -> list[SavedStorage]:
         """The storages that are still alive."""
         return [storage for storage in self.storages_or_none() if storage is not None]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any of the storages is."""
+        return any(reference() is not None for reference in self._storages)
 
 
 class SavedTensor:

@@ -36,8 +36,10 @@ step: below an eighth from about thirty buffers on, on average a twentieth.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -68,28 +70,8 @@ class HostAllocation:
     were none."""
 
 
-class _Layout:
-    """A layout that is being followed: [Note: Layouts]."""
-
-    def __init__(self, buffers: HostLayout, carried: tuple[Any, ...]) -> None:
-        self.buffers = buffers
-        self.allocations: dict[int, HostAllocation] = {}
-        """Handed out in this iteration, by storage; some have been given back."""
-        self.newest: dict[Any, Any] = {}
-        """By stream, the signal after the last copies of buffers that have been given back."""
-        self.note_last_use(carried)
-        self.carried = tuple(self.newest.values())
-        """The signals after the last copies of earlier iterations."""
-
-    def note_last_use(self, signals: tuple[Any, ...]) -> None:
-        for signal in signals:
-            known = self.newest.get(signal.stream)
-            if known is None or known.position < signal.position:
-                self.newest[signal.stream] = signal
-
-
-class _InUse(NamedTuple):
-    """The pool's record of a buffer in use."""
+class InUse(NamedTuple):
+    """A buffer in use, and where it lies."""
 
     allocation: HostAllocation
     slab: int
@@ -99,16 +81,146 @@ class _InUse(NamedTuple):
     """As it was asked for."""
 
 
+class HostUsage:
+    """Bytes of host buffers: in use, and the most at once."""
+
+    def __init__(self) -> None:
+        self.in_use = 0
+        self.requested = 0
+        """Of those, the bytes that were asked for."""
+        self.peak = 0
+        """The most in use at once since :meth:`HostPool.take_peak_in_use`."""
+        self.high_water = 0
+        """The most in use at once."""
+        self.high_water_requested = 0
+
+    def add(self, size: int, nbytes: int) -> None:
+        """A buffer of ``size`` bytes is in use, of which ``nbytes`` were asked for."""
+        self.in_use += size
+        self.requested += nbytes
+        if self.in_use > self.peak:
+            self.peak = self.in_use
+            if self.in_use > self.high_water:
+                self.high_water = self.in_use
+                self.high_water_requested = self.requested
+
+    def remove(self, size: int, nbytes: int) -> None:
+        """It is not in use any more."""
+        self.in_use -= size
+        self.requested -= nbytes
+
+
+class Layout:
+    """Where the buffers of an iteration lie: [Note: Layouts].
+
+    Args:
+        buffers: By index in ``Trace.storages``.
+        slabs: The slabs that it is for.
+        usage: Counts what is in use.
+    """
+
+    def __init__(self, buffers: HostLayout, slabs: list[Bytes], usage: HostUsage) -> None:
+        self._buffers = buffers
+        self._slabs = slabs
+        self._usage = usage
+        self.is_followed = False
+        """Whether nothing but what was planned has been asked for since :meth:`begin`."""
+        self._allocations: dict[int, HostAllocation] = {}
+        """Handed out in this iteration, by storage; some have been given back."""
+        self._in_use: dict[int, InUse] = {}
+        """By the identity of the allocation."""
+        self._newest: dict[Any, Any] = {}
+        self._carried: tuple[Any, ...] = ()
+        """The signals after the last copies of earlier iterations."""
+
+    @property
+    def newest(self) -> tuple[Any, ...]:
+        """The signals after the last copies of buffers that have been given back, one a stream."""
+        return tuple(self._newest.values())
+
+    def begin(self, carried: Iterable[Any]) -> None:
+        """An iteration begins, with nothing in use.
+
+        Args:
+            carried: The signals after the last copies of earlier iterations.
+        """
+        self.is_followed = True
+        self._allocations.clear()
+        self._newest = {}
+        self._note_last_use(carried)
+        self._carried = self.newest
+
+    def allocate(self, storage: int, nbytes: int) -> Optional[HostAllocation]:
+        """The buffer of a storage; None if there is none, or those before it are in use.
+
+        Args:
+            storage: Index in ``Trace.storages``.
+            nbytes: Its length, which has to be as planned.
+        """
+        buffer = self._buffers.get(storage)
+        if buffer is None or storage in self._allocations:
+            return None
+        start, stop, used_before, slab = buffer
+        if stop - start != size_class_bytes(nbytes):
+            return None  # Sizes vary from one iteration to the next.
+        events = self._carried
+        for earlier in used_before:
+            before = self._allocations.get(earlier)
+            if before is None or id(before) in self._in_use:
+                return None
+            events = (*events, *before.last_use)
+        memory, offset, _ = self._slabs[slab]
+        allocation = HostAllocation(Bytes(memory, offset + start, stop - start), events)
+        self._allocations[storage] = allocation
+        self._in_use[id(allocation)] = InUse(allocation, slab, start, stop, nbytes)
+        self._usage.add(stop - start, nbytes)
+        return allocation
+
+    def has(self, allocation: HostAllocation) -> bool:
+        """Whether the buffer is one of these, and in use."""
+        return id(allocation) in self._in_use
+
+    def free(self, allocation: HostAllocation) -> None:
+        """Return a buffer of :meth:`allocate`."""
+        in_use = self._in_use.pop(id(allocation))
+        self._note_last_use(allocation.last_use)
+        self._usage.remove(in_use.stop - in_use.start, in_use.nbytes)
+
+    def in_use(self) -> list[InUse]:
+        """The buffers in use."""
+        return list(self._in_use.values())
+
+    def _note_last_use(self, signals: Iterable[Any]) -> None:
+        for signal in signals:
+            known = self._newest.get(signal.stream)
+            if known is None or known.position < signal.position:
+                self._newest[signal.stream] = signal
+
+
+class _PythonClasses(NamedTuple):
+    HostUsage: type[HostUsage] = HostUsage
+    HostAllocation: type[HostAllocation] = HostAllocation
+    Layout: type[Layout] = Layout
+
+
+_PYTHON_CLASSES = _PythonClasses()
+_generations = itertools.count()
+
+
 class HostPool:
     """Hands out host buffers.
 
     Args:
         backend: Where slabs come from.
         limit_bytes: See :attr:`limit_bytes`.
+        native: The module with the classes in C++; None for those in Python.
     """
 
-    def __init__(self, backend: Backend, limit_bytes: Optional[int] = None) -> None:
+    def __init__(
+        self, backend: Backend, limit_bytes: Optional[int] = None, native: Any = None
+    ) -> None:
         self._backend = backend
+        self._classes = _PYTHON_CLASSES if native is None else native
         self.limit_bytes = limit_bytes
         """The most memory that the pool may hold; None for no limit. Once the system has refused
         memory, what the pool held then."""
@@ -117,28 +229,40 @@ class HostPool:
         self._slabs: list[torch.Tensor] = []
         self._slab_bytes: list[Bytes] = []
         self._free = FreeRanges()
-        self._in_use: dict[int, _InUse] = {}
-        """Every buffer that is out, by the identity of its allocation."""
+        self._in_use: dict[int, InUse] = {}
+        """Every buffer that is out, by the identity of its allocation, but for those of
+        :attr:`layout`."""
         self._returned: deque[HostAllocation] = deque()
         """Given back, and not yet free: see :meth:`free`."""
         self._is_busy = False
-        self._layout: Optional[_Layout] = None
+        self.layout: Any = None
+        """The :class:`Layout` that is followed; None if something else was asked for."""
         self.allocated_bytes = 0
         """Host memory that the pool holds, in use or not."""
-        self.in_use_bytes = 0
-        """Bytes of the buffers in use now."""
-        self.high_water_bytes = 0
-        """The most bytes that were in use at once."""
-        self._peak_in_use_bytes = 0
-        self._requested_bytes = 0
-        self._high_water_requested_bytes = 0
+        self._usage: Any = self._classes.HostUsage()
         self._unusable_bytes = 0
         """Bytes that were free when the last slab was added."""
+        self._generation = next(_generations)
 
     @property
     def num_slabs(self) -> int:
         """Slabs that the pool holds: constant in steady state."""
         return len(self._slabs)
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of the buffers in use now."""
+        return int(self._usage.in_use)
+
+    @property
+    def high_water_bytes(self) -> int:
+        """The most bytes that were in use at once."""
+        return int(self._usage.high_water)
+
+    @property
+    def generation(self) -> int:
+        """Another number for each set of slabs, of any pool."""
+        return self._generation
 
     @property
     def slab_lengths(self) -> tuple[int, ...]:
@@ -148,12 +272,12 @@ class HostPool:
     @property
     def follows_layout(self) -> bool:
         """Whether nothing but what was planned has been asked for since :meth:`follow`."""
-        return self._layout is not None
+        return self.layout is not None
 
     @property
     def waste_bytes(self) -> int:
         """Slack and unusable memory at the high-water mark: [Note: Waste of host memory]."""
-        slack = self.high_water_bytes - self._high_water_requested_bytes
+        slack = self.high_water_bytes - self._usage.high_water_requested
         return slack + min(self._unusable_bytes, self.allocated_bytes - self.high_water_bytes)
 
     def allocate(self, nbytes: int) -> HostAllocation:
@@ -171,52 +295,51 @@ class HostPool:
         finally:
             self._is_busy = False
 
-    def follow(self, buffers: HostLayout) -> bool:
-        """An iteration begins whose buffers lie as planned: [Note: Layouts].
+    def make_layout(self, buffers: HostLayout) -> Any:
+        """A :class:`Layout` for :meth:`follow`.
 
         Args:
             buffers: For :attr:`slab_lengths`.
+        """
+        return self._classes.Layout(buffers, list(self._slab_bytes), self._usage)
+
+    def follow(self, layout: Any) -> bool:
+        """An iteration begins whose buffers lie as planned: [Note: Layouts].
+
+        Args:
+            layout: Made by :meth:`make_layout` in this :attr:`generation`.
 
         Returns:
             Whether they can: nothing may be in use.
         """
         if self.in_use_bytes:
             return False
-        known = self._layout
-        carried = self._free.events() if known is None else tuple(known.newest.values())
-        self._layout = _Layout(buffers, carried)
+        known = self.layout
+        carried = self._free.events() if known is None else known.newest
+        if known is not None:
+            known.is_followed = False
+        layout.begin(carried)
+        self.layout = layout
         return True
 
-    def allocate_planned(self, storage: int, nbytes: int) -> Optional[HostAllocation]:
+    def allocate_planned(self, storage: int, nbytes: int) -> Any:
         """The buffer of a storage by the layout that is followed; None if there is none.
 
         Args:
             storage: Index in ``Trace.storages``.
             nbytes: Its length, which has to be as planned.
         """
-        layout = self._layout
-        buffer = layout.buffers.get(storage) if layout is not None else None
-        if layout is None or buffer is None or storage in layout.allocations:
-            return None
-        start, stop, used_before, slab = buffer
-        if stop - start != size_class_bytes(nbytes):
-            return None  # Sizes vary from one iteration to the next.
-        events = layout.carried
-        for earlier in used_before:
-            before = layout.allocations.get(earlier)
-            if before is None or id(before) in self._in_use:
-                return None
-            events = (*events, *before.last_use)
-        allocation = self._hand_out(slab, start, stop - start, events, nbytes)
-        layout.allocations[storage] = allocation
-        return allocation
+        return None if self.layout is None else self.layout.allocate(storage, nbytes)
 
     def _leave_layout(self) -> None:
         """Make the free ranges again, from what is in use."""
-        layout, self._layout = self._layout, None
+        layout, self.layout = self.layout, None
         if layout is None:
             return
-        events = tuple(layout.newest.values())
+        layout.is_followed = False
+        for in_use in layout.in_use():
+            self._in_use[id(in_use[0])] = InUse(*in_use)
+        events = layout.newest
         self._free = FreeRanges()
         in_use = sorted((item.slab, item.start, item.stop) for item in self._in_use.values())
         for number, slab in enumerate(self._slab_bytes):
@@ -248,18 +371,21 @@ class HostPool:
     def close(self) -> None:
         """Return all memory to the system. Every copy must have completed (edge E7)."""
         self._in_use.clear()
-        self._layout = None
+        if self.layout is not None:
+            self.layout.is_followed = False
+            self.layout = None
         self._free = FreeRanges()
         self._slab_bytes.clear()
+        self._generation = next(_generations)
         while self._slabs:
             self._backend.free_host(self._slabs.pop())
-        self.allocated_bytes = self.in_use_bytes = self.high_water_bytes = 0
-        self._requested_bytes = self._high_water_requested_bytes = self._unusable_bytes = 0
-        self._peak_in_use_bytes = 0
+        self.allocated_bytes = self._unusable_bytes = 0
+        self._usage = self._classes.HostUsage()
 
     def take_peak_in_use(self) -> int:
         """The most bytes that were in use at once since this was last asked."""
-        most, self._peak_in_use_bytes = self._peak_in_use_bytes, self.in_use_bytes
+        most: int = self._usage.peak
+        self._usage.peak = self._usage.in_use
         return most
 
     def trim_to(self, nbytes: int) -> None:
@@ -287,15 +413,10 @@ class HostPool:
         self, slab: int, start: int, size: int, events: tuple[Any, ...], nbytes: int
     ) -> HostAllocation:
         storage, offset, _ = self._slab_bytes[slab]
-        allocation = HostAllocation(Bytes(storage, offset + start, size), events)
-        self._in_use[id(allocation)] = _InUse(allocation, slab, start, start + size, nbytes)
-        self.in_use_bytes += size
-        self._requested_bytes += nbytes
-        if self.in_use_bytes > self._peak_in_use_bytes:
-            self._peak_in_use_bytes = self.in_use_bytes
-            if self.in_use_bytes > self.high_water_bytes:
-                self.high_water_bytes = self.in_use_bytes
-                self._high_water_requested_bytes = self._requested_bytes
+        buffer = Bytes(storage, offset + start, size)
+        allocation: HostAllocation = self._classes.HostAllocation(buffer, events)
+        self._in_use[id(allocation)] = InUse(allocation, slab, start, start + size, nbytes)
+        self._usage.add(size, nbytes)
         return allocation
 
     def _take_back(self) -> None:
@@ -310,15 +431,15 @@ class HostPool:
             self._is_busy = False
 
     def _free_buffer(self, allocation: HostAllocation) -> None:
+        if self.layout is not None and self.layout.has(allocation):
+            self.layout.free(allocation)
+            return
         in_use = self._in_use.pop(id(allocation), None)
         if in_use is None:
             return  # Allocated before the pool was closed, so it is not of the pool any more.
-        self.in_use_bytes -= allocation.buffer.nbytes
-        self._requested_bytes -= in_use.nbytes
-        if self._layout is not None:
-            self._layout.note_last_use(allocation.last_use)
-        else:
-            self._free.put(in_use.slab, in_use.start, in_use.stop, allocation.last_use)
+        # In the middle of an iteration a layout is left, and not followed again.
+        self._usage.remove(in_use.stop - in_use.start, in_use.nbytes)
+        self._free.put(in_use.slab, in_use.start, in_use.stop, allocation.last_use)
 
     def _grow(self, size: int) -> None:
         """Add a slab with room for a buffer of ``size``."""
@@ -343,6 +464,7 @@ class HostPool:
         self._unusable_bytes = self.allocated_bytes - self.in_use_bytes
         self._slabs.append(slab)
         self._slab_bytes.append(Bytes.of(slab))
+        self._generation = next(_generations)
         self._free.add_slab(slab.numel())
         self.allocated_bytes += slab.numel()
 

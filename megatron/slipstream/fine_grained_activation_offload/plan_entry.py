@@ -7,9 +7,10 @@ from __future__ import annotations
 import enum
 import statistics
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import CostTrial, Overhead
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.host_sync_points import HostSyncPoints
 from megatron.slipstream.fine_grained_activation_offload.recorder import MemoryReader
 from megatron.slipstream.fine_grained_activation_offload.step_clock import (
@@ -21,7 +22,7 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import (
     Times,
 )
 from megatron.slipstream.plan.actions import Plan
-from megatron.slipstream.plan.host_layout import HostLayout, lay_out
+from megatron.slipstream.plan.host_layout import lay_out
 from megatron.slipstream.plan.operations import derive_schedule
 from megatron.slipstream.plan.trace import MemoryReading, StepsKey
 
@@ -111,9 +112,10 @@ class PlanEntry:
     """The overhead that a trial of this plan found within the limit."""
     followed_by: tuple[Optional[StepsKey], Optional[StepsKey]] = (None, None)
     """The iterations that came after ones like this the last two times."""
-    layout: Optional[HostLayout] = None
-    """Where its host buffers lie, in slabs of these lengths; None if they have too little room."""
-    layout_slabs: Optional[tuple[int, ...]] = None
+    layout: Any = None
+    """Where its host buffers lie in the slabs of a pool; None if they have too little room."""
+    layout_generation: Optional[int] = None
+    """Of those slabs."""
     num_layouts_left: int = 0
     """Iterations that asked for other host buffers than the layout has."""
     num_passes: int = 0
@@ -126,17 +128,18 @@ class PlanEntry:
         if self.num_in_phase == most:
             self.phase, self.num_in_phase = following, 0
 
-    def layout_in(self, slabs: tuple[int, ...]) -> Optional[HostLayout]:
-        """Where its host buffers lie in slabs of these lengths.
+    def layout_in(self, pool: HostPool) -> Any:
+        """The ``Layout`` of its buffers in the pool's slabs.
 
         None if there is too little room, before the plan is known to be followed, and where
         iterations ask for other buffers, as where sizes vary from one to the next.
         """
         if self.phase is Phase.WARM_UP or self.num_layouts_left == MAX_LAYOUTS_LEFT:
             return None
-        if self.layout_slabs != slabs:
-            self.layout = lay_out(derive_schedule(self.plan).host_requests(), slabs)
-            self.layout_slabs = slabs
+        if self.layout_generation != pool.generation:
+            buffers = lay_out(derive_schedule(self.plan).host_requests(), pool.slab_lengths)
+            self.layout = None if buffers is None else pool.make_layout(buffers)
+            self.layout_generation = pool.generation
         return self.layout
 
     @property

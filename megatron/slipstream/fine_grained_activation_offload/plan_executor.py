@@ -163,7 +163,7 @@ class PlanExecutor:
         if len(self._recorder.steps) == index:
             self._recorder.add_step(Step(kind, at.key, at.name))
         chunk, options = now.passes[at.key.chunk_pass], self._tuner.options
-        if isinstance(at, OffloadTensorGroup):
+        if not isinstance(at, Step):
             self._fallback.come_to_group(kind, at, chunk, options)
         elif kind in (StepKind.OUTPUT_START, StepKind.BACKWARD_START):
             self._fallback.come_to_end(kind, chunk, options)
@@ -184,20 +184,19 @@ class PlanExecutor:
         self, now: Iteration, plan: Plan, action: Action, group: OffloadTensorGroup
     ) -> None:
         if action.kind is ActionKind.H2D:
-            self._store.copy_in(group.storages())
+            self._store.copy_in_group(group)
         elif group.state is not GroupState.COMMITTED:
             return
         elif action.kind is ActionKind.FREE:
             self._store.release(group)
         else:
             kept = plan.group_by_key[action.key].kept_storages
-            may_move = (lambda position, _: position not in kept) if kept else None
             numbers = plan.trace.group_by_key[action.key].storages if now.has_layout else None
-            self._store.copy_out(group, may_move, numbers)
+            self._store.copy_out(group, kept=kept, numbers=numbers)
 
     def _follow_layout(self, now: Iteration, plan: Plan) -> None:
         entry, pool = self._cache.entry_of(plan), self._store.host_pool
-        layout = entry.layout_in(pool.slab_lengths) if entry is not None else None
+        layout = entry.layout_in(pool) if entry is not None else None
         now.has_layout = layout is not None and pool.follow(layout)
 
     def _note_layout(self, now: Iteration) -> None:

@@ -264,14 +264,15 @@ class Recorder:
     def _add(
         self, group: OffloadTensorGroup, records: dict[Hashable, _StorageRecord]
     ) -> list[Hashable]:
-        for position, (serial, held) in enumerate(group.held.items()):
+        nbytes = group.nbytes
+        for position, (serial, owner) in enumerate(group.held.items()):
             record = records.get(serial)
             if record is None:
-                record = records[serial] = _StorageRecord(None, held.owner)
-            if held.owner == group.key:
+                record = records[serial] = _StorageRecord(None, owner)
+            if owner == group.key:
                 record.identity = StorageId(group.label.vp_stage, group.key.group, position)
             # A later holder may have saved more of it.
-            record.nbytes = max(record.nbytes, group.nbytes.get(serial, 0))
+            record.nbytes = max(record.nbytes, nbytes.get(serial, 0))
         return list(group.held)
 
     def _storage_trace(self, name: Hashable, record: _StorageRecord) -> StorageTrace:

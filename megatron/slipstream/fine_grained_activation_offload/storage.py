@@ -41,7 +41,6 @@ from megatron.slipstream.fine_grained_activation_offload.hidden_leaves import (
     refill,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation, HostPool
-from megatron.slipstream.plan.trace import GroupKey
 
 DEVICE_ALIGNMENT_BYTES = 512
 """A part of a storage starts at a multiple of this, which every device allocation does too: kernels
@@ -89,7 +88,7 @@ class SavedStorage:
 
     __slots__ = (
         *("serial", "owner", "position", "device", "storage_nbytes", "start", "stop", "nbytes"),
-        *("residence", "aliases", "returned", "allocation", "holders_to_release", "streams"),
+        *("residence", "aliases", "returned", "allocation", "_holders", "streams"),
         *("out_signal", "in_signal", "returned_on", "copied_versions", "pool"),
         "is_given_up",
         *("copied_address", "_views", "_leaves", "_original", "_copies", "__weakref__"),
@@ -122,7 +121,7 @@ class SavedStorage:
         self.returned: Optional[torch.UntypedStorage] = None
         """The device memory backward reads: a copy, or the original where it stayed alive."""
         self.allocation: Optional[HostAllocation] = None
-        self.holders_to_release: set[GroupKey] = set()
+        self._holders: set[int] = set()
         """Groups that move and have not released it; the memory stays until there is none."""
         self.streams: dict[Hashable, Stream] = {}
         """Streams that computed or used the memory, by id."""
@@ -189,15 +188,15 @@ class SavedStorage:
             return False
         return tensor._version == self.copied_versions[0]
 
-    def save(self, tensor: torch.Tensor, holder: GroupKey) -> int:
-        """Keep another saved view, on account of that group. Returns its index."""
+    def save(self, tensor: torch.Tensor, holder: int) -> int:
+        """Keep another saved view, for the group of that serial number. Returns its index."""
         index, version = len(self.aliases), tensor._version
         # detach() shares the version counter, so that later in-place changes show.
         self.aliases.append((tensor.detach(), version))
         if self.copied_versions:
             self.copied_versions.append(version)
         if self.residence in _ON_DEVICE:
-            self.holders_to_release.add(holder)
+            self._holders.add(holder)
             start, stop = _extent(tensor)
             self.start, self.stop = min(self.start, start), max(self.stop, stop)
             self.nbytes = self.stop - self.start
@@ -208,6 +207,16 @@ class SavedStorage:
             self._views.append(_view_of(tensor))
             _drop_memory(self.aliases[index][0])
         return index
+
+    def drop_holder(self, holder: int) -> bool:
+        """The group of that serial number releases it. Returns whether all have."""
+        self._holders.discard(holder)
+        return not self._holders
+
+    def note_stream(self, stream_id: Hashable, stream: Stream) -> None:
+        """The current stream computed or used the memory."""
+        if stream_id not in self.streams:
+            self.streams[stream_id] = stream
 
     def settle_extent(self) -> None:
         """Fix which bytes move: the whole storage if at least half of it was saved."""

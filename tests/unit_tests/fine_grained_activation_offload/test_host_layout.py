@@ -117,7 +117,7 @@ def test_buffers_lie_where_the_pool_would_put_them(seed: int) -> None:
     asked = Iteration(make_pool(SLABS), requests, 0)
     pool = make_pool(SLABS)
     planned = Iteration(pool, requests, 0)
-    assert pool.follow(layout_of(requests))
+    assert pool.follow(pool.make_layout(layout_of(requests)))
     with patch.object(FreeRanges, "take", side_effect=AssertionError("the pool is asked")):
         for _ in planned.run(True):
             pass
@@ -140,12 +140,12 @@ def test_the_first_user_of_a_byte_waits_for_the_copies_of_the_iteration_before()
     last = 0
     for number in range(3):
         iteration = Iteration(pool, requests, 1000 * number)
-        assert pool.follow(layout_of(requests))
+        assert pool.follow(pool.make_layout(layout_of(requests)))
         first = next(iteration.run(True))
         assert newest(iteration.waits[first]) == last
         rest = Iteration(pool, requests, 1000 * number)
         pool.free(iteration.in_use[first])
-        assert pool.follow(layout_of(requests))
+        assert pool.follow(pool.make_layout(layout_of(requests)))
         for _ in rest.run(True):
             pass
         last = rest._position
@@ -164,7 +164,7 @@ def test_no_byte_is_in_use_twice_whatever_an_iteration_asks_for(seed: int) -> No
     for number in range(6):
         skipped = draw.sample(storages, draw.randint(0, 2))
         iteration = Iteration(pool, requests, 1000 * number)
-        is_followed = pool.follow(layout)
+        is_followed = pool.follow(pool.make_layout(layout))
         assert is_followed is (pool.in_use_bytes == 0)
         for _ in iteration.run(True, skipped):
             ranges = dict(iteration.addresses)
@@ -189,7 +189,7 @@ def test_no_byte_is_in_use_twice_whatever_an_iteration_asks_for(seed: int) -> No
 def test_a_buffer_that_comes_back_late_is_not_given_to_the_next() -> None:
     requests = [HostRequest(0, 4 * KIB), HostRequest(0, 0), HostRequest(1, 4 * KIB)]
     pool = make_pool([8 * KIB])
-    assert pool.follow(layout_of(requests, [8 * KIB]))
+    assert pool.follow(pool.make_layout(layout_of(requests, [8 * KIB])))
     first = pool.allocate_planned(0, 4 * KIB)
     assert first is not None
     assert pool.allocate_planned(1, 4 * KIB) is None, "the first one is still in use"

@@ -325,7 +325,7 @@ def test_memory_beyond_what_is_lent_is_waste_or_the_rest_of_the_last_slab() -> N
     )
     for _ in range(10):
         iterations.run(pool)
-    beyond = pool.allocated_bytes - pool._high_water_requested_bytes
+    beyond = pool.allocated_bytes - pool._usage.high_water_requested
     assert 0 < beyond - pool.waste_bytes <= list(backend.alive.values())[-1]
 
 

@@ -21,8 +21,10 @@ from megatron.slipstream.fine_grained_activation_offload.hidden_leaves import (
     empty_if_hidden,
     refill,
 )
+from megatron.slipstream.fine_grained_activation_offload.host_pool import HostMemoryFull
 from megatron.slipstream.fine_grained_activation_offload.native.build import BuildError, load
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+from megatron.slipstream.plan.host_layout import size_class_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,13 @@ def native_module() -> Optional[Any]:
         )
         return None
     module.configure(
-        list(Residence), Bytes, empty_if_hidden, refill, torch.nn.Parameter, GroupState.COMMITTED
+        list(Residence),
+        list(GroupState),
+        Bytes,
+        empty_if_hidden,
+        refill,
+        torch.nn.Parameter,
+        size_class_bytes,
+        HostMemoryFull,
     )
     return module

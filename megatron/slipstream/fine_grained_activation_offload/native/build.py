@@ -28,7 +28,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("saved_storage.cpp")
+SOURCE = Path(__file__).with_name("module.cpp")
 NAME = "slipstream_native"
 FLAGS = ("-O2", "-g0", "-shared", "-fPIC", "-std=c++17", "-fvisibility=hidden")
 
@@ -70,7 +70,8 @@ def _cache_folder() -> Path:
 
 def _key() -> str:
     python = sysconfig.get_config_var("SOABI")
-    parts = (SOURCE.read_text(), *FLAGS, str(python), torch.__version__)
+    sources = sorted([SOURCE, *SOURCE.parent.glob("*.h")])
+    parts = (*(source.read_text() for source in sources), *FLAGS, str(python), torch.__version__)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -1,0 +1,257 @@
+// Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+// The device calls of a `Backend` that are made for each group. `CudaDriver` calls the CUDA driver;
+// `PythonDriver` calls the backend's methods, and so serves any backend.
+
+#pragma once
+
+#include <dlfcn.h>
+
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+
+#include "python.h"
+
+namespace slipstream {
+
+// A stream that the engine has met. Streams are numbered in the order in which they are met.
+struct Stream {
+  py::object id, object;
+  void* handle = nullptr;
+};
+
+struct Event {
+  py::object object;
+  void* handle = nullptr;
+};
+
+struct Region {
+  c10::Storage storage;
+  int64_t start, nbytes;
+
+  char* address() const { return static_cast<char*>(storage.mutable_data()) + start; }
+  py::object bytes() const { return python->bytes(wrap(storage), start, nbytes); }
+};
+
+// One of the regions may be longer: then it begins with the bytes that are copied.
+struct Copy {
+  Region to, source;
+
+  int64_t nbytes() const { return std::min(to.nbytes, source.nbytes); }
+};
+
+class Driver {
+ public:
+  explicit Driver(py::object backend) : backend_(std::move(backend)) {}
+  virtual ~Driver() = default;
+
+  // The number of the current stream.
+  virtual int current() = 0;
+  virtual Event record(int stream) = 0;
+  virtual void wait(int stream, Event& event) = 0;
+  virtual void copy(const std::vector<Copy>& copies, int stream) = 0;
+  virtual void drop_host_contents(const std::vector<Copy>&, int) {}
+  virtual c10::Storage allocate(int64_t nbytes, c10::Device device) = 0;
+  virtual void drop_device(c10::Storage memory) = 0;
+
+  const Stream& stream(int number) const { return streams_[number]; }
+
+  int number_of(const py::object& id) const {
+    for (size_t number = 0; number < streams_.size(); ++number) {
+      if (is_same(streams_[number].id, id)) return static_cast<int>(number);
+    }
+    return -1;
+  }
+
+  int add_stream(py::object id, py::object object) {
+    const int known = number_of(id);
+    if (known >= 0) return known;
+    streams_.push_back({std::move(id), std::move(object), nullptr});
+    prepare(streams_.back());
+    return static_cast<int>(streams_.size()) - 1;
+  }
+
+ protected:
+  virtual void prepare(Stream&) {}
+
+  py::object backend_;
+  std::vector<Stream> streams_;
+};
+
+class PythonDriver : public Driver {
+ public:
+  using Driver::Driver;
+
+  int current() override {
+    const py::tuple here = backend_.attr("here")();
+    const int known = number_of(here[0]);
+    return known >= 0 ? known : add_stream(here[0], here[1]);
+  }
+
+  Event record(int stream) override {
+    return {backend_.attr("record")(streams_[stream].object), nullptr};
+  }
+
+  void wait(int stream, Event& event) override {
+    backend_.attr("wait")(streams_[stream].object, event.object);
+  }
+
+  void copy(const std::vector<Copy>& copies, int stream) override {
+    backend_.attr("run_copies")(pairs(copies), streams_[stream].object);
+  }
+
+  void drop_host_contents(const std::vector<Copy>& copies, int stream) override {
+    backend_.attr("drop_host_contents")(pairs(copies), streams_[stream].object);
+  }
+
+  c10::Storage allocate(int64_t nbytes, c10::Device device) override {
+    const auto torch_device = py::reinterpret_steal<py::object>(THPDevice_New(device));
+    const py::object memory = backend_.attr("allocate_device")(nbytes, torch_device);
+    return THPStorage_Unpack(memory.ptr());
+  }
+
+  void drop_device(c10::Storage memory) override {
+    // The Python object has the only reference that is left of the engine's.
+    const py::object object = wrap(std::move(memory));
+    backend_.attr("drop_device")(object);
+  }
+
+ private:
+  static py::list pairs(const std::vector<Copy>& copies) {
+    py::list list;
+    for (const auto& copy : copies) {
+      list.append(py::make_tuple(copy.to.bytes(), copy.source.bytes()));
+    }
+    return list;
+  }
+};
+
+// The functions of libcuda.so.1, found at run time: nothing of CUDA is needed to compile this.
+struct CudaFunctions {
+  int (*record)(void* event, void* stream);
+  int (*wait)(void* stream, void* event, unsigned int flags);
+  int (*copy)(uintptr_t to, uintptr_t source, size_t nbytes, void* stream);
+
+  CudaFunctions() {
+    void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+    if (library == nullptr) throw std::runtime_error("libcuda.so.1 cannot be loaded");
+    find(library, "cuEventRecord", record);
+    find(library, "cuStreamWaitEvent", wait);
+    find(library, "cuMemcpyAsync", copy);
+  }
+
+ private:
+  template <typename Function>
+  static void find(void* library, const char* name, Function*& function) {
+    function = reinterpret_cast<Function*>(dlsym(library, name));
+    if (function == nullptr) throw std::runtime_error(std::string("libcuda.so.1 has no ") + name);
+  }
+};
+
+class CudaDriver : public Driver {
+ public:
+  explicit CudaDriver(py::object backend)
+      : Driver(std::move(backend)),
+        get_device_(py::module_::import("torch").attr("_C").attr("_cuda_getDevice")),
+        get_stream_(py::module_::import("torch").attr("_C").attr("_cuda_getCurrentRawStream")) {}
+
+  int current() override {
+    const py::object device = get_device_();
+    const py::object raw = get_stream_(device);
+    void* handle = PyLong_AsVoidPtr(raw.ptr());
+    for (size_t number = 0; number < streams_.size(); ++number) {
+      const Stream& stream = streams_[number];
+      if (stream.handle == handle &&
+          is_same(py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(stream.id.ptr(), 0)),
+                  device)) {
+        return static_cast<int>(number);
+      }
+    }
+    const py::tuple here = backend_.attr("here")();
+    return add_stream(here[0], here[1]);
+  }
+
+  // [Note: Events are used again] in cuda_backend.py.
+  Event record(int stream) override {
+    Ring& ring = rings_[stream];
+    if (ring.events.empty()) {
+      const py::object make = py::module_::import("torch").attr("cuda").attr("Event");
+      for (int count = 0; count < kEventsPerStream; ++count) {
+        py::object event = make();
+        event.attr("record")(streams_[stream].object);  // which creates it
+        void* handle = PyLong_AsVoidPtr(py::object(event.attr("cuda_event")).ptr());
+        ring.events.push_back({std::move(event), handle});
+      }
+    }
+    const Event& event = ring.events[ring.next];
+    ring.next = (ring.next + 1) % kEventsPerStream;
+    check(cuda_.record(event.handle, streams_[stream].handle), "an event");
+    return event;
+  }
+
+  void wait(int stream, Event& event) override {
+    if (event.handle == nullptr) {
+      event.handle = PyLong_AsVoidPtr(py::object(event.object.attr("cuda_event")).ptr());
+    }
+    check(cuda_.wait(streams_[stream].handle, event.handle, 0), "a wait");
+  }
+
+  void copy(const std::vector<Copy>& copies, int stream) override {
+    for (const auto& copy : copies) {
+      check(cuda_.copy(reinterpret_cast<uintptr_t>(copy.to.address()),
+                       reinterpret_cast<uintptr_t>(copy.source.address()), copy.nbytes(),
+                       streams_[stream].handle),
+            "a copy");
+    }
+  }
+
+  c10::Storage allocate(int64_t nbytes, c10::Device device) override {
+    // Of the current stream's pool: see `CudaBackend.allocate_device`.
+    auto* allocator = c10::GetAllocator(c10::DeviceType::CUDA);
+    (void)device;  // The current one, as for `torch.empty` there.
+    return c10::Storage(c10::Storage::use_byte_size_t(), nbytes, allocator->allocate(nbytes),
+                        allocator, /*resizable=*/true);
+  }
+
+  void drop_device(c10::Storage memory) override {
+    if (backend_.attr("poisons_dropped").cast<bool>()) {
+      const py::object object = wrap(std::move(memory));
+      backend_.attr("drop_device")(object);
+    }
+  }
+
+ private:
+  static constexpr int kEventsPerStream = 64;
+
+  struct Ring {
+    std::vector<Event> events;
+    int next = 0;
+  };
+
+  void prepare(Stream& stream) override {
+    stream.handle = PyLong_AsVoidPtr(py::object(stream.object.attr("cuda_stream")).ptr());
+  }
+
+  static void check(int status, const char* what) {
+    if (status != 0) {
+      throw std::runtime_error(std::string("the CUDA driver refused ") + what + " with error " +
+                               std::to_string(status));
+    }
+  }
+
+  CudaFunctions cuda_;
+  py::object get_device_, get_stream_;
+  std::unordered_map<int, Ring> rings_;
+};
+
+inline std::unique_ptr<Driver> make_driver(const py::object& backend) {
+  if (py::str(backend.attr("name")).cast<std::string>() == "cuda") {
+    return std::make_unique<CudaDriver>(backend);
+  }
+  return std::make_unique<PythonDriver>(backend);
+}
+
+}  // namespace slipstream

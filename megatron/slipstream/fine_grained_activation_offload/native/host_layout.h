@@ -1,0 +1,169 @@
+// Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+// Host buffers of an iteration that follows its plan: `Layout` in host_pool.py is the reference.
+
+#pragma once
+
+#include <memory>
+
+#include "waits.h"
+
+namespace slipstream {
+
+// Bytes of host buffers: in use, and the most at once.
+struct HostUsage {
+  int64_t in_use = 0, requested = 0, peak = 0, high_water = 0, high_water_requested = 0;
+
+  void add(int64_t size, int64_t nbytes) {
+    in_use += size;
+    requested += nbytes;
+    peak = std::max(peak, in_use);
+    if (in_use > high_water) {
+      high_water = in_use;
+      high_water_requested = requested;
+    }
+  }
+
+  void remove(int64_t size, int64_t nbytes) {
+    in_use -= size;
+    requested -= nbytes;
+  }
+};
+
+class Layout;
+
+// A host buffer in use.
+struct HostAllocation {
+  Region buffer;
+  std::vector<Signal> last_use;
+  // Of a layout, which storage of it; -1 if the pool was asked.
+  std::weak_ptr<Layout> layout;
+  int64_t storage = -1;
+  int64_t requested = 0;
+};
+
+class Layout : public std::enable_shared_from_this<Layout> {
+ public:
+  Layout(const py::dict& buffers, const py::list& slabs, std::shared_ptr<HostUsage> usage)
+      : usage_(std::move(usage)) {
+    for (const auto& slab : slabs) {
+      const auto bytes = py::reinterpret_borrow<py::tuple>(slab);
+      slabs_.push_back({THPStorage_Unpack(py::object(bytes[0]).ptr()), bytes[1].cast<int64_t>(),
+                        bytes[2].cast<int64_t>()});
+    }
+    for (const auto& [key, value] : buffers) {
+      const auto number = key.cast<size_t>();
+      const auto fields = py::reinterpret_borrow<py::tuple>(value);
+      if (buffers_.size() <= number) buffers_.resize(number + 1);
+      Buffer& buffer = buffers_[number];
+      buffer.exists = true;
+      buffer.start = fields[0].cast<int64_t>();
+      buffer.size = fields[1].cast<int64_t>() - buffer.start;
+      for (const auto& earlier : py::object(fields[2])) {
+        buffer.used_before.push_back(earlier.cast<size_t>());
+      }
+      buffer.slab = fields[3].cast<size_t>();
+    }
+  }
+
+  bool is_followed = false;
+  // By stream, the signal after the last copies of buffers that have been given back.
+  std::vector<Signal> newest;
+
+  // An iteration begins. `carried`: after the last copies of earlier ones.
+  void begin(const std::vector<Signal>& carried) {
+    ++iteration_;
+    is_followed = true;
+    newest.clear();
+    for (const auto& signal : carried) note_last_use(signal);
+    carried_ = newest;
+  }
+
+  // The buffer of a storage, in Python's form; null if there is none, or if it is not free.
+  std::shared_ptr<HostAllocation> allocate(int64_t storage, int64_t nbytes) {
+    if (storage < 0 || storage >= static_cast<int64_t>(buffers_.size())) return nullptr;
+    Buffer& buffer = buffers_[storage];
+    if (!buffer.exists || !has_size(buffer, nbytes) || buffer.begun_in == iteration_) {
+      return nullptr;
+    }
+    auto allocation = std::make_shared<HostAllocation>();
+    allocation->last_use = carried_;
+    for (const size_t earlier : buffer.used_before) {
+      const Buffer& before = buffers_[earlier];
+      if (before.begun_in != iteration_ || !before.is_returned) return nullptr;
+      for (const auto& signal : before.last_use) {
+        Waits::add_latest(allocation->last_use, signal);
+      }
+    }
+    const Region& slab = slabs_[buffer.slab];
+    allocation->buffer = {slab.storage, slab.start + buffer.start, buffer.size};
+    allocation->layout = weak_from_this();
+    allocation->storage = storage;
+    allocation->requested = nbytes;
+    buffer.begun_in = iteration_;
+    buffer.is_returned = false;
+    buffer.holder = allocation;
+    usage_->add(buffer.size, nbytes);
+    return allocation;
+  }
+
+  bool has(const HostAllocation& allocation) const {
+    if (allocation.layout.lock().get() != this) return false;
+    const Buffer& buffer = buffers_[allocation.storage];
+    return !buffer.is_returned && buffer.holder.lock().get() == &allocation;
+  }
+
+  void free(const HostAllocation& allocation) {
+    Buffer& buffer = buffers_[allocation.storage];
+    buffer.is_returned = true;
+    buffer.last_use = allocation.last_use;
+    buffer.holder.reset();
+    for (const auto& signal : allocation.last_use) note_last_use(signal);
+    usage_->remove(buffer.size, allocation.requested);
+  }
+
+  // (allocation, slab, start, stop, requested bytes) of each buffer in use.
+  py::list in_use() const {
+    py::list list;
+    for (const auto& buffer : buffers_) {
+      if (!buffer.exists || buffer.begun_in != iteration_ || buffer.is_returned) continue;
+      auto holder = buffer.holder.lock();
+      if (!holder) continue;
+      const int64_t stop = buffer.start + buffer.size, requested = holder->requested;
+      list.append(py::make_tuple(holder, buffer.slab, buffer.start, stop, requested));
+    }
+    return list;
+  }
+
+ private:
+  struct Buffer {
+    bool exists = false;
+    int64_t start = 0, size = 0;
+    std::vector<size_t> used_before;
+    size_t slab = 0;
+    // A request that has this size class.
+    int64_t known_nbytes = -1;
+    // The iteration that it was handed out in last.
+    int64_t begun_in = 0;
+    bool is_returned = true;
+    std::vector<Signal> last_use;
+    std::weak_ptr<HostAllocation> holder;
+  };
+
+  static bool has_size(Buffer& buffer, int64_t nbytes) {
+    if (buffer.known_nbytes == nbytes) return true;
+    if (python->size_class_bytes(nbytes).cast<int64_t>() != buffer.size) return false;
+    buffer.known_nbytes = nbytes;
+    return true;
+  }
+
+  void note_last_use(const Signal& signal) { Waits::add_latest(newest, signal); }
+
+  std::shared_ptr<HostUsage> usage_;
+  std::vector<Region> slabs_;
+  std::vector<Buffer> buffers_;
+  std::vector<Signal> carried_;
+  int64_t iteration_ = 0;
+};
+
+}  // namespace slipstream

@@ -1,0 +1,282 @@
+// Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+// The Python names of the classes.
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "store.h"
+
+using namespace slipstream;
+
+namespace {
+
+const at::Tensor& tensor_of(const py::object& object) { return THPVariable_Unpack(object.ptr()); }
+
+py::object storage_or_none(const c10::Storage& storage) {
+  return storage ? wrap(c10::Storage(storage)) : py::none();
+}
+
+std::optional<Signal> signal_of(const py::object& object) {
+  if (object.is_none()) return std::nullopt;
+  return object.cast<Signal>();
+}
+
+py::object signal_or_none(const std::optional<Signal>& signal) {
+  return signal ? py::cast(*signal) : py::none();
+}
+
+std::vector<Signal> signals_of(const py::iterable& objects) {
+  std::vector<Signal> signals;
+  for (const auto& object : objects) signals.push_back(object.cast<Signal>());
+  return signals;
+}
+
+py::tuple tuple_of(const std::vector<Signal>& signals) {
+  py::tuple tuple(signals.size());
+  for (size_t index = 0; index < signals.size(); ++index) tuple[index] = py::cast(signals[index]);
+  return tuple;
+}
+
+Region region_of(const py::object& bytes) {
+  const auto fields = py::reinterpret_borrow<py::tuple>(bytes);
+  return {THPStorage_Unpack(py::object(fields[0]).ptr()), fields[1].cast<int64_t>(),
+          fields[2].cast<int64_t>()};
+}
+
+void bind_waits(py::module_& module) {
+  py::class_<Signal>(module, "Signal")
+      .def_property_readonly("event", [](const Signal& signal) { return signal.event.object; })
+      .def_readonly("stream", &Signal::stream_id)
+      .def_readonly("position", &Signal::position)
+      .def_readonly("graph", &Signal::graph);
+
+  py::class_<Waits, std::shared_ptr<Waits>>(module, "Waits")
+      .def(py::init<const py::object&>())
+      .def_readwrite("graph", &Waits::graph)
+      .def_readwrite("is_timed", &Waits::is_timed)
+      .def_readwrite("skipped_edge", &Waits::skipped_edge)
+      .def("signal",
+           [](Waits& waits, py::object event, py::object stream, py::object stream_id) {
+             const int number = waits.driver->add_stream(std::move(stream_id), std::move(stream));
+             return waits.signal({std::move(event), nullptr}, number);
+           })
+      .def("is_due",
+           [](Waits& waits, const py::object& stream_id, const Signal& signal) {
+             const int number = waits.driver->number_of(stream_id);
+             return number < 0 ? signal.graph == waits.graph : waits.is_due(number, signal);
+           })
+      .def("forget", &Waits::forget);
+}
+
+void bind_host_layout(py::module_& module) {
+  py::class_<HostUsage, std::shared_ptr<HostUsage>>(module, "HostUsage")
+      .def(py::init<>())
+      .def_readwrite("in_use", &HostUsage::in_use)
+      .def_readwrite("requested", &HostUsage::requested)
+      .def_readwrite("peak", &HostUsage::peak)
+      .def_readwrite("high_water", &HostUsage::high_water)
+      .def_readwrite("high_water_requested", &HostUsage::high_water_requested)
+      .def("add", &HostUsage::add)
+      .def("remove", &HostUsage::remove);
+
+  py::class_<HostAllocation, std::shared_ptr<HostAllocation>>(module, "HostAllocation")
+      .def(py::init([](const py::object& buffer, const py::iterable& last_use) {
+        auto allocation = std::make_shared<HostAllocation>();
+        allocation->buffer = region_of(buffer);
+        allocation->last_use = signals_of(last_use);
+        return allocation;
+      }))
+      .def_property_readonly(
+          "buffer", [](const HostAllocation& allocation) { return allocation.buffer.bytes(); })
+      .def_property(
+          "last_use",
+          [](const HostAllocation& allocation) { return tuple_of(allocation.last_use); },
+          [](HostAllocation& allocation, const py::iterable& signals) {
+            allocation.last_use = signals_of(signals);
+          });
+
+  py::class_<Layout, std::shared_ptr<Layout>>(module, "Layout")
+      .def(py::init<const py::dict&, const py::list&, std::shared_ptr<HostUsage>>())
+      .def_readwrite("is_followed", &Layout::is_followed)
+      .def_property_readonly("newest", [](const Layout& layout) { return tuple_of(layout.newest); })
+      .def("begin",
+           [](Layout& layout, const py::iterable& carried) { layout.begin(signals_of(carried)); })
+      .def("allocate", &Layout::allocate)
+      .def("has", &Layout::has)
+      .def("free", &Layout::free)
+      .def("in_use", &Layout::in_use);
+}
+
+void bind_storage(py::module_& module) {
+  py::class_<Storage, std::shared_ptr<Storage>>(module, "SavedStorage")
+      .def_readonly("serial", &Storage::serial)
+      .def_readonly("owner", &Storage::owner)
+      .def_readonly("position", &Storage::position)
+      .def_readonly("pool", &Storage::pool)
+      .def_property_readonly("device",
+                             [](const Storage& storage) {
+                               return py::reinterpret_steal<py::object>(
+                                   THPDevice_New(storage.device()));
+                             })
+      .def_readonly("storage_nbytes", &Storage::storage_nbytes)
+      .def_readonly("start", &Storage::start)
+      .def_readonly("stop", &Storage::stop)
+      .def_readonly("nbytes", &Storage::nbytes)
+      .def_property(
+          "returned", [](const Storage& storage) { return storage_or_none(storage.returned); },
+          [](Storage& storage, const py::object& memory) {
+            storage.returned = memory.is_none() ? c10::Storage() : THPStorage_Unpack(memory.ptr());
+          })
+      .def_readwrite("allocation", &Storage::allocation)
+      .def_property_readonly("streams", &Storage::streams_by_id)
+      .def_property(
+          "out_signal", [](const Storage& storage) { return signal_or_none(storage.out_signal); },
+          [](Storage& storage, const py::object& signal) {
+            storage.out_signal = signal_of(signal);
+          })
+      .def_property(
+          "in_signal", [](const Storage& storage) { return signal_or_none(storage.in_signal); },
+          [](Storage& storage, const py::object& signal) { storage.in_signal = signal_of(signal); })
+      .def_property("returned_on", &Storage::here_returned_on, &Storage::set_returned_on)
+      .def_readwrite("is_given_up", &Storage::is_given_up)
+      .def_property_readonly("residence",
+                             [](const Storage& storage) {
+                               return python->residences[static_cast<int>(storage.residence)];
+                             })
+      .def_property_readonly("is_on_device", &Storage::is_on_device)
+      .def_property_readonly("is_copy_current", &Storage::is_copy_current)
+      .def_property_readonly("is_emptied", &Storage::is_emptied)
+      .def_property_readonly("is_memory_gone", &Storage::is_memory_gone)
+      .def_property_readonly("is_original_emptied", &Storage::is_original_emptied)
+      .def("move_to",
+           [](Storage& storage, const py::object& to) {
+             storage.move_to(static_cast<Residence>(index_in(python->residences, to)));
+           })
+      .def("serves", [](const Storage& storage,
+                        const py::object& tensor) { return storage.serves(tensor_of(tensor)); })
+      .def("note_stream", &Storage::note_stream_by_id)
+      .def("drop_holder", &Storage::drop_holder)
+      .def("settle_extent", &Storage::settle_extent)
+      .def("source_bytes", [](const Storage& storage) { return storage.source().bytes(); })
+      .def("bytes_to_copy",
+           [](const Storage& storage) {
+             return storage.has_lost_memory() ? py::none() : storage.source().bytes();
+           })
+      .def("note_copy_out", &Storage::note_copy_out)
+      .def("is_overwritten", &Storage::is_overwritten)
+      .def("release", &Storage::release, py::arg("label") = "")
+      .def("live_original",
+           [](const Storage& storage) { return storage_or_none(storage.live_original()); })
+      .def("take_allocation", &Storage::take_allocation)
+      .def("shape_of",
+           [](const Storage& storage, int64_t index) {
+             py::list shape;
+             for (const int64_t size : storage.shape_of(index)) shape.append(size);
+             return shape;
+           })
+      .def("alias", &Storage::alias)
+      .def("view_returned", &Storage::view_returned);
+}
+
+void bind_group(py::module_& module) {
+  py::class_<Group, std::shared_ptr<Group>>(module, "OffloadTensorGroup")
+      .def(py::init<py::object, int64_t>(), py::arg("label"), py::arg("min_numel") = 1)
+      .def_readonly("serial", &Group::serial)
+      .def_readonly("label", &Group::label)
+      .def_readonly("key", &Group::key)
+      .def_readonly("name", &Group::name)
+      .def_property_readonly(
+          "state",
+          [](const Group& group) { return python->group_states[static_cast<int>(group.state)]; })
+      .def_readwrite("min_numel", &Group::min_numel)
+      .def_readwrite("is_read_first", &Group::is_read_first)
+      .def("__str__", [](const Group& group) { return py::str(group.label); })
+      .def("move_to",
+           [](Group& group, const py::object& to) {
+             group.move_to(static_cast<GroupState>(index_in(python->group_states, to)));
+           })
+      .def_property_readonly("held",
+                             [](const Group& group) {
+                               py::dict held;
+                               for (const auto& item : group.held) {
+                                 held[py::int_(item.serial)] = item.owner;
+                               }
+                               return held;
+                             })
+      .def_property_readonly("nbytes",
+                             [](const Group& group) {
+                               py::dict nbytes;
+                               for (const auto& item : group.held) {
+                                 if (item.nbytes >= 0) nbytes[py::int_(item.serial)] = item.nbytes;
+                               }
+                               return nbytes;
+                             })
+      .def("storages",
+           [](const Group& group) {
+             py::list storages;
+             for (const auto& storage : group.storages()) storages.append(storage);
+             return storages;
+           })
+      .def("storages_or_none",
+           [](const Group& group) {
+             py::list storages;
+             for (const auto& item : group.held) storages.append(item.storage.lock());
+             return storages;
+           })
+      .def_property_readonly("is_alive", [](const Group& group) {
+        return std::any_of(group.held.begin(), group.held.end(),
+                           [](const Group::Held& item) { return !item.storage.expired(); });
+      });
+
+  py::class_<SavedTensor>(module, "SavedTensor")
+      .def_readonly("storage", &SavedTensor::object)
+      .def_readonly("group", &SavedTensor::group)
+      .def_readonly("index", &SavedTensor::index);
+}
+
+void bind_store(py::module_& module) {
+  py::class_<Store>(module, "Store")
+      .def(py::init<const py::object&, std::shared_ptr<Waits>, py::object, py::object,
+                    py::object>())
+      .def_readwrite("pool", &Store::pool)
+      .def_readwrite("modules", &Store::modules)
+      .def_readwrite("is_verified", &Store::is_verified)
+      .def_readwrite("crosses_streams", &Store::crosses_streams)
+      .def("pack", &Store::pack)
+      .def("unpack", &Store::unpack)
+      .def("commit", &Store::commit)
+      .def("copy_out", &Store::copy_out)
+      .def("release", &Store::release)
+      .def("copy_in", &Store::copy_in)
+      .def("find", &Store::find)
+      .def_property_readonly("num_known", &Store::num_known);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.def("configure", [](const py::list& residences, const py::list& group_states,
+                             py::object bytes, py::object empty_if_hidden, py::object refill,
+                             py::object parameter, py::object size_class_bytes,
+                             py::object host_memory_full) {
+    python = new Python();
+    for (int index = 0; index < kNumResidences; ++index) {
+      python->residences[index] = residences[index];
+    }
+    for (int index = 0; index < kNumGroupStates; ++index) {
+      python->group_states[index] = group_states[index];
+    }
+    python->bytes = std::move(bytes);
+    python->empty_if_hidden = std::move(empty_if_hidden);
+    python->refill = std::move(refill);
+    python->parameter = std::move(parameter);
+    python->size_class_bytes = std::move(size_class_bytes);
+    python->host_memory_full = std::move(host_memory_full);
+  });
+  bind_waits(module);
+  bind_host_layout(module);
+  bind_storage(module);
+  bind_group(module);
+  bind_store(module);
+}

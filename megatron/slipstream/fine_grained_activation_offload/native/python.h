@@ -1,0 +1,57 @@
+// Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+// Objects of the Python side that C++ uses, and conversions between torch's types and Python's.
+
+#pragma once
+
+#include <ATen/core/TensorBody.h>
+#include <c10/core/Storage.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace slipstream {
+
+namespace py = pybind11;
+
+// In the order of `Residence` in storage.py.
+enum class Residence { DEVICE, OFFLOADING, STAYS, HOST, HELD_OUTSIDE, RELOADING, RELOADED };
+constexpr int kNumResidences = 7;
+
+// In the order of `GroupState` in group.py.
+enum class GroupState { OPEN, COMMITTED, IN_USE, DONE };
+constexpr int kNumGroupStates = 4;
+
+// Set once, when the module is loaded. Never freed: storages may outlive the interpreter's modules.
+struct Python {
+  py::object residences[kNumResidences], group_states[kNumGroupStates];
+  py::object bytes, empty_if_hidden, refill, parameter, size_class_bytes, host_memory_full;
+};
+inline Python* python = nullptr;
+
+inline py::object wrap(c10::Storage storage) {
+  return py::reinterpret_steal<py::object>(THPStorage_Wrap(std::move(storage)));
+}
+
+inline py::object wrap(at::Tensor tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
+}
+
+inline bool is_same(const py::object& left, const py::object& right) {
+  if (left.ptr() == right.ptr()) return true;
+  const int same = PyObject_RichCompareBool(left.ptr(), right.ptr(), Py_EQ);
+  if (same < 0) throw py::error_already_set();
+  return same == 1;
+}
+
+template <size_t count>
+int index_in(const py::object (&members)[count], const py::object& member) {
+  for (size_t index = 0; index < count; ++index) {
+    if (members[index].ptr() == member.ptr()) return static_cast<int>(index);
+  }
+  throw py::type_error(std::string(py::repr(member)) + " is no state");
+}
+
+inline std::string name_of(const py::object& member) { return py::str(member.attr("name")); }
+
+}  // namespace slipstream

@@ -1,0 +1,335 @@
+// Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+// The saved-tensor hooks and the moves of groups: `ActivationStore` in activation_store.py is the
+// reference. What is common is done here. Everything else is handed to the Python method of the
+// same name, which works on the same objects.
+
+#pragma once
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "group.h"
+
+namespace slipstream {
+
+// What autograd keeps of a tensor that stays: a result that its own operation saves must not be
+// kept with its graph, which would hold it.
+inline py::object keep(py::object object, const at::Tensor& tensor) {
+  if (!tensor.grad_fn()) return object;
+  return wrap(tensor.detach());
+}
+
+// Set by megatron-core on parameters, and by Transformer Engine on weights.
+inline bool has_opted_out(PyObject* tensor) {
+  static PyObject* const names[] = {PyUnicode_InternFromString("_do_not_offload"),
+                                    PyUnicode_InternFromString("_TE_do_not_offload")};
+  const auto attributes =
+      py::reinterpret_steal<py::object>(PyObject_GenericGetDict(tensor, nullptr));
+  if (!attributes) throw py::error_already_set();
+  if (PyDict_GET_SIZE(attributes.ptr()) == 0) return false;
+  for (PyObject* name : names) {
+    PyObject* value = PyDict_GetItemWithError(attributes.ptr(), name);
+    if (value != nullptr && PyObject_IsTrue(value) == 1) return true;
+  }
+  return false;
+}
+
+inline void add_to(const py::object& counters, const char* name, int64_t amount) {
+  counters.attr(name) = py::int_(counters.attr(name).cast<int64_t>() + amount);
+}
+
+class Store {
+ public:
+  Store(const py::object& backend, std::shared_ptr<Waits> waits, py::object pool, py::object copies,
+        py::object recorder)
+      : pool(std::move(pool)),
+        waits_(waits),
+        context_(std::make_shared<Context>()),
+        backend_(backend),
+        recorder_(std::move(recorder)),
+        device_type_(c10::Device(backend.attr("device_type").cast<std::string>()).type()) {
+    context_->waits = std::move(waits);
+    context_->copies = std::move(copies);
+  }
+
+  // Where the host buffers of what is saved from now on come from.
+  py::object pool;
+  // Figures of this iteration by module name.
+  py::object modules;
+  bool is_verified = false;
+  bool crosses_streams = false;
+
+  py::object pack(const std::shared_ptr<Group>& group, py::object object) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) != THPVariableClass) return object;
+    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+    if (!is_movable(tensor, object)) return keep(std::move(object), tensor);
+    const auto known = context_->by_memory.find(tensor.storage().unsafeGetStorageImpl());
+    std::shared_ptr<Storage> storage;
+    if (known != context_->by_memory.end()) storage = known->second->shared();
+    if (!storage || !storage->serves(tensor)) {
+      if (is_of_parameter(tensor) || tensor.numel() < group->min_numel ||
+          extent_of(tensor).stop > static_cast<int64_t>(tensor.storage().nbytes())) {
+        return keep(std::move(object), tensor);
+      }
+      storage = std::make_shared<Storage>(tensor, group->label,
+                                          static_cast<int64_t>(group->held.size()), pool, context_);
+    }
+    if (!group->holds(*storage)) group->hold(storage);
+    storage->note_stream(driver().current());
+    const int64_t index = storage->save(tensor, group->serial);
+    return py::cast(SavedTensor(std::move(storage), group, index));
+  }
+
+  // `read_slowly` is the engine's method, in Python, for all that is not read from where it is.
+  py::object unpack(const py::object& read_slowly, const py::object& object) {
+    if (!py::isinstance<SavedTensor>(object)) return object;
+    const SavedTensor& saved = object.cast<const SavedTensor&>();
+    Storage& storage = *saved.storage;
+    if (saved.group->state == GroupState::COMMITTED || storage.is_overwritten(saved.index)) {
+      return read_slowly(object);
+    }
+    if (storage.residence == Residence::DEVICE || storage.residence == Residence::STAYS) {
+      return storage.alias(saved.index);
+    }
+    const bool is_back =
+        storage.residence == Residence::RELOADING || storage.residence == Residence::RELOADED;
+    if (!is_back || !storage.in_signal || !waits_->is_plain() || is_verified ||
+        !storage.is_copy_current()) {
+      return read_slowly(object);
+    }
+    const int here = driver().current();
+    if (storage.returned_on != here) return read_slowly(object);
+    waits_->wait("E5", here, *storage.in_signal);
+    if (storage.residence == Residence::RELOADING) storage.move_to(Residence::RELOADED);
+    return storage.view_returned(saved.index);
+  }
+
+  // Each of the following returns false, with nothing done, if the Python method has to do it.
+
+  bool copy_out(Group& group, const py::object& kept, const py::object& numbers) {
+    if (!can_move()) return false;
+    std::vector<std::shared_ptr<Storage>> leaving;
+    std::vector<int64_t> planned;
+    for (size_t position = 0; position < group.held.size(); ++position) {
+      auto storage = group.held[position].storage.lock();
+      if (!storage || storage->residence != Residence::DEVICE) continue;
+      storage->settle_extent();
+      if (storage->has_lost_memory() || contains(kept, position)) continue;
+      leaving.push_back(std::move(storage));
+      planned.push_back(number_at(numbers, position));
+    }
+    if (leaving.empty()) return true;
+    const py::object counters = modules[group.name];
+    if (!allocate(leaving, planned)) {
+      add_to(counters, "num_kept_for_host_memory", 1);
+      return true;
+    }
+    start_copies_out(leaving);
+    add_to(counters, "num_groups_moved", 1);
+    add_to(counters, "d2h_copies", static_cast<int64_t>(leaving.size()));
+    add_to(counters, "d2h_bytes", total_nbytes(leaving));
+    return true;
+  }
+
+  // `keep_on_device` is called with a storage whose copy out is of no use.
+  bool release(Group& group, const py::object& keep_on_device) {
+    if (!can_move()) return false;
+    for (const auto& storage : group.storages()) {
+      if (!storage->drop_holder(group.serial)) continue;
+      if (storage->residence != Residence::OFFLOADING) continue;
+      if (storage->is_emptied() || !storage->is_copy_current()) {
+        keep_on_device(storage);
+      } else {
+        storage->release(group.name);
+      }
+    }
+    return true;
+  }
+
+  // `find_original` is called with a storage whose memory others have kept.
+  bool copy_in(Group& group, const py::object& find_original) {
+    if (!can_move()) return false;
+    std::vector<std::shared_ptr<Storage>> returning;
+    for (auto& storage : group.storages()) {
+      if (storage->residence != Residence::HOST) continue;
+      if (!storage->live_original()) {
+        returning.push_back(std::move(storage));
+      } else if (!find_original(storage).cast<bool>()) {
+        throw std::runtime_error("the original memory of a storage has gone meanwhile");
+      }
+    }
+    if (returning.empty()) return true;
+    start_copies_in(returning);
+    for (const auto& storage : returning) {
+      const py::object counters = modules[storage->owner.attr("name")];
+      add_to(counters, "h2d_copies", 1);
+      add_to(counters, "h2d_bytes", storage->nbytes);
+      add_to(counters, "freed_bytes", storage->nbytes);
+    }
+    return true;
+  }
+
+  void commit(Group& group) {
+    for (auto& item : group.held) {
+      const auto storage = item.storage.lock();
+      if (!storage) continue;
+      if (storage->residence == Residence::DEVICE) storage->settle_extent();
+      item.nbytes = storage->nbytes;
+    }
+  }
+
+  // The storage that is saved from the storage object at this address; null if there is none.
+  std::shared_ptr<Storage> find(int64_t address) const {
+    const auto known = context_->by_memory.find(reinterpret_cast<c10::StorageImpl*>(address));
+    return known == context_->by_memory.end() ? nullptr : known->second->shared();
+  }
+
+  int64_t num_known() const { return static_cast<int64_t>(context_->by_memory.size()); }
+
+ private:
+  Driver& driver() const { return *waits_->driver; }
+
+  bool can_move() const {
+    return waits_->is_plain() && !is_verified && !crosses_streams &&
+           !recorder_.attr("reads_memory").cast<bool>();
+  }
+
+  static bool contains(const py::object& positions, size_t position) {
+    const int found = PySequence_Contains(positions.ptr(), py::int_(position).ptr());
+    if (found < 0) throw py::error_already_set();
+    return found == 1;
+  }
+
+  // The index in the trace of the storage at this position; -1 if the trace does not have it.
+  static int64_t number_at(const py::object& numbers, size_t position) {
+    if (numbers.is_none()) return -1;
+    const auto tuple = py::reinterpret_borrow<py::tuple>(numbers);
+    return position < tuple.size() ? tuple[position].cast<int64_t>() : -1;
+  }
+
+  static int64_t total_nbytes(const std::vector<std::shared_ptr<Storage>>& storages) {
+    int64_t total = 0;
+    for (const auto& storage : storages) total += storage->nbytes;
+    return total;
+  }
+
+  // A host buffer for each storage; false, and none, if there is not enough memory for all.
+  static bool allocate(const std::vector<std::shared_ptr<Storage>>& storages,
+                       const std::vector<int64_t>& planned) {
+    try {
+      for (size_t index = 0; index < storages.size(); ++index) {
+        Storage& storage = *storages[index];
+        const py::object layout = storage.pool.attr("layout");
+        if (!layout.is_none()) {
+          storage.allocation = layout.cast<Layout&>().allocate(planned[index], storage.nbytes);
+        }
+        if (!storage.allocation) {
+          storage.allocation = storage.pool.attr("allocate")(storage.nbytes)
+                                   .cast<std::shared_ptr<HostAllocation>>();
+        }
+      }
+    } catch (py::error_already_set& error) {
+      if (!error.matches(python->host_memory_full)) throw;
+      for (const auto& storage : storages) {
+        if (storage->allocation) storage->free(storage->take_allocation());
+      }
+      return false;
+    }
+    return true;
+  }
+
+  int d2h() {
+    if (d2h_ < 0) d2h_ = add_copy_stream("d2h");
+    return d2h_;
+  }
+
+  int h2d() {
+    if (h2d_ < 0) h2d_ = add_copy_stream("h2d");
+    return h2d_;
+  }
+
+  int add_copy_stream(const char* name) {
+    const py::object stream = context_->copies.attr(name);
+    return driver().add_stream(backend_.attr("stream_id")(stream), stream);
+  }
+
+  void start_copies_out(const std::vector<std::shared_ptr<Storage>>& storages) {
+    const int here = driver().current();
+    std::vector<int> producers{here};
+    std::vector<Signal> last_uses;
+    std::vector<Copy> copies;
+    for (const auto& storage : storages) {
+      storage->note_stream(here);
+      for (const int stream : storage->streams) {
+        if (std::find(producers.begin(), producers.end(), stream) == producers.end()) {
+          producers.push_back(stream);
+        }
+      }
+      storage->note_copy_out();
+      for (const auto& use : storage->allocation->last_use) Waits::add_latest(last_uses, use);
+      copies.push_back({storage->allocation->buffer, storage->source()});
+    }
+    for (const int producer : producers) {
+      Signal signal = waits_->record(producer);
+      waits_->wait("E1", d2h(), signal);
+    }
+    for (auto& use : last_uses) waits_->wait("E2", d2h(), use);
+    driver().copy(copies, d2h());
+    const Signal signal = waits_->record(d2h());
+    for (const auto& storage : storages) {
+      storage->allocation->last_use = {signal};
+      storage->out_signal = signal;
+      storage->move_to(Residence::OFFLOADING);
+    }
+  }
+
+  void start_copies_in(const std::vector<std::shared_ptr<Storage>>& storages) {
+    // All of it before any state changes: the device may be out of memory.
+    std::vector<Copy> copies;
+    for (const auto& storage : storages) {
+      c10::Storage memory = driver().allocate(storage->nbytes, storage->device());
+      copies.push_back({{std::move(memory), 0, storage->nbytes}, storage->allocation->buffer});
+    }
+    const int here = driver().current();
+    std::vector<Signal> copied_out;
+    for (const auto& storage : storages) {
+      if (storage->out_signal) Waits::add_latest(copied_out, *storage->out_signal);
+    }
+    // [Note: A copy in follows its own copy out]
+    for (auto& signal : copied_out) waits_->wait("E3", here, signal);
+    Signal begun = waits_->record(here);
+    waits_->wait("E4", h2d(), begun);
+    driver().copy(copies, h2d());
+    driver().drop_host_contents(copies, h2d());
+    const Signal signal = waits_->record(h2d());
+    for (size_t index = 0; index < storages.size(); ++index) {
+      Storage& storage = *storages[index];
+      auto allocation = storage.take_allocation();
+      allocation->last_use = {signal};
+      storage.returned = std::move(copies[index].to.storage);
+      storage.in_signal = signal;
+      storage.returned_on = here;
+      storage.move_to(Residence::RELOADING);
+      storage.free(std::move(allocation));
+    }
+  }
+
+  bool is_movable(const at::Tensor& tensor, const py::object& object) const {
+    return tensor.device().type() == device_type_ && tensor.layout() == c10::kStrided &&
+           !tensor.is_nested() && tensor.numel() > 0 && !tensor.is_conj() && !tensor.is_neg() &&
+           !tensor._is_zerotensor() && !tensor._fw_grad(/*level=*/0).defined() &&
+           !has_opted_out(object.ptr());
+  }
+
+  static bool is_of_parameter(const at::Tensor& tensor) {
+    return tensor.is_view() && py::isinstance(wrap(at::Tensor(tensor._base())), python->parameter);
+  }
+
+  std::shared_ptr<Waits> waits_;
+  std::shared_ptr<Context> context_;
+  py::object backend_, recorder_;
+  c10::DeviceType device_type_;
+  int d2h_ = -1, h2d_ = -1;
+};
+
+}  // namespace slipstream

@@ -1,0 +1,79 @@
+// Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+// Signals, and which waits have been made for them: `Waits` in copy_streams.py is the reference.
+
+#pragma once
+
+#include <optional>
+
+#include "driver.h"
+
+namespace slipstream {
+
+// A point in a stream that others can wait for.
+struct Signal {
+  Event event;
+  py::object stream_id;
+  int stream;
+  int64_t position;
+  int64_t graph;
+};
+
+class Waits {
+ public:
+  explicit Waits(const py::object& backend) : driver(make_driver(backend)) {}
+
+  std::unique_ptr<Driver> driver;
+  // The graph that is being captured; 0 is none.
+  int64_t graph = 0;
+  bool is_timed = false;
+  // The edge that mutation tests leave out.
+  std::string skipped_edge;
+
+  // Nothing needs the Python path: no times are taken, and nothing is captured.
+  bool is_plain() const { return graph == 0 && !is_timed; }
+
+  Signal record(int stream) { return signal(driver->record(stream), stream); }
+
+  Signal signal(Event event, int stream) {
+    return {std::move(event), driver->stream(stream).id, stream, next_position_++, graph};
+  }
+
+  // Whether `stream` has to wait for `signal`, which is then noted as waited for.
+  bool is_due(int stream, const Signal& signal) {
+    if (signal.graph != graph) return false;
+    const size_t pair = static_cast<size_t>(stream) * kMaxStreams + signal.stream;
+    if (stream >= kMaxStreams || signal.stream >= kMaxStreams) return true;
+    if (waited_.size() <= pair) waited_.resize(pair + 1, 0);
+    if (waited_[pair] >= signal.position) return false;
+    waited_[pair] = signal.position;
+    return true;
+  }
+
+  void wait(const char* edge, int stream, Signal& signal) {
+    if (edge == skipped_edge) return;
+    if (is_due(stream, signal)) driver->wait(stream, signal.event);
+  }
+
+  // Keeps of `signals` those that cover all others.
+  static void add_latest(std::vector<Signal>& latest, const Signal& signal) {
+    for (auto& known : latest) {
+      if (known.stream == signal.stream && known.graph == signal.graph) {
+        if (known.position < signal.position) known = signal;
+        return;
+      }
+    }
+    latest.push_back(signal);
+  }
+
+  void forget() { waited_.assign(waited_.size(), 0); }
+
+ private:
+  static constexpr int kMaxStreams = 64;
+
+  int64_t next_position_ = 1;
+  // By waiter and signalling stream: [Note: A wait covers what came before].
+  std::vector<int64_t> waited_;
+};
+
+}  // namespace slipstream
