@@ -42,6 +42,7 @@ from megatron.slipstream.fine_grained_activation_offload.storage import (
     is_there,
 )
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
+from megatron.slipstream.plan.actions import Action, ActionKind, Plan
 from megatron.slipstream.plan.trace import Bandwidth, GroupKey
 
 MIN_KNOWN = 4096
@@ -137,8 +138,9 @@ class ActivationStore:
 
     @property
     def crosses_streams(self) -> bool:
-        """Whether models read memory on other streams than it was allocated for, as those do that
-        run in nodes.
+        """Whether models read memory on other streams than it was allocated for.
+
+        Those do that run in nodes.
         """
         return self._crosses_streams
 
@@ -147,6 +149,11 @@ class ActivationStore:
         self._crosses_streams = crosses_streams
         if self._native is not None:
             self._native.crosses_streams = crosses_streams
+
+    @property
+    def native(self) -> Optional[Any]:
+        """The store in C++, if it is used."""
+        return self._native
 
     @property
     def is_native(self) -> bool:
@@ -166,6 +173,23 @@ class ActivationStore:
                 store does not, so that an engine goes with its last graph.
         """
         return read if self._native is None else partial(self._native.unpack, read)
+
+    def compile_steps(self, plan: Plan) -> Optional[Any]:
+        """The steps of a plan for :meth:`come_to`; None without the store in C++."""
+        if self._module is None or self.backend.names_ranges:
+            return None
+        kinds = list(ActionKind)
+        groups = plan.trace.group_by_key
+
+        def compiled(action: Action) -> tuple[Any, ...]:
+            kept = frozenset(plan.group_by_key[action.key].kept_storages)
+            key = action.key
+            return (kinds.index(action.kind), key, kept, groups[key].storages, action)
+
+        return self._module.Steps(
+            (step.kind, step.key, step.name, [compiled(action) for action in actions])
+            for step, actions in zip(plan.trace.steps, plan.actions, strict=True)
+        )
 
     # Saved-tensor hooks.
 
@@ -295,9 +319,9 @@ class ActivationStore:
             numbers: By position, the index of the group's storages in the trace of the plan whose
                 host layout is followed; None where none is.
         """
-        if may_move is None and self._native is not None:
-            if self._native.copy_out(group, kept, numbers):
-                return
+        is_common = may_move is None and self._native is not None
+        if is_common and self._native.copy_out(group, kept, numbers):
+            return
         storages, sources, planned = [], [], []
         for position, storage in enumerate(group.storages_or_none()):
             if storage is None or storage.residence is not Residence.DEVICE:
@@ -340,13 +364,13 @@ class ActivationStore:
 
     def release(self, group: OffloadTensorGroup) -> None:
         """The group releases its storages; the last holder's release frees the memory."""
-        if self._native is not None and self._native.release(group, self._keep_on_device):
+        if self._native is not None and self._native.release(group, self):
             return
         for storage in group.storages():
             is_last = storage.drop_holder(group.serial)
             if is_last and storage.residence is Residence.OFFLOADING:
                 if storage.is_emptied or not storage.is_copy_current:
-                    self._keep_on_device(storage)
+                    self.keep_on_device(storage)
                     continue
                 storage.release(group.name)
                 if self._recorder.reads_memory:
@@ -361,7 +385,7 @@ class ActivationStore:
         if storage is not None and storage.residence is Residence.OFFLOADING:
             self._stay_for_recomputation(storage)
 
-    def _keep_on_device(self, storage: SavedStorage) -> None:
+    def keep_on_device(self, storage: SavedStorage) -> None:
         """OFFLOADING to STAYS: the copy is not of what the storage holds now."""
         if storage.is_emptied:
             self._stay_for_recomputation(storage)
@@ -390,7 +414,7 @@ class ActivationStore:
 
     def copy_in_group(self, group: OffloadTensorGroup) -> None:
         """Start copying back those of the group's storages that are on the host."""
-        if self._native is None or not self._native.copy_in(group, self._find_original):
+        if self._native is None or not self._native.copy_in(group, self):
             self.copy_in(group.storages())
 
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:
@@ -404,7 +428,7 @@ class ActivationStore:
         for storage in storages:
             if storage.residence is not Residence.HOST:
                 continue
-            if not self._find_original(storage):
+            if not self.find_original(storage):
                 if self._recorder.reads_memory:
                     self._recorder.set_returned(storage, was_held_outside=False)
                 returning.append(storage)
@@ -419,7 +443,7 @@ class ActivationStore:
                 key = storage.owner.key
                 self.late_groups[key] = self.late_groups.get(key, 0) + 1
 
-    def _find_original(self, storage: SavedStorage) -> bool:
+    def find_original(self, storage: SavedStorage) -> bool:
         """HOST to HELD_OUTSIDE, if another reference kept the memory. Returns whether one did.
 
         So that is what backward would have read without the engine, whatever has been done to it

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
@@ -34,6 +34,8 @@ class Iteration:
     """Where the host waits in it, if it follows its plan."""
     probe: Optional[IterationProbe] = None
     """Measures it, if it follows its plan; None where it is not measured."""
+    steps: Optional[Any] = None
+    """The steps of the plan in C++, where nothing is measured; None where Python performs them."""
     num_steps: int = 0
     """So far."""
     passes: list[ChunkOffloadHandler] = field(default_factory=list)

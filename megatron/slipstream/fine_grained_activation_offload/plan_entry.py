@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -116,6 +117,8 @@ class PlanEntry:
     """Where its host buffers lie in the slabs of a pool; None if they have too little room."""
     layout_generation: Optional[int] = None
     """Of those slabs."""
+    steps: Any = None
+    """The steps of the plan in C++, once they were asked for."""
     num_layouts_left: int = 0
     """Iterations that asked for other host buffers than the layout has."""
     num_passes: int = 0
@@ -141,6 +144,12 @@ class PlanEntry:
             self.layout = None if buffers is None else pool.make_layout(buffers)
             self.layout_generation = pool.generation
         return self.layout
+
+    def steps_by(self, compile_steps: Callable[[Plan], Any]) -> Any:
+        """The plan's steps in C++; None if ``compile_steps`` has none."""
+        if self.steps is None:
+            self.steps = compile_steps(self.plan)
+        return self.steps
 
     @property
     def num_moving(self) -> int:

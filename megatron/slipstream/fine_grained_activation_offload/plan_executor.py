@@ -17,6 +17,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 )
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
+from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
@@ -43,7 +44,8 @@ class PlanExecutor:
     def __init__(
         self, store: ActivationStore, recorder: Recorder, cache: PlanCache, tuner: Tuner
     ) -> None:
-        self._store = store
+        self.store = store
+        """Moves the groups."""
         self._recorder = recorder
         self._cache = cache
         self._tuner = tuner
@@ -63,11 +65,15 @@ class PlanExecutor:
             self._recorder.reads_memory = True
             self._recorder.watch_gradients()
             return
-        self._follow_layout(now, plan)
+        entry = self._cache.entry_of(plan)
+        if entry is not None:
+            self._follow_layout(now, entry)
         now.host_sync_points = self._tuner.sync_points_of(plan)
         now.probe = self._tuner.probe(plan)
+        if entry is not None and now.probe is None and not now.host_sync_points:
+            now.steps = entry.steps_by(self.store.compile_steps)
         if now.probe is not None and now.probe.clock is not None:
-            self._store.copy_streams.timings = now.probe.clock.timings
+            self.store.copy_streams.timings = now.probe.clock.timings
 
     def come_to(self, now: Iteration, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
         """Do what is due at a mark.
@@ -83,6 +89,10 @@ class PlanExecutor:
         """
         index = now.num_steps
         now.num_steps = index + 1
+        if now.steps is not None:
+            if now.steps.come_to(self.store.native, self, now, index, kind, at):
+                return
+            now.steps = None  # It departs.
         if now.plan is not None and not _is_step(now.plan, index, kind, at):
             self._depart(now, index, Step(kind, at.key, at.name))
         plan, probe = now.plan, now.probe
@@ -92,12 +102,12 @@ class PlanExecutor:
         if probe is not None:
             probe.begin_step()
         for action in plan.actions[index]:
-            self._perform(now, plan, action)
+            self.perform(now, action)
         if index in now.host_sync_points:
             for key in now.host_sync_points[index]:
                 group = now.groups.get(key)
                 if group is not None and group.state is not GroupState.OPEN:
-                    self._store.outlast_copies(group)
+                    self.store.outlast_copies(group)
         if probe is not None:
             probe.end_step()
 
@@ -109,6 +119,7 @@ class PlanExecutor:
             num_steps: Number of its steps that were as planned.
         """
         self.stop_measuring(now)
+        now.steps = None
         if now.plan is None:
             return
         planned, now.plan, now.has_layout = now.plan.trace.steps[:num_steps], None, False
@@ -118,7 +129,7 @@ class PlanExecutor:
 
     def stop_measuring(self, now: Iteration) -> None:
         """Measure no more of this iteration."""
-        now.probe = self._store.copy_streams.timings = None
+        now.probe = self.store.copy_streams.timings = None
 
     def clear(self, now: Iteration) -> None:
         """The iteration has ended, or is dropped."""
@@ -155,7 +166,7 @@ class PlanExecutor:
         """Do what has been due before a step: the iteration has followed another plan so far."""
         for due in plan.actions[:index]:
             for action in due:
-                self._perform(now, plan, action)
+                self.perform(now, action)
 
     def _go_on_without_plan(
         self, now: Iteration, index: int, kind: StepKind, at: OffloadTensorGroup | Step
@@ -169,11 +180,14 @@ class PlanExecutor:
             self._fallback.come_to_end(kind, chunk, options)
         self._recorder.end_step()
 
-    def _perform(self, now: Iteration, plan: Plan, action: Action) -> None:
+    def perform(self, now: Iteration, action: Action) -> None:
+        """Carry out an action of the plan that is followed, if it can be."""
+        plan = now.plan
+        assert plan is not None
         group = now.groups.get(action.key)
         if group is None or group.state is GroupState.OPEN:
             return
-        backend = self._store.backend
+        backend = self.store.backend
         if backend.names_ranges:
             with backend.profiler_range(str(action)):
                 self._carry_out(now, plan, action, group)
@@ -184,24 +198,24 @@ class PlanExecutor:
         self, now: Iteration, plan: Plan, action: Action, group: OffloadTensorGroup
     ) -> None:
         if action.kind is ActionKind.H2D:
-            self._store.copy_in_group(group)
+            self.store.copy_in_group(group)
         elif group.state is not GroupState.COMMITTED:
             return
         elif action.kind is ActionKind.FREE:
-            self._store.release(group)
+            self.store.release(group)
         else:
             kept = plan.group_by_key[action.key].kept_storages
             numbers = plan.trace.group_by_key[action.key].storages if now.has_layout else None
-            self._store.copy_out(group, kept=kept, numbers=numbers)
+            self.store.copy_out(group, kept=kept, numbers=numbers)
 
-    def _follow_layout(self, now: Iteration, plan: Plan) -> None:
-        entry, pool = self._cache.entry_of(plan), self._store.host_pool
-        layout = entry.layout_in(pool) if entry is not None else None
+    def _follow_layout(self, now: Iteration, entry: PlanEntry) -> None:
+        pool = self.store.host_pool
+        layout = entry.layout_in(pool)
         now.has_layout = layout is not None and pool.follow(layout)
 
     def _note_layout(self, now: Iteration) -> None:
         """Count the iterations whose buffers did not lie as computed."""
-        if now.has_layout and not self._store.host_pool.follows_layout:
+        if now.has_layout and not self.store.host_pool.follows_layout:
             entry = self._cache.entry_of(now.plan)
             if entry is not None:
                 entry.num_layouts_left += 1

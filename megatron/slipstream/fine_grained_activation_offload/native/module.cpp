@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <unordered_map>
 
-#include "store.h"
+#include "mark.h"
+#include "steps.h"
 
 using namespace slipstream;
 
@@ -279,4 +280,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_storage(module);
   bind_group(module);
   bind_store(module);
+  py::class_<Steps>(module, "Steps")
+      .def(py::init<const py::iterable&>())
+      .def("come_to", &Steps::come_to);
+  module.def("mark", &mark);
+  module.def("call_before", &call_before);
 }

@@ -105,6 +105,8 @@ class Store {
   }
 
   // Each of the following returns false, with nothing done, if the Python method has to do it.
+  // `in_python` is the `ActivationStore`, for what is rare. It is not kept: the engine, of which it
+  // is a part, goes with its last graph.
 
   bool copy_out(Group& group, const py::object& kept, const py::object& numbers) {
     if (!can_move()) return false;
@@ -131,14 +133,13 @@ class Store {
     return true;
   }
 
-  // `keep_on_device` is called with a storage whose copy out is of no use.
-  bool release(Group& group, const py::object& keep_on_device) {
+  bool release(Group& group, const py::object& in_python) {
     if (!can_move()) return false;
     for (const auto& storage : group.storages()) {
       if (!storage->drop_holder(group.serial)) continue;
       if (storage->residence != Residence::OFFLOADING) continue;
       if (storage->is_emptied() || !storage->is_copy_current()) {
-        keep_on_device(storage);
+        in_python.attr("keep_on_device")(storage);
       } else {
         storage->release(group.name);
       }
@@ -146,16 +147,15 @@ class Store {
     return true;
   }
 
-  // `find_original` is called with a storage whose memory others have kept.
-  bool copy_in(Group& group, const py::object& find_original) {
+  bool copy_in(Group& group, const py::object& in_python) {
     if (!can_move()) return false;
     std::vector<std::shared_ptr<Storage>> returning;
     for (auto& storage : group.storages()) {
       if (storage->residence != Residence::HOST) continue;
       if (!storage->live_original()) {
         returning.push_back(std::move(storage));
-      } else if (!find_original(storage).cast<bool>()) {
-        throw std::runtime_error("the original memory of a storage has gone meanwhile");
+      } else {
+        in_python.attr("find_original")(storage);
       }
     }
     if (returning.empty()) return true;

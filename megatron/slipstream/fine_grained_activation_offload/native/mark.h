@@ -1,0 +1,101 @@
+// Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+// Calls at places of the autograd graph, without a Python function there.
+
+#pragma once
+
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include "python.h"
+
+namespace slipstream {
+
+// A Python function that a thread of autograd calls or drops, which need not hold the GIL.
+class Callback {
+ public:
+  explicit Callback(py::object function) : function_(std::move(function)) {}
+  Callback(const Callback&) = delete;
+  Callback& operator=(const Callback&) = delete;
+
+  ~Callback() {
+    py::gil_scoped_acquire gil;
+    function_ = py::object();
+  }
+
+  void operator()() const {
+    py::gil_scoped_acquire gil;
+    function_();
+  }
+
+ private:
+  py::object function_;
+};
+
+// Passes the gradient on, after a call.
+class MarkNode : public torch::autograd::Node {
+ public:
+  explicit MarkNode(py::object function) : callback_(std::move(function)) {}
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    call(callback_);
+    return std::move(gradients);
+  }
+
+  std::string name() const override { return "SlipstreamMark"; }
+
+  static void call(const Callback& callback) {
+    try {
+      callback();
+    } catch (py::error_already_set& error) {
+      // Autograd takes Python's errors in this form from threads of its own.
+      py::gil_scoped_acquire gil;
+      python_error persisted;
+      error.restore();
+      persisted.persist();
+      throw persisted;
+    }
+  }
+
+ private:
+  Callback callback_;
+};
+
+class MarkHook : public torch::autograd::FunctionPreHook {
+ public:
+  explicit MarkHook(py::object function) : callback_(std::move(function)) {}
+
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
+    MarkNode::call(callback_);
+    return gradients;
+  }
+
+ private:
+  Callback callback_;
+};
+
+// `tensor` with a node in the graph that calls `function` when backward comes to it.
+inline py::object mark(const py::object& object, py::object function) {
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return object;
+  auto node = std::shared_ptr<MarkNode>(new MarkNode(std::move(function)),
+                                        torch::autograd::deleteNode);
+  node->set_next_edges(torch::autograd::collect_next_edges(tensor));
+  // Shares the version counter, so that changes in place show.
+  auto marked = at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      torch::autograd::impl::version_counter(tensor), /*allow_tensor_metadata_change=*/false));
+  torch::autograd::set_history(marked, node);
+  return wrap(std::move(marked));
+}
+
+// Have `function` called when backward comes to the operation that computed `tensor`.
+inline void call_before(const py::object& object, py::object function) {
+  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+  const auto& node = tensor.grad_fn();
+  if (node) node->add_pre_hook(std::make_unique<MarkHook>(std::move(function)));
+}
+
+}  // namespace slipstream
