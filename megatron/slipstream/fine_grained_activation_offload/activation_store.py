@@ -32,6 +32,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import (
     HostMemoryFull,
     HostPool,
 )
+from megatron.slipstream.fine_grained_activation_offload.markers import mark
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
 from megatron.slipstream.fine_grained_activation_offload.rank_barrier import RankBarrier
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
@@ -190,6 +191,22 @@ class ActivationStore:
             (step.kind, step.key, step.name, [compiled(action) for action in actions])
             for step, actions in zip(plan.trace.steps, plan.actions, strict=True)
         )
+
+    # Marks in the autograd graph.
+
+    def mark(self, tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
+        """``tensor``, with a node in the graph that calls ``come`` when backward comes to it."""
+        if self._module is None or type(tensor) is not torch.Tensor:
+            return mark(tensor, come)
+        marked: torch.Tensor = self._module.mark(tensor, come)
+        return marked
+
+    def call_before(self, tensor: torch.Tensor, come: Callable[..., object]) -> None:
+        """Have ``come`` called when backward comes to the operation that computed ``tensor``."""
+        if self._module is not None:
+            self._module.call_before(tensor, come)
+        elif tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(come)
 
     # Saved-tensor hooks.
 

@@ -311,7 +311,7 @@ class OffloadEngine:
         if group is None or tensor.grad_fn is None or self.graphs.is_capturing:
             return
         # Not a node of our own: [Note: One mark per group].
-        tensor.grad_fn.register_prehook(partial(self.end_group, group))
+        self.store.call_before(tensor, partial(self.end_group, group))
 
     def end_group(self, group: OffloadTensorGroup, *_: object) -> None:
         """Backward has left the group. A hook of autograd's, whose gradients it passes over."""

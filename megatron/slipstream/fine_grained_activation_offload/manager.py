@@ -169,6 +169,32 @@ class PipelineOffloadManager(OffloadEngine):
         is_marked = self._now.chunk is not None and self._is_training_forward()
         return CommitMark(self) if is_marked else None
 
+    def end_on(
+        self,
+        tensor: torch.Tensor,
+        mark: CommitMark,
+        name: str,
+        given_up: Sequence[torch.Tensor] = (),
+        is_delayed: bool = False,
+    ) -> torch.Tensor:
+        """End a group on one of its outputs.
+
+        Args:
+            tensor: The output.
+            mark: From :meth:`cur_forward_chunk`.
+            name: Of the group.
+            given_up: Tensors that forward reads no longer, though others may keep them.
+            is_delayed: Whether the commit waits for :meth:`flush_delayed_groups` during a replay.
+
+        Returns:
+            ``tensor``, with a node in the graph that marks where backward needs the group.
+        """
+        if is_delayed and self._in_replay:
+            self.push_offload_groups(mark.on_group_commit_forward, name, given_up)
+        else:
+            mark.on_group_commit_forward(name, given_up)
+        return self.store.mark(tensor, partial(mark.on_group_commit_backward, name))
+
     def __enter__(self) -> PipelineOffloadManager:
         """Enter the region of the group that was started last: what it saves belongs to it."""
         self._enter_region(self.region_context)
@@ -258,8 +284,6 @@ class PipelineOffloadManager(OffloadEngine):
         """Keep ``tensor`` on the device whatever saves it."""
         if tensor is not None:
             tensor._do_not_offload = True  # type: ignore[attr-defined]
-
-    mark_not_offloadable = mark_not_offload
 
     mark_not_offloadable = mark_not_offload
 

@@ -34,6 +34,7 @@ class MarkedManager(GroupOwner, Protocol):
 
     def pop_forward_chunk(self, name: str) -> None: ...
     def cur_forward_chunk(self) -> Optional[CommitMark]: ...
+    def end_on(self, tensor: torch.Tensor, mark: CommitMark, name: str) -> torch.Tensor: ...
     def __enter__(self) -> Any: ...
     def __exit__(self, *exception: object) -> None: ...
 
@@ -81,18 +82,22 @@ def at_first_gradient(tensors: Iterable[torch.Tensor], come: Callable[[], None])
             tensor.register_hook(arrive)
 
 
-class _CommitFunction(torch.autograd.Function):
+class _MarkFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, mark: CommitMark, name: str) -> torch.Tensor:
-        ctx.mark = mark
-        ctx.name = name
-        mark.on_group_commit_forward(name)
+    def forward(ctx: Any, tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
+        ctx.come = come
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        ctx.mark.on_group_commit_backward(ctx.name)
-        return grad_outputs[0], None, None
+        ctx.come()
+        return grad_outputs[0], None
+
+
+def mark(tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
+    """``tensor``, with a node in the graph that calls ``come`` when backward comes to it."""
+    marked: torch.Tensor = _MarkFunction.apply(tensor, come)
+    return marked
 
 
 class offload_group:
@@ -119,6 +124,4 @@ class offload_group:
     def commit(self, tensor: torch.Tensor) -> torch.Tensor:
         """Mark the end of the group on one of its outputs, which is returned unchanged."""
         mark = self._manager.cur_forward_chunk()
-        if mark is None:
-            return tensor
-        return _CommitFunction.apply(tensor, mark, self._name)
+        return tensor if mark is None else self._manager.end_on(tensor, mark, self._name)
