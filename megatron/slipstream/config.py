@@ -79,10 +79,10 @@ class OffloadConfig:
     device, with a warning. Not set: 80% of the memory that is available on the node (or in the
     container) at the start, divided by LOCAL_WORLD_SIZE."""
 
-    offload_native: Literal["auto", "off"] = "off"
-    """'auto' runs the saved-tensor hooks in C++ where a C++ compiler is found, which takes less of
-    the host's time for each group. They are compiled at the first use, in under a minute, and kept
-    in ~/.cache/slipstream. 'off' runs those in Python."""
+    offload_native: Literal["auto", "off"] = "auto"
+    """'auto' runs the work of each group (saved-tensor hooks, marks, copies and waits) in C++, which
+    takes the host a fraction of the time. It is compiled at the first use, in under a minute, and
+    kept in ~/.cache/slipstream; without a C++ compiler, Python does the same. 'off' is Python."""
 
     offload_checkpoint_inputs: bool = False
     """Move the inputs that checkpoints keep: of layers under `--recompute-granularity full`, and of

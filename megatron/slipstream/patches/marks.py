@@ -5,7 +5,8 @@
 - Where backward leaves a group. megatron-core tells an engine the name of a group that starts, and
   marks the start in the graph only by a node of the engine's, which would change how gradients
   round: [Note: One mark per group]. Its ``fine_grained_offloading_group_start`` has the input too.
-- The name of a group that ends: in forward models of 0.17 and 0.18 do not say it.
+- A group's end. megatron-core's node there is a Python function, and in models of 0.17 and 0.18 it
+  does not know the name of its group in backward.
 - Outputs that are discarded. Selective recomputation of norms and activation functions empties
   their storage once forward needs it no more, while a copy to the host may still read it. The
   engine then leaves the storage where it is: the recomputation fills it.
@@ -24,7 +25,7 @@ import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark, offload_group
+from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
 
 
 def _engine() -> Optional[PipelineOffloadManager]:
@@ -47,7 +48,7 @@ def tell_group_input(original: Callable[..., Any]) -> Callable[..., Any]:
     return start
 
 
-class CommitByName:
+class EndByEngine:
     """Replaces ``FineGrainedOffloadingGroupCommitFunction``, which ends a group.
 
     Args:
@@ -61,7 +62,8 @@ class CommitByName:
         """As megatron-core calls it; ``rest`` says what to release and whether to delay."""
         if not isinstance(mark, CommitMark):  # of megatron-core's own engine
             return self._original.apply(tensor, mark, name, *rest)
-        return offload_group(mcore_offload.PipelineOffloadManager.OFFLOAD_MGR, name).commit(tensor)
+        engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+        return engine.end_on(tensor, mark, name, *rest)
 
 
 def tell_discarded_outputs(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -97,10 +97,8 @@ GROUPS = (
     ),
     Patch(
         f"{_FACADE}.FineGrainedOffloadingGroupCommitFunction",
-        _late("marks", "CommitByName"),
-        "a mark learns the name of its group in backward only",
-        releases="0.17, 0.18",
-        is_needed=lambda: not models_pass_their_rank(),
+        _late("marks", "EndByEngine"),
+        "a Python function would run at each group's end, forward and backward",
     ),
 )
 

@@ -1,10 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The saved-tensor hooks and their storages in C++.
+"""The work of each group in C++: saved-tensor hooks, marks, copies, waits and host buffers.
 
-The Python code of ``activation_store`` and ``storage`` is the reference, and does the same where
-there is no compiler. Storages of either kind have the same attributes and methods, so the rest of
-the engine does not tell them apart.
+The Python classes of the same names are the reference, and do the same where there is no compiler.
+Objects of either kind have the same attributes and methods, so the rest of the engine does not tell
+them apart. C++ does what is common, and hands everything else to the Python method, which works on
+the same objects: times that are taken, capture in a graph, verification, memory that others keep.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def native_module() -> Optional[Any]:
         module = load()
     except BuildError as error:
         logger.warning(
-            "offload_native='auto' is not possible here: %s. The Python hooks run instead, which "
-            "take the host about a sixth longer for each group",
+            "offload_native='auto' is not possible here: %s. Python does the work of each group, "
+            "which takes the host several times as long",
             error,
         )
         return None
