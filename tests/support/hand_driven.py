@@ -26,12 +26,13 @@ def is_native_run(name: str) -> tuple[str, bool]:
 
 
 class HandDriven:
-    """A store on the backend of that name; with ", native" after it, with the hooks in C++."""
+    """A store on the backend of that name; with ", native" after it, the one in C++."""
 
     def __init__(self, backend: str = "cpu-lazy") -> None:
         backend, is_native = is_native_run(backend)
         self.backend = make_backend(backend)
         self.recorder = Recorder(self.backend)
+        self.recorder.reads_memory = not is_native  # else the work is Python's
         self.store = ActivationStore(self.backend, self.recorder, is_native)
         self._num_groups = 0
         self.groups: dict[GroupKey, OffloadTensorGroup] = {}
@@ -56,12 +57,16 @@ class HandDriven:
     def copy_out(self, group: OffloadTensorGroup) -> None:
         """Commit the group and start its copies out."""
         self.store.commit(group)
-        self.store.copy_out(group, lambda *_: True)
+        self.store.copy_out(group)
 
     def send(self, group: OffloadTensorGroup) -> None:
         """Copy the group out and release its device memory."""
         self.copy_out(group)
         self.store.release(group)
+
+    def copy_in(self, group: OffloadTensorGroup) -> None:
+        """Start copying the group's storages back."""
+        self.store.copy_in_group(group)
 
     @property
     def copies(self) -> int:

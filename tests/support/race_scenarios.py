@@ -18,6 +18,7 @@ import torch
 from hand_driven import HandDriven
 
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams, Edge
+from megatron.slipstream.fine_grained_activation_offload.native import native_module
 
 NUMEL = 1 << 20
 SLEEP_CYCLES = 400_000_000
@@ -25,7 +26,11 @@ SLEEP_CYCLES = 400_000_000
 MAX_DOUBLINGS = 4
 NUM_POISONED_BLOCKS = 64
 
-Scenario = Callable[[], bool]
+KINDS = ("cuda", "cuda, native")
+"""The store in Python, and in C++."""
+
+Scenario = Callable[[str], bool]
+"""Of the kind of store."""
 
 
 class _TooLate(Exception):
@@ -57,12 +62,12 @@ class Lateness:
             raise _TooLate
 
 
-def _repeated_if_slow(scenario: Callable[[Lateness], bool]) -> Scenario:
+def _repeated_if_slow(scenario: Callable[[Lateness, str], bool]) -> Scenario:
     @functools.wraps(scenario)
-    def repeated() -> bool:
+    def repeated(kind: str) -> bool:
         for num_doublings in range(MAX_DOUBLINGS + 1):
             try:
-                return scenario(Lateness(SLEEP_CYCLES << num_doublings))
+                return scenario(Lateness(SLEEP_CYCLES << num_doublings), kind)
             except _TooLate:
                 torch.cuda.synchronize()
         raise AssertionError("the host is too slow for this scenario")
@@ -96,9 +101,9 @@ def _poison_free_memory() -> set[int]:
 
 
 @_repeated_if_slow
-def copy_out_of_what_is_computed_late(late: Lateness) -> bool:
+def copy_out_of_what_is_computed_late(late: Lateness, kind: str) -> bool:
     """E1: the source is NaN until the compute stream, which is late, has written it."""
-    hand = HandDriven("cuda")
+    hand = HandDriven(kind)
     tensor = _values(float("nan"))
     torch.cuda.synchronize()
     late.on(torch.cuda.current_stream())
@@ -110,31 +115,31 @@ def copy_out_of_what_is_computed_late(late: Lateness) -> bool:
     late.check()
     torch.cuda.synchronize()
     hand.store.release(group)
-    return bool((hand.store.read(saved) == 1.0).all())
+    return bool((hand.unpack(saved) == 1.0).all())
 
 
 @_repeated_if_slow
-def host_buffer_lent_while_a_late_copy_in_reads_it(late: Lateness) -> bool:
+def host_buffer_lent_while_a_late_copy_in_reads_it(late: Lateness, kind: str) -> bool:
     """E2: the second group's copy out would overwrite what the first one's copy in reads."""
-    hand = HandDriven("cuda")
+    hand = HandDriven(kind)
     group, saved = _sent(hand, 1.0)
     address = saved.storage.allocation.buffer.address
     late.on(hand.store.copy_streams.h2d)
-    hand.store.copy_in(group.storages())
+    hand.copy_in(group)
     other = hand.group()
     saved_other = hand.save(other, _values(2.0))
     hand.copy_out(other)
     late.check()
     if saved_other.storage.allocation.buffer.address != address:
         raise AssertionError("the scenario needs the pool to allocate the same buffer again")
-    right = bool((hand.store.read(saved) == 1.0).all())
-    return right and bool((hand.store.read(saved_other) == 2.0).all())
+    right = bool((hand.unpack(saved) == 1.0).all())
+    return right and bool((hand.unpack(saved_other) == 2.0).all())
 
 
 @_repeated_if_slow
-def device_memory_reused_while_a_late_copy_out_reads_it(late: Lateness) -> bool:
+def device_memory_reused_while_a_late_copy_out_reads_it(late: Lateness, kind: str) -> bool:
     """E3: what is released is filled with NaN by its next owner."""
-    hand = HandDriven("cuda")
+    hand = HandDriven(kind)
     group, tensor = hand.group(), _values(1.0)
     saved, address = hand.save(group, tensor), tensor.data_ptr()
     del tensor
@@ -145,20 +150,20 @@ def device_memory_reused_while_a_late_copy_out_reads_it(late: Lateness) -> bool:
         raise AssertionError("the scenario needs the allocator to hand out the same block again")
     late.check()
     torch.cuda.synchronize()
-    return bool((hand.store.read(saved) == 1.0).all())
+    return bool((hand.unpack(saved) == 1.0).all())
 
 
 @_repeated_if_slow
-def copy_in_over_memory_that_late_compute_reads(late: Lateness) -> bool:
+def copy_in_over_memory_that_late_compute_reads(late: Lateness, kind: str) -> bool:
     """E4: the destination is a block whose last reader, on the compute stream, is late."""
-    hand = HandDriven("cuda")
+    hand = HandDriven(kind)
     group, saved = _sent(hand, 1.0)
     block = _values(3.0)
     late.on(torch.cuda.current_stream())
     read_late = block.clone()
     address = block.data_ptr()
     del block
-    hand.store.copy_in(group.storages())
+    hand.copy_in(group)
     if saved.storage.returned.data_ptr() != address:
         raise AssertionError("the scenario needs the allocator to hand out the same block")
     late.check()
@@ -167,27 +172,27 @@ def copy_in_over_memory_that_late_compute_reads(late: Lateness) -> bool:
 
 
 @_repeated_if_slow
-def backward_reads_while_a_late_copy_in_writes(late: Lateness) -> bool:
+def backward_reads_while_a_late_copy_in_writes(late: Lateness, kind: str) -> bool:
     """E5: until the late copy has run the destination holds NaN."""
-    hand = HandDriven("cuda")
+    hand = HandDriven(kind)
     group, saved = _sent(hand, 1.0)
     _poison_free_memory()
     torch.cuda.synchronize()
     late.on(hand.store.copy_streams.h2d)
-    hand.store.copy_in(group.storages())
+    hand.copy_in(group)
     late.check()
-    read = hand.store.read(saved).clone()
+    read = hand.unpack(saved).clone()
     torch.cuda.synchronize()
     return bool((read == 1.0).all())
 
 
 @_repeated_if_slow
-def unused_memory_reused_while_a_late_copy_in_writes(late: Lateness) -> bool:
+def unused_memory_reused_while_a_late_copy_in_writes(late: Lateness, kind: str) -> bool:
     """E6: the next owner of the destination would be overwritten by the late copy."""
-    hand = HandDriven("cuda")
+    hand = HandDriven(kind)
     group, saved = _sent(hand, 1.0)
     late.on(hand.store.copy_streams.h2d)
-    hand.store.copy_in(group.storages())
+    hand.copy_in(group)
     address = saved.storage.returned.data_ptr()
     del saved
     next_owner = _values(4.0)
@@ -199,9 +204,9 @@ def unused_memory_reused_while_a_late_copy_in_writes(late: Lateness) -> bool:
 
 
 @_repeated_if_slow
-def host_memory_unpinned_while_a_late_copy_writes_it(late: Lateness) -> bool:
+def host_memory_unpinned_while_a_late_copy_writes_it(late: Lateness, kind: str) -> bool:
     """E7: a stream must be idle when its host memory goes; the fault itself could be a crash."""
-    hand = HandDriven("cuda")
+    hand = HandDriven(kind)
     group = hand.group()
     saved = hand.save(group, _values(1.0))
     late.on(hand.store.copy_streams.d2h)
@@ -223,15 +228,15 @@ def host_memory_unpinned_while_a_late_copy_writes_it(late: Lateness) -> bool:
 
 
 @_repeated_if_slow
-def returned_memory_reused_while_another_stream_reads_it_late(late: Lateness) -> bool:
+def returned_memory_reused_while_another_stream_reads_it_late(late: Lateness, kind: str) -> bool:
     """E8: backward reads on another stream than the copy in was started on, which goes on."""
-    hand = HandDriven("cuda")
+    hand = HandDriven(kind)
     group, saved = _sent(hand, 1.0)
-    hand.store.copy_in(group.storages())
+    hand.copy_in(group)
     reader = torch.cuda.Stream()
     late.on(reader)
     with torch.cuda.stream(reader):
-        read_late = hand.store.read(saved).clone()
+        read_late = hand.unpack(saved).clone()
     del saved
     _poison_free_memory()
     late.check()
@@ -240,9 +245,9 @@ def returned_memory_reused_while_another_stream_reads_it_late(late: Lateness) ->
 
 
 @_repeated_if_slow
-def graphs_replayed_while_a_late_copy_in_writes(late: Lateness) -> bool:
+def graphs_replayed_while_a_late_copy_in_writes(late: Lateness, kind: str) -> bool:
     """E9: the graph that reads follows the one that copies back. Without it, there is no graph."""
-    hand = HandDriven("cuda")
+    hand = HandDriven(kind)
     group, source = hand.group(), _values(0.0)
     result = torch.empty_like(source)
     saved: list[object] = []
@@ -256,10 +261,10 @@ def graphs_replayed_while_a_late_copy_in_writes(late: Lateness) -> bool:
     def backward_of_the_layer_after() -> None:
         streams.h2d.wait_stream(torch.cuda.current_stream())
         late.on(streams.h2d)
-        hand.store.copy_in(group.storages())
+        hand.copy_in(group)
 
     def backward() -> None:
-        result.copy_(hand.store.read(saved[0]))
+        result.copy_(hand.unpack(saved[0]))
 
     pool, graphs = torch.cuda.graph_pool_handle(), []
     for work in (forward, backward_of_the_layer_after, backward):
@@ -281,7 +286,7 @@ def graphs_replayed_while_a_late_copy_in_writes(late: Lateness) -> bool:
     return right
 
 
-SCENARIOS: dict[Edge, Callable[[], bool]] = {
+SCENARIOS: dict[Edge, Scenario] = {
     Edge.E1: copy_out_of_what_is_computed_late,
     Edge.E2: host_buffer_lent_while_a_late_copy_in_reads_it,
     Edge.E3: device_memory_reused_while_a_late_copy_out_reads_it,
@@ -299,7 +304,7 @@ EDGE_METHODS = ("_wait", "_wait_on_host", "_hold")
 
 
 class without_edge:
-    """Context manager that deletes one edge from every :class:`CopyStreams`."""
+    """Context manager that deletes one edge from every :class:`CopyStreams`, and in C++."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -308,10 +313,16 @@ class without_edge:
     def __enter__(self) -> None:
         for name, original in self._originals.items():
             setattr(CopyStreams, name, self._skipping(original))
+        native = native_module()
+        assert native is not None
+        native.Waits.skipped_edge = self._edge.name
 
     def __exit__(self, *_: object) -> None:
         for name, original in self._originals.items():
             setattr(CopyStreams, name, original)
+        native = native_module()
+        assert native is not None
+        native.Waits.skipped_edge = ""
 
     def _skipping(self, original: Callable[..., None]) -> Callable[..., None]:
         def skipping(streams: CopyStreams, edge: Edge, *rest: object) -> None:

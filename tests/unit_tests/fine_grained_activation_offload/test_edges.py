@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hand_driven import HandDriven
+from hand_driven import LAZY_NATIVE, HandDriven
 from race_scenarios import EDGE_METHODS, without_edge
 from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
 
@@ -24,39 +24,39 @@ from megatron.slipstream.fine_grained_activation_offload.cpu_backends import Laz
 ROOM = Path(copy_streams.__file__).parent
 
 
-def _schedule_scenario(name: str) -> Callable[[], bool]:
-    def scenario() -> bool:
+def _schedule_scenario(name: str) -> Callable[[str], bool]:
+    def scenario(backend: str) -> bool:
         chunks = make_chunks(2)
         expected = run_schedule(chunks, SCHEDULES[name], None)
-        manager = make_manager("cpu-lazy")
+        manager = make_manager(backend)
         results = [run_schedule(chunks, SCHEDULES[name], manager) for _ in range(3)]
         return all(all_equal(expected, result) for result in results)
 
     return scenario
 
 
-def _buffer_is_reused_before_its_copy_in_has_run() -> bool:
-    hand = HandDriven()
+def _buffer_is_reused_before_its_copy_in_has_run(backend: str) -> bool:
+    hand = HandDriven(backend)
     first, second = torch.full((4096,), 1.0), torch.full((4096,), 2.0)
     group_a, group_b = hand.group(), hand.group()
     saved_a = hand.save(group_a, first.clone())
     hand.send(group_a)
     # The copy in is started and the buffer in use again before anybody waits for the copy.
-    hand.store.copy_in(group_a.storages())
+    hand.copy_in(group_a)
     saved_b = hand.save(group_b, second.clone())
     hand.send(group_b)
     assert hand.store.host_pool.num_slabs == 1
-    return torch.equal(hand.store.read(saved_a), first) and torch.equal(
-        hand.store.read(saved_b), second
+    return torch.equal(hand.unpack(saved_a), first) and torch.equal(
+        hand.unpack(saved_b), second
     )
 
 
-def _returned_memory_that_was_never_read() -> bool:
-    hand = HandDriven()
+def _returned_memory_that_was_never_read(backend: str) -> bool:
+    hand = HandDriven(backend)
     group = hand.group()
     saved = hand.save(group, torch.ones(4096))
     hand.send(group)
-    hand.store.copy_in(group.storages())
+    hand.copy_in(group)
     unraisable: list[object] = []
     before, sys.unraisablehook = sys.unraisablehook, unraisable.append
     del saved
@@ -64,8 +64,8 @@ def _returned_memory_that_was_never_read() -> bool:
     return not unraisable
 
 
-def _closed_with_copies_under_way() -> bool:
-    hand = HandDriven()
+def _closed_with_copies_under_way(backend: str) -> bool:
+    hand = HandDriven(backend)
     group = hand.group()
     _saved = hand.save(group, torch.ones(4096))
     hand.copy_out(group)
@@ -73,27 +73,27 @@ def _closed_with_copies_under_way() -> bool:
     return True
 
 
-def _returned_memory_read_on_another_stream() -> bool:
+def _returned_memory_read_on_another_stream(backend: str) -> bool:
     """Whether the allocator is told; the adversary's compute is never late itself."""
-    hand = HandDriven()
+    hand = HandDriven(backend)
     group = hand.group()
     saved = hand.save(group, torch.ones(4096))
     hand.send(group)
-    hand.store.copy_in(group.storages())
+    hand.copy_in(group)
     other, held = hand.backend.new_stream(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hand.backend, "hold", lambda tensor, stream: held.append((tensor, stream)))
-        on_its_own = hand.store.read(saved)
+        on_its_own = hand.unpack(saved)
         patch.setattr(hand.backend, "current_stream", lambda: other)
-        returned = hand.store.read(saved)
+        returned = hand.unpack(saved)
     assert on_its_own.data_ptr() == returned.data_ptr()
     return [(tensor.data_ptr(), stream) for tensor, stream in held] == [
         (returned.data_ptr(), other)
     ]
 
 
-def _read_in_the_graph_after_the_one_that_copies_back() -> bool:
-    hand = HandDriven()
+def _read_in_the_graph_after_the_one_that_copies_back(backend: str) -> bool:
+    hand = HandDriven(backend)
     group = hand.group()
     streams = hand.store.copy_streams
     streams.begin_graph()
@@ -101,15 +101,15 @@ def _read_in_the_graph_after_the_one_that_copies_back() -> bool:
     hand.send(group)
     streams.end_graph()
     streams.begin_graph()
-    hand.store.copy_in(group.storages())
+    hand.copy_in(group)
     streams.end_graph()
     streams.begin_graph()
-    right = torch.equal(hand.store.read(saved), torch.ones(4096))
+    right = torch.equal(hand.unpack(saved), torch.ones(4096))
     streams.end_graph()
     return right
 
 
-SCENARIOS: dict[Edge, Callable[[], bool]] = {
+SCENARIOS: dict[Edge, Callable[[str], bool]] = {
     Edge.E1: _schedule_scenario("one micro-batch"),
     Edge.E2: _buffer_is_reused_before_its_copy_in_has_run,
     Edge.E3: _schedule_scenario("accumulation"),
@@ -122,25 +122,27 @@ SCENARIOS: dict[Edge, Callable[[], bool]] = {
 }
 
 
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
 @pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
-def test_scenario_is_right_with_every_edge(edge: Edge) -> None:
-    assert SCENARIOS[edge]()
+def test_scenario_is_right_with_every_edge(edge: Edge, backend: str) -> None:
+    assert SCENARIOS[edge](backend)
 
 
-def _is_right(scenario: Callable[[], bool]) -> bool:
+def _is_right(scenario: Callable[[str], bool], backend: str) -> bool:
     """False for wrong numbers and for the backend's own complaint."""
     try:
-        return scenario()
+        return scenario(backend)
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
         return False
 
 
+@pytest.mark.parametrize("backend", ["cpu-lazy", LAZY_NATIVE])
 @pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
-def test_scenario_is_wrong_without_its_edge(edge: Edge) -> None:
+def test_scenario_is_wrong_without_its_edge(edge: Edge, backend: str) -> None:
     with without_edge(edge):
-        right = _is_right(SCENARIOS[edge])
+        right = _is_right(SCENARIOS[edge], backend)
     assert not right, f"nothing noticed that {edge.name} is gone: {edge.value}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from hand_driven import HandDriven
-from race_scenarios import SCENARIOS, without_edge
+from race_scenarios import KINDS, SCENARIOS, without_edge
 
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Edge
 
@@ -22,16 +22,18 @@ def test_every_edge_has_a_scenario() -> None:
     assert SCENARIOS.keys() == set(Edge)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
-def test_right_with_the_edge(edge: Edge) -> None:
+def test_right_with_the_edge(edge: Edge, kind: str) -> None:
     for _ in range(3):
-        assert SCENARIOS[edge]()
+        assert SCENARIOS[edge](kind)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("edge", Edge, ids=lambda edge: edge.name)
-def test_wrong_without_the_edge(edge: Edge) -> None:
+def test_wrong_without_the_edge(edge: Edge, kind: str) -> None:
     with without_edge(edge):
-        assert not any(SCENARIOS[edge]() for _ in range(3))
+        assert not any(SCENARIOS[edge](kind) for _ in range(3))
 
 
 def test_host_memory_that_was_not_returned_can_be_registered_again() -> None:
@@ -44,19 +46,21 @@ def test_host_memory_that_was_not_returned_can_be_registered_again() -> None:
         assert bool((hand.store.read(saved) == 1.0).all())
 
 
-def test_each_scenario_depends_on_its_own_edge_only(record_row: Row) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_scenario_depends_on_its_own_edge_only(kind: str, record_row: Row) -> None:
     """The mutation run: every edge deleted in turn, every scenario run. Its rows are kept."""
     table = {}
     for deleted in [None, *Edge]:
         for scenario in Edge:
             if deleted is None:
-                right = SCENARIOS[scenario]()
+                right = SCENARIOS[scenario](kind)
             else:
                 with without_edge(deleted):
-                    right = SCENARIOS[scenario]()
+                    right = SCENARIOS[scenario](kind)
             table[deleted, scenario] = right
             name = deleted.name if deleted else None
-            record_row("edge_mutations", deleted=name, scenario=scenario.name, right=right)
+            row = {"kind": kind, "deleted": name, "scenario": scenario.name, "right": right}
+            record_row("edge_mutations", **row)
     assert all(table[None, scenario] for scenario in Edge)
     for deleted in Edge:
         assert not table[deleted, deleted]

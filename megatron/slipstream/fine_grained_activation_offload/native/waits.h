@@ -28,7 +28,7 @@ class Waits {
   int64_t graph = 0;
   bool is_timed = false;
   // The edge that mutation tests leave out.
-  std::string skipped_edge;
+  static inline std::string skipped_edge;
 
   // Nothing needs the Python path: no times are taken, and nothing is captured.
   bool is_plain() const { return graph == 0 && !is_timed; }
