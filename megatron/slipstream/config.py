@@ -80,7 +80,7 @@ class OffloadConfig:
     container) at the start, divided by LOCAL_WORLD_SIZE."""
 
     offload_native: Literal["auto", "off"] = "auto"
-    """'auto' runs the work of each group (saved-tensor hooks, marks, copies and waits) in C++, which
+    """'auto' does the work of each group (saved-tensor hooks, marks, copies, waits) in C++, which
     takes the host a fraction of the time. It is compiled at the first use, in under a minute, and
     kept in ~/.cache/slipstream; without a C++ compiler, Python does the same. 'off' is Python."""
 

@@ -28,6 +28,7 @@ from megatron.slipstream.doctor.facts import (
     Gpu,
     Host,
     Link,
+    Native,
     PatchTarget,
     Ranks,
     Torch,
@@ -104,7 +105,7 @@ def collect(request: Request, progress: Progress = lambda _: None, root: Path = 
     )
     if _can_import(facts):
         progress("patches")
-        facts = replace(facts, patches=_patches())
+        facts = replace(facts, patches=_patches(), native=_native())
     return _with_command(facts, words, progress)
 
 
@@ -152,6 +153,13 @@ def extensions_folder(environment: Mapping[str, str]) -> Path:
     """Where torch compiles extensions when they are first used."""
     caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(environment.get("TORCH_EXTENSIONS_DIR") or Path(caches) / "torch_extensions")
+
+
+def _native() -> Native:
+    # It needs torch, which other checks do without.
+    from megatron.slipstream.fine_grained_activation_offload.native import build
+
+    return Native(build.is_compiled(), build.problem())
 
 
 def build_locks(folder: Path, now_s: float) -> tuple[BuildLock, ...]:

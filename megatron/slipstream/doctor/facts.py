@@ -100,6 +100,14 @@ class BuildLock(NamedTuple):
     age_s: float
 
 
+class Native(NamedTuple):
+    """The C++ module that does the work of each group."""
+
+    is_compiled: bool
+    problem: Optional[str] = None
+    """Why it cannot be compiled."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """The machine and this process. See :func:`~megatron.slipstream.doctor.collect.collect`."""
@@ -115,6 +123,8 @@ class Facts:
     driver: Optional[str] = None
     """Version of NVIDIA's driver."""
     build_locks: tuple[BuildLock, ...] = ()
+    native: Optional[Native] = None
+    """The engine's C++ module; None where torch does not import."""
     patches: tuple[PatchTarget, ...] = ()
     """Those that the installed packages need; empty where they cannot be imported."""
     gpus: tuple[Gpu, ...] = ()

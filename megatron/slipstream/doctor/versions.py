@@ -75,6 +75,13 @@ STALE_LOCK = Rule(
     "extension (megatron-core's recomputation needs one) waits for it without end",
     "if nothing is being compiled, delete the file",
 )
+NO_NATIVE = Rule(
+    "no-compiler",
+    "warning",
+    "offload_native='auto' is not possible here because {problem}; the engine then takes the host "
+    "several times as long for each group",
+    "install g++ (Debian: apt-get install g++), or set CXX to a C++17 compiler",
+)
 TE_MISSING = Rule(
     "transformer-engine-missing",
     "warning",
@@ -160,6 +167,15 @@ def _extensions(facts: Facts) -> Seen:
     return Seen(f"{num_locks} being compiled" if num_locks else "none is being compiled", findings)
 
 
+def _native(facts: Facts) -> Seen:
+    native = facts.native
+    if native is None:
+        return not_looked_at("torch has to work first")
+    if native.problem is not None:
+        return Seen("not compiled", (NO_NATIVE.found(problem=native.problem),))
+    return Seen("compiled" if native.is_compiled else "compiled at the first use")
+
+
 def _patches(facts: Facts) -> Seen:
     if not facts.patches:
         return not_looked_at("torch, megatron-core and what they import have to work first")
@@ -204,6 +220,12 @@ TOPIC = Topic(
             "training waits without end for the lock of a killed build",
             _extensions,
             (STALE_LOCK,),
+        ),
+        Check(
+            "Engine in C++",
+            "each group takes the host several times as long",
+            _native,
+            (NO_NATIVE,),
         ),
         Check("Run-time patches", "`install()` ends with an error", _patches, (MOVED,)),
     ),

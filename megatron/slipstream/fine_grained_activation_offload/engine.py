@@ -87,6 +87,7 @@ class OffloadEngine:
         self._recorder = Recorder(backend)
         self.store = ActivationStore(backend, self._recorder, is_native)
         """The saved activations."""
+        self.report.is_native = self.store.is_native
         self._cache = PlanCache()
         self._tuner = Tuner(self.store, self._cache, self.report, options or PolicyOptions())
         self.store.host_pool.limit_bytes = self._tuner.options.host_memory_limit_bytes

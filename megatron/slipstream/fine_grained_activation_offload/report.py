@@ -89,6 +89,8 @@ class RankReport:
     """Of that figure, in percent."""
     tried: list[TriedPlan] = field(default_factory=list)
     """Plans tried for the newest options, oldest first. Most or all of them exceed the limit."""
+    is_native: bool = False
+    """Whether C++ did the work of each group; see ``offload_native``."""
     host_allocated_bytes: int = 0
     """Host memory that the pool holds."""
     host_growth_bytes: int = 0
@@ -223,7 +225,9 @@ class Report:
         lines += [_times(rank) for rank in self.ranks if rank.measured_ms]
         lines += [line for rank in self.ranks for line in _tried(rank)]
         for rank in self.ranks[:1]:
-            lines.append(f"iterations: {rank.num_iterations}, plans made: {rank.num_plans}")
+            path = "in C++" if rank.is_native else "in Python"
+            figures = f"iterations: {rank.num_iterations}, plans made: {rank.num_plans}"
+            lines.append(f"{figures}, the work of each group: {path}")
             if rank.plan:
                 lines += ["", f"Plan of rank {rank.rank}", rank.plan]
         return "\n".join(lines)

@@ -19,7 +19,6 @@ from megatron.slipstream.patches import patching
 from megatron.slipstream.patches.patching import Patch
 from megatron.slipstream.patches.releases import (
     has_gpt_builder,
-    models_pass_their_rank,
     pretrain_parses,
 )
 

@@ -19,6 +19,7 @@ from megatron.slipstream.doctor.facts import (
     Command,
     Facts,
     Link,
+    Native,
     PatchTarget,
     Torch,
 )
@@ -89,6 +90,12 @@ CASES = {
         facts(build_locks=(BuildLock("/cache/torch_extensions/share_storage_ext/lock", 700.0),)),
         ("share_storage_ext/lock is 12 minutes old", "delete"),
         (facts(build_locks=(BuildLock("/cache/torch_extensions/share_storage_ext/lock", 30.0),)),),
+    ),
+    "no-compiler": Case(
+        "warning",
+        facts(native=Native(False, "there is no C++ compiler")),
+        ("offload_native='auto' is not possible here", "there is no C++ compiler", "g++"),
+        (facts(native=Native(is_compiled=False)),),
     ),
     "driver-too-old": Case(
         "error",

@@ -46,9 +46,7 @@ def _buffer_is_reused_before_its_copy_in_has_run(backend: str) -> bool:
     saved_b = hand.save(group_b, second.clone())
     hand.send(group_b)
     assert hand.store.host_pool.num_slabs == 1
-    return torch.equal(hand.unpack(saved_a), first) and torch.equal(
-        hand.unpack(saved_b), second
-    )
+    return torch.equal(hand.unpack(saved_a), first) and torch.equal(hand.unpack(saved_b), second)
 
 
 def _returned_memory_that_was_never_read(backend: str) -> bool:

@@ -23,6 +23,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Optional
 
 import torch
 
@@ -37,13 +38,29 @@ class BuildError(RuntimeError):
     """The native module could not be compiled."""
 
 
+def problem() -> Optional[str]:
+    """Why the module cannot be loaded, as far as is seen without compiling it; None if it can."""
+    if _path().exists():
+        return None
+    try:
+        _compiler()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def is_compiled() -> bool:
+    """Whether :func:`load` finds the module compiled."""
+    return _path().exists()
+
+
 def load() -> ModuleType:
     """The native module, compiled if that has not been done before.
 
     Raises:
         BuildError: There is no compiler, or it failed.
     """
-    path = _cache_folder() / _key() / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    path = _path()
     if not path.exists():
         _compile(_compiler(), path)
     spec = importlib.util.spec_from_file_location(NAME, path)
@@ -55,6 +72,10 @@ def load() -> ModuleType:
     except ImportError as error:
         raise BuildError(f"{path} does not load: {error}") from error
     return module
+
+
+def _path() -> Path:
+    return _cache_folder() / _key() / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
 
 def _compiler() -> str:
