@@ -112,6 +112,7 @@ IN_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 """Modules inside of captured attention: nothing of them is put off until a graph is launched."""
 
 AUTO = {"auto": {"offload_max_overhead_percent": "auto"}}
+PYTHON = {"python": {"offload_native": "off"}}
 """Slipstream chooses what moves, among the variant's modules."""
 
 

@@ -9,13 +9,18 @@ from dataclasses import replace
 
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 
-from benchmarks.case import AUTO, Case, Variant
+from benchmarks.case import AUTO, PYTHON, Case, Variant
 
 
 def _variants(all_modules: Sequence[str], *sets: str) -> tuple[Variant, ...]:
     """``sets`` in the order given, then all modules, those last with the planner's choice too."""
     chosen = [Variant(tuple(names.split())) for names in sets]
     return (*chosen, Variant(tuple(all_modules), AUTO))
+
+
+def _host_variants(*sets: str) -> tuple[Variant, ...]:
+    """``sets``, with the engine's work in C++ and in Python."""
+    return tuple(Variant(tuple(names.split()), PYTHON) for names in sets)
 
 
 # The vocabulary of the GPU cases is that of Llama 2; a larger one only adds memory and time that no
@@ -175,6 +180,18 @@ ENGINE_CASES: tuple[Case, ...] = (
         "micro-batch 2",
         _MLA_MOE,
         _variants(MOE_MODULES, "core_attn", "core_attn attn_proj", "expert_fc1", "moe_act"),
+    ),
+    Case(
+        "moe_host",
+        "the moe case, with the engine's work in C++ and in Python",
+        MOE,
+        _host_variants("core_attn", "expert_fc1", "core_attn expert_fc1", "moe_act"),
+    ),
+    Case(
+        "mla_moe_host",
+        "the mla_moe case, with the engine's work in C++ and in Python",
+        _MLA_MOE,
+        _host_variants("core_attn attn_proj"),
     ),
     Case(
         "pp2",

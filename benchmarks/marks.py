@@ -22,6 +22,9 @@ MANAGER_METHODS = (
     "init_model_chunk_offload_handler",
     "pop_forward_chunk",
     "cur_forward_chunk",
+    "mark_backward_end",
+    "end_group",
+    "end_on",
     "__enter__",
     "__exit__",
     "flush_delayed_groups",
@@ -52,7 +55,7 @@ class HostTimes:
     @property
     def num_groups(self) -> int:
         """Of the iteration."""
-        return self.calls["on_group_commit_forward"]
+        return self.calls["end_on"] or self.calls["on_group_commit_forward"]
 
     @property
     def us_per_call(self) -> dict[str, float]:
