@@ -107,9 +107,11 @@ def test_hooks_in_cpp(case: ModelCase) -> None:
     modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
     case = ModelCase(**{**vars(case), "num_layers": 4})
     options = {**MIN_NUMEL, "offload_native": "auto"}
-    in_cpp = compare(0, 1, 0, case, modules, "cuda", (2,) * 6, options)
+    counts = (2,) * 14  # A layout is followed once a plan is made from times and warm.
+    in_cpp = compare(0, 1, 0, case, modules, "cuda", counts, options)
     assert in_cpp.is_native
-    in_python = compare(0, 1, 0, case, modules, "cuda", (2,) * 6, dict(MIN_NUMEL))
+    options = {**MIN_NUMEL, "offload_native": "off"}
+    in_python = compare(0, 1, 0, case, modules, "cuda", counts, options)
     assert not in_python.is_native
     assert in_cpp.difference is None
     assert in_cpp.moved_bytes == in_python.moved_bytes > 0
