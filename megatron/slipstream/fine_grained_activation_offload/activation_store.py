@@ -336,8 +336,8 @@ class ActivationStore:
             numbers: By position, the index of the group's storages in the trace of the plan whose
                 host layout is followed; None where none is.
         """
-        is_common = may_move is None and self._native is not None
-        if is_common and self._native.copy_out(group, kept, numbers):
+        native = self._native if may_move is None else None
+        if native is not None and native.copy_out(group, kept, numbers):
             return
         storages, sources, planned = [], [], []
         for position, storage in enumerate(group.storages_or_none()):
