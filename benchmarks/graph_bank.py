@@ -158,7 +158,7 @@ class BankWay(Way):
 
     def _inputs(self, micro_batch: MicroBatch, step: int) -> tuple[dict[str, Any], torch.Tensor]:
         """The arguments of the model, and which labels count."""
-        share = share_of(micro_batch, self._groups.rank)
+        share = share_of(micro_batch, self._groups.everyone.rank())
         texts = [self._documents.text(piece, step) for piece in share.pack]
         limits = self._documents.limits[self._is_fixed]
         return shared_inputs(texts, share, limits, self._groups.of_size[share.size])

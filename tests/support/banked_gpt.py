@@ -201,7 +201,7 @@ class Training:
         setting, texts = self.setting, self.setting.texts
 
         def forward_step(data: Iterator[Sizes], model: torch.nn.Module) -> Any:
-            share = share_of(micro_batch_of(next(data), texts), self.groups.rank)
+            share = share_of(micro_batch_of(next(data), texts), self.groups.everyone.rank())
             group = self.groups.of_size[share.size]
             inputs, counts = inputs_of(share, texts, setting.limits, group)
             output = model(**inputs)

@@ -305,7 +305,7 @@ def losses_of_stages(
     fill_weights(model)
 
     def forward_step(data: Iterator[Sizes], model: torch.nn.Module) -> Any:
-        share = share_of(micro_batch_of(next(data), setting.texts), groups.rank)
+        share = share_of(micro_batch_of(next(data), setting.texts), groups.everyone.rank())
         group = groups.of_size[share.size]
         inputs, counts = inputs_of(share, setting.texts, setting.limits, group)
         output = model(**inputs)

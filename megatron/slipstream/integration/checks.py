@@ -51,19 +51,14 @@ OptionCheck = Callable[[Any], list[Finding]]
 
 
 def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
-    """Findings about the options, on any machine.
-
-    Args:
-        args: Parsed, before megatron completes them or after.
-        argv: The flags they come from.
-    """
+    """Findings about the parsed options, on any machine; ``argv`` are the flags they come from."""
     findings = _of_all(OPTION_CHECKS, args)
     unused = unused_flags(args, argv)
     return findings + ([NO_EFFECT.found(names=", ".join(unused))] if unused else [])
 
 
 def check_run(args: Any) -> list[Finding]:
-    """Findings that keep a training with these options from running here: devices, data, files.
+    """Findings that keep a training from running here: devices, data, files.
 
     Args:
         args: Parsed, with the tokenizer's sizes.
@@ -72,12 +67,7 @@ def check_run(args: Any) -> list[Finding]:
 
 
 def check_process(args: Any, facts: preflight.Facts) -> list[Finding]:
-    """Findings about this process that do not fit the options.
-
-    Args:
-        args: Parsed.
-        facts: Of the process.
-    """
+    """Findings about this process that do not fit the options."""
     findings = preflight.check_process(facts, args.fine_grained_activation_offloading)
     return findings + (preflight.check_graphs(facts) if moves_in_layer_graphs(args) else [])
 
@@ -97,14 +87,6 @@ def _check_model_options(args: Any) -> list[Finding]:
     return check_model_options(facts)
 
 
-def _check_settings(args: Any) -> list[Finding]:
-    return check_rules(RULES, args)
-
-
-def _check_chunk_graphs(args: Any) -> list[Finding]:
-    return check_chunk_graphs(args, torch.cuda.is_available())
-
-
 def _check_what_moves(args: Any) -> list[Finding]:
     if not args.fine_grained_activation_offloading:
         return []
@@ -118,10 +100,10 @@ def _check_what_moves(args: Any) -> list[Finding]:
 OPTION_CHECKS: tuple[OptionCheck, ...] = (
     compat.check_release,
     _check_model_options,
-    _check_settings,
+    partial(check_rules, RULES),
     check_packing,
     check_dynamic_context_parallel,
-    _check_chunk_graphs,
+    lambda args: check_chunk_graphs(args, torch.cuda.is_available()),
     _check_what_moves,
 )
 """In the order in which a training stops at them."""
@@ -130,8 +112,8 @@ OPTION_CHECKS: tuple[OptionCheck, ...] = (
 def unused_flags(args: Any, argv: Sequence[str]) -> list[str]:
     """Options of an engine that is not switched on, of those that were given as flags.
 
-    Not an error, since it is how a training with and one without offloading are compared; and what
-    a file of settings says is meant for all trainings.
+    Not an error: so one compares trainings with and without offloading. A file of settings is meant
+    for all trainings, so its options do not count.
     """
     if args.fine_grained_activation_offloading:
         return []

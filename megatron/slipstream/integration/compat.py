@@ -56,13 +56,10 @@ def missing_pass_arguments() -> tuple[int, ...]:
 
 
 def keep_what_graphs_hand_on(layer: Any) -> None:
-    """Do not mark norms whose input a graph of the layer takes in or gives out.
+    """Do not mark norms of a new layer whose input one of its graphs takes in or gives out.
 
-    A graph keeps that memory; and where the router ends a graph, the group of the norm
-    before it would begin inside and end outside. From 0.19 on layers do this themselves.
-
-    Args:
-        layer: A ``TransformerLayer`` that has just been made; changed in place.
+    A graph keeps that memory; and where the router ends a graph, the group of the norm before it
+    would begin inside and end outside. From 0.19 on layers do this themselves.
     """
     if hasattr(layer, "offload_module_in_cuda_graph") or not hasattr(layer, "offload_mlp_norm"):
         return
@@ -101,25 +98,14 @@ def defaults_of_later_options() -> dict[str, Any]:
 
 
 def refuse_later_flags(message: str) -> None:
-    """Raise for a flag that only a later release has.
-
-    Args:
-        message: Of argparse, about the flags it does not know.
-
-    Raises:
-        ValueError: One of them is such a flag.
-    """
+    """Raise ``ValueError`` if argparse's message is about a flag that only a later release has."""
     for name in LATER_OPTIONS:
         if "--" + name.replace("_", "-") in message:
             refuse_later_option(name)
 
 
 def refuse_later_option(name: str) -> NoReturn:
-    """Raise for an offloading option that only a later release has.
-
-    Raises:
-        ValueError: Always.
-    """
+    """Raise ``ValueError`` for an offloading option that only a later release has."""
     _, cure = LATER_OPTIONS.get(name, (None, "leave it out"))
     rule = _lacks(name, always, name, "that release does not have it", cure)
     raise ValueError(rule.found(release=release()).text)
@@ -225,11 +211,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
 
 
 def check_release(args: Any) -> list[Finding]:
-    """Findings about options that the installed release does not support.
-
-    Args:
-        args: Parsed.
-    """
+    """Findings about parsed options that the installed release does not support."""
     return check_rules(RELEASE_RULES, SimpleNamespace(**vars(args), release=release()))
 
 
@@ -299,13 +281,7 @@ class _GPT:
 
 
 def gpt_block_spec(args: Any, transformer: Any, vp_stage: Optional[int]) -> Any:
-    """The spec of a GPT model's layers as megatron's arguments describe it, in every release.
-
-    Args:
-        args: Megatron's arguments.
-        transformer: The ``TransformerConfig``.
-        vp_stage: The virtual pipeline stage; None if there is one only.
-    """
+    """The spec of a GPT model's layers as megatron's arguments describe it, in every release."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     return get_gpt_decoder_block_spec(
@@ -334,10 +310,6 @@ finalises gradients."""
 
 def bind_pretrain(args: Any, model: Any) -> Pretrain:
     """``pretrain`` of the installed release with all but :data:`Pretrain`'s arguments.
-
-    Args:
-        args: Validated and made global.
-        model: The model's configuration.
 
     Raises:
         AssertionError: Megatron refuses the arguments.

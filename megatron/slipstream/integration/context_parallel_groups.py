@@ -21,15 +21,10 @@ class ContextParallelGroups:
     """This rank's groups: one of each size, which divide the same ranks again and again."""
 
     everyone: Group
-    """All data- and context-parallel ranks."""
+    """All data- and context-parallel ranks. A rank's samples go by its number among them."""
     of_size: Mapping[int, Group]
     """The consecutive ranks of ``everyone`` that a micro-batch of this size is shared with. That of
     size 1 is a group too, because rotary embeddings ask it for size and rank."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among all of them, which its samples go by."""
-        return int(self.everyone.rank())
 
 
 _groups: Optional[ContextParallelGroups] = None
@@ -111,9 +106,8 @@ def _existing(size: int, everyone: Group) -> Optional[Group]:
 def _open_connections(group: Group) -> None:
     """One exchange of each kind that attention uses, so that none has to connect in training.
 
-    NCCL makes its connections at the first use, with memory and time of their own, and that must
-    not happen while a CUDA graph is being captured. Sends to a neighbour have connections apart
-    from those of collectives.
+    NCCL connects at the first use, apart for collectives and for sends to a neighbour, which must
+    not happen while a CUDA graph is captured.
     """
     size, rank = group.size(), group.rank()
     if size == 1:
@@ -144,15 +138,10 @@ def _open_connections(group: Group) -> None:
 
 
 def check_agreement(groups: ContextParallelGroups, size: int, fingerprint: int) -> None:
-    """Compare what the ranks of every group are about to compute; a collective of ``everyone``.
+    """Compare size and documents of the micro-batches of all ranks; a collective of ``everyone``.
 
     Ranks that disagree about the size would wait for each other without end, and those that
     disagree about the documents would mix them.
-
-    Args:
-        groups: This rank's.
-        size: Of this rank's micro-batch.
-        fingerprint: Of its documents.
 
     Raises:
         RuntimeError: Some disagree; on all ranks, and with the same text.

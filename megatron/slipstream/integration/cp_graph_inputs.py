@@ -30,8 +30,7 @@ class DynamicSizes:
     Args:
         model: The chunk that micro-batches are given to, without wrappers.
         limits: Of the ranks.
-        groups: This rank's, of all these sizes and perhaps others. Their connections are open
-            already.
+        groups: This rank's, of at least these sizes, with open connections.
     """
 
     def __init__(
@@ -49,14 +48,10 @@ class DynamicSizes:
         return self._limits.sizes
 
     def size_of(self, arguments: Mapping[str, Any]) -> int:
-        """The size of a micro-batch.
-
-        Args:
-            arguments: Of ``TransformerBlock.forward``.
+        """The size of a micro-batch with these arguments of ``TransformerBlock.forward``.
 
         Raises:
-            ValueError: It says no group, or another than graphs are captured with, or it is larger
-                than they are.
+            ValueError: No graphs are captured with its group, or it is larger than they are.
         """
         params: Optional[PackedSeqParams] = arguments.get("packed_seq_params")
         if params is None or params.cp_group is None:

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.config import REFUSED_BY_MEGATRON
@@ -121,35 +121,30 @@ def as_in_training(**variables: str) -> Iterator[None]:
         variables: Of the environment, that a launcher sets beside the usual ones.
     """
     usual = {"NVTE_CPU_OFFLOAD_V1": "1", "RANK": "0", "WORLD_SIZE": "1"}
-    # Megatron's warnings and tables are about a training that starts.
-    with _quiet(), _environment({**usual, **variables}):
-        yield
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Nothing is printed, warned about or logged inside."""
-    level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    sink = io.StringIO()
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(sink):
-            warnings.simplefilter("ignore")
-            with contextlib.redirect_stderr(sink):
-                yield
-    finally:
-        logging.disable(level)
-
-
-@contextlib.contextmanager
-def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """With variables as the training script or its launcher sets them; as before afterwards."""
     before = dict(os.environ)
-    for name, value in defaults.items():
+    for name, value in {**usual, **variables}.items():
         os.environ.setdefault(name, value)
     try:
-        yield
+        with _quiet():
+            yield
     finally:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing is printed, warned about or logged: megatron's warnings are about a training."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    sink = io.StringIO()
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            contextlib.redirect_stdout(sink),
+            contextlib.redirect_stderr(sink),
+        ):
+            yield
+    finally:
+        logging.disable(level)

@@ -21,26 +21,16 @@ MODEL_SETTINGS = (
     *("virtual_pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "data_parallel_size"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *(
-        "cuda_graph_impl",
-        "cuda_graph_granularity",
-        "fine_grained_activation_offloading",
-        "offload_modules",
-    ),
-    *("min_offloaded_tensor_size", "activation_offload_fraction"),
-    "delta_offload_bytes_across_pp_ranks",
+    *("cuda_graph_impl", "cuda_graph_granularity"),
+    *("fine_grained_activation_offloading", "offload_modules", "min_offloaded_tensor_size"),
+    *("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks"),
 )
 """Of megatron's options, those that decide what there is to move and where."""
 
 
+@cache  # A report may be asked for after every step, and to look takes tens of milliseconds.
 def environment() -> dict[str, str]:
-    """Versions of what takes part, and the machine, by name."""
-    return dict(_environment())
-
-
-@cache
-def _environment() -> dict[str, str]:
-    # A report may be asked for after every step, and to look takes tens of milliseconds.
+    """Versions of what takes part, and the machine, by name. Not to be changed."""
     facts = preflight.collect()
     found = {
         "host": socket.gethostname(),

@@ -90,8 +90,8 @@ def _load_from_checkpoint(args: Any) -> None:
 def validate(args: Any) -> None:
     """Run megatron's own validation, which completes the arguments, in every release.
 
-    Without a GPU, megatron's demand for Transformer Engine whenever activations are offloaded
-    cannot be met and need not be: the flag is off while megatron looks.
+    It demands Transformer Engine where activations are offloaded; without a GPU that flag is off
+    while it looks, since nothing needs it.
 
     Raises:
         ValueError: Megatron refuses them.

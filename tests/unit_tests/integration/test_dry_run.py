@@ -261,7 +261,7 @@ def test_variables_are_as_before_whatever_was_done_to_them(
     monkeypatch.setenv("GIVEN", "1")
     monkeypatch.delenv("DEFAULT", raising=False)
     before = dict(os.environ)
-    with dry_run._environment({"GIVEN": "2", "DEFAULT": "3"}):
+    with dry_run.as_in_training(GIVEN="2", DEFAULT="3"):
         assert (os.environ["GIVEN"], os.environ["DEFAULT"]) == ("1", "3")
         os.environ.update({"GIVEN": "4", "NEW": "5"})
     assert dict(os.environ) == before

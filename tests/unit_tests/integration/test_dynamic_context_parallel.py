@@ -364,7 +364,7 @@ def _groups(
         **parallel_state._HYBRID_DP_CP_GROUPS,
     }
     return {
-        "rank": groups.rank,
+        "rank": groups.everyone.rank(),
         "ranks": {
             size: torch.distributed.get_process_group_ranks(group)
             for size, group in groups.of_size.items()
