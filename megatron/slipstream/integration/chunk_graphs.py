@@ -2,10 +2,10 @@
 
 """megatron-core's model chunks, replayed as CUDA graphs.
 
-What is captured is the ``TransformerBlock`` of a chunk: embedding, output layer, multi-token
-prediction and loss stay outside. Its ``forward`` is replaced on the instance, and so is
-``zero_grad_buffer`` of the data parallel wrapper around it, which every training loop calls at the
-beginning of an iteration. megatron-core's own graphs are off.
+Captured is the ``TransformerBlock`` of a chunk, without embedding, output layer, multi-token
+prediction and loss. Its ``forward`` is replaced on the instance, and so is ``zero_grad_buffer`` of
+the data parallel wrapper around it, which a training loop calls when an iteration begins.
+megatron-core's own graphs are off.
 """
 
 from __future__ import annotations
@@ -95,13 +95,7 @@ def prepare_arguments(args: Any) -> None:
 def change_model_config(
     model_config: Any, num_warmup_iterations: int, limits: Optional[RankLimits] = None
 ) -> None:
-    """Have the chunks of a model that ``megatron.training`` builds replayed.
-
-    Args:
-        model_config: ``megatron.training``'s. Changed in place.
-        num_warmup_iterations: See :class:`ChunkGraphs`.
-        limits: See :func:`replay_chunks`.
-    """
+    """Have :func:`replay_chunks` called for the model that ``megatron.training`` builds."""
 
     def replay(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         replay_chunks(chunks, num_warmup_iterations, limits=limits)
@@ -144,8 +138,9 @@ def replay_chunks(
         for chunk in chunks:
             quantize_weights_in_every_pass(get_attr_wrapped_model(chunk, "decoder"))
     table.apply(Feature.FUSED_ROTATION)
-    if backend is None:
-        backend = _cuda_graphs() if torch.cuda.is_available() else EagerGraphs()
+    if backend is None and torch.cuda.is_available():
+        backend = CudaGraphs(_generators, _transformer_engine_captures, _exchanged_tensors_stay)
+    backend = backend or EagerGraphs()
     replayed: list[Replayed] = []
     slots = chunk_slots(config)
     for index, (wrapper, num_slots) in enumerate(zip(chunks, slots, strict=True)):
@@ -167,8 +162,8 @@ def replay_chunks(
 def close_graphs() -> None:
     """Release the graphs of all chunks, which run eagerly from here on.
 
-    Called before process groups are destroyed: NCCL keeps a communicator as long as a graph has
-    collectives of it, and ``destroy_process_group`` would wait for it without end.
+    Called before process groups are destroyed: ``destroy_process_group`` would wait without end for
+    a communicator that a graph has collectives of.
     """
     for chunk in list(_replayed):
         chunk.graphs.close()
@@ -274,11 +269,9 @@ def _run(
 
 
 def _offloading(config: Any, num_slots: int) -> Optional[ChunkOffloading]:
-    """Offloading inside the graphs of a chunk, if its model asks for any.
+    """Offloading inside the graphs of a chunk, if its model's configuration asks for any.
 
-    Args:
-        config: The model's.
-        num_slots: Of all chunks of this rank: each slot has host memory of its own.
+    Each of the ``num_slots`` of all chunks of this rank has host memory of its own.
 
     Raises:
         ValueError: Megatron-core's engine is to do it.
@@ -335,11 +328,10 @@ class _DataParallel:
     def __init__(self, wrapper: Any, block: torch.nn.Module) -> None:
         self._wrapper = wrapper
         group_of = wrapper.param_to_bucket_group
-        self._groups = list(
-            {id(group_of[p]): group_of[p] for p in block.parameters() if p in group_of}.values()
-        )
+        grouped = [(p, group_of[p]) for p in block.parameters() if p in group_of]
+        self._groups = list({id(group): group for _, group in grouped}.values())
         """In the order in which the forward pass needs them."""
-        self._gradients = [(p, group_of[p]) for p in block.parameters() if p in group_of][::-1]
+        self._gradients = grouped[::-1]
         """In the order in which the backward pass computes them, as hooks count them."""
 
     @property
@@ -386,10 +378,10 @@ class _DataParallel:
 
 
 def _save_state(block: torch.nn.Module) -> Callable[[], None]:
-    """Keep what a forward pass changes beside gradients, until the function returned is called.
+    """Copy what a forward pass changes beside gradients; returns a function that puts it back.
 
-    Buffers (counts of expert bias), metrics of experts, and the states of random numbers where they
-    are tensors: generators are the backend's to keep.
+    Buffers (counts of expert bias), metrics of experts, and states of random numbers that are
+    tensors. The backend keeps generators.
     """
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -406,10 +398,6 @@ def _save_state(block: torch.nn.Module) -> Callable[[], None]:
             tensor.copy_(value)
 
     return put_back
-
-
-def _cuda_graphs() -> CudaGraphs:
-    return CudaGraphs(_generators, _transformer_engine_captures, _exchanged_tensors_stay)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ They are put in the place of megatron-core's layers in the model's spec:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Optional
 
 import torch
@@ -161,18 +160,12 @@ def _mark_backward(
     graphed: GraphedLayer,
     record: Any,
 ) -> tuple[Any, ...]:
-    """Mark the beginning of backward on one of the outputs.
+    """Mark the beginning of backward on the first output with a gradient.
 
     Its node is the last to be made, so of all that are ready autograd runs it first.
     """
-
-    def marked() -> Iterator[Any]:
-        is_done = False
-        for output in outputs:
-            if not is_done and torch.is_tensor(output) and output.requires_grad:
-                is_done = True
-                yield _BackwardGraph.apply(output, manager, graphed, record)
-            else:
-                yield output
-
-    return tuple(marked())
+    for index, output in enumerate(outputs):
+        if torch.is_tensor(output) and output.requires_grad:
+            marked = _BackwardGraph.apply(output, manager, graphed, record)
+            return (*outputs[:index], marked, *outputs[index + 1 :])
+    return outputs

@@ -100,7 +100,10 @@ class _Model:
             self._undo.append(let_host_run_ahead(chunk))
         output_layer = getattr(chunk, "output_layer", None)
         # Engines that take turns with one model, as in benchmarks, share its hooks.
-        if isinstance(output_layer, torch.nn.Module) and not _is_marked(output_layer):
+        if (
+            isinstance(output_layer, torch.nn.Module)
+            and _output_begins not in output_layer._forward_pre_hooks.values()
+        ):
             self._undo += [
                 output_layer.register_forward_pre_hook(_output_begins).remove,
                 output_layer.register_forward_hook(_output_ends).remove,
@@ -308,10 +311,6 @@ class Router:
             if model.manager is not None and model.manager is not self.default:
                 model.manager.close()
                 self._share_host_memory(self.managers)
-
-
-def _is_marked(output_layer: torch.nn.Module) -> bool:
-    return _output_begins in output_layer._forward_pre_hooks.values()
 
 
 def _output_begins(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -17,7 +17,6 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.slipstream.integration.specs import replace_classes
-from megatron.slipstream.patches.patching import replace_on
 
 
 def indices_to_multihot(
@@ -50,14 +49,8 @@ class SyncFreeMoELayer(MoELayer):
         super().__init__(*arguments, **options)
         manager: Any = getattr(self.token_dispatcher, "_comm_manager", None)
         if hasattr(manager, "_indices_to_multihot"):
-            multihot = partial(_multihot_of, manager)
-            replace_on(manager, "_indices_to_multihot", multihot)
-
-
-def _multihot_of(
-    manager: Any, indices: torch.Tensor, probs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return indices_to_multihot(indices, probs, manager.num_local_experts)
+            multihot = partial(indices_to_multihot, num_local_experts=manager.num_local_experts)
+            manager._indices_to_multihot = multihot
 
 
 def with_sync_free_dispatch(spec: Any) -> Any:

@@ -37,12 +37,12 @@ def replace_classes(spec: Any, classes: Mapping[type, type]) -> Any:
 
 
 def change_model_spec(model_config: Any, change: Callable[[Any], Any]) -> None:
-    """Let a model be built from a changed spec of its layers.
+    """Have a model built from the spec that ``change`` makes of the one it would be built from.
 
     Args:
-        model_config: The configuration that ``megatron.training`` builds models from: of GPT or of
-            hybrid models, with a spec, a function that makes one, or neither. Changed in place.
-        change: Makes the changed spec from the one that the model would be built from.
+        model_config: ``megatron.training``'s, of a GPT or a hybrid model, with a spec, a function
+            that makes one, or neither. Changed in place.
+        change: Returns a changed copy.
     """
     if hasattr(model_config, "hybrid_stack_spec"):
         if model_config.hybrid_stack_spec is None:

@@ -56,7 +56,8 @@ def main(
         The exit code: 0, or 2 for what the user got wrong (said in one line on stderr).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _configure_logging()
+    log_to_stderr()
+    keep_warnings()
     if "-h" in arguments or "--help" in arguments or "--help-all" in arguments:
         print_help(everything="--help-all" in arguments)
         return 0
@@ -104,11 +105,6 @@ def _set_single_process_environment() -> None:
         os.environ.setdefault(name, str(value))
 
 
-def _configure_logging() -> None:
-    log_to_stderr()
-    keep_warnings()
-
-
 def _refuse(error: ValueError) -> int:
     """Say what the user got wrong, once per machine; returns the exit code."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -128,10 +124,10 @@ def _others_wait() -> bool:
 
 
 def _end_at_once() -> NoReturn:
-    """End this rank, which has failed and said so, without the interpreter's own end.
+    """End this rank, which has failed and said so, without the interpreter's own shutdown.
 
-    There NCCL's communicators wait for ranks that wait for this one: between hosts until its time
-    limits, minutes later. A launcher ends the others only once this one is gone.
+    NCCL's communicators would wait there for ranks that wait for this one, for minutes between
+    hosts. A launcher ends the others only once this one is gone.
     """
     from megatron.training.global_vars import get_tensorboard_writer
 
@@ -142,10 +138,6 @@ def _end_at_once() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
-
-
-def _is_last_rank() -> bool:
-    return rank() == launcher_number("WORLD_SIZE", 1) - 1
 
 
 # Training
@@ -162,13 +154,7 @@ def _bind_pretrain(args: Any, model_config: Optional[Callable[[Any], Any]]) -> c
 
 
 def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
-    """Train as the arguments say, with the engine they ask for, and report at every end.
-
-    Args:
-        args: From :func:`parse_and_validate`.
-        config: Of the arguments.
-        pretrain: From :func:`compat.bind_pretrain`.
-    """
+    """Train as the arguments say, with the engine they ask for, and report at every end."""
     from megatron.slipstream.integration import install, providers
 
     table.apply(Feature.FUSED_ROTATION)  # with the engine off too, so that the two can be compared
@@ -180,7 +166,7 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     monitor = Monitor(
         num_iterations=args.train_iters or 0,
         iteration=lambda: args.curr_iteration + 1,
-        progress=progress_kind(args.progress, _is_last_rank()),
+        progress=progress_kind(args.progress, rank() == launcher_number("WORLD_SIZE", 1) - 1),
         record=args.run_record_path is not None,
         bytes_offloaded=None if manager is None else lambda: _bytes_offloaded(manager.report),
         evaluation_length=_evaluation_length(args),

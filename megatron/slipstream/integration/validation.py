@@ -28,13 +28,10 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def parse_and_validate(argv: Sequence[str]) -> Any:
-    """Megatron's arguments, parsed, checked by us, then by megatron, and made global.
+    """Megatron's arguments with our fields, parsed, checked by us, then by megatron; made global.
 
     Args:
         argv: Flags without the program's name.
-
-    Returns:
-        Megatron's namespace with our fields added.
 
     Raises:
         ValueError: The first thing that is wrong, naming option, value and cure.
@@ -58,8 +55,12 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
         checks.check_process(args, facts),
     ):
         require(findings)
-    _prepare_chunk_graphs(args)
-    _load_from_checkpoint(args)
+    if args.cuda_graph_granularity == "chunk":
+        from megatron.slipstream.integration.chunk_graphs import prepare_arguments
+
+        prepare_arguments(args)
+    if args.use_checkpoint_args:
+        _load_from_checkpoint(args)
     validate(args)
     # Again: options may have come from a checkpoint, or been given by the names they once had.
     require(f for f in checks.check_options(args) if f.severity == "error")
@@ -69,22 +70,14 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
     return args
 
 
-def _prepare_chunk_graphs(args: Any) -> None:
-    if args.cuda_graph_granularity == "chunk":
-        from megatron.slipstream.integration.chunk_graphs import prepare_arguments
-
-        prepare_arguments(args)
-
-
 def _load_from_checkpoint(args: Any) -> None:
-    if args.use_checkpoint_args:
-        from megatron.training.checkpointing import load_args_from_checkpoint
+    from megatron.training.checkpointing import load_args_from_checkpoint
 
-        try:
-            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-            load_args_from_checkpoint(args)
-        except AssertionError as error:
-            raise refused_by_megatron(error) from error
+    try:
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
+    except AssertionError as error:
+        raise refused_by_megatron(error) from error
 
 
 def validate(args: Any) -> None:

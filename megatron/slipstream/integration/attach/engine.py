@@ -283,7 +283,9 @@ class AttachedEngine(OffloadEngine):
         if self._now.chunk is None:
             return None
         with torch.enable_grad():  # Checkpointing saves where gradients are switched off.
-            return self._open_group(name)
+            self.start_group(name)
+        group, self._now.started = self._now.started, None
+        return group
 
     def commit_inputs(self, name: str, group: OffloadTensorGroup, hook: BackwardHook) -> None:
         """A group of :meth:`begin_inputs` has been given everything."""
@@ -310,11 +312,6 @@ class AttachedEngine(OffloadEngine):
             self._largest[group.key.group] = nbytes
             self._cache.forget(plan)
             self._executor.leave_plan(self._now, self._now.num_steps)
-
-    def _open_group(self, name: str) -> Optional[OffloadTensorGroup]:
-        self.start_group(name)
-        group, self._now.started = self._now.started, None
-        return group
 
     def _open_pass(self) -> None:
         self._constants = None
