@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Optional
 import torch
 
 from megatron.slipstream.config import graphed_modules
+from megatron.slipstream.integration.frameworks.options import DEFAULTS
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.releases import (
@@ -77,24 +78,19 @@ def keep_what_graphs_hand_on(layer: Any) -> None:
 # Options
 
 
-LATER_OPTIONS: Mapping[str, tuple[Any, str]] = {
-    "activation_offload_fraction": (
-        1.0,
-        "set offload_target_memory_gib or offload_max_overhead_percent, which choose how much "
-        "moves",
-    ),
-    "delta_offload_bytes_across_pp_ranks": (
-        0,
-        "set offload_target_memory_gib, which each pipeline rank meets by itself",
-    ),
-    "delay_offload_until_cuda_graph": (False, "leave it out"),
+LATER_OPTIONS: Mapping[str, str] = {
+    "activation_offload_fraction": "set offload_target_memory_gib or offload_max_overhead_percent, "
+    "which choose how much moves",
+    "delta_offload_bytes_across_pp_ranks": "set offload_target_memory_gib, which each pipeline "
+    "rank meets by itself",
+    "delay_offload_until_cuda_graph": "leave it out",
 }
-"""Offloading options of megatron-core 0.19: the value without each, and the cure."""
+"""Offloading options of megatron-core 0.19, and the cure without each."""
 
 
 def defaults_of_later_options() -> dict[str, Any]:
     """Options of later releases of megatron-core, with the values of releases without them."""
-    return {name: default for name, (default, _) in LATER_OPTIONS.items()}
+    return {name: DEFAULTS[name] for name in LATER_OPTIONS}
 
 
 def refuse_later_flags(message: str) -> None:
@@ -106,7 +102,7 @@ def refuse_later_flags(message: str) -> None:
 
 def refuse_later_option(name: str) -> NoReturn:
     """Raise ``ValueError`` for an offloading option that only a later release has."""
-    _, cure = LATER_OPTIONS.get(name, (None, "leave it out"))
+    cure = LATER_OPTIONS.get(name, "leave it out")
     rule = _lacks(name, always, name, "that release does not have it", cure)
     raise ValueError(rule.found(release=release()).text)
 
