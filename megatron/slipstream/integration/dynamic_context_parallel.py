@@ -4,21 +4,19 @@
 
 [Note: The group travels with the micro-batch]
 
-What says which ranks share a micro-batch is ``PackedSeqParams.cp_group``, a field that
-megatron-core has from 0.17 on. It is set for every micro-batch and every size (that of size 1 is
-a group of one rank), and ``local_cp_size`` never is, which multi-latent attention refuses. No
-variable says "the group of now": layers are recomputed in backward, when other micro-batches have
-run in between, and megatron-core hands them the same ``PackedSeqParams`` again.
+``PackedSeqParams.cp_group`` says which ranks share a micro-batch. It is set for every micro-batch
+and every size (that of size 1 is a group of one rank); ``local_cp_size``, which multi-latent
+attention refuses, never is. No variable holds a current group: layers are recomputed in backward,
+after other micro-batches, and megatron-core hands them the same ``PackedSeqParams`` again.
 
 megatron-core uses the field in core attention only. Rotary embeddings take the group that the layer
-was built with (0.17 to 0.19), so positions are wrong as soon as a micro-batch has another; and core
+was built with (0.17 to 0.19), so positions are wrong if a micro-batch has another; and core
 attention keeps the last group that it was given. The classes here correct both:
 
-- Attention runs its forward pass as a *twin* of itself: an object with the same parameters, buffers
-  and submodules, whose only difference is the group (and its size in the configuration, which
-  unfused rotary embeddings of multi-latent attention ask for). The layer itself is never changed,
-  so there is nothing to restore, whatever happens; and what is recomputed later holds on to the
-  twin, and so to its group.
+- Attention runs its forward pass as a *twin* of itself, with the same parameters, buffers and
+  submodules, and another group (and its size in the configuration, which unfused rotary embeddings
+  of multi-latent attention read). The layer is never changed, so nothing has to be restored, and a
+  recomputation holds on to the twin, and so to its group.
 - Core attention gets its static group back after every call, also after one that failed.
 """
 

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
     """Follows one rank's training. Use as a context around ``pretrain``.
 
-    Between :meth:`before_forward` of an iteration's first micro-batch and :meth:`finalize` lie all
-    its forward and backward passes, so the memory peak between them, less what was allocated
-    before, is the peak of its activations (and of temporary gradients).
+    All forward and backward passes of an iteration lie between :meth:`before_forward` of its first
+    micro-batch and the end of :meth:`finalizing`. The memory peak between them, less what was
+    allocated before, is the peak of its activations (and of temporary gradients).
 
     Args:
         num_iterations: Number of the run's last iteration.

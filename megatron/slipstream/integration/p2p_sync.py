@@ -4,10 +4,9 @@
 
 In the schedule without interleaving, megatron-core's stages block the host after every exchange
 until the whole device is idle (``batch_p2p_sync``), a precaution against old versions of PyTorch.
-That includes the copies of the engine: twice in every micro-batch the host waits for them before it
-launches more, and then it is no longer ahead of the device. The current stream waits for the
-exchange, which is all that today's PyTorch needs, so the host goes on at once, as in the
-interleaved schedule.
+So twice in every micro-batch the host waits for the engine's copies before it launches more. The
+current stream waits for the exchange, which is all that PyTorch needs, as in the interleaved
+schedule.
 """
 
 from __future__ import annotations

@@ -3,18 +3,16 @@
 """Weights of a replayed chunk that trains in FP8.
 
 [Note: Weights are quantized in every replay]
-megatron-core tells each linear layer whether a micro-batch is the first one since the optimizer's
-step. In the first, Transformer Engine quantizes the weight into memory that it keeps, and the
-weight's gradient overwrites the main gradient. In all others it takes what it has kept, and adds.
-A graph repeats what the captured pass did: keep the gradient of the last
-micro-batch alone, or go on with the weights of the step in which it was captured.
+megatron-core tells each linear layer whether a micro-batch is the first since the optimizer's step.
+In the first, Transformer Engine quantizes the weight into memory that it keeps, and the weight's
+gradient overwrites the main gradient. In others it uses the kept weight, and adds. A graph repeats
+the captured pass: all gradients but the last micro-batch's would be lost, or the weights would be
+those of the captured step.
 
-A layer that is told nothing (``disable_parameter_transpose_cache``) quantizes its weight in every
-pass, keeps nothing, and adds. That gives the same bits: weights do not change between
-micro-batches, and main gradients begin at zero. It is what layers are told from the beginning, in
-passes that are not replayed too. A replay runs no layer's ``forward``, which is what takes the mark
-of the first micro-batch away, so that a later micro-batch without a graph would overwrite the
-gradients of those with one.
+With ``disable_parameter_transpose_cache`` a layer quantizes its weight in every pass, keeps
+nothing, and adds. That gives the same bits: weights do not change between micro-batches, and main
+gradients begin at zero. It holds in eager passes too: a replay runs no ``forward``, which is what
+clears the mark of the first micro-batch, so a later eager micro-batch would overwrite gradients.
 """
 
 from __future__ import annotations
@@ -50,11 +48,10 @@ def quantize_weights_in_every_pass(block: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_fp8_skip_flag() -> Iterator[None]:
-    """Around a capture: without what others' graphs have left for layers that are captured.
+    """Around a capture: without the global tensor of other graphs.
 
-    Graphs of Transformer Engine or megatron-core tell theirs by a global tensor when to keep their
-    quantized weights. While there is one, every layer that is captured looks at it, whatever it is
-    told.
+    By it graphs of Transformer Engine or megatron-core say when to keep quantized weights. While
+    there is one, every layer that is captured reads it.
     """
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 

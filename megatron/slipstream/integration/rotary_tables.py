@@ -3,10 +3,9 @@
 """Rotary tables that are held for CUDA graphs.
 
 Multi-latent attention asks for its table in every forward pass, inside the graph. megatron-core
-computes it once and may drop it again: it keeps it in a cache of 32 tables for all layers of all
-models together, or (fused) in a buffer that a longer one replaces. A graph that was captured with
-such a table goes on to read its memory. And if the table was missing when a graph was captured, it
-would lie in that graph's memory, from where the next one would take it.
+may drop a computed table again: it has a cache of 32 for all layers of all models, or (fused) a
+buffer that a longer one replaces. A graph would go on to read that memory; and a table that is
+computed during a capture would lie in the graph's memory, from where the next graph would take it.
 
 So while a chunk is captured its tables come from here: made in the runs before the capture, and
 held as long as the graphs. Layers with equal tables get one.

@@ -43,11 +43,9 @@ class RunFiles:
         self._written: list[str] = []
 
     def write_between(self, monitor: Monitor, num_done: int) -> None:
-        """Write this rank's files if it is time to. No collective, and no page, which takes long.
+        """Write this rank's files if ``num_done`` iterations are an interval. No collective.
 
-        Args:
-            monitor: Has the run record.
-            num_done: Number of the iteration that is complete.
+        A page, which takes long, is not written.
         """
         if self._interval and num_done % self._interval == 0:
             self._write_own(monitor, is_end=False)
@@ -63,7 +61,7 @@ class RunFiles:
     def write_alone(self, monitor: Monitor) -> None:
         """Write what this rank knows where others may not come: it fails, or is interrupted.
 
-        Raises nothing, since an exception is on its way that says more.
+        Raises nothing: the exception that ends the training says more.
         """
         try:
             report = None if self._engine is None else self._engine.report()
@@ -73,17 +71,11 @@ class RunFiles:
         self._tell()
 
     def _write_own(self, monitor: Monitor, is_end: bool, report: Optional[Report] = None) -> None:
-        """Write this rank's files.
-
-        Args:
-            monitor: Has the run record.
-            is_end: Whether the weights are those of a training that has ended.
-            report: For a page, of which the first rank writes one; None for none.
-        """
+        """Write this rank's files; with ``report`` the first rank writes its page, too."""
         self._written.clear()
         config, engine = self._config, self._engine
         if engine is not None and config.offload_report_path is not None:
-            self._save_report("offload_report_path", config.offload_report_path, engine, report)
+            self._save_report(config.offload_report_path, report)
         if engine is not None and config.offload_trace_path is not None:
             with self._writing("offload_trace_path", config.offload_trace_path) as path:
                 engine.save_trace(path)
@@ -91,23 +83,21 @@ class RunFiles:
             with self._writing("run_record_path", self._record_path) as path:
                 monitor.save(path, is_end)
 
-    def _save_report(self, option: str, given: str, engine: Any, report: Optional[Report]) -> None:
+    def _save_report(self, given: str, report: Optional[Report]) -> None:
         """Each rank its own figures as JSON, or the first rank a page of all that are known."""
+        option = "offload_report_path"
         if Path(given).suffix not in PAGE_SUFFIXES:
             with self._writing(option, given) as path:
-                engine.report().save(path)
+                self._engine.report().save(path)
         elif self._rank == 0 and report is not None:
             from megatron.slipstream.report_page.page import save_page
 
             with self._writing(option, given):
-                save_page(given, report, engine.plans())
+                save_page(given, report, self._engine.plans())
 
     @contextlib.contextmanager
     def _writing(self, option: str, given: str) -> Iterator[str]:
-        """Around the writing of a file, whose path for this rank it gives.
-
-        One that cannot be written is no end to a training that has ended well.
-        """
+        """Around the writing of a file: gives its path for this rank, logs what goes wrong."""
         path = rank_path(given, self._rank)
         try:
             yield path

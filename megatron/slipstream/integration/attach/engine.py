@@ -3,24 +3,24 @@
 """The engine for a model that does not say when a micro-batch or an iteration begins or ends.
 
 [Note: Where an iteration ends]
-A pass is one forward of the model with gradients. The passes that wait for backward at the same
-time make an iteration, so a plan covers every schedule that a loop can have: one backward after
-each forward (with or without accumulation each is an iteration of its own), several forwards before
-one backward, or forwards and backwards interleaved as in a pipeline. Whether a pass still waits is
-told by its :class:`BackwardHook` objects, which die with its graph. An iteration ends
+A pass is one forward of the model with gradients. Passes that wait for backward at the same time
+make an iteration, so a plan covers every schedule of a loop: one backward after each forward (each
+an iteration, with or without accumulation), several forwards before one backward, or both
+interleaved as in a pipeline. A pass waits as long as one of its :class:`BackwardHook` objects,
+which die with its graph. An iteration ends
 
 - at the end of the backward after which no pass waits, before the optimizer runs; or
 - at the next forward, if the newest pass does not wait for its first backward. That covers graphs
   that are kept (``retain_graph``, an output that the loss does not use).
 
-Passes of which backward reached nothing (a forward for a metric, an exception) teach nothing: an
-iteration of only such ones is dropped and the plan stays what it was.
+An iteration of only passes that backward did not reach (a forward for a metric, an exception) is
+dropped, and the plan stays.
 
 [Note: Groups that grow]
-One iteration may be unlike another: the first one may be of a short sequence, or of tensors that
-stay, as nested ones do. A plan of it would keep for good what it never saw. So groups that the plan
-keeps because they saved nothing are looked at all the same, and one that saves twice the bytes that
-its plan knows of ends the plan: the iteration goes on without, and makes another.
+The recorded iteration may be of a short sequence, or of tensors that stay, as nested ones do. Its
+plan would never move what it has not seen. So groups that saved nothing are watched all the same,
+and one that saves twice the bytes that its plan knows of ends the plan: the iteration goes on
+without, and makes another.
 """
 
 from __future__ import annotations
@@ -34,23 +34,20 @@ from typing import Any, Optional
 import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
-from megatron.slipstream.plan.candidates import PolicyOptions
 
 MAX_LOST_PASSES = 16
-"""Passes of an iteration whose graphs have gone without a backward: more of them are a loop over
-forwards (an evaluation that forgot ``no_grad``), not a part of training."""
+"""Passes of an iteration whose graphs are gone without a backward: more of them are a loop over
+forwards (an evaluation without ``no_grad``), not a part of training."""
 
 NO_GRAPH_TASK = -1
 
-
 MIN_GROWTH = 2
-"""A group that saves so many times the bytes that its plan knows of gets another plan."""
+"""A group that saves so many times the bytes that its plan knows of ends the plan."""
 
 
 def is_transformed() -> bool:
@@ -67,8 +64,8 @@ def is_transformed() -> bool:
 class VersionCheckedTensor:
     """A saved tensor that stays on the device.
 
-    Autograd refuses to read a tensor that was changed in place since it was saved, but not one that
-    hooks return. So the check is made here.
+    Autograd refuses to read a tensor that was changed in place since it was saved, unless hooks
+    return it. So the check is made here.
     """
 
     __slots__ = ("tensor", "version", "__weakref__")
@@ -145,30 +142,21 @@ class AttachedEngine(OffloadEngine):
     """Finds passes and iterations by itself: [Note: Where an iteration ends].
 
     Args:
-        backend: The device.
-        options: How groups are chosen and timed.
-        rank: Global rank, for the report.
-        num_verified_iterations: See ``OffloadConfig.offload_verify``.
-        is_native: As in :class:`OffloadEngine`.
-        model: Its parameters and buffers stay, be they saved under another name.
+        arguments: Of :class:`OffloadEngine`.
+        model: Its parameters and buffers stay, under whatever name they are saved.
         min_offloaded_tensor_size: Tensors of fewer elements stay on the device.
         activation_offload_fraction: Fraction of a pass's groups that may move.
     """
 
     def __init__(
         self,
-        backend: Backend,
-        options: PolicyOptions,
-        rank: int = 0,
-        num_verified_iterations: int = 0,
-        *,
-        is_native: bool = False,
+        *arguments: Any,
         model: torch.nn.Module,
         min_offloaded_tensor_size: int,
         activation_offload_fraction: float,
     ) -> None:
         self._thread = _Thread()
-        super().__init__(backend, options, rank, num_verified_iterations, is_native)
+        super().__init__(*arguments)
         self._model = weakref.ref(model)
         self._constants: Optional[frozenset[int]] = None
         """Storages of the model's parameters and buffers; None if not collected in this
@@ -191,8 +179,7 @@ class AttachedEngine(OffloadEngine):
     def is_training_forward(self) -> bool:
         """Whether a group could begin here: with gradients, not suspended, not in backward.
 
-        Nor inside a transform of ``torch.func``, whose tensors, and whatever is allocated there,
-        are wrappers without memory of their own.
+        Nor in a transform of ``torch.func``, whose tensors are wrappers without memory.
         """
         return self._is_training_forward() and not is_transformed()
 
@@ -232,10 +219,7 @@ class AttachedEngine(OffloadEngine):
     # Groups. Regions do not nest.
 
     def begin_region(self, name: str) -> None:
-        """The operations of a group follow. Where no pass is open, one begins.
-
-        That is the case where a part of the model is called without the model.
-        """
+        """The operations of a group follow, of a pass of their own if the model does not run."""
         if self._now.chunk is None and self.is_training_forward:
             self._open_pass()
         self.start_group(name)
@@ -245,11 +229,7 @@ class AttachedEngine(OffloadEngine):
             self._hooks.__enter__()
 
     def leave_region(self, is_here: bool = True) -> None:
-        """The operations of the group end, or an exception has ended them.
-
-        Args:
-            is_here: They ran in this thread; False if they did in one that has ended.
-        """
+        """The group's operations have ended, in this thread (``is_here``) or one that is gone."""
         if self._hooks is not None and is_here:
             self._hooks.__exit__()
         self._hooks = None
@@ -259,11 +239,11 @@ class AttachedEngine(OffloadEngine):
 
         Args:
             name: Of the group.
-            nodes: The operations that computed the module's outputs: the first of them that
-                backward reaches says that the group is needed.
+            nodes: The operations that computed the module's outputs. Backward needs the group when
+                it reaches the first of them.
 
         Returns:
-            Whether backward will be noticed; not so if a group that saved something has no nodes.
+            False if the group saved something and has no nodes: backward will not be noticed.
         """
         group = self.commit_group(name)
         if group is None:

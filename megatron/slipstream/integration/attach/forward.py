@@ -2,23 +2,22 @@
 
 """Follows a model's forward passes by hooks on the model and on the chosen modules.
 
-Hooks rather than another ``forward``: they survive what others do to a module's forward (mixed
-precision wrappers put theirs there and take it away again), and a copy of a module has none of
-ours. Where a region cannot be, nothing is done, so that whoever else decides about saved tensors
-there (a checkpoint, ``save_on_cpu``) finds the same in forward and in recomputation.
+Hooks rather than another ``forward``: they survive other replacements of it (mixed precision
+wrappers set and remove theirs), and copies of a module can be told apart. Under other saved-tensor
+hooks (a checkpoint's, ``save_on_cpu``) nothing is done, so these see the same in forward and in
+recomputation.
 
 [Note: Calls that never end]
-torch calls a hook after a forward that raised, but not if it was ended by ``KeyboardInterrupt`` or
-its like. Then the regions that were open stay open. So every call keeps the Python frame that runs
-it, and before the next one begins, calls whose frame no longer runs are undone.
+torch calls a hook after a forward that raised, unless ``KeyboardInterrupt`` or its like ended it.
+So every call keeps the Python frame that runs it, and before the next one begins, calls whose frame
+no longer runs are undone.
 
 [Note: One thread trains]
 The engine follows one forward or backward at a time, and saved-tensor hooks are set for one thread.
-So calls are kept per thread, and one thread is the trainer: the one that ran the model with
-gradients last. Another becomes it once no forward of the trainer's runs and none waits for
-backward, or once the trainer's thread has ended. Until then what others run with gradients stays on
-the device, which changes no result. Passes without gradients touch nothing of the engine's in any
-thread.
+So calls are kept per thread, and one thread is the trainer: the last that ran the model with
+gradients. Another becomes it once no forward of the trainer's runs or waits for backward, or once
+that thread has ended. Until then what others run with gradients stays on the device, which changes
+no result. Passes without gradients do not touch the engine in any thread.
 """
 
 from __future__ import annotations
@@ -136,23 +135,19 @@ class _Hook:
             return
         self._run(*arguments)
 
-    # torch.compile must neither trace the engine nor run it once and for all: the graph ends here.
+    # torch.compile must neither trace the engine nor run it at compile time: the graph ends here.
     @torch.compiler.disable
     def _run(self, *arguments: Any) -> None:
         self._function(self._hooked, *arguments)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        # A method of Python's own that takes anything and does nothing: whoever loads the copy
-        # need not have this package.
+        # Takes anything, does nothing, and can be loaded without this package.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 @torch._dynamo.assume_constant_result
 def _is_one_graph() -> bool:
-    """Whether the code that is compiled must become one graph, which no hook may cut.
-
-    Called by the compiler.
-    """
+    """Whether compiled code must become one graph, which no hook may cut. Run by the compiler."""
     compiled = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
     if compiled.one_graph:
         logger.warning(
@@ -186,8 +181,8 @@ class ForwardHooks:
         self._is_first_pass = True
         self._told: set[str] = set()
         self._handles: list[Any] = []
-        # By default compiled code takes for granted that modules have the hooks that the first one
-        # of their kind had when it was compiled. It is compiled again, and from now on it looks.
+        # By default compiled code assumes that modules have the hooks that the first one of their
+        # kind had when it was compiled. It is compiled again, with a guard on hooks.
         torch._dynamo.config.skip_nnmodule_hook_guards = False
         torch._dynamo.reset()
         self._add(model, "", self._enter_model, self._leave_model)
@@ -264,7 +259,7 @@ class ForwardHooks:
         return True
 
     def _forget_trainer(self) -> None:
-        """Undo what a thread left that has ended amid a forward."""
+        """Undo the calls of a trainer that has ended amid a forward."""
         trainer = self._trainer
         if trainer is not None and not trainer.thread.is_alive():
             while trainer.calls:
@@ -459,9 +454,9 @@ def tensors_in(value: Any, opens_objects: bool = False) -> Iterator[torch.Tensor
 
 
 def nodes_of(output: Any, inputs: Any) -> list[Node]:
-    """The operations that computed the tensors in ``output``, those of ``inputs`` left out.
+    """The operations that computed the tensors in ``output``, without those of ``inputs``.
 
-    What a module only passes on was computed before it, so backward comes there after the module.
+    A tensor that a module passes on was computed before it: backward comes there after the module.
     """
     earlier = {tensor.grad_fn for tensor in tensors_in(inputs)}
     tensors = list(tensors_in(output)) or tensors_in(output, opens_objects=True)

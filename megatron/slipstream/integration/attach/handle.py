@@ -76,9 +76,9 @@ def attach(
 ) -> Attached:
     """Offload what chosen sub-modules of ``model`` save for backward.
 
-    Nothing else changes: call the model, ``backward()`` and the optimizer as before. Loss and
-    gradients are bitwise those without it. What a module saves is whatever autograd keeps of it:
-    everything its operations save, or only its inputs where it runs in ``torch.utils.checkpoint``.
+    Call the model, ``backward()`` and the optimizer as before. Loss and gradients are bitwise those
+    without it. A module saves what autograd keeps of it: everything its operations save, or only
+    its inputs where it runs in ``torch.utils.checkpoint``.
 
     Args:
         model: Any module whose ``forward`` takes one micro-batch. It may be wrapped by
@@ -121,7 +121,7 @@ def attach(
         policy_options(config),
         rank(),
         config.offload_verify,
-        is_native=config.offload_native == "auto",
+        config.offload_native == "auto",
         model=model,
         min_offloaded_tensor_size=min_offloaded_tensor_size,
         activation_offload_fraction=activation_offload_fraction,
@@ -179,8 +179,8 @@ class Attached:
     def report(self) -> Report:
         """This rank's figures of its last complete iteration.
 
-        An iteration is what runs until no forward waits for its backward: with gradient
-        accumulation, one micro-batch.
+        An iteration ends when no forward waits for its backward: with gradient accumulation, after
+        each micro-batch.
         """
         self.engine.finish_report()
         self.engine.report.environment = environment()

@@ -3,12 +3,11 @@
 """Inputs of modules that a checkpoint keeps.
 
 [Note: Inputs of checkpointed modules]
-Of a module that runs inside ``torch.utils.checkpoint`` autograd keeps the inputs only, and it is
-the checkpoint that saves them, outside of the module: without re-entry before the module runs, with
-re-entry after it. So hooks lie around the whole forward of the model and note what is saved there.
-Where a chosen module is found to run inside a checkpoint, those of its inputs that have been saved,
-or are saved next, become a group. A checkpoint *inside* of a chosen module needs none of this: what
-it saves is saved in the module's region.
+Of a module inside ``torch.utils.checkpoint`` only the inputs are kept, saved by the checkpoint
+outside of the module: before it runs without re-entry, after it with re-entry. So hooks lie around
+the whole forward of the model and note what is saved. Where a chosen module runs inside a
+checkpoint, those of its inputs that have been saved, or are saved next, become a group. What a
+checkpoint *inside* of a chosen module saves is saved in the module's region.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class _Saved:
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
-    """Names the memory of a tensor. No other memory has that name while the result lives."""
+    """Names the memory of a tensor; no other memory has that name while the result lives."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -69,18 +68,17 @@ class CheckpointInputs:
     def __init__(self, engine: AttachedEngine) -> None:
         self._engine = engine
         self._is_wanted = True
-        """Whether hooks are set in the next pass: not if no chosen module ran in a checkpoint in
-        the last one."""
+        """Whether hooks are set in the next pass: if a chosen module ran in a checkpoint before."""
         self._is_seen = False
-        """Whether one has run in a checkpoint in this pass."""
+        """Whether one has in this pass."""
         self.labels: set[str] = set()
         """Of modules some of whose inputs a checkpoint kept, as far as hooks were set."""
         self._hooks: Optional[saved_tensors_hooks] = None
         self._recent: list[weakref.ref[_Saved]] = []
         """Saved since a chosen module last ran."""
         self._ran: list[tuple[str, frozenset[StorageWeakRef]]] = []
-        """Labels and inputs of chosen modules that have run without gradients since something was
-        saved last: what a re-entrant checkpoint saves next are inputs of the first of them."""
+        """Labels and inputs of chosen modules that ran without gradients since the last tensor was
+        saved: a re-entrant checkpoint saves the inputs of the first of them next."""
         self._open: Optional[tuple[str, OffloadTensorGroup, BackwardHook]] = None
         """The group of the re-entrant checkpoint that is saving its inputs."""
 
@@ -93,11 +91,7 @@ class CheckpointInputs:
             self._hooks.__enter__()
 
     def stop(self, is_here: bool = True) -> None:
-        """The model's forward ends.
-
-        Args:
-            is_here: It ran in this thread; False if it did in one that has ended.
-        """
+        """The model's forward ends, in this thread (``is_here``) or one that is gone."""
         self.close()
         self._recent.clear()
         if self._hooks is not None and is_here:
@@ -122,7 +116,7 @@ class CheckpointInputs:
         self._is_seen = True
         if self._hooks is None:
             return
-        storages = self._storages(inputs)
+        storages = _storages_of(inputs)
         found = [saved for saved in self._alive() if saved.lies_in(storages)]
         self._recent.clear()
         if found:
@@ -135,7 +129,7 @@ class CheckpointInputs:
         """A module of :meth:`enter_without_gradients` has run."""
         self._is_seen = True
         if self._hooks is not None:
-            self._ran.append((label, self._storages(inputs)))
+            self._ran.append((label, _storages_of(inputs)))
 
     def close(self) -> None:
         """The next chosen module begins, or a checkpoint has saved its inputs."""
@@ -194,6 +188,6 @@ class CheckpointInputs:
     def _alive(self) -> list[_Saved]:
         return [saved for reference in self._recent if (saved := reference()) is not None]
 
-    @staticmethod
-    def _storages(inputs: Iterable[torch.Tensor]) -> frozenset[StorageWeakRef]:
-        return frozenset(storage_of(tensor) for tensor in inputs if _is_plain(tensor))
+
+def _storages_of(inputs: Iterable[torch.Tensor]) -> frozenset[StorageWeakRef]:
+    return frozenset(storage_of(tensor) for tensor in inputs if _is_plain(tensor))

@@ -1,15 +1,16 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Which sub-modules a pattern means.
+"""Sub-modules by patterns.
 
-A name is the path of attributes that leads to a module, without those that only wrappers add: a
-pattern fits a model before and after it was compiled, checkpointed or distributed.
+A name is the path of attributes to a module without those of wrappers, so a pattern fits a model
+before and after it was compiled, checkpointed or distributed.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Union
 
@@ -47,8 +48,8 @@ class _Named(NamedTuple):
 def find_modules(model: torch.nn.Module, patterns: Iterable[Pattern]) -> list[Match]:
     """The sub-modules that ``patterns`` mean, each once, in the model's order.
 
-    Of a match inside of another match only the outer one counts: its group covers the inner one's
-    operations. Of a module and its wrappers the outermost wrapper counts.
+    A match inside of another match does not count: the outer group covers its operations. Of a
+    module and its wrappers the outermost wrapper counts.
 
     Args:
         model: The model; it is not a sub-module of its own.
@@ -174,13 +175,9 @@ def _near(pattern: Pattern, named: Sequence[_Named]) -> list[str]:
         ratio = difflib.SequenceMatcher(None, name, pattern).ratio()
         return own[-1] == parts[-1], num_shared, len(own) == len(parts), ratio
 
-    # One pattern for all layers: numbers are not what a user mistypes.
-    names = dict.fromkeys(".".join(_generalised(entry.name)) for entry in able)
+    # One pattern for all layers: a user does not mistype numbers.
+    names = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name) for entry in able)
     return sorted(names, key=similarity, reverse=True)[:NUM_NEAR]
-
-
-def _generalised(name: str) -> Iterator[str]:
-    return ("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _text(pattern: Pattern) -> str:
