@@ -247,7 +247,7 @@ def test_plan_of_a_trace_without_times_is_shown_all_the_same(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--fraction", "1.5"], "--fraction=1.5 is no share"),
+        (["--fraction", "1.5"], "--fraction=1.5 must be from 0 to 1"),
         (["--target-memory", "0"], "--target-memory=0.0 must be above 0 GiB"),
         (["--target-memory", "nan"], "--target-memory=nan must be above 0 GiB"),
         (["--max-overhead", "-1"], "--max-overhead=-1.0 must be 0 percent or more"),

@@ -153,7 +153,7 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
     options = ("--ep", 64, "--offload-modules", "expert_fc1", "--rank", 0)
     assert show("--hf-config", EXAMPLES / "deepseek_v3.json", *arguments, *options) == 0
     shown = capsys.readouterr().out
-    assert "Pipeline rank 0 has no layer with one of the modules; the table above" in shown
+    assert "Pipeline rank 0 has no layer with one of --offload-modules; the table above" in shown
     assert row_of(shown, "0")[:3] == ["0", "0-2", "2"]
 
 
@@ -198,7 +198,7 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
         (
             ["--hf-config", EXAMPLES / "mixtral_8x7b.json", "--seq-length", "8",
              "--offload-modules", "fused_group_mlp"],
-            "'fused_group_mlp', which a plan from a configuration does not know the sizes of",
+            "'fused_group_mlp', whose sizes are not modelled",
         ),
         (
             ["--hf-config", EXAMPLES / "mixtral_8x7b.json", "--seq-length", "8",
@@ -212,11 +212,11 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
         ),
         (
             ["--hf-config", LLAMA, "--seq-length", "8", "--num-micro-batches", "0"],
-            "--num-micro-batches=0 is no number of micro-batches",
+            "--num-micro-batches=0 must be positive; set 1 or more",
         ),
         (
             ["--hf-config", LLAMA, "--seq-length", "8", "--rank", "1"],
-            "--rank=1 is no pipeline rank; set 0 to 0",
+            "--rank=1 must be a pipeline rank, 0 to 0",
         ),
         (
             ["--hf-config", LLAMA, "--seq-length", "8", "--state-gib", "-1"],
@@ -235,7 +235,7 @@ def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
         (
             ["--hf-config", LLAMA, "--seq-length", "8", "--pp", "2", "--vpp", "2",
              "--decoder-last-pipeline-num-layers", "3"],
-            "are no multiples of --vpp=2",
+            "are not multiples of --vpp=2",
         ),
         (["--hf-config", LLAMA, "--frontier", "f.gif"], "--frontier=f.gif is not supported"),
     ],

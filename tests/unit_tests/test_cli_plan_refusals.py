@@ -33,8 +33,8 @@ def test_experts_of_a_dense_model_are_not_divided(
 ) -> None:
     assert show(flag, "2") == 2
     assert capsys.readouterr().err == (
-        f"error: {flag}=2 is not supported with a model without experts because there are none to "
-        f"divide; leave {flag} out\n"
+        f"error: {flag}=2 is not supported with a model without experts because there are "
+        f"no experts to divide; leave {flag} out\n"
     )
     assert show(flag, "1") == 0
 
@@ -90,7 +90,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["--tensor-model-parallel-size", "3"],
             "num_attention_heads=32 is not a multiple of --tensor-model-parallel-size=3; change",
         ),
-        (["--tp", "0"], "--tp=0 is no size; set 1 or more"),
+        (["--tp", "0"], "--tp=0 must be positive; set 1 or more"),
         (["--cp", "3"], "--seq-length=128 is not a multiple of 2 * --cp=6; change one of them"),
         (["--pp", "3"], "num_layers=32 cannot be divided evenly among --pp=3 times 1 chunks; set "),
         (["--pp", "4", "--vpp", "3"], "among --pp=4 times 3 chunks; set --decoder-first-pipeline"),
@@ -155,7 +155,10 @@ def test_a_plan_that_would_take_minutes_names_the_most_that_is_planned(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--seq-length", "8192000000000000000"], "--seq-length=8192000000000000000 is more than"),
+        (
+            ["--seq-length", "8192000000000000000"],
+            "--seq-length=8192000000000000000 is too large to plan",
+        ),
         (
             ["--seq-length", "819200000000", "--micro-batch-size", "2"],
             "--seq-length=819200000000, --micro-batch-size=2, --num-micro-batches=2: the activatio",
@@ -188,7 +191,7 @@ def test_layers_that_are_too_many_are_what_to_shrink(
         (["--", "./train.sh"], "'./train.sh' is not supported because a training's flags are not"),
         (["--", "sh", "train.sh", "--x"], "'sh train.sh' is not supported because"),
         (["--", "torchrun"], "'torchrun' names no script (NAME.py or -m MODULE)"),
-        (["a.json", "b.json"], "2 traces are given, and a plan is of one rank; name one of them"),
+        (["a.json", "b.json"], "2 traces are given, but a plan is for one rank; name one of them"),
         (
             ["--", "--num-layers", "2", "--target-memory=20"],
             "--target-memory is an option of 'slipstream plan', not of a training; put it before",
@@ -204,7 +207,7 @@ def test_commands_that_cannot_be_planned_say_why(
 def test_flags_without_two_dashes_have_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "torchrun", "pretrain_gpt.py", "--num-layers", "2"])
-    assert "--num-layers 2; put megatron's flags behind '--'" in capsys.readouterr().err
+    assert "--num-layers 2; put megatron's flags after '--'" in capsys.readouterr().err
 
 
 def test_what_takes_long_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from megatron.slipstream.plan.walk import Simulation
 
 GRID_ROWS = 16
-"""Rows of the grid for a plan that has not run: enough to see two layers."""
+"""Rows of the grid for a model that has not run: enough to see two layers."""
 
 TARGET_NOT_MET = 3
-"""Exit status where no plan keeps to --target-memory; what is shown has the lowest peak."""
+"""Exit status where no plan keeps to --target-memory; the shown plan has the lowest peak."""
 
 GOAL_NOT_FOLLOWED = 4
-"""Exit status where the trace lacks what --target-memory or --max-overhead is decided by."""
+"""Exit status where the trace lacks data that --target-memory or --max-overhead needs."""
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,9 +40,9 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def show_plan(options: argparse.Namespace) -> int:
-    """Plan what the options name, and show it. Returns the exit status."""
-    # None of what is imported below imports torch, megatron's flags apart: a plan can be made where
-    # it is not installed.
+    """Plan the trace or model that the options name, and show it. Returns the exit status."""
+    # The imports below do not import torch, except to parse megatron's flags: plans can be made
+    # where torch is not installed.
     from megatron.slipstream.estimate.training_command import is_command
 
     _check_files(options)
@@ -66,7 +66,7 @@ def show_plan(options: argparse.Namespace) -> int:
         )
     if all(word.endswith(".json") for word in words[:2]) and len(words) > 1:
         raise ValueError(
-            f"{len(words)} traces are given, and a plan is of one rank; name one of them"
+            f"{len(words)} traces are given, but a plan is for one rank; name one of them"
         )
     if given[0] != "--hf-config":
         _refuse(options, tuple(TRAINING), given[0], "its own")
@@ -83,7 +83,7 @@ def show_plan(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """A bar on stderr around what takes long and cannot say how long."""
+    """A bar on stderr for an operation of unknown length."""
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
     with bar_on_stderr() as progress:
@@ -101,7 +101,7 @@ def _refuse(options: argparse.Namespace, names: tuple[str, ...], given: str, has
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Before minutes are spent on what cannot be written."""
+    """Check the output files before minutes of planning."""
     from megatron.slipstream.estimate.file_errors import require_writable
 
     for name in ("output", "timeline", "frontier"):
@@ -138,12 +138,12 @@ def _show_trace(path: Path, options: argparse.Namespace) -> int:
 
 
 def _status(plan: Plan) -> int:
-    """The exit status of a plan: whether it does what it was asked for."""
+    """The exit status of a plan: whether it reaches its goal."""
     from megatron.slipstream.plan.selection import why_not_followed
 
     if why_not_followed(plan.trace, plan.options):
         return GOAL_NOT_FOLLOWED
-    # A plan that follows a target has notes only where that cannot be met.
+    # A plan for a target has notes only if the target cannot be met.
     has_target = plan.options.target_memory_bytes is not None
     return TARGET_NOT_MET if has_target and plan.notes else 0
 
@@ -151,7 +151,7 @@ def _status(plan: Plan) -> int:
 def _plan(
     trace: Trace, policy: PolicyOptions, needs_times: bool
 ) -> tuple[Plan, Optional[Simulation]]:
-    """A plan, proved safe, and what it would cost; None for a trace without times."""
+    """A plan, proved safe, and its simulation; None for a trace without times."""
     from megatron.slipstream.plan.build import build_plan
     from megatron.slipstream.plan.walk import simulate
 
@@ -209,7 +209,7 @@ def _policy_options(options: argparse.Namespace) -> PolicyOptions:
         )
     if options.fraction is not None:
         if not 0 <= options.fraction <= 1:
-            raise ValueError(f"--fraction={options.fraction} is no share; give one from 0 to 1")
+            raise ValueError(f"--fraction={options.fraction} must be from 0 to 1")
         given["activation_offload_fraction"] = options.fraction
     if options.target_memory is not None:
         if not 0 < options.target_memory <= MAX_BYTES >> 30:
@@ -234,13 +234,13 @@ def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
 
 
 def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
-    """Sweep behind a progress bar, show the table, and give the file's content."""
+    """Sweep with a progress bar, show the table, and return the file's content."""
     from megatron.slipstream.estimate.frontier import sweep
     from megatron.slipstream.estimate.frontier_picture import frontier_png, require_matplotlib
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
     if suffix == ".png":
-        require_matplotlib()  # Not to find out after the sweep.
+        require_matplotlib()  # Fail before the sweep rather than after it.
     with bar_on_stderr() as progress:
         task = progress.add_task("planning for many targets", total=None)
         frontier = sweep(
@@ -275,8 +275,8 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
     shown = ranks[0]
     if shown.plan is None:
         sys.stdout.write(
-            f"\nPipeline rank {shown.pp_rank} has no layer with one of the modules; the table "
-            "above shows which there are, for --offload-modules.\n"
+            f"\nPipeline rank {shown.pp_rank} has no layer with one of --offload-modules; the "
+            "table above shows the modules that it has.\n"
         )
         return 0
     sys.stdout.write(f"\nPlan of pipeline rank {shown.pp_rank}\n")
@@ -284,7 +284,7 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
     _write(shown.plan, shown.simulation, policy, options)
     if not (options.frontier or options.max_overhead or options.target_memory):
         sys.stdout.write(
-            "\n--frontier FILE.png weighs memory against time; --max-overhead 1 moves what hides\n"
+            "\n--frontier FILE.png plots memory against time; --max-overhead 1 moves what hides\n"
         )
     return max(_status(rank.plan) for rank in ranks if rank.plan is not None)
 
@@ -292,7 +292,7 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
 def _plan_ranks(
     configured: Configured, speed: Speed, policy: PolicyOptions, options: argparse.Namespace
 ) -> list[RankPlan]:
-    """Plan the pipeline ranks, or the one that was asked for, behind a progress bar."""
+    """Plan all pipeline ranks, or the one of --rank, with a progress bar."""
     from megatron.slipstream.cli_plan.sizes import MAX_BYTES, check_sizes
     from megatron.slipstream.estimate.model_state import state_bytes
     from megatron.slipstream.estimate.shape_tables import RankPlan
@@ -301,7 +301,7 @@ def _plan_ranks(
 
     pp = configured.shape.parallelism.pp
     if options.rank is not None and not 0 <= options.rank < pp:
-        raise ValueError(f"--rank={options.rank} is no pipeline rank; set 0 to {pp - 1}")
+        raise ValueError(f"--rank={options.rank} must be a pipeline rank, 0 to {pp - 1}")
     most_gib = MAX_BYTES >> 30
     if options.state_gib is not None and not 0 <= options.state_gib <= most_gib:
         raise ValueError(f"--state-gib={options.state_gib} must be 0 to {most_gib}")

@@ -27,14 +27,14 @@ _PLAN_ONLY = frozenset(
 
 
 def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configured:
-    """The training of a config.json, of a file of flags, or of flags.
+    """The training that a config.json, a file of flags, or flags describe.
 
     Args:
-        words: What came after ``--``.
-        options: Of the sub-command.
+        words: The words after ``--``.
+        options: Options of the sub-command.
 
     Raises:
-        ValueError: They describe none that can be planned, or a file cannot be read.
+        ValueError: They do not describe a training that can be planned, or a file cannot be read.
     """
     if options.hf_config is not None:
         return _by_hub_config(options)
@@ -83,7 +83,7 @@ def _by_hub_config(options: argparse.Namespace) -> Configured:
 
 
 def _refuse_without_effect(fields: dict[str, Any], options: argparse.Namespace) -> None:
-    """Refuse what the plan would not show."""
+    """Refuse options that would not change the plan."""
     minimum = options.min_offloaded_tensor_size
     if minimum is not None and minimum < 0:
         raise ValueError(
@@ -97,8 +97,8 @@ def _refuse_without_effect(fields: dict[str, Any], options: argparse.Namespace) 
         if value is not None and value != 1:
             flag = flag_of(name, options)
             raise ValueError(
-                f"{flag}={value} is not supported with a model without experts because there are "
-                f"none to divide; leave {flag} out"
+                f"{flag}={value} is not supported with a model without experts because there "
+                f"are no experts to divide; leave {flag} out"
             )
 
 
@@ -121,7 +121,7 @@ def _hub_shape(fields: dict[str, Any], options: argparse.Namespace) -> ModelShap
 def _layers_per_chunk(
     num_layers: int, pp: int, options: argparse.Namespace
 ) -> tuple[tuple[int, ...], ...]:
-    """Layers of each chunk where the first or the last pipeline rank has a number of its own."""
+    """Layers of each chunk where the first or last pipeline rank has another number of layers."""
     given = {0: options.first, pp - 1: options.last}
     given = {rank: count for rank, count in given.items() if count is not None}
     if not given:
@@ -139,22 +139,22 @@ def _layers_per_chunk(
     counts = [given.get(rank, rest // others if others else 0) for rank in range(pp)]
     if any(count % num_stages for count in counts):
         raise ValueError(
-            f"layers of the pipeline ranks, {counts}, are no multiples of "
+            f"layers of the pipeline ranks, {counts}, are not multiples of "
             f"{flag_of('vpp', options)}={num_stages}; change one of them"
         )
     return tuple((count // num_stages,) * num_stages for count in counts)
 
 
 def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
-    """How fast the GPU of the options is.
+    """The speed of the GPU that the options name.
 
     Raises:
-        ValueError: It is not known, or not for this precision.
+        ValueError: It is not known, or not known for this precision.
     """
     if configured.shape.precision == "fp32" and options.tflops is None:
         raise ValueError(
-            "precision=fp32 is not supported without --tflops because the table has GPUs' rates "
-            "in 16 bits only; set --tflops to what matrix products reach"
+            "precision=fp32 is not supported without --tflops because the table has only 16-bit "
+            "rates; set --tflops to the rate of matrix products"
         )
     share = options.achieved_share
     return find_speed(

@@ -15,45 +15,45 @@ from megatron.slipstream.config import AUTO_OVERHEAD_PERCENT, parse_percent
 _EPILOG = """\
 Examples with a recorded trace (training writes one with --offload-trace-path trace.json):
 
-  What would move, when, and what it would cost:
+  Show which groups move, when, and the cost:
     slipstream plan trace.json
 
-  The fastest plan under 60 GiB; keep it, and see where it stalls:
+  Find the fastest plan under 60 GiB, save it, and show where it stalls:
     slipstream plan trace.json --target-memory 60 --output plan.json --timeline plan.html
 
-  The most memory that 1 percent of the step time buys:
+  Free the most memory for 1 percent of the step time:
     slipstream plan trace.json --max-overhead 1
 
-  All that can be had, as a picture of memory against time:
+  Draw memory against time for all targets:
     slipstream plan trace.json --frontier frontier.png
 
 Examples before the first run, without a GPU (sizes follow from shapes, times are estimated):
 
-  From megatron's flags, or the whole command (not a shell script); needs megatron-core:
+  Plan megatron's flags, or a whole command (not a shell script); needs megatron-core:
     slipstream plan --gpu h200 -- --num-layers 32 --hidden-size 4096 ...
     slipstream plan --gpu h200 -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
     slipstream plan --gpu h200 --args-file model.yaml
 
-  From the config.json of a model, and how it is to be trained:
+  Plan the config.json of a model, with training options:
     slipstream plan --hf-config config.json --seq-length 8192 --pp 4 --gpu h200
 
-  Some modules only, on a GPU that is not in the table:
+  Plan some modules only, on a GPU that is not in the table:
     slipstream plan --hf-config config.json --seq-length 8192 \\
         --offload-modules core_attn attn_proj --gpu h100 --tflops 400 --gb-per-s 25
 
 A timeline as .json opens in https://ui.perfetto.dev. A frontier as .json holds every plan of the
 sweep. Times are simulated from those in the trace: a real step stalls at least as long.
 
-The exit status is 0, 2 for a wrong call, 3 where no plan keeps to --target-memory (what is shown
-has the lowest peak), and 4 where the trace lacks the times or memory that a goal needs.
+Exit status: 0; 2 for invalid options; 3 if no plan keeps to --target-memory (the shown plan has the
+lowest peak); 4 if the trace lacks the times or memory readings that a goal needs.
 """
 
 TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "seq_length": (("--seq-length",), {"type": int, "help": "tokens of a sequence"}),
+    "seq_length": (("--seq-length",), {"type": int, "help": "tokens per sequence"}),
     "micro_batch_size": (("--micro-batch-size",), {"type": int, "help": "sequences (default: 1)"}),
     "precision": (
         ("--precision",),
-        {"choices": ("bf16", "fp16", "fp32"), "help": "of activations (default: bf16)"},
+        {"choices": ("bf16", "fp16", "fp32"), "help": "precision of activations (default: bf16)"},
     ),
     "attention_backend": (
         ("--attention-backend",),
@@ -69,7 +69,7 @@ TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "sequence_parallel": (
         ("--sequence-parallel",),
-        {"action": "store_true", "default": None, "help": "divide norms and residuals too"},
+        {"action": "store_true", "default": None, "help": "divide norms and residuals"},
     ),
     "cp": (
         ("--context-parallel-size", "--cp"),
@@ -81,7 +81,7 @@ TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "vpp": (
         ("--virtual-pipeline-model-parallel-size", "--vpp"),
-        {"type": int, "help": "model chunks of each rank, interleaved"},
+        {"type": int, "help": "model chunks per rank, interleaved"},
     ),
     "first": (
         ("--decoder-first-pipeline-num-layers",),
@@ -89,7 +89,7 @@ TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "last": (
         ("--decoder-last-pipeline-num-layers",),
-        {"type": int, "help": "layers of the last one"},
+        {"type": int, "help": "layers of the last pipeline rank"},
     ),
     "ep": (
         ("--expert-model-parallel-size", "--ep"),
@@ -101,26 +101,26 @@ TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "dp": (
         ("--data-parallel-size", "--dp"),
-        {"type": int, "help": "ranks that divide the optimizer's state (default: 1)"},
+        {"type": int, "help": "ranks that share the optimizer's state (default: 1)"},
     ),
     "recompute_modules": (
         ("--recompute-modules",),
-        {"nargs": "+", "metavar": "MODULE", "help": "what is recomputed selectively"},
+        {"nargs": "+", "metavar": "MODULE", "help": "modules that are recomputed"},
     ),
     "offload_modules": (
         ("--offload-modules",),
-        {"nargs": "+", "metavar": "MODULE", "help": "what may move (default: all that can)"},
+        {"nargs": "+", "metavar": "MODULE", "help": "modules that may move (default: all)"},
     ),
     "min_offloaded_tensor_size": (
         ("--min-offloaded-tensor-size",),
-        {"type": int, "metavar": "N", "help": "tensors of fewer elements stay (default: 1048576)"},
+        {"type": int, "metavar": "N", "help": "smaller tensors stay (default: 1048576 elements)"},
     ),
 }
-"""Options for a model from --hf-config, by their names in the namespace."""
+"""Options for a model from --hf-config, by name in the namespace."""
 
 
 class _AsTyped(argparse.Action):
-    """Stores a value, and in ``typed`` the spelling of the option that gave it."""
+    """Stores a value, and the spelling of its option in ``typed``."""
 
     def __call__(
         self,
@@ -134,36 +134,36 @@ class _AsTyped(argparse.Action):
 
 
 def flag_of(name: str, options: argparse.Namespace) -> str:
-    """The option as the user typed it, or its first spelling; ``name`` is that in the namespace."""
+    """The option as the user typed it, or its first spelling; ``name`` is its namespace name."""
     first = TRAINING[name][0][0] if name in TRAINING else "--" + name.replace("_", "-")
     return str(options.typed.get(name, first))
 
 
 def as_typed(message: str, options: argparse.Namespace) -> str:
-    """A message about a model, with the user's options in place of megatron's names of them."""
+    """A message about a model, with the user's options instead of megatron's names."""
     for name in TRAINING:
         megatrons = TRAINING[name][0][0].removeprefix("--").replace("-", "_")
-        # Short names are words of a sentence too, unless a value follows.
+        # Short names can be ordinary words, unless a value follows.
         found = rf"(?<![\w-])(?:{megatrons}{'' if '_' in megatrons else '(?==)'}|{name}(?==))\b"
         message = re.sub(found, flag_of(name, options), message)
     return message.replace("num_microbatches=", "--num-micro-batches=")
 
 
 UNTIMED = ("gpu", "achieved_share", "tflops", "gb_per_s", "num_micro_batches", "rank", "state_gib")
-"""Options for models without times."""
+"""Options that apply only without recorded times."""
 
 
 def add_options(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     run: Callable[[argparse.Namespace], int],
 ) -> None:
-    """Add the sub-command, which calls ``run`` with the options."""
+    """Add the sub-command; it calls ``run`` with the options."""
     plan = commands.add_parser(
         "plan",
-        help="plan a recorded iteration, or one of a configuration; predict its time and memory",
-        description="Plan the iteration of a trace file, or one that follows from a model's "
-        "configuration, and show what moves when. Predict step time, stalls and memory peaks. "
-        "Needs no GPU.",
+        help="plan a recorded iteration, or an estimated one; predict its time and memory",
+        description="Plan the iteration of a trace file, or one estimated from a model's "
+        "configuration, and show which groups move when. Predict step time, stalls and memory "
+        "peaks. Needs no GPU.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -171,9 +171,9 @@ def add_options(
         "words",
         nargs="*",
         metavar="TRACE.json | -- FLAGS",
-        help="trace of one rank; or, after --, megatron's flags of a training that has not run",
+        help="trace of one rank; or, after --, megatron's flags of a training",
     )
-    other = plan.add_argument_group("a model in place of a trace")
+    other = plan.add_argument_group("a model instead of a trace")
     other.add_argument(
         "--hf-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model"
     )
@@ -184,7 +184,7 @@ def add_options(
         help="megatron's flags as text, or as YAML ('--num-layers: 32'; MODEL_ARGS at the top)",
     )
     training = plan.add_argument_group(
-        "how it is trained (with --hf-config)", "The names are megatron's."
+        "training options (with --hf-config)", "The names are megatron's."
     )
     for destination, (names, options) in TRAINING.items():
         if options.get("type") is int:
@@ -192,10 +192,10 @@ def add_options(
         if "action" not in options:
             options = {"action": _AsTyped, **options}
         training.add_argument(*names, dest=destination, **options)
-    _add_gpu(plan.add_argument_group("what it runs on (without a trace)"))
-    _add_aim(plan.add_argument_group("what to aim for"))
-    _add_files(plan.add_argument_group("what to write"))
-    hint = "; put megatron's flags behind '--'"
+    _add_gpu(plan.add_argument_group("hardware and schedule (without a trace)"))
+    _add_aim(plan.add_argument_group("goals"))
+    _add_files(plan.add_argument_group("output files"))
+    hint = "; put megatron's flags after '--'"
     plan.set_defaults(run=run, typed={}, hint_for_unknown=hint)
 
 
@@ -207,20 +207,20 @@ def _add_gpu(group: argparse._ArgumentGroup) -> None:
         "--achieved-share",
         type=float,
         metavar="SHARE",
-        help="of its peak, what matrix products reach on average (default: 0.65)",
+        help="fraction of its peak rate that matrix products reach (default: 0.65)",
     )
-    group.add_argument("--tflops", type=float, metavar="T", help="TFLOP/s that they reach, instead")
+    group.add_argument("--tflops", type=float, metavar="T", help="their rate in TFLOP/s, instead")
     group.add_argument(
         "--gb-per-s",
         type=float,
         metavar="GB",
-        help="what copies reach each way (slipstream doctor)",
+        help="bandwidth of copies each way (slipstream doctor measures it)",
     )
     group.add_argument(
         "--num-micro-batches",
         type=int,
         metavar="N",
-        help="of an iteration (default: two rounds of the pipeline, which show what repeats)",
+        help="micro-batches of an iteration (default: two rounds of the pipeline)",
     )
     group.add_argument(
         "--rank", type=int, metavar="N", help="plan this pipeline rank only (default: all)"
@@ -238,20 +238,20 @@ def _add_aim(group: argparse._ArgumentGroup) -> None:
         "--target-memory",
         type=float,
         metavar="GIB",
-        help="move as little as brings the device peak down to this many GiB",
+        help="lower the device peak to this many GiB in the least time",
     )
     group.add_argument(
         "--max-overhead",
         type=parse_percent,
         metavar="PERCENT",
-        help="move no more than makes the step this much longer than its computation ('auto' is "
+        help="limit the time added to the step, in percent of its compute time ('auto' is "
         f"{AUTO_OVERHEAD_PERCENT:g})",
     )
     group.add_argument(
         "--fraction",
         type=float,
         metavar="F",
-        help="move this share of each pass's groups, 0 to 1; the latest ones stay",
+        help="move this fraction of each pass's groups, 0 to 1; the latest ones stay",
     )
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""How large a plan of a model that has not run may be."""
+"""Limits of the size of plans for models that have not run."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from megatron.slipstream.estimate.saved_tensors import marked_modules
 from megatron.slipstream.estimate.synthetic import Workplan
 
 MAX_GROUPS = 100_000
-"""Of all planned ranks. A group takes about a millisecond, with the proof and the simulation."""
+"""Most groups of all planned ranks. A group takes about a millisecond, with proof and simulation.
+"""
 
 MAX_GROUPS_OF_A_SWEEP = 1_000_000
-"""Of all plans of ``--frontier``, which are of one rank."""
+"""Most groups of all plans of ``--frontier``, which plans one rank."""
 
 MAX_BYTES = 1 << 60
-"""Of activations or state: the planner adds sizes up as 64-bit integers."""
+"""Most bytes of activations or state: the planner adds sizes as 64-bit integers."""
 
 
 def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespace) -> None:
-    """Refuse what would take too long, or what numbers cannot hold.
+    """Refuse plans that would take too long, or whose sizes would overflow.
 
     Args:
-        work: What is planned.
-        ranks: The pipeline ranks that are.
-        options: Of the sub-command.
+        work: The model to plan.
+        ranks: The pipeline ranks to plan.
+        options: Options of the sub-command.
 
     Raises:
-        ValueError: It is too large; says what to shrink.
+        ValueError: It is too large; the message says what to reduce.
     """
     _check_groups(work, ranks, MAX_GROUPS, "", options)
     if options.frontier:
@@ -48,7 +49,7 @@ def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespac
         shown = ", ".join(f"{flag}={value}" for flag, value in sizes.items())
         raise ValueError(
             f"{shown}: the activations of a rank are {most * work.num_micro_batches / 2**30:.3g} "
-            f"GiB an iteration, and a plan counts up to {MAX_BYTES >> 30}; shrink one of them"
+            f"GiB per iteration, but a plan supports up to {MAX_BYTES >> 30}; reduce one of them"
         )
 
 
@@ -77,7 +78,7 @@ def _check_groups(
 
 
 def _groups_of(work: Workplan, rank: int) -> int:
-    """Groups of one micro-batch on a rank; a layer without one takes time too."""
+    """Groups of one micro-batch on a rank; a layer without groups counts as one."""
     layers = [layer for chunk in work.shape.chunks_of(rank) for layer in chunk.layers]
     by_kind = {
         work.shape.is_moe(layer): len(set(marked_modules(work.shape, layer)) & set(work.modules))

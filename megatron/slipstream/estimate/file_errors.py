@@ -15,12 +15,12 @@ from megatron.slipstream.plan.whole_files import is_stream, resolved
 
 
 def wrong_with(error: OSError) -> str:
-    """The fault of a file, as text to follow its option and its path."""
+    """A description of the error, to follow the file's option and path in a message."""
     if error.errno == errno.ENOENT:
         return "does not exist"
     if error.errno == errno.EISDIR:
         return "is a folder"
-    # The second is what mkdir says.
+    # mkdir raises the second.
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return "is not in a folder: a part of its path is a file"
     return f"cannot be opened: {(error.strerror or str(error)).lower()}"
@@ -28,12 +28,12 @@ def wrong_with(error: OSError) -> str:
 
 @contextmanager
 def reading(label: str, path: Path, how: str, writer: str) -> Iterator[None]:
-    """Around the reading of a file that Slipstream has written.
+    """Context for reading a file that Slipstream wrote; turns its errors into ``ValueError``.
 
     Args:
-        label: Before the path in errors, such as ``--trace=``.
-        path: Of the file.
-        how: To write it, up to its path.
+        label: Text before the path in errors, such as ``--trace=``.
+        path: Path of the file.
+        how: How to write such a file, up to its path.
         writer: The option that writes such files.
 
     Raises:
@@ -51,11 +51,11 @@ def reading(label: str, path: Path, how: str, writer: str) -> Iterator[None]:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Around what writes the file that an option names.
+    """Context for writing the file that an option names; turns its errors into ``ValueError``.
 
     Raises:
         ValueError: It cannot be written. The message names the option and the path as it was given,
-            whichever file or folder the error was of.
+            even if the error is about another file or folder.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 
 def require_writable(option: str, path: Path) -> None:
-    """Refuse early what could not be written in the end. Nothing that stays is made.
+    """Check before a long computation that a file can be written. Leaves no file behind.
 
     Raises:
         ValueError: As :func:`writing`.
@@ -78,12 +78,12 @@ def require_writable(option: str, path: Path) -> None:
             if not os.access(path, os.W_OK):
                 raise _os_error(errno.EACCES, path)
             return
-        # Folders that are missing are made, in the first one that is there.
+        # Missing folders would be made in the nearest existing one.
         above = next(folder for folder in resolved(path).parents if folder.exists())
         if not above.is_dir():
             raise _os_error(errno.ENOTDIR, above)
         try:
-            # Some file systems refuse new files, whatever the permissions of a folder say.
+            # Some file systems refuse new files although a folder's permissions allow them.
             with tempfile.TemporaryFile(dir=above):
                 pass
         except FileNotFoundError:
@@ -94,10 +94,10 @@ def require_distinct(paths: Mapping[str, Path]) -> None:
     """Refuse two options that name one file: each would replace the other's. Devices may be shared.
 
     Args:
-        paths: By option.
+        paths: The path of each option.
 
     Raises:
-        ValueError: There are two. The message names both.
+        ValueError: Two options name one file. The message names both.
     """
     first: dict[Path, str] = {}
     for option, path in paths.items():

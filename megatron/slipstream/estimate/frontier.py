@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Memory against time: the plans that one trace allows, and which of them nothing else beats."""
+"""Memory against time: the plans that one trace allows, and which of them are Pareto-optimal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.slipstream.plan.trace import Trace
 from megatron.slipstream.plan.walk import simulate
 
 NUM_POINTS = 24
-"""Plans per option whose values are evenly spread."""
+"""Number of plans per option; the option's values are evenly spread."""
 
 MAX_OVERHEADS_PERCENT = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 SCHEMA = "slipstream-frontier"
@@ -35,18 +35,18 @@ _FLAGS: dict[Sweep, str] = {
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """One plan, by the option that made it and what it would reach."""
+    """One plan: the option that made it, and its predicted peak and time."""
 
     option: Sweep
     value: float
-    """Of that option; all others are those of the sweep. It is one that :attr:`flag` can say."""
+    """Value of that option, exactly as :attr:`flag` writes it; the sweep sets all other options."""
     peak_bytes: int
     """Device peak: of all that the allocator held, or of the saved storages alone; see
     :attr:`Frontier.is_measured`."""
     total_ms: float
     overhead_percent: float
     moved_nbytes: int
-    """Bytes that leave the device in one iteration."""
+    """Bytes that are offloaded in one iteration."""
     peak_host_bytes: int
     is_pareto: bool = False
     """No other plan is lower in one of peak and time and not higher in the other."""
@@ -60,7 +60,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The plans of a sweep, those of one option side by side, by its value."""
+    """The plans of a sweep, grouped by option and sorted by its value."""
 
     points: tuple[FrontierPoint, ...]
     compute_ms: float
@@ -69,18 +69,18 @@ class Frontier:
 
     @property
     def nothing_moves(self) -> FrontierPoint:
-        """The end with the highest peak."""
+        """The plan with the highest peak, in which no group moves."""
         return self.points[0]
 
     @property
     def everything_moves(self) -> FrontierPoint:
-        """The end where all moves that may."""
+        """The plan in which every group that may move does."""
         by_fraction = [p for p in self.points if p.option == "activation_offload_fraction"]
         return by_fraction[-1]
 
     @property
     def pareto(self) -> tuple[FrontierPoint, ...]:
-        """The plans that nothing else beats, from the lowest peak to the shortest time."""
+        """The Pareto-optimal plans, from the lowest peak to the shortest time."""
         chosen = [point for point in self.points if point.is_pareto]
         return tuple(sorted(chosen, key=lambda point: point.peak_bytes))
 
@@ -89,7 +89,7 @@ class Frontier:
         return json.dumps({"schema": SCHEMA, "version": VERSION, **asdict(self)}, indent=1).encode()
 
     def render(self) -> str:
-        """The plans that nothing else beats as a table."""
+        """The Pareto-optimal plans as a table."""
         head = ["device peak", "step time", "overhead", "moved", "host memory", "option"]
         rows = [head, *(_row(point) for point in self.pareto)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -102,7 +102,7 @@ class Frontier:
 
 
 def num_plans(num_points: int = NUM_POINTS) -> int:
-    """How many plans a sweep makes."""
+    """The number of plans that a sweep makes."""
     return 2 * num_points + len(MAX_OVERHEADS_PERCENT)
 
 
@@ -112,13 +112,14 @@ def sweep(
     num_points: int = NUM_POINTS,
     progress: Optional[Callable[[int, int], None]] = None,
 ) -> Frontier:
-    """Plan and simulate an iteration with more and more of it moving.
+    """Plan and simulate an iteration with more and more of its groups moving.
 
     Args:
         trace: An iteration with times and bandwidth.
-        options: What all plans share. The options that are swept are replaced.
-        num_points: Plans per option whose values are evenly spread, 2 or more.
-        progress: Called before each plan with how many are done, of how many, and at the end.
+        options: Options of all plans. The options that are swept are replaced.
+        num_points: Plans per option, 2 or more; the option's values are evenly spread.
+        progress: Called before each plan, and at the end, with the number of plans that are done
+            and the number of all plans.
 
     Raises:
         ValueError: The trace has no times or no bandwidth.
@@ -148,7 +149,7 @@ def sweep(
 
 
 def mark_pareto(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
-    """Mark the points that no other one beats; of equal ones, the first."""
+    """Mark the Pareto-optimal points; of equal ones, the first."""
     order = sorted(range(len(points)), key=lambda i: (points[i].peak_bytes, points[i].total_ms, i))
     best_ms = float("inf")
     chosen = set()
@@ -176,7 +177,7 @@ def _point(trace: Trace, base: PolicyOptions, option: Sweep, value: float) -> Fr
 
 
 def _bytes_to_type(nbytes: int) -> int:
-    """At least so many, as GiB of four digits: what is shown, and typed again, is the same plan."""
+    """Round up to GiB of four digits, so that the shown flag, typed again, gives the same plan."""
     up = decimal.Context(prec=4, rounding=decimal.ROUND_CEILING)
     return int(float(up.create_decimal_from_float(nbytes / 2**30)) * 2**30)
 

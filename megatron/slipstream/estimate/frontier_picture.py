@@ -2,8 +2,8 @@
 
 """A frontier as a PNG picture.
 
-matplotlib is an extra, so it is imported where the picture is drawn. The figure is not registered
-with pyplot: it needs no display, and nothing of it stays behind.
+matplotlib is an optional dependency, so it is imported where the picture is drawn. The figure is
+not registered with pyplot: it needs no display and leaves no global state.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# They differ in lightness too, for readers who see fewer hues.
+# They differ in lightness too, for colour-blind readers.
 _BLUE, _GREEN = "#4477aa", "#228833"
 _MUTED = "#666666"
 _DPI = 130
 
 
 def frontier_png(frontier: Frontier) -> bytes:
-    """Each plan of a sweep by its peak and its overhead, those that nothing beats on a line.
+    """Draw each plan of a sweep by its peak and overhead, with a line through the Pareto front.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -48,7 +48,7 @@ def frontier_png(frontier: Frontier) -> bytes:
     axes.set_xlabel(f"{what} ({unit.name})")
     axes.set_ylabel(f"overhead (% of {frontier.compute_ms:.4g} ms compute)")
     axes.margins(x=0.12)
-    # Overheads are 0 or more, so the room below 0 is free for the end where nothing moves.
+    # Overheads are 0 or more, so the label of the plan without moves fits below 0.
     top = max(1.0, *(point.overhead_percent for point in frontier.points))
     axes.set_ylim(-0.16 * top, 1.25 * top)
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 1.2 * top])
@@ -67,7 +67,7 @@ def frontier_png(frontier: Frontier) -> bytes:
 
 
 def require_matplotlib() -> None:
-    """Refuse early where no picture could be drawn.
+    """Check before a long computation that a picture can be drawn.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -94,7 +94,7 @@ def _png(figure: Figure) -> bytes:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     stream = io.BytesIO()
-    # Without a version in it the same plan gives the same bytes.
+    # Without matplotlib's version in the file, the same plan gives the same bytes.
     figure.savefig(stream, format="png", metadata={"Software": None})
     return stream.getvalue()
 
@@ -107,7 +107,7 @@ _SERIES = {
 
 
 def _draw_points(axes: Axes, frontier: Frontier, unit: Unit) -> None:
-    """Filled and on top where no plan is better: plans of other options may have the same place."""
+    """Draw Pareto-optimal plans filled and on top, since other plans may lie at the same point."""
     for option, (label, marker, colour) in _SERIES.items():
         points = [point for point in frontier.points if point.option == option]
         for is_pareto, size, face in ((False, 16, "white"), (True, 34, colour)):

@@ -13,12 +13,12 @@ from typing import NamedTuple, Optional
 from megatron.slipstream.plan.trace import Bandwidth
 
 DEFAULT_ACHIEVED_SHARE = 0.65
-"""Of a GPU's peak, what matrix products of a training step reach on average. With it the dense
-case of the benchmarks is predicted to compute 3% faster than it did on an H200, and no more hides
-than did (docs/user-guide/planning.md)."""
+"""Fraction of a GPU's peak rate that matrix products of a training step reach on average. With it,
+the dense case of the benchmarks is predicted to compute 3% faster than measured on an H200, and no
+more copies to be hidden than were (docs/user-guide/planning.md)."""
 
 HBM_SHARE = 0.8
-"""Of the memory's bandwidth, what operations that only read and write it reach."""
+"""Fraction of the device memory's bandwidth that memory-bound operations reach."""
 
 
 class GpuFacts(NamedTuple):
@@ -28,9 +28,9 @@ class GpuFacts(NamedTuple):
     """Dense matrix products in bfloat16, 1e12 operations a second, without sparsity."""
     hbm_gb_per_s: float
     memory_gib: float
-    """As the driver shows it, rounded."""
+    """Device memory as the driver shows it, rounded."""
     link_gb_per_s: float
-    """To the host, each way."""
+    """Rate of the link to the host, each way."""
     measured: Optional[Bandwidth] = None
     """Measured bandwidth of pinned copies, if any."""
 
@@ -56,17 +56,17 @@ class Speed:
 
     name: str
     tflops: float
-    """That matrix products reach."""
+    """Rate of matrix products."""
     hbm_gb_per_s: float
-    """That memory-bound operations reach."""
+    """Rate of memory-bound operations."""
     bandwidth: Bandwidth
     memory_gib: Optional[float] = None
     """None if it is not known."""
     is_link_measured: bool = False
-    """Whether ``bandwidth`` was measured on that GPU, or given."""
+    """Whether ``bandwidth`` was measured on that GPU or given by the user."""
 
     def compute_ms(self, flops: float, traffic_bytes: float = 0.0) -> float:
-        """Milliseconds of matrix products, then of operations that only move data in memory."""
+        """Milliseconds of matrix products plus those of memory-bound operations."""
         return flops / (1e9 * self.tflops) + traffic_bytes / (1e6 * self.hbm_gb_per_s)
 
 
@@ -78,27 +78,27 @@ def find_speed(
 ) -> Speed:
     """The speed of a GPU of :data:`GPUS`.
 
-    A link without a measurement is taken to reach the share of its rate that the H200's does.
+    A link without a measurement is assumed to reach the same fraction of its rate as the H200's.
 
     Args:
-        name: Of the GPU.
-        achieved_share: Of its peak, what matrix products reach.
-        tflops: What they reach, instead.
-        gb_per_s: What a copy to the host or to the device reaches, instead of what the table says.
+        name: Name of the GPU.
+        achieved_share: Fraction of its peak rate that matrix products reach.
+        tflops: The rate of matrix products, instead of that fraction.
+        gb_per_s: Bandwidth of a copy to the host or to the device, instead of the table's.
 
     Raises:
-        ValueError: The GPU is not in the table, or a number makes no sense.
+        ValueError: The GPU is not in the table, or a number is invalid.
     """
     facts = GPUS.get(name.lower())
     if facts is None:
         near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"--gpu={name} is not in the table; {hint}Known: {', '.join(GPUS)}. For another, name "
-            "the nearest and set --tflops and --gb-per-s"
+            f"--gpu={name} is not in the table; {hint}Known: {', '.join(GPUS)}. For another GPU, "
+            "name the most similar one and set --tflops and --gb-per-s"
         )
     if not 0 < achieved_share <= 1:
-        raise ValueError(f"--achieved-share={achieved_share} is no share; set above 0, to 1")
+        raise ValueError(f"--achieved-share={achieved_share} must be above 0 and at most 1")
     for option, value in (("--tflops", tflops), ("--gb-per-s", gb_per_s)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{option}={value} must be above 0")
@@ -125,5 +125,5 @@ def _measured() -> Bandwidth:
 
 
 def _scaled(factor: float) -> Bandwidth:
-    """The reference's bandwidth, both ways at once included, for a faster or slower link."""
+    """All four rates of the reference bandwidth, times ``factor``."""
     return Bandwidth(*(round(rate * factor, 2) for rate in _measured()))

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A model's shape from the ``config.json`` that Hugging Face keeps beside its weights.
+"""A model's shape from the ``config.json`` that Hugging Face keeps with its weights.
 
-Only numbers are taken from it, and nothing is downloaded. How the model is trained is not in it.
+Only numbers are read, and nothing is downloaded. The file does not say how the model is trained.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class HubModel(NamedTuple):
 
     model_type: str
     fields: dict[str, Any]
-    """Of :class:`~megatron.slipstream.estimate.model_shapes.ModelShape`."""
+    """Fields of :class:`~megatron.slipstream.estimate.model_shapes.ModelShape`."""
     notes: tuple[str, ...] = ()
-    """Features that a plan leaves out."""
+    """Features that a plan ignores."""
 
 
 def load_hub_config(path: Path) -> HubModel:
     """Read a ``config.json``.
 
     Raises:
-        ValueError: It is none or cannot be read, its ``model_type`` is not known, or a number is
-            missing.
+        ValueError: It is not such a file or cannot be read, its ``model_type`` is unknown, or a
+            number is missing.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -64,7 +64,7 @@ class _Config:
         self._config = config
 
     def number(self, name: str) -> int:
-        """A number that must be there."""
+        """A required number."""
         value = self.optional(name)
         if value is None:
             raise ValueError(
@@ -81,17 +81,17 @@ class _Config:
         return value
 
     def num_layers(self) -> int:
-        """Of the model, few enough to count."""
+        """The number of layers, at most :data:`MAX_LAYERS`."""
         count = self.number("num_hidden_layers")
         if count > MAX_LAYERS:
             raise ValueError(
-                f"{self._path}: num_hidden_layers={count} is more than can be planned; give a "
+                f"{self._path}: num_hidden_layers={count} is too many to plan; give a "
                 f"model of {MAX_LAYERS} or fewer"
             )
         return count
 
     def flag(self, name: str) -> bool:
-        """Whether something is on; off if it is missing."""
+        """A flag; False if it is missing."""
         return bool(self._config.get(name, False))
 
     def list_of(self, name: str, kind: type) -> list[Any]:
@@ -103,7 +103,7 @@ class _Config:
 
     @property
     def num_windowed(self) -> int:
-        """Layers whose attention looks back no further than ``sliding_window``."""
+        """The number of layers whose attention is limited to ``sliding_window`` tokens."""
         if not self.optional("sliding_window"):
             return 0
         count = self.num_layers()
@@ -116,7 +116,7 @@ class _Config:
 
     @property
     def window(self) -> Optional[int]:
-        """The window of all layers; None where some or all have none."""
+        """The window of all layers; None if any layer has no window."""
         return self.optional("sliding_window") if self.num_windowed == self.num_layers() else None
 
 
@@ -128,7 +128,8 @@ def _notes(config: Mapping[str, Any], reader: _Config, fields: Mapping[str, Any]
     elif windowed:
         notes.append(
             f"sliding_window={size} of {windowed} layers is ignored: attention is planned over "
-            "the whole sequence, so computation is too long and hides too many copies"
+            "the whole sequence, so the predicted compute time, and the copies that hide behind "
+            "it, are too high"
         )
     if config.get("num_nextn_predict_layers"):
         notes.append(
@@ -143,7 +144,7 @@ def _notes(config: Mapping[str, Any], reader: _Config, fields: Mapping[str, Any]
 
 
 def _llama(config: _Config) -> dict[str, Any]:
-    """Llama, and all that differ from it in little."""
+    """Llama and similar models."""
     return {
         "num_layers": config.num_layers(),
         "hidden_size": config.number("hidden_size"),
@@ -226,4 +227,4 @@ _CONVERTERS: Mapping[str, Callable[[_Config], dict[str, Any]]] = {
 }
 
 MODEL_TYPES = tuple(_CONVERTERS)
-"""The values of ``model_type`` that are known."""
+"""The supported values of ``model_type``."""

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""How long the parts of a model compute, estimated from its shape.
+"""Compute times of the parts of a model, estimated from its shape.
 
-Matrix products take their operations at the rate that the GPU reaches on average; what only reads
-and writes memory takes its bytes at the memory's bandwidth. Backward computes every product twice,
-attention two and a half times. Not counted: communication between GPUs, kernels too small to fill
-one, and a host that is too slow to launch them; each makes a real step longer.
+Matrix products take their operations divided by the rate that the GPU reaches on average;
+memory-bound operations take their bytes divided by the memory's bandwidth. Backward computes every
+product twice, attention two and a half times. Not counted: communication between GPUs, kernels too
+small to fill a GPU, and launch-bound parts; each makes a real step longer.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Cost(NamedTuple):
     """One part of a layer in one micro-batch on one rank."""
 
     flops: float = 0.0
-    """Of matrix products, in forward."""
+    """Operations of matrix products in forward."""
     traffic_bytes: float = 0.0
-    """Read and written by what is not one, in forward."""
+    """Bytes that memory-bound operations read and write in forward."""
     backward_factor: float = BACKWARD_PER_FORWARD
     is_recomputed: bool = False
-    """Forward runs once more in backward."""
+    """Whether backward runs the forward again."""
 
     @property
     def backward_flops(self) -> float:
-        """Of matrix products, in backward."""
+        """Operations of matrix products in backward."""
         return self.flops * (self.backward_factor + self.is_recomputed)
 
     @property
     def backward_traffic_bytes(self) -> float:
-        """Read and written by what is not one, in backward."""
+        """Bytes that memory-bound operations read and write in backward."""
         return self.traffic_bytes * (self.backward_factor + self.is_recomputed)
 
 
@@ -62,7 +62,7 @@ def layer_costs(shape: ModelShape, layer: int) -> dict[str, Cost]:
 
 
 def head_costs(shape: ModelShape) -> dict[str, Cost]:
-    """Costs after the layers, in the order of forward: final norm, output layer and loss."""
+    """The parts after the layers, in the order of forward: final norm, output layer and loss."""
     logits = shape.tokens * shape.vocab_size / shape.parallelism.tp
     return {
         "final_norm": _norm(shape),
@@ -110,7 +110,7 @@ def _attention(shape: ModelShape) -> dict[str, Cost]:
     pairs = shape.micro_batch_size * shape.heads * attended_pairs(shape)
     scores = 0.0
     if shape.attention_backend in ("unfused", "local"):
-        # Scores are written and read whole by the softmax and the two products.
+        # The softmax and the two products write and read all scores.
         pairs *= 2
         scores = 4.0 * pairs * size
     return {

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A model and the way it is trained as plain numbers: what decides how much its layers save.
+"""A model and its training options as plain numbers, from which sizes and times are derived.
 
-Names are megatron-core's, shortened as usual (``tp``, ``pp``, ``ep``). What a
-layer saves follows in :mod:`saved_tensors`, how long it computes in :mod:`layer_costs`.
+Names are megatron-core's, shortened as usual (``tp``, ``pp``, ``ep``). :mod:`saved_tensors` derives
+the tensors that a layer saves, :mod:`layer_costs` its compute time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ RECOMPUTE_MODULES = (
 """megatron-core's ``recompute_modules`` that are modelled."""
 
 MAX_LAYERS = 10_000
-"""More would take minutes before anything is planned."""
+"""Upper limit of the number of layers: more would take minutes to set up a plan."""
 
 MAX_SIZE = 1 << 40
-"""Of any other number, so that products of a few are numbers that a float holds."""
+"""Upper limit of every other number, so that a product of a few of them fits a float."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture-of-experts layers; routing is taken to be even."""
+    """The mixture-of-experts layers; even routing is assumed."""
 
     num_experts: int
     topk: int
     ffn_hidden_size: int
-    """Of each expert."""
+    """Width of each expert."""
     shared_ffn_hidden_size: int = 0
-    """Of all shared experts together; 0 is none."""
+    """Width of all shared experts together; 0 without shared experts."""
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How the model is divided."""
+    """How the model is divided among ranks."""
 
     tp: int = 1
     sequence_parallel: bool = False
@@ -65,13 +65,13 @@ class Parallelism:
     cp_comm_type: ContextParallelism = "p2p"
     pp: int = 1
     vpp: Optional[int] = None
-    """Model chunks of each rank in the interleaved schedule; None is the one without."""
+    """Model chunks of each rank in the interleaved schedule; None without interleaving."""
     group_size: Optional[int] = None
-    """``microbatch_group_size_per_vp_stage``; None is ``pp``."""
+    """``microbatch_group_size_per_vp_stage``; None means ``pp``."""
     ep: int = 1
     etp: int = 1
     dp: int = 1
-    """Data-parallel ranks that divide the optimizer's state among them; 1 if none do."""
+    """Data-parallel ranks that share the optimizer's state; 1 if it is not sharded."""
 
 
 class Chunk(NamedTuple):
@@ -80,11 +80,11 @@ class Chunk(NamedTuple):
     pp_rank: int
     vp_stage: int
     layers: tuple[int, ...]
-    """Numbers of its layers in the model, from 0."""
+    """Indices of its layers in the model, from 0."""
     is_first: bool
-    """Holds the embedding."""
+    """Whether it holds the embedding."""
     is_last: bool
-    """Holds the output layer."""
+    """Whether it holds the output layer."""
 
 
 @dataclass(frozen=True)
@@ -92,48 +92,48 @@ class ModelShape:
     """A GPT model and how it is trained.
 
     Raises:
-        ValueError: The numbers do not go together; names the option and the cure.
+        ValueError: The numbers contradict each other; the message names the option and the cure.
     """
 
     num_layers: int
     hidden_size: int
     num_attention_heads: int
     ffn_hidden_size: int
-    """Of dense layers. With ``gated_linear_unit`` the first projection is twice as wide."""
+    """Width of dense layers. With ``gated_linear_unit`` the first projection is twice as wide."""
     vocab_size: int
     seq_length: int
     """Tokens of a sequence, before context parallelism divides it."""
     micro_batch_size: int = 1
     num_query_groups: Optional[int] = None
-    """Heads of keys and values; None is ``num_attention_heads``."""
+    """Heads of keys and values; None means ``num_attention_heads``."""
     kv_channels: Optional[int] = None
-    """Size of a head; None is ``hidden_size / num_attention_heads``."""
+    """Size of a head; None means ``hidden_size / num_attention_heads``."""
     gated_linear_unit: bool = True
-    """SwiGLU and its like."""
+    """Whether the activation function is gated, as in SwiGLU."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     qk_layernorm: bool = False
     share_embeddings_and_output_weights: bool = False
     window_size: Optional[int] = None
-    """How many tokens back attention looks; None is all. It changes times only."""
+    """Window of attention in tokens; None means the whole sequence. It changes times only."""
     latent_attention: Optional[LatentAttention] = None
     experts: Optional[Experts] = None
     moe_layers: tuple[bool, ...] = ()
-    """For each layer whether it has experts; empty is all of them, if there are experts."""
+    """For each layer whether it has experts; empty means every layer, if there are experts."""
     precision: Precision = "bf16"
     attention_backend: AttentionBackend = "fused"
-    """``fused``, ``flash`` and ``unfused`` are core attentions of Transformer Engine, in layers
-    made of its modules; ``local`` is a layer of megatron-core's plain PyTorch modules
-    (``--transformer-impl local``) as they run without a GPU."""
+    """``fused``, ``flash`` and ``unfused`` are Transformer Engine's implementations of core
+    attention, in layers of its modules; ``local`` is a layer of megatron-core's plain PyTorch
+    modules (``--transformer-impl local``) as they run without a GPU."""
     bias_activation_fusion: bool = True
-    """The activation function is one kernel (megatron's ``--no-bias-swiglu-fusion`` turns it
-    off)."""
+    """Whether the activation function is one kernel (megatron's ``--no-bias-swiglu-fusion`` turns
+    it off)."""
     apply_rope_fusion: bool = True
     attention_softmax_in_fp32: bool = False
-    """Of ``local`` core attention."""
+    """Dropout of ``local`` core attention."""
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     recompute_modules: frozenset[str] = frozenset()
-    """Those of ``recompute_granularity='selective'``; empty recomputes nothing."""
+    """``recompute_modules`` of ``recompute_granularity='selective'``; empty recomputes nothing."""
     parallelism: Parallelism = field(default_factory=Parallelism)
     layers_per_chunk: tuple[tuple[int, ...], ...] = ()
     """Layers of each chunk, ``[pp rank][virtual stage]``; empty divides them evenly."""
@@ -156,7 +156,7 @@ class ModelShape:
 
     @property
     def element_bytes(self) -> int:
-        """Of an activation."""
+        """Bytes of an element of an activation."""
         return BYTES_OF[self.precision]
 
     @property
@@ -166,7 +166,7 @@ class ModelShape:
 
     @property
     def groups(self) -> int:
-        """Key-value heads on a rank; where ranks outnumber groups each has a copy of one."""
+        """Key-value heads on a rank; with fewer groups than ranks each has a copy of one."""
         return max(1, self.query_groups // self.parallelism.tp)
 
     @property
@@ -181,22 +181,22 @@ class ModelShape:
 
     @property
     def region_tokens(self) -> int:
-        """Tokens of a micro-batch between these (norms, residuals), which SP divides."""
+        """Tokens of a micro-batch in norms and residuals, which sequence parallelism divides."""
         is_divided = self.parallelism.sequence_parallel
         return self.tokens // (self.parallelism.tp if is_divided else 1)
 
     @property
     def expert_tokens(self) -> int:
-        """Rows that the experts of a rank take in, with even routing.
+        """Input rows of a rank's experts with even routing.
 
-        Each of a rank's tokens goes to ``topk`` experts, and as many come from elsewhere; ranks
-        that share an expert's weights (ETP) all take in the same rows.
+        Each of a rank's tokens is sent to ``topk`` experts, and as many arrive from other ranks;
+        ranks that share an expert's weights (ETP) all have the same input rows.
         """
         return self.region_tokens * self._experts.topk * self.parallelism.etp
 
     @property
     def uses_transformer_engine(self) -> bool:
-        """Whether layers are made of its modules."""
+        """Whether layers are built of Transformer Engine's modules."""
         return self.attention_backend != "local"
 
     def is_moe(self, layer: int) -> bool:
@@ -234,7 +234,7 @@ class ModelShape:
             raise ValueError("the model has no experts (num_experts is not set)")
         return self.experts
 
-    # What must hold
+    # Validation
 
     def _problems(self) -> Iterator[str]:
         yield from self._wrong_sizes()
@@ -256,10 +256,10 @@ class ModelShape:
         sizes.pop("shared_ffn_hidden_size", None)
         for name, value in sizes.items():
             if value < 1:
-                yield f"{name}={value} is no size; set 1 or more"
+                yield f"{name}={value} must be positive; set 1 or more"
             limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
             if value > limit:
-                yield f"{name}={value} is more than can be planned; set {limit} or less"
+                yield f"{name}={value} is too large to plan; set {limit} or less"
 
     def _wrong_choices(self) -> Iterator[str]:
         for name, value, choices in (
@@ -308,7 +308,7 @@ class ModelShape:
                 "num_query_groups",
                 self.query_groups,
             ),
-            # Each rank of context parallelism has a part of both ends, for an even load.
+            # For an even load, each context-parallel rank has a part of both halves of a sequence.
             ("seq_length", self.seq_length, "2 * context_parallel_size", 2 * par.cp),
         ]
         if par.cp == 1:
@@ -326,22 +326,22 @@ class ModelShape:
         if max(self.query_groups, par.tp) % min(self.query_groups, par.tp):
             yield (
                 f"num_query_groups={self.query_groups} and tensor_model_parallel_size={par.tp} "
-                "do not divide one another; change one of them"
+                "must divide one another; change one of them"
             )
 
     def _wrong_layers(self) -> Iterator[str]:
         par = self.parallelism
         if self.moe_layers and len(self.moe_layers) != self.num_layers:
             yield (
-                f"moe_layer_freq says of {len(self.moe_layers)} layers which have experts, but "
-                f"num_layers={self.num_layers}; give one entry a layer"
+                f"moe_layer_freq has {len(self.moe_layers)} entries, but "
+                f"num_layers={self.num_layers}; give one entry per layer"
             )
         if self.experts is None and any(self.moe_layers):
             yield "moe_layer_freq names layers with experts, but num_experts is not set; set it"
         if self.experts is not None and par.tp > 1 and not par.sequence_parallel:
             yield (
                 f"tensor_model_parallel_size={par.tp} is not supported with experts without "
-                "sequence_parallel because megatron-core does not train so; set sequence_parallel"
+                "sequence_parallel because megatron-core requires it; set sequence_parallel"
             )
         if par.vpp is not None and par.pp == 1:
             yield (

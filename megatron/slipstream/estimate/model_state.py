@@ -9,16 +9,16 @@ from typing import NamedTuple
 from megatron.slipstream.estimate.model_shapes import ModelShape
 
 OPTIMIZER_BYTES = 12
-"""Of each parameter: Adam's two moments, and the master copy of a 16-bit weight, in float32."""
+"""Bytes per parameter: Adam's two moments, and the master copy of a 16-bit weight, in float32."""
 GRADIENT_BYTES = 4
-"""megatron gathers gradients in float32 (``accumulate_allreduce_grads_in_fp32``)."""
+"""megatron accumulates gradients in float32 (``accumulate_allreduce_grads_in_fp32``)."""
 
 
 class NumParameters(NamedTuple):
     """Parameters on one rank."""
 
     dense: int
-    """Of all but experts."""
+    """Parameters outside of experts."""
     experts: int
 
     @property
@@ -28,7 +28,7 @@ class NumParameters(NamedTuple):
 
 
 def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
-    """The parameters of a pipeline rank. Biases and the norms' weights, which are few, are not in.
+    """The number of parameters of a pipeline rank, without biases and the norms' weights.
 
     Args:
         shape: The model.
@@ -53,8 +53,8 @@ def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
 def state_bytes(shape: ModelShape, pp_rank: int) -> int:
     """Bytes of weights, gradients and the optimizer's state of a pipeline rank.
 
-    Data-parallel ranks (``Parallelism.dp``) divide the optimizer's state among them, context-
-    parallel ones too, as megatron's distributed optimizer does.
+    Data-parallel ranks (``Parallelism.dp``) and context-parallel ranks share the optimizer's state,
+    as megatron's distributed optimizer does.
     """
     par = shape.parallelism
     found = num_parameters(shape, pp_rank)
@@ -74,7 +74,7 @@ def _attention(shape: ModelShape) -> int:
     if latent is None:
         return hidden * (2 * shape.heads + 2 * shape.groups) * shape.head_dim
     key_width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
-    # Down projections are whole on every tensor-parallel rank.
+    # Down projections are replicated on every tensor-parallel rank.
     count = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
     count += latent.kv_lora_rank * shape.heads * (latent.qk_head_dim + latent.v_head_dim)
     if latent.q_lora_rank is None:

@@ -2,22 +2,22 @@
 
 """Tensors that each part of a transformer layer saves for backward, from the model's shape.
 
-A part is a run of operations of one layer; those that megatron-core marks have the names of its
-``offload_modules``. Two makes of layers are modelled: of Transformer Engine's modules, and of
-megatron-core's plain PyTorch ones (``attention_backend='local'``). Sizes were checked against
+A part is a sequence of operations of one layer; parts that megatron-core marks have the names of
+its ``offload_modules``. Two kinds of layers are modelled: of Transformer Engine's modules, and of
+megatron-core's plain PyTorch modules (``attention_backend='local'``). Sizes were checked against
 recorded traces of both (docs/user-guide/planning.md says which).
 
 [Note: What Transformer Engine fuses]
-Its linear layers take the norm before them in, so that norm has no mark: the query/key/value
-projection has it except in multi-latent attention, the first projection of a dense MLP always. Such
-a linear layer saves the norm's input and its output. Transformer Engine's core attention copies
-values that are strided views of the projection's output, so that output is not kept.
+Its linear layers include the norm before them, so that norm has no mark: the query/key/value
+projection includes it except in multi-latent attention, the first projection of a dense MLP always.
+Such a linear layer saves the norm's input and its output. Transformer Engine's core attention
+copies values that are strided views of the projection's output, so that output is not kept.
 
 [Note: What recomputation leaves]
-megatron-core recomputes a norm or an activation function by emptying its output and running it
-again. The output takes no memory then; the input is saved for that second run by the module's own
-group, and moves with it. Core attention is recomputed outside of its group, so that what its
-checkpoint keeps does not move.
+megatron-core recomputes a norm or an activation function: it frees the output after use and runs
+the operation again in backward. The output then takes no memory; the module's own group saves the
+input for the second run, and the input moves with it. Core attention is recomputed outside of its
+group, so the tensors that its checkpoint keeps do not move.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ KEPT_BY_RECOMPUTATION = "recomputation reads it too"
 """See [Note: What recomputation leaves]."""
 
 _MASKED_SOFTMAX_MAX_SEQUENCE = 16384
-"""Up to this length Transformer Engine's unfused attention has a softmax kernel."""
+"""The longest sequence for which Transformer Engine's unfused attention has a softmax kernel."""
 
 
 class SavedTensor(NamedTuple):
-    """One storage that a layer keeps for backward. Parts that save the same one give its name."""
+    """One storage that a layer keeps for backward. Parts that save the same one share its name."""
 
     name: str
     numel: int
     nbytes: int
     kept_by: str = ""
-    """Why moving it would free nothing, if it would not."""
+    """The reason why moving it frees nothing; empty if it frees memory."""
 
 
 Saved = dict[str, tuple[SavedTensor, ...]]
-"""By part."""
+"""The saved tensors of each part."""
 
 
 def saved_tensors(shape: ModelShape, layer: int) -> Saved:
@@ -61,7 +61,7 @@ def saved_tensors(shape: ModelShape, layer: int) -> Saved:
         layer: Number of the layer, from 0.
 
     Returns:
-        By part, those that save anything, in the order of forward.
+        The tensors of each part that saves any, in the order of forward.
     """
     maker = _Layer(shape, shape.is_moe(layer))
     found = {**maker.attention(), **maker.feed_forward()}
@@ -87,7 +87,7 @@ def _is_input_norm_fused(shape: ModelShape) -> bool:
 
 
 class _Layer:
-    """Makes the tensors of one layer."""
+    """Derives the saved tensors of one layer."""
 
     def __init__(self, shape: ModelShape, is_moe: bool) -> None:
         self._shape = shape
@@ -95,7 +95,7 @@ class _Layer:
         self._hidden = shape.region_tokens * shape.hidden_size
 
     def attention(self) -> Saved:
-        """From the layer's input to the sum of attention's output and the residual."""
+        """The parts from the layer's input to the sum of attention's output and the residual."""
         shape = self._shape
         recomputes_norm = shape.recomputes("layernorm") and not _is_input_norm_fused(shape)
         norm = self._norm("layer_input", shape.region_tokens, shape.hidden_size, recomputes_norm)
@@ -118,7 +118,7 @@ class _Layer:
         return saved
 
     def feed_forward(self) -> Saved:
-        """From there to the layer's output."""
+        """The parts from there to the layer's output."""
         shape = self._shape
         is_fused = shape.uses_transformer_engine and not self._is_moe
         recomputes_norm = shape.recomputes("layernorm") and not is_fused
@@ -163,7 +163,7 @@ class _Layer:
         return tuple(tensors)
 
     def _latent_norm(self, latent: SavedTensor, tokens: int, width: int) -> list[SavedTensor]:
-        """Saved by the norm of a latent vector and the projection after it."""
+        """The tensors that the norm of a latent vector and the projection after it save."""
         # The recomputed part contains the norm.
         if not self._shape.qk_layernorm or self._shape.recomputes("mla_up_proj"):
             return [latent]
@@ -185,7 +185,7 @@ class _Layer:
             statistics = shape.tokens * shape.heads
             output = self._attention_output()
             if shape.parallelism.cp > 1 and "a2a" in shape.parallelism.cp_comm_type:
-                # Saved before heads and tokens change places again.
+                # Saved before heads and tokens are transposed back.
                 output = output._replace(name="attention_output_by_heads")
             return (*inputs, output, self._float32("log_sum_exp", statistics))
         return (*inputs, *self._scores())
@@ -201,7 +201,7 @@ class _Layer:
         value_numel = value_stored = shape.tokens * groups * value_width
         if shape.attention_backend in ("unfused", "local"):
             if groups == shape.heads and not latent and shape.attention_backend == "local":
-                # A view of the projection's output, which is kept whole.
+                # A view of the projection's output, all of which is kept.
                 value_stored = shape.tokens * (shape.heads + 2 * groups) * shape.head_dim
             groups = shape.heads  # Keys and values are repeated for each query head.
             value_numel = shape.tokens * groups * value_width
@@ -213,7 +213,7 @@ class _Layer:
         )
 
     def _scores(self) -> list[SavedTensor]:
-        """Saved by softmax and the product with the values, ``[b, heads, s, s]``."""
+        """The tensors ``[b, heads, s, s]`` of softmax and the product with the values."""
         shape = self._shape
         numel = shape.micro_batch_size * shape.heads * shape.sequence**2
         probabilities = self._tensor("probabilities", numel)
@@ -301,7 +301,7 @@ class _Layer:
     def _norm(
         self, name: str, rows: int, width: int, is_recomputed: bool = False
     ) -> tuple[SavedTensor, ...]:
-        """Saved by the norm of ``[rows, width]``, its input first."""
+        """The tensors that the norm of ``[rows, width]`` saves, its input first."""
         shape = self._shape
         if is_recomputed:
             return (self._tensor(name, rows * width),)

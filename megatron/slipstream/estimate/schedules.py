@@ -37,25 +37,25 @@ def interleaved(
 ) -> Schedule:
     """The interleaved schedule of Megatron-LM (arXiv:2104.04473, section 2.2).
 
-    Each model chunk takes ``group_size`` micro-batches before the next chunk has its turn.
+    Each model chunk runs ``group_size`` micro-batches before the next chunk runs.
 
     Args:
         pp_size: Number of pipeline ranks.
-        pp_rank: This one.
-        num_micro_batches: Of an iteration.
-        vp_size: Model chunks of a rank.
-        group_size: megatron's ``microbatch_group_size_per_vp_stage``; None is ``pp_size``.
+        pp_rank: The rank of the schedule.
+        num_micro_batches: Number of micro-batches of an iteration.
+        vp_size: Number of model chunks of a rank.
+        group_size: megatron's ``microbatch_group_size_per_vp_stage``; None means ``pp_size``.
 
     Raises:
-        ValueError: The schedule does not take so many micro-batches.
+        ValueError: The schedule does not support this number of micro-batches.
     """
     group = group_size or pp_size
     if group < pp_size or num_micro_batches < group or 0 < num_micro_batches % group < pp_size:
         raise ValueError(
             f"num_microbatches={num_micro_batches} is not supported with "
             f"microbatch_group_size_per_vp_stage={group} and "
-            f"pipeline_model_parallel_size={pp_size} because the pipeline would run dry; set a "
-            f"multiple of {max(group, pp_size)}"
+            f"pipeline_model_parallel_size={pp_size} because it would have dependency bubbles; "
+            f"set a multiple of {max(group, pp_size)}"
         )
     forward, backward = [], []
     for first in range(0, num_micro_batches, group):
@@ -83,10 +83,10 @@ def rank_schedule(
     vp_size: Optional[int] = None,
     group_size: Optional[int] = None,
 ) -> Schedule:
-    """The schedule that megatron-core runs; ``vp_size=None`` is the one without interleaving.
+    """The schedule that megatron-core runs; ``vp_size=None`` means no interleaving.
 
     Raises:
-        ValueError: There is none for so many micro-batches.
+        ValueError: There is no schedule for this number of micro-batches.
     """
     if vp_size is None:
         return one_f_one_b(pp_size, pp_rank, num_micro_batches)
@@ -96,17 +96,17 @@ def rank_schedule(
 def idle_ms(
     schedules: Sequence[Schedule], duration_ms: Callable[[int, Pass], float]
 ) -> list[list[float]]:
-    """How long each rank waits for others before each of its passes, when nothing is copied.
+    """The time that each rank waits for others before each of its passes, without any copies.
 
     Args:
-        schedules: Of every pipeline rank.
-        duration_ms: How long a rank takes for a pass.
+        schedules: The schedule of every pipeline rank.
+        duration_ms: The time of a pass on a rank.
 
     Returns:
         ``[rank][pass]``, in milliseconds.
 
     Raises:
-        ValueError: The ranks wait for each other in a circle.
+        ValueError: The ranks deadlock.
     """
     num_stages = 1 + max(item.vp_stage for item in schedules[0])
     ends: dict[tuple[int, Pass], float] = {}
@@ -127,23 +127,23 @@ def idle_ms(
                 ends[rank, item] = now[rank]
                 is_stuck = False
     if any(len(wait) < len(schedule) for wait, schedule in zip(waits, schedules, strict=True)):
-        raise ValueError("the pipeline's ranks wait for each other in a circle")
+        raise ValueError("the pipeline's ranks deadlock: each waits for another")
     return waits
 
 
 def _source(rank: int, item: Pass, pp_size: int, num_stages: int) -> Optional[tuple[int, Pass]]:
-    """The rank and pass that a pass takes its input from; None if it needs none."""
+    """The rank and pass that give a pass its input; None if it needs none."""
     if item.direction == "F":
         rank, stage = (rank - 1, item.vp_stage) if rank else (pp_size - 1, item.vp_stage - 1)
         return None if stage < 0 else (rank, item._replace(vp_stage=stage))
     if rank == pp_size - 1 and item.vp_stage == num_stages - 1:
-        return None  # Its own forward, which came before.
+        return None  # Its input is its own forward, which is earlier in the schedule.
     rank, stage = (rank + 1, item.vp_stage) if rank < pp_size - 1 else (0, item.vp_stage + 1)
     return rank, item._replace(vp_stage=stage)
 
 
 def most_in_flight(schedule: Schedule) -> int:
-    """The most passes that are past their forward and not past their backward at once."""
+    """The largest number of passes between their forward and their backward at once."""
     held = most = 0
     for item in schedule:
         held += 1 if item.direction == "F" else -1

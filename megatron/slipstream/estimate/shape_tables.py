@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Tables of the bytes that a model's layers save, and of the copies that hide."""
+"""Tables of the bytes that a model's layers save, and of the copies that hide behind compute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.walk import Simulation
 
 WIDTH = 110
-"""Columns where the output is no terminal."""
+"""Width in columns where the output is not a terminal."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class PartBytes:
 
     name: str
     nbytes: int
-    """Of storages that no part before it saves."""
+    """Bytes of storages that no earlier part saves."""
     movable_bytes: int
-    """Of these, what moves if all chosen modules do."""
+    """Those of ``nbytes`` that move if all chosen modules move."""
 
 
 def part_bytes(configured: Configured, layer: int) -> list[PartBytes]:
-    """The parts of a layer that save anything, in the order of forward."""
+    """The parts of a layer that save tensors, in the order of forward."""
     shape = configured.shape
     chosen = [name for name in marked_modules(shape, layer) if name in configured.modules]
     saved = saved_tensors(shape, layer)
@@ -66,14 +66,14 @@ def part_bytes(configured: Configured, layer: int) -> list[PartBytes]:
 
 @dataclass(frozen=True)
 class LayerWindow:
-    """How long a layer computes in one micro-batch, in milliseconds."""
+    """Compute time of a layer in one micro-batch, in milliseconds."""
 
     forward_ms: float
     backward_ms: float
 
 
 def layer_window(shape: ModelShape, speed: Speed, layer: int) -> LayerWindow:
-    """The time in which a layer's copies can hide."""
+    """The compute time behind which a layer's copies can hide."""
     costs = layer_costs(shape, layer).values()
     return LayerWindow(
         sum(speed.compute_ms(cost.flops, cost.traffic_bytes) for cost in costs),
@@ -94,7 +94,7 @@ class RankPlan:
 
     @property
     def layers(self) -> str:
-        """The numbers of its layers, chunk by chunk."""
+        """The indices of its layers, chunk by chunk."""
         texts = []
         for chunk in self.work.shape.chunks_of(self.pp_rank):
             first, *others = chunk.layers or (None,)
@@ -105,12 +105,12 @@ class RankPlan:
 
     @property
     def num_in_flight(self) -> int:
-        """Passes through model chunks whose activations are kept at once, at most."""
+        """The largest number of passes whose activations are kept at once."""
         return most_in_flight(self.work.schedules[self.pp_rank])
 
     @property
     def saved_bytes(self) -> int:
-        """The most that passes in flight keep at once."""
+        """The most bytes that passes in flight keep at once."""
         held = most = 0
         for item in self.work.schedules[self.pp_rank]:
             nbytes = self.work.chunks[self.pp_rank, item.vp_stage].saved_bytes
@@ -130,7 +130,7 @@ def write(lines: Iterable[Line], stream: IO[str]) -> None:
     with console.capture() as drawn:
         for line in lines:
             console.print(Text(line) if isinstance(line, str) else line)
-    # Cells are filled up with blanks.
+    # rich pads cells with blanks.
     stream.write("".join(line.rstrip() + "\n" for line in drawn.get().splitlines()))
 
 
@@ -166,13 +166,13 @@ def describe(configured: Configured, speed: Speed) -> Iterator[Line]:
     absent = sorted(set(configured.modules) - set(usable_modules(shape)))
     if absent:
         yield (
-            f"Note: no layer has {', '.join(absent)} to move: what such a part saves is counted "
-            "with the one that has it in it, or it is recomputed"
+            f"Note: no layer has {', '.join(absent)} to move: its tensors are counted with the "
+            "part that includes it, or it is recomputed"
         )
 
 
 def layer_tables(configured: Configured, speed: Speed) -> Iterator[Line]:
-    """For each kind of layer what its parts save, and what of it a layer's time hides."""
+    """For each kind of layer, the bytes of its parts and how many of them hide behind compute."""
     shape = configured.shape
     kinds: dict[bool, int] = {}
     for layer in range(shape.num_layers):
@@ -228,8 +228,8 @@ def _what_hides(parts: Sequence[PartBytes], window: LayerWindow, speed: Speed) -
     return (
         f"It computes {window.forward_ms:.2f} ms in forward and {window.backward_ms:.2f} ms in "
         f"backward, in which the link carries {format_bytes(out)} out and {format_bytes(back)} "
-        f"back: {verdict}.\nIn brackets: not marked by megatron-core, so it stays. 0 B: what it "
-        "saves is counted with a part before it."
+        f"back: {verdict}.\nIn brackets: not marked by megatron-core, so it stays. 0 B: its "
+        "tensors are counted with an earlier part."
     )
 
 
@@ -252,8 +252,8 @@ def rank_table(ranks: Sequence[RankPlan], memory_gib: Optional[float]) -> Iterat
     yield ""
     yield table
     text = (
-        "in flight: passes through model chunks that wait for their backward, at most; saved: what "
-        "these keep;\nstate: weights, gradients, optimizer; moved: each way in an iteration."
+        "in flight: most passes through model chunks between forward and backward; saved: bytes "
+        "that these keep;\nstate: weights, gradients, optimizer; moved: each way in an iteration."
     )
     yield text
     if memory_gib:
@@ -266,8 +266,8 @@ def rank_table(ranks: Sequence[RankPlan], memory_gib: Optional[float]) -> Iterat
         ]
         if over:
             yield (
-                f"Even so rank {', '.join(over)} needs more than the GPU's {memory_gib:g} GiB: "
-                "divide the model further, or recompute"
+                f"Even with the plan, rank {', '.join(over)} needs more than the GPU's "
+                f"{memory_gib:g} GiB: divide the model further, or recompute"
             )
 
 

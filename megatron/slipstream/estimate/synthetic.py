@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A trace of an iteration that has not run: from a model's shape, for the planner.
+"""A trace of an iteration that has not run, built for the planner from a model's shape.
 
-Its marks are those that megatron-core's layers make and its storages what they save, in the order
-of a pipeline rank's schedule; its times are estimates. Device memory is the state, what passes in
-flight have saved, and in backward the gradients of what is being computed; memory that lives within
-one operation, and what the allocator wastes, is not in it.
+Its marks are those of megatron-core's layers and its storages the tensors that they save, in the
+order of a pipeline rank's schedule; its times are estimates. Device memory is the state, the saved
+tensors of passes in flight, and in backward the gradients of the running part; temporary memory of
+an operation and fragmentation of the allocator are not counted.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Workplan:
 
     Args:
         shape: The model.
-        speed: Of the GPU.
+        speed: Speed of the GPU.
         modules: megatron-core's ``offload_modules``.
-        num_micro_batches: Of an iteration.
+        num_micro_batches: Number of micro-batches of an iteration.
         min_numel: Tensors of fewer elements stay.
 
     Raises:
-        ValueError: The pipeline has no schedule for so many micro-batches.
+        ValueError: The pipeline has no schedule for this number of micro-batches.
     """
 
     shape: ModelShape
@@ -66,7 +66,7 @@ class Workplan:
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Of every pipeline rank."""
+        """The schedule of every pipeline rank."""
         par = self.shape.parallelism
         return tuple(
             rank_schedule(par.pp, rank, self.num_micro_batches, par.vpp, par.group_size)
@@ -82,7 +82,7 @@ class Workplan:
 
     @cached_property
     def idle_ms(self) -> list[list[float]]:
-        """For each rank how long it waits for other ranks before each pass."""
+        """For each rank, the time that it waits for other ranks before each pass."""
 
         def duration_ms(rank: int, item: Pass) -> float:
             chunk = self.chunks[rank, item.vp_stage]
@@ -95,9 +95,9 @@ def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace
     """One iteration of one pipeline rank.
 
     Args:
-        work: What is planned.
+        work: The model to plan.
         pp_rank: The rank.
-        state_bytes: Device memory that is in use all the time.
+        state_bytes: Device memory that is always in use.
 
     Returns:
         A trace with times, bandwidth and memory. It has no steps if the rank has no layer with one
@@ -129,9 +129,9 @@ class Work(NamedTuple):
     forward_ms: float
     backward_ms: float
     saved_bytes: int = 0
-    """That appear with it in forward and go after it in backward."""
+    """Bytes that it saves in forward and that are freed after its backward."""
     gradient_bytes: int = 0
-    """Beside those, in its backward."""
+    """Bytes of gradients during its backward."""
 
 
 class Managed(NamedTuple):
@@ -141,7 +141,7 @@ class Managed(NamedTuple):
     groups: tuple[int, ...]
     held_outside: bool
     lingers: bool
-    """Something else holds it until the pass's forward has returned."""
+    """Whether something else holds it until the pass's forward has returned."""
 
 
 @dataclass
@@ -149,24 +149,24 @@ class ChunkWork:
     """One micro-batch's pass through one model chunk.
 
     Args:
-        plan: What is planned.
+        plan: The model to plan.
         chunk: The chunk.
     """
 
     plan: Workplan
     chunk: Chunk
     events: list[Union[Mark, Work]] = field(default_factory=list)
-    """In the order of forward."""
+    """Marks and work in the order of forward."""
     groups: list[str] = field(default_factory=list)
     """The module names of the pass's groups."""
     storages: list[Managed] = field(default_factory=list)
 
     @property
     def events_of_backward(self) -> list[Union[Mark, Work]]:
-        """In the order in which backward comes to them.
+        """Marks and work in the order of backward.
 
-        The up-projections of MLA are recomputed behind core attention, and read then what the group
-        before it has saved: [Note: Recomputation reads first] in ``trace``.
+        The up-projections of MLA are recomputed after core attention's backward, and then read a
+        tensor that the group before it saved: [Note: Recomputation reads first] in ``trace``.
         """
         events = self.events[::-1]
         if not self.plan.shape.recomputes("mla_up_proj"):
@@ -189,17 +189,17 @@ class ChunkWork:
 
     @property
     def forward_ms(self) -> float:
-        """How long its forward computes."""
+        """Compute time of its forward."""
         return sum(item.forward_ms for item in self.events if isinstance(item, Work))
 
     @property
     def backward_ms(self) -> float:
-        """How long its backward computes."""
+        """Compute time of its backward."""
         return sum(item.backward_ms for item in self.events if isinstance(item, Work))
 
     @property
     def saved_bytes(self) -> int:
-        """All that a pass keeps for its backward."""
+        """All bytes that a pass keeps for its backward."""
         return sum(item.saved_bytes for item in self.events if isinstance(item, Work))
 
     def _add_layer(self, layer: int, is_first: bool) -> None:
@@ -239,7 +239,7 @@ class ChunkWork:
             tensors = saved.get(part, ())
             nbytes = sum(tensor.nbytes for tensor in tensors if tensor.name not in seen)
             seen.update(tensor.name for tensor in tensors)
-            # The gradients of what it took in, and of what it gave to the next part.
+            # The gradients of its input and of its output.
             gradients = sum(tensor.nbytes for tensor in (*tensors, *_after(part, saved, costs)))
             self._mark(StepKind.FORWARD_START, part, group_of)
             self.events.append(self._work(cost, nbytes, gradients))
@@ -278,7 +278,7 @@ class ChunkWork:
 
 
 def _round(ms: float) -> float:
-    """To a multiple of a power of two: sums of these are exact, in whatever order."""
+    """Round to a multiple of a power of two, so that sums are exact in any order."""
     return round(ms * 4096) / 4096
 
 
@@ -286,13 +286,13 @@ _LAST_PARTS: dict[str, tuple[str, ...]] = {
     "qkv_linear": ("qkv_linear",),
     "core_attn": ("core_attn",),
     "attn_proj": ("attn_proj",),
-    # megatron-core ends a norm's group where the residual, its input, has been read.
+    # megatron-core ends a norm's group after the read of the residual, which is its input.
     "attn_norm": ("attn_residual",),
     "expert_fc1": ("expert_fc1",),
     "moe_act": ("expert_fc2",),
     "mlp_norm": ("mlp_residual",),
 }
-"""For each module the part of the layer at whose end its group ends."""
+"""For each module, the part of the layer at whose end its group ends."""
 
 
 def _after(
@@ -308,11 +308,11 @@ _IN_BACKWARD = {
     StepKind.OUTPUT_END: StepKind.OUTPUT_BACKWARD_START,
     StepKind.OUTPUT_START: StepKind.OUTPUT_BACKWARD_END,
 }
-"""The marks that backward meets where it comes to those of forward."""
+"""The kind of backward mark at the place of each forward mark."""
 
 
 class _Recorder:
-    """Writes down passes as they run one after another."""
+    """Records passes that run one after another as a trace."""
 
     def __init__(self, state_bytes: int) -> None:
         self._live_bytes = state_bytes
@@ -326,7 +326,7 @@ class _Recorder:
         self._early_ms, self._early_peak_bytes = 0.0, state_bytes
 
     def run_forward(self, chunk: ChunkWork) -> int:
-        """A pass's forward. Returns the index of the pass."""
+        """Record a pass's forward. Returns the index of the pass."""
         chunk_pass = self._num_passes
         self._num_passes += 1
         for event in chunk.events:
@@ -340,7 +340,7 @@ class _Recorder:
         return chunk_pass
 
     def run_backward(self, chunk: ChunkWork, chunk_pass: int) -> None:
-        """The pass's backward."""
+        """Record the pass's backward."""
         if chunk.groups:
             self._mark(chunk_pass, Mark(StepKind.BACKWARD_START, -1, BACKWARD))
         for event in chunk.events_of_backward:
@@ -352,14 +352,14 @@ class _Recorder:
                 self._mark(chunk_pass, event._replace(kind=_IN_BACKWARD[event.kind]))
 
     def spend(self, ms: float) -> None:
-        """Time passes after the newest step."""
+        """Add time after the newest step."""
         if self._steps:
             self._step_ms[-1] += ms
         else:
             self._early_ms += ms
 
     def finish(self, work: Workplan, pp_rank: int) -> Trace:
-        """All that was written down."""
+        """The recorded trace."""
         readings = map(MemoryReading, self._allocated, self._peaks, [0] * len(self._steps))
         return Trace(
             tuple(self._steps),

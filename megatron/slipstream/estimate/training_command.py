@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The flags of a training: in a command as it is typed, or in a file, as text or as YAML.
+"""The flags of a training, from a command line or from a file as text or YAML.
 
-:mod:`~megatron.slipstream.integration.arguments` parses them. In a file, text is what would follow
-the script on a command line; ``#`` begins a comment. YAML is a mapping from flags to values, under
-``MODEL_ARGS`` as in megatron's own test cases, or at the top:
+:mod:`~megatron.slipstream.integration.arguments` parses them. A text file holds the words that
+would follow the script on a command line; ``#`` begins a comment. YAML is a mapping from flags to
+values, under ``MODEL_ARGS`` as in megatron's own test cases, or at the top:
 
     MODEL_ARGS:
       --num-layers: 32
@@ -27,9 +27,9 @@ class Words(NamedTuple):
     """A training command in parts."""
 
     flags: tuple[str, ...]
-    """Of the training script."""
+    """Flags of the training script."""
     ranks_per_host: Optional[int] = None
-    """As the launcher is told; None if it is not."""
+    """Processes per host as given to the launcher; None if not given."""
     num_hosts: int = 1
 
 
@@ -40,21 +40,21 @@ _TORCHRUN = frozenset({"torch.distributed.launch", "torch.distributed.run"})
 
 
 def is_command(word: str) -> bool:
-    """Whether one word without flags starts a program, and is no file to read."""
+    """Whether a single word starts a program rather than naming a file to read."""
     path = Path(word)
     is_program = path.name in _SHELLS | _OTHER_LAUNCHERS | {"python", "python3", "torchrun"}
     return is_program or path.suffix in (".py", *_SHELL_SCRIPTS)
 
 
 def split_command(words: list[str]) -> Words:
-    """Take the launcher and the script away from a command.
+    """Split the launcher and the script from the flags of a command.
 
     Args:
-        words: Such as ``torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2``,
+        words: For example ``torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2``,
             ``./run train --num-layers 2``, or the flags alone.
 
     Raises:
-        ValueError: The flags, or the number of processes, are somewhere else.
+        ValueError: The command does not contain the flags, or the number of processes.
     """
     if not words or words[0].startswith("-"):
         return Words(tuple(words))
@@ -67,13 +67,13 @@ def split_command(words: list[str]) -> Words:
     if others and ranks_per_host is None:
         raise ValueError(
             f"{others[0]!r} is not supported before the script because the number of processes "
-            "is not read from its options; give torchrun --nproc-per-node N --nnodes M in its place"
+            "is not read from its options; give torchrun --nproc-per-node N --nnodes M instead"
         )
     return Words(tuple(words[first_flag:]), ranks_per_host, _number(launcher, "nnodes") or 1)
 
 
 def _after_script(words: list[str]) -> int:
-    """The place behind the script, or behind ``-m`` and its module."""
+    """The index after the script, or after ``-m`` and its module."""
     is_python = False  # 'numactl -m 0' has an '-m' of its own.
     for place, word in enumerate(words):
         is_python = is_python or Path(word).name.startswith(("python", "torchrun"))
@@ -95,7 +95,7 @@ def _after_script(words: list[str]) -> int:
 
 
 def _number(launcher: str, name: str) -> Optional[int]:
-    """The number that torchrun is given as an option; None for words such as 'gpu' and ranges."""
+    """The number in an option of torchrun; None for words such as 'gpu' and for ranges."""
     found = re.search(rf"--{name}(?:[-_]per[-_]node)?[ =](\d+)(?: |$)", launcher)
     return int(found[1]) if found else None
 
@@ -104,7 +104,7 @@ def read_flags(path: Path) -> list[str]:
     """The words of a file of flags.
 
     Raises:
-        ValueError: It is not one, or cannot be read; names the place.
+        ValueError: It is not such a file or cannot be read; the message names the place.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -122,11 +122,11 @@ def read_flags(path: Path) -> list[str]:
         try:
             return shlex.split(text.replace("\\\n", " "), comments=True)
         except ValueError as error:
-            raise ValueError(f"{path} is no list of flags: {error}; close the quotes") from error
+            raise ValueError(f"{path} is not a list of flags: {error}; close the quotes") from error
     values = _yaml(path, text)
     values = values.get("MODEL_ARGS", values)
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no flags; write one '--name: value' a line")
+        raise ValueError(f"{path} holds no flags; write one '--name: value' per line")
     return [word for name, value in values.items() for word in _words(path, name, value)]
 
 
@@ -143,13 +143,13 @@ def _yaml(path: Path, text: str) -> dict[Any, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no flags; write one '--name: value' a line")
+        raise ValueError(f"{path} holds no flags; write one '--name: value' per line")
     return values
 
 
 def _words(path: Path, name: Any, value: Any) -> Iterator[str]:
     if not isinstance(name, str):
-        raise ValueError(f"{path}: {name!r} is no flag; write one '--name: value' a line")
+        raise ValueError(f"{path}: {name!r} is not a flag; write one '--name: value' per line")
     if isinstance(value, dict):
         raise ValueError(f"{path}: {name} holds a mapping, not a value; write '--name: value'")
     if value is None or value is False:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A training that is planned before anybody has run it, wherever its configuration comes from."""
+"""A training that is planned before its first run, from any source of its configuration."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron.slipstream.rules import require
 
 @dataclass(frozen=True)
 class Configured:
-    """A model, and what of it may move."""
+    """A model, its schedule, and the modules that may move."""
 
     title: str
     """A description for the user."""
     shape: ModelShape
     modules: tuple[str, ...]
     num_micro_batches: int
-    """Of an iteration."""
+    """Number of micro-batches of an iteration."""
     min_numel: int = DEFAULT_MIN_NUMEL
     fraction: float = 1.0
     """megatron-core's ``activation_offload_fraction``."""
@@ -35,8 +35,7 @@ class Configured:
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1:
             raise ValueError(
-                f"--num-micro-batches={self.num_micro_batches} is no number of micro-batches; set "
-                "1 or more"
+                f"--num-micro-batches={self.num_micro_batches} must be positive; set 1 or more"
             )
         check_modules(self.shape, self.modules)
 
@@ -44,7 +43,7 @@ class Configured:
 def usable_modules(shape: ModelShape) -> tuple[str, ...]:
     """The modules that some layer of the model marks, in the order of a layer.
 
-    With 'attn_proj' comes 'core_attn', marked or not: megatron-core asks for both.
+    'attn_proj' adds 'core_attn', marked or not, since megatron-core requires both.
     """
     found = {name for layer in range(shape.num_layers) for name in marked_modules(shape, layer)}
     found.add("core_attn")
@@ -52,19 +51,19 @@ def usable_modules(shape: ModelShape) -> tuple[str, ...]:
 
 
 def default_micro_batches(parallelism: Parallelism) -> int:
-    """How many show a steady state: two rounds of the pipeline."""
+    """A number of micro-batches that reaches a steady state: two rounds of the pipeline."""
     if parallelism.pp == 1:
         return 2
     return 2 * max(parallelism.pp, parallelism.group_size or 0)
 
 
 def check_modules(shape: ModelShape, modules: tuple[str, ...]) -> None:
-    """Refuse modules that cannot move.
+    """Check that these modules can move.
 
     Raises:
-        ValueError: As megatron-core's rules would, or a module is not modelled.
+        ValueError: megatron-core refuses them, or a module is not modelled.
     """
-    # Of all that the rules ask for, only the modules and the experts are in question.
+    # Only the rules about modules and experts apply here.
     facts = SimpleNamespace(
         fine_grained_activation_offloading=True,
         offload_modules=list(modules),
@@ -78,11 +77,11 @@ def check_modules(shape: ModelShape, modules: tuple[str, ...]) -> None:
     for name in modules:
         if name not in MODULES:
             raise ValueError(
-                f"offload_modules contains {name!r}, which a plan from a configuration does not "
-                f"know the sizes of; use {', '.join(MODULES)}, or plan a recorded trace"
+                f"offload_modules contains {name!r}, whose sizes are not modelled; "
+                f"use {', '.join(MODULES)}, or plan a recorded trace"
             )
     if shape.recomputes("moe") and {"expert_fc1", "moe_act"} & set(modules):
         raise ValueError(
             "offload_modules contains expert modules, which is not supported with 'moe' in "
-            "recompute_modules because nothing is kept of the experts then; remove one of them"
+            "recompute_modules because experts then save no tensors; remove one of them"
         )

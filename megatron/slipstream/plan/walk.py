@@ -211,7 +211,7 @@ def simulate(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> Simulation:
 
     Raises:
         ValueError: The trace has no times or no bandwidth, or invalid ones.
-        PlanError: The plan cannot be followed, or its queues wait for each other in a circle.
+        PlanError: The plan cannot be followed, or its queues deadlock.
     """
     trace = plan.trace
     clock = Clock(trace, _check_measured(trace))

@@ -191,11 +191,11 @@ def test_flags_can_be_text_or_yaml(tmp_path: Path, name: str, content: str) -> N
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.txt", "--x 'y", "is no list of flags"),
+        ("a.txt", "--x 'y", "is not a list of flags"),
         ("a.yaml", "- 1", "holds no flags"),
         ("a.yaml", "a: [", "is not YAML"),
         ("a.yaml", "MODEL_ARGS: 3", "holds no flags"),
-        ("a.yaml", "1: 2", "1 is no flag"),
+        ("a.yaml", "1: 2", "1 is not a flag"),
         ("a.yaml", "a: {b: 1}", "a holds a mapping"),
     ],
 )

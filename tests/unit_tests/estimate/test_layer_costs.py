@@ -123,8 +123,11 @@ def test_given_rates_take_the_place_of_the_table() -> None:
     [
         ({"name": "h2000"}, "--gpu=h2000 is not in the table; did you mean 'h200'?"),
         ({"name": "tpu"}, "set --tflops and --gb-per-s"),
-        ({"name": "h200", "achieved_share": 0}, "--achieved-share=0 is no share"),
-        ({"name": "h200", "achieved_share": 1.5}, "--achieved-share=1.5 is no share"),
+        ({"name": "h200", "achieved_share": 0}, "--achieved-share=0 must be above 0 and at most 1"),
+        (
+            {"name": "h200", "achieved_share": 1.5},
+            "--achieved-share=1.5 must be above 0 and at most 1",
+        ),
         ({"name": "h200", "tflops": -1}, "--tflops=-1 must be above 0"),
         ({"name": "h200", "gb_per_s": float("nan")}, "--gb-per-s=nan must be above 0"),
     ],

@@ -265,8 +265,8 @@ def par(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"hidden_size": 0}, "hidden_size=0 is no size"),
-        (par(tp=0), "tp=0 is no size"),
+        ({"hidden_size": 0}, "hidden_size=0 must be positive; set 1 or more"),
+        (par(tp=0), "tp=0 must be positive; set 1 or more"),
         ({"precision": "fp8"}, "precision='fp8' is not modelled; set one of bf16"),
         ({"attention_backend": "auto"}, "attention_backend='auto' is not modelled"),
         (par(cp=2, cp_comm_type="ring"), "cp_comm_type='ring' is not modelled"),
@@ -291,12 +291,12 @@ def par(**fields: Any) -> dict[str, Any]:
         ),
         (
             {"num_attention_heads": 12, "num_query_groups": 4, **par(tp=6)},
-            "num_query_groups=4 and tensor_model_parallel_size=6 do not divide one another",
+            "num_query_groups=4 and tensor_model_parallel_size=6 must divide one another",
         ),
         ({"experts": EXPERTS, **par(ep=3)}, "num_experts=8 is not a multiple"),
         ({"experts": EXPERTS, **par(etp=3)}, "moe_ffn_hidden_size=256 is not a multiple"),
         ({"experts": EXPERTS, **par(tp=2)}, "with experts without sequence_parallel"),
-        ({"experts": EXPERTS, "moe_layers": (True,)}, "says of 1 layers"),
+        ({"experts": EXPERTS, "moe_layers": (True,)}, "moe_layer_freq has 1 entries"),
         ({"moe_layers": (True,) * 8}, "num_experts is not set"),
         (par(vpp=2), "virtual_pipeline_model_parallel_size=2 is not supported"),
         (par(pp=3), "num_layers=8 cannot be divided evenly among pipeline_model_parallel_size=3"),
