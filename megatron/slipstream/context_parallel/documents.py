@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Samples of a corpus for dynamic context parallelism: one rank's part of one micro-batch each.
+"""Samples of a corpus for dynamic context parallelism: each is a rank's part of a micro-batch.
 
-Samples are numbered as megatron's sampler deals them: data-parallel rank r of d has, as its m-th
-micro-batch, sample ``m * d + r``. With a static context-parallel size above 1 its ranks are asked
-for the same sample and take another part of it each. So the parts of a micro-batch, counted over
-all data- and context-parallel ranks, are consecutive: its *slots*. A group is as many slots in a
-row as it has ranks.
+Samples are numbered as megatron's sampler assigns them: data-parallel rank r of d has, as its m-th
+micro-batch, sample ``m * d + r``. With a static context-parallel size above 1 its ranks request the
+same sample, and each takes another part of it. So the parts of a micro-batch, counted over all
+data- and context-parallel ranks, are consecutive: its *slots*. A group has as many consecutive
+slots as ranks.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SIZE_KEY = "context_parallel_size"
 """int32 ``[1]``: in a sample, the size of the group that its micro-batch belongs to."""
 
 FINGERPRINT_KEY = "fingerprint"
-"""int64 ``[1]``: in a sample, the same for all ranks of the group, of which each has another part,
-and another one for other documents."""
+"""int64 ``[1]``: in a sample, a hash of the group's documents, so equal on all ranks of the group.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class GroupPlan(PackingPlan):
     of the largest group, at which documents are cut. Made by :func:`group_plan`.
 
     Args:
-        ranks: That share micro-batches.
-        cost_model: By which groups are balanced.
+        ranks: The ranks that share micro-batches.
+        cost_model: The cost by which groups are balanced.
     """
 
     ranks: RankLimits
@@ -80,13 +80,13 @@ class GroupPlan(PackingPlan):
 def group_plan(
     ranks: RankLimits, cost_model: CostModel, num_micro_batches: int, seed: int
 ) -> GroupPlan:
-    """A plan for global batches of so many micro-batches.
+    """A plan for global batches of ``num_micro_batches`` micro-batches.
 
     Args:
-        ranks: That share micro-batches.
-        cost_model: By which groups are balanced.
-        num_micro_batches: Of each rank in one iteration.
-        seed: Of the shuffles.
+        ranks: The ranks that share micro-batches.
+        cost_model: The cost by which groups are balanced.
+        num_micro_batches: Number of micro-batches of each rank in one iteration.
+        seed: Seed of the shuffles.
     """
     return GroupPlan(
         limits=ranks.of(ranks.largest),
@@ -101,11 +101,11 @@ def group_plan(
 
 @dataclass(frozen=True)
 class GroupIndex:
-    """Which pieces each group has, and which slots.
+    """The pieces and the slots of each group.
 
     Args:
-        packs: The pieces of the groups, one after the other.
-        sizes: int32 ``[num_groups]``: ranks of each group.
+        packs: The pieces of the groups in order.
+        sizes: int32 ``[num_groups]``: number of ranks of each group.
     """
 
     packs: PackIndex
@@ -122,18 +122,18 @@ class GroupIndex:
 
     def __getitem__(self, slot: int) -> Share:
         if not 0 <= slot < len(self):
-            raise IndexError(f"there are {len(self)} slots and none is number {slot}")
+            raise IndexError(f"slot {slot} is out of range: there are {len(self)}")
         number = int(np.searchsorted(self._ends, slot, side="right"))
         size, end = int(self.sizes[number]), int(self._ends[number])
         return Share(size, slot - (end - size), self.packs[number])
 
     def filling(self, ranks: RankLimits) -> float:
-        """The part of all buffers that documents fill, 0 to 1."""
+        """The fraction of all buffers that documents fill, 0 to 1."""
         num_tokens = int(self.packs.pieces[:, 2].sum(dtype=np.int64))
         return num_tokens / (len(self) * ranks.tokens_per_rank)
 
     def part_with(self, size: int) -> float:
-        """The part of all slots that belong to groups of this size, 0 to 1."""
+        """The fraction of all slots that belong to groups of this size, 0 to 1."""
         return float(self.sizes[self.sizes == size].sum() / len(self))
 
 
@@ -148,10 +148,10 @@ def build_group_index(
 
     Args:
         lengths: Number of tokens of every document of the corpus.
-        documents: Which documents take part.
-        plan: How.
-        num_slots: How many; None schedules one epoch.
-        what: Shown beside the progress.
+        documents: Indices of the documents to schedule.
+        plan: Limits, costs and seed.
+        num_slots: Number of slots; None schedules one epoch.
+        what: Text shown with the progress.
 
     Raises:
         ValueError: There is nothing to schedule.
@@ -171,7 +171,7 @@ def build_group_index(
 def _packs(
     groups: Iterator[Group], sizes: array[int], slots_per_batch: int, num_slots: Optional[int]
 ) -> Iterator[Pack]:
-    """The groups' packs until there are enough slots; their sizes are appended to ``sizes``."""
+    """Yield the groups' packs until there are enough slots; append their sizes to ``sizes``."""
     count = 0
     for size, pack in groups:
         sizes.append(size)
@@ -195,7 +195,7 @@ def save_group_index(folder: Path, name: str, index: GroupIndex, plan: GroupPlan
     with temporary.open("wb") as stream:
         np.save(stream, index.sizes)
     temporary.replace(path)
-    # Last, because without its description an index is not there.
+    # Last, because an index without its description counts as missing.
     save_index(folder, name, index.packs, plan)
 
 
@@ -204,14 +204,14 @@ def _sizes_path(folder: Path, name: str) -> Path:
 
 
 class SharedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """One rank's parts of the micro-batches by the number of the sample.
+    """One rank's parts of the micro-batches by sample number.
 
     Args:
-        corpus: Where the tokens are.
-        index: Which of them each slot has.
-        ranks: That share micro-batches.
-        context_parallel_size: The static size: how many ranks are asked for the same sample.
-        context_parallel_rank: Which of them this is.
+        corpus: The tokens.
+        index: The pieces of each slot.
+        ranks: The ranks that share micro-batches.
+        context_parallel_size: The static size: the number of ranks that request the same sample.
+        context_parallel_rank: This rank's index among them.
         masked_token: See :func:`~megatron.slipstream.packed_sequences.batch.packed_sample`.
     """
 
@@ -235,7 +235,7 @@ class SharedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return len(self.index) // self.context_parallel_size
 
     def __getitem__(self, sample: Optional[int]) -> dict[str, torch.Tensor]:
-        """This rank's part of sample number ``sample``; None is padding, which fills up a batch."""
+        """This rank's part of sample ``sample``; None gives padding, which completes a batch."""
         if sample is None:
             share = Share(self.ranks.sizes[0], 0, [])
         else:
@@ -255,13 +255,13 @@ def shared_sample(
     Args:
         texts: The tokens of the group's pieces; see
             :func:`~megatron.slipstream.packed_sequences.batch.packed_sample`.
-        share: Which part.
-        limits: Of the group's pack.
-        masked_token: As there.
+        share: The rank's part.
+        limits: Limits of the group's pack.
+        masked_token: As in ``packed_sample``.
 
     Returns:
-        What ``packed_sample`` gives: of tokens those of this rank, ``[tokens_per_rank]``, of
-        offsets those of the undivided sequences, ``[max_sequences + 1]``. And :data:`SIZE_KEY` and
+        The tensors of ``packed_sample``, tokens divided (``[tokens_per_rank]``), offsets those of
+        the undivided sequences (``[max_sequences + 1]``); and :data:`SIZE_KEY` and
         :data:`FINGERPRINT_KEY`.
     """
     whole = packed_sample(texts, limits, masked_token)

@@ -11,17 +11,17 @@ from typing import Optional
 from megatron.slipstream.packed_sequences.packing import PackLimits, Piece, attention_work
 
 Cost = Callable[[int, int], int]
-"""Cost of a micro-batch for each of its ranks: of a size, and of the sum of its pieces' squared
-lengths."""
+"""Cost of a micro-batch for each of its ranks, as a function of its size and of the sum of its
+pieces' squared lengths."""
 
 
 @dataclass(frozen=True)
 class RankLimits:
-    """The ranks that share micro-batches, and the buffer that each of them has.
+    """The ranks that share micro-batches, and the size of each rank's buffer.
 
     A group of ``size`` ranks holds a pack of ``size * tokens_per_rank`` tokens, each rank an equal
-    part of every piece. So a rank's buffer is the same whatever the size, and a longer document
-    needs a larger group.
+    part of every piece. So a rank's buffer does not depend on the group's size, and a longer
+    document needs a larger group.
 
     Args:
         num_ranks: All data- and context-parallel ranks (megatron's data-parallel group with context
@@ -29,10 +29,10 @@ class RankLimits:
         tokens_per_rank: Tokens of a rank's buffer, padding included.
         max_sequences: The most pieces in a micro-batch of any size.
         min_size: The smallest group.
-        max_size: The largest group; None is the largest there can be.
+        max_size: The largest group; None means the largest possible.
 
     Raises:
-        ValueError: There are no such groups, or their pieces cannot be divided.
+        ValueError: No such groups exist, or their pieces cannot be divided.
     """
 
     num_ranks: int
@@ -88,10 +88,10 @@ class RankLimits:
         """The smallest size whose buffer holds a piece of ``length`` tokens.
 
         Raises:
-            ValueError: None does.
+            ValueError: No size is large enough.
         """
         for size in self.sizes:
-            # A whole number of parts fits as soon as the piece itself does: see PackLimits.
+            # The piece padded to whole parts fits if the piece does: see PackLimits.
             if length <= size * self.tokens_per_rank:
                 return size
         raise ValueError(
@@ -102,7 +102,7 @@ class RankLimits:
 
 
 def _powers_of_two(num_ranks: int) -> tuple[int, ...]:
-    """Those that divide the number of ranks: groups of such sizes can stand side by side."""
+    """The powers of two that divide the number of ranks: groups of such sizes fill all ranks."""
     return tuple(2**power for power in range(num_ranks.bit_length()) if num_ranks % 2**power == 0)
 
 
@@ -111,11 +111,11 @@ class CostModel:
     """Cost of the parts of a micro-batch, in any unit. Integers, so that all machines agree.
 
     Args:
-        linear: Each token of a rank's buffer. Padding costs as much as text.
-        attention: Each pair of tokens of one piece (its squared length), divided among the ranks of
-            the group.
-        exchange: Each token of a rank's buffer, for each other rank of the group: keys and values
-            go round.
+        linear: Cost of each token of a rank's buffer. Padding costs as much as text.
+        attention: Cost of each pair of tokens of one piece (its squared length), divided among the
+            ranks of the group.
+        exchange: Cost of each token of a rank's buffer for each other rank of the group: the ring
+            exchange of keys and values.
     """
 
     linear: int = 1
@@ -129,22 +129,22 @@ class CostModel:
         """The operations of one transformer layer.
 
         Args:
-            num_weights: Weights that each token is multiplied by; of experts those that are active.
+            num_weights: Weights that each token is multiplied by; only active experts count.
             attention_width: Number of attention heads times their size.
-            exchange_percent: What a token costs for each other rank of a group, of what it costs in
-                the layer's matrices. Most of it runs beside attention. The default is a guess, and
-                only breaks what would nearly be ties: smaller groups win them.
+            exchange_percent: Cost of a token for each other rank of a group, in percent of its cost
+                in the layer's matrices. Most of the exchange overlaps with attention. The default
+                is a guess that only breaks near-ties, in favour of smaller groups.
         """
         linear = 2 * num_weights
         return cls(
             linear=linear,
-            # Two products over the pairs, of which causal attention needs every second.
+            # Two products over the pairs; causal attention needs half of the pairs.
             attention=2 * attention_width,
             exchange=round(linear * exchange_percent / 100),
         )
 
     def per_rank(self, limits: RankLimits) -> Cost:
-        """The cost of one micro-batch to each of its ranks, times ``limits.largest``."""
+        """The cost of one micro-batch for each of its ranks, times ``limits.largest``."""
         scale, tokens = limits.largest, limits.tokens_per_rank
 
         def cost(size: int, squares: int) -> int:
@@ -158,7 +158,8 @@ class CostModel:
     ) -> int:
         """A lower bound on the cost of schedules of these pieces, in the unit of :meth:`per_rank`.
 
-        All ranks have equal attention, and no group but the smallest exchanges anything.
+        It assumes that all ranks have equal attention and that no group larger than the smallest
+        exchanges anything.
         """
         fixed = num_micro_batches * self.per_rank(limits)(limits.sizes[0], 0)
         attention = self.attention * attention_work(pieces) * limits.largest

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Groups in the making, and how the most expensive of them become cheaper."""
+"""Balances the cost of groups: makes the most expensive ones cheaper."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron.slipstream.packed_sequences.packing import (
 )
 
 _CANDIDATES = 8
-"""How many pieces and how many other groups are tried for a group that is too expensive."""
+"""Number of pieces, and of other groups, that are tried for a group that is too expensive."""
 
 _NEARLY = 128
-"""Groups that cost less than the mean and one part in so many of it are left as they are."""
+"""Groups whose cost exceeds the mean by less than 1/128 are not changed."""
 
 
 class OpenGroup(_Bin):
-    """A group in the making: a pack, and how many ranks it is for."""
+    """A group under construction: a pack, and its number of ranks."""
 
     def __init__(self, size: int, limits: PackLimits) -> None:
         super().__init__(limits)
@@ -44,10 +44,10 @@ class LoadBalancing:
         self.cost = cost
         self.groups: dict[int, OpenGroup] = dict(enumerate(groups))
         self.order = sorted((self._cost_of(group), key) for key, group in self.groups.items())
-        """Of the groups that may still change: their costs and keys."""
+        """The costs and keys of the groups that may still change."""
 
     def run(self) -> list[OpenGroup]:
-        """The groups with which nothing more can be done, or nothing more is worth it."""
+        """Balance until no change helps or the gain is too small. Returns the groups."""
         num_ranks = sum(group.size for group in self.groups.values())
         total = sum(cost * self.groups[key].size for cost, key in self.order)
         enough = total // num_ranks
@@ -56,7 +56,7 @@ class LoadBalancing:
             if len(self.order) < 2 or self.order[-1][0] <= enough:
                 break
             highest, key = self.order.pop()
-            # What cannot be made cheaper stays out: all others cost less, and none will cost more.
+            # A group that cannot be made cheaper is done: all others cost less, and stay below it.
             if self._exchange(key, highest) or self._widen(key, highest):
                 continue
         return list(self.groups.values())
@@ -126,9 +126,9 @@ class LoadBalancing:
     def _outside(
         self, wide: OpenGroup, merged: set[int], highest: int
     ) -> Optional[dict[int, Pack]]:
-        """Which other groups take what ``wide`` has no room for; None if they cannot.
+        """The groups that take the pieces for which ``wide`` has no room; None if they cannot.
 
-        The pieces are taken out of ``wide``; the other groups stay as they are.
+        Removes the pieces from ``wide``; the other groups are not changed.
         """
         taken: dict[int, Pack] = {}
         shortest_first = iter(sorted(wide.pieces, key=lambda piece: piece.length))

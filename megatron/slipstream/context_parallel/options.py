@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The flags of dynamic context parallelism, and what they do not go together with."""
+"""The flags of dynamic context parallelism, and the options that they are incompatible with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.slipstream.rules import (
 
 @dataclass(frozen=True)
 class DynamicContextParallelOptions:
-    """Settings of dynamic context parallelism, beside those of packed sequences."""
+    """Settings of dynamic context parallelism, in addition to those of packed sequences."""
 
     dynamic_context_parallel: bool = False
     """Choose a context-parallel size for every micro-batch of packed sequences: documents longer
@@ -49,7 +49,7 @@ _DEFAULTS: dict[str, Any] = {
     "cuda_graph_impl": "none",
     "min_dynamic_context_parallel_size": 1,
 }
-"""Of options that rules look at; others are None. Not every release has every option."""
+"""Defaults of options that rules read; others are None. Not every release has every option."""
 
 
 def _is_on(facts: Any) -> bool:
@@ -80,7 +80,7 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
     _needs_it("dynamic_context_parallel_verify", False),
     _unsupported(
         "sequence_packing",
-        "sizes are chosen where documents of a batch are balanced",
+        "sizes are chosen when documents of a batch are balanced",
         "set balanced",
         is_one_of("sequence_packing", ("balanced",)),
     ),
@@ -98,7 +98,7 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
     ),
     _unsupported(
         "hierarchical_context_parallel_sizes",
-        "its groups are made for one size",
+        "its process groups are created for one size",
         "leave it out",
     ),
     _unsupported(
@@ -115,27 +115,27 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
     _unsupported(
         "cuda_graph_impl",
         "graphs of layers are captured with one size",
-        "leave it out, or set cuda_graph_granularity=chunk in its place, which captures one of "
-        "each size",
+        "leave it out, or set cuda_graph_granularity=chunk instead, which captures one graph per "
+        "size",
         is_one_of("cuda_graph_impl", ("none",)),
     ),
     _unsupported(
         "use_megatron_fsdp",
-        "megatron-core has no groups of changing size together with it",
+        "megatron-core has no process groups of changing size for it",
         "leave it out",
     ),
     *(
         _unsupported(
             option,
-            "keys and values would be exchanged in FP8 with scales that only ranks of the static "
-            "group agree on",
+            "keys and values would be exchanged in FP8 with scales that only the ranks of the "
+            "static group share",
             "leave it out",
         )
         for option in ("fp8_dot_product_attention", "fp8_multi_head_attention")
     ),
 )
-"""Requirements on :class:`DynamicContextParallelOptions` and the options beside them (duck-typed:
-an args namespace)."""
+"""Requirements on :class:`DynamicContextParallelOptions` and on other options (duck-typed: an args
+namespace)."""
 
 
 POSITIONS = Rule(
@@ -143,18 +143,18 @@ POSITIONS = Rule(
     "error",
     "max_position_embeddings={given} is not supported with dynamic_context_parallel and groups of "
     "up to {largest} ranks because documents have up to {longest} tokens",
-    "set so many, or max_dynamic_context_parallel_size",
+    "set it to {longest}, or set a smaller max_dynamic_context_parallel_size",
 )
 
 
 def check_dynamic_context_parallel(args: Any) -> list[Finding]:
-    """Everything about dynamic context parallelism that can be told from the arguments alone.
+    """Check the arguments of dynamic context parallelism.
 
-    ``check_packing`` finds what is wrong with packed sequences.
+    ``check_packing`` checks those of packed sequences.
 
     Args:
         args: An object with megatron's option names and ours as attributes; with
-            ``data_parallel_size`` once megatron has worked it out.
+            ``data_parallel_size`` once megatron has computed it.
     """
     others = ("dynamic_context_parallel", "data_parallel_size", "position_embedding_type")
     facts = facts_of(args, DYNAMIC_RULES, others, _DEFAULTS)
@@ -176,7 +176,7 @@ def _check_positions(facts: Any) -> list[Finding]:
 
 
 def rank_limits(args: Any) -> RankLimits:
-    """The ranks that share micro-batches, and what each of them holds.
+    """The ranks that share micro-batches, and the limits of each rank's buffer.
 
     Args:
         args: Validated arguments, megatron's and ours.
@@ -198,7 +198,7 @@ def cost_model(args: Any) -> CostModel:
     """Cost of the model's layers.
 
     Args:
-        args: Validated arguments, of which the sizes of a layer are looked at.
+        args: Validated arguments; the sizes of a layer are read.
     """
     hidden = args.hidden_size
     heads = args.num_attention_heads

@@ -1,28 +1,28 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""From documents to micro-batches: which ranks compute which documents, and in how large groups.
+"""Assigns documents to micro-batches and to groups of ranks.
 
 [Note: Groups of different sizes side by side]
 
 A micro-batch divides all data- and context-parallel ranks into groups of consecutive ranks. Each
-group has a size of its own, a power of two, and one pack of documents that its ranks divide among
-them. So while four ranks share a long document, the others each have short ones, and a long
-document costs no short one any exchange. One size for all ranks would be simpler, but then a single
-long document puts every other document of the micro-batch into groups as large as its own.
+group has its own size, a power of two, and one pack of documents that its ranks divide among them.
+So while four ranks share a long document, each other rank has short ones, which need no exchange.
+One size for all ranks would be simpler, but then a single long document would put every other
+document of the micro-batch into groups as large as its own.
 
-That needs no barrier. A rank runs its micro-batches in their order, and in each of them it waits
-for its own group only; so the group of the earliest unfinished micro-batch has no one to wait for.
-All ranks have the same number of micro-batches and buffers of the same size, so megatron's own
-schedules run them, with any number of pipeline stages: a stage's ranks are grouped as those of the
-stage before. (megatron-core 0.19's hybrid context parallelism also mixes sizes, but its ranks have
-different numbers of micro-batches of different sizes. So it needs a schedule of its own with
-barriers, and no pipeline.)
+This needs no barrier. A rank runs its micro-batches in order, and in each of them it waits only for
+its own group; so the group of the earliest unfinished micro-batch never waits. All ranks have the
+same number of micro-batches and buffers of the same size, so megatron's own schedules run them with
+any number of pipeline stages: the ranks of all stages are grouped in the same way. (megatron-core
+0.19's hybrid context parallelism also mixes sizes, but its ranks have different numbers of
+micro-batches of different sizes. So it needs its own schedule with barriers, and supports no
+pipeline.)
 
-A schedule is made in three steps, with integers only, so every rank and every machine gets the same
-one. Pieces are collected into groups of the smallest sizes that hold them, or of larger ones if
-those would stay too empty. Then costs are balanced: expensive groups exchange pieces with cheap
-ones, or become twice as large. At last the groups are dealt to micro-batches such that those side
-by side cost about the same.
+A schedule is computed in three steps, with integers only, so that every rank and every machine gets
+the same one. First, pieces are collected into groups of the smallest sizes that hold them, or of
+larger ones if those would stay too empty. Then costs are balanced: expensive groups exchange pieces
+with cheap ones, or double in size. Finally, groups are assigned to micro-batches so that concurrent
+groups cost about the same.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from megatron.slipstream.packed_sequences.packing import (
 )
 
 _ONE_FREE_OF = 256
-"""One token of so many stays free where there is a choice. A larger group needs a little more room
-for the same pieces, and without any none could become larger."""
+"""1 of 256 tokens stays free where possible. A larger group needs slightly more room for the same
+pieces, so without free tokens no group could grow."""
 
 _WELL_FILLED = 32
-"""A batch that has no more than one free token of so many is not tried with larger groups."""
+"""A batch with at most 1 of 32 tokens free is not retried with larger groups."""
 
 
 class Group(NamedTuple):
     """Consecutive ranks of one micro-batch, and the pieces that they divide among them."""
 
     size: int
-    """How many ranks: the context-parallel size of this micro-batch to them."""
+    """Number of ranks: their context-parallel size in this micro-batch."""
     pack: Pack
-    """The pieces in the order of the buffer; none is a buffer of padding."""
+    """The pieces in the order of the buffer; an empty pack is a buffer of padding."""
 
 
 MicroBatch = tuple[Group, ...]
@@ -67,21 +67,21 @@ class Share(NamedTuple):
     """One rank's part of a micro-batch."""
 
     size: int
-    """Ranks of its group."""
+    """Number of ranks of its group."""
     rank: int
-    """Its own place among them, from 0."""
+    """Its index among them, from 0."""
     pack: Pack
-    """The pieces of the group, of which it computes its part."""
+    """The pieces of the group; the rank computes its part of each."""
 
 
 def share_of(micro_batch: MicroBatch, rank: int) -> Share:
-    """The part of a micro-batch of a rank, counted among all data- and context-parallel ranks."""
+    """A rank's part of a micro-batch; ``rank`` counts all data- and context-parallel ranks."""
     first = 0
     for size, pack in micro_batch:
         if rank < first + size:
             return Share(size, rank - first, pack)
         first += size
-    raise IndexError(f"there are {first} ranks and none is number {rank}")
+    raise IndexError(f"rank {rank} is out of range: there are {first}")
 
 
 def schedule(
@@ -93,16 +93,16 @@ def schedule(
     """Micro-batches that hold each of the pieces once.
 
     Args:
-        pieces: Those of one global batch, none longer than the largest group holds.
-        limits: Of each micro-batch.
-        cost_model: By which groups are balanced.
-        num_micro_batches: How many; None is the smallest number for which all find room.
+        pieces: The pieces of one global batch, none longer than the largest group holds.
+        limits: Limits of each micro-batch.
+        cost_model: The cost by which groups are balanced.
+        num_micro_batches: Number of micro-batches; None means the smallest number that holds all.
 
     Raises:
-        ValueError: They find no room in so many.
+        ValueError: The pieces do not fit into ``num_micro_batches``.
     """
     longest_first = sorted(pieces, key=lambda piece: -piece.length)
-    # Each piece in a micro-batch of its own has room for certain.
+    # One micro-batch per piece always suffices.
     counts = range(_fewest(longest_first, limits), max(1, len(longest_first)) + 1)
     if num_micro_batches is not None:
         counts = range(num_micro_batches, num_micro_batches + 1)
@@ -129,15 +129,15 @@ def batches(
 ) -> Iterator[list[MicroBatch]]:
     """Yield the micro-batches of one global batch after the other.
 
-    Each takes the oldest pieces of the stream that are left and find room. What finds none waits at
+    Each takes the oldest remaining pieces of the stream that fit. Pieces that do not fit wait at
     the head of the stream, so the oldest piece is always in the next batch.
 
     Args:
-        pieces: The stream, none longer than the largest group holds. It may be endless.
-        limits: Of each micro-batch.
-        cost_model: By which groups are balanced.
-        num_micro_batches: Of every batch.
-        look_ahead: A batch is complete when so many pieces have found no room.
+        pieces: The stream, no piece longer than the largest group holds. It may be endless.
+        limits: Limits of each micro-batch.
+        cost_model: The cost by which groups are balanced.
+        num_micro_batches: Number of micro-batches of every batch.
+        look_ahead: A batch is complete when this many pieces did not fit.
     """
     stream = _Stream(pieces)
     room = limits.num_ranks * limits.tokens_per_rank * num_micro_batches
@@ -160,10 +160,10 @@ def batches(
 
 
 def total_cost(micro_batches: Sequence[MicroBatch], cost: Cost) -> int:
-    """The sum of what each micro-batch costs its most expensive ranks.
+    """The sum of each micro-batch's cost for its most expensive ranks.
 
-    With experts divided among the ranks, or with pipeline stages, that is what a batch takes;
-    otherwise cheap ranks run ahead, and it takes less.
+    With expert parallelism or pipeline stages, this is the time of a batch; otherwise cheap ranks
+    run ahead, and it takes less.
     """
     return sum(
         max(cost(size, attention_work(pack)) for size, pack in groups) for groups in micro_batches
@@ -174,7 +174,7 @@ def total_cost(micro_batches: Sequence[MicroBatch], cost: Cost) -> int:
 
 
 def _fewest(pieces: Sequence[Piece], limits: RankLimits) -> int:
-    """Fewer micro-batches have no room for the pieces, or for their tokens."""
+    """A lower bound of the number of micro-batches, from the pieces and their tokens."""
     num_tokens = sum(piece.length for piece in pieces)
     num_groups = limits.num_ranks // limits.sizes[0]
     by_tokens = -(-num_tokens // (limits.num_ranks * limits.tokens_per_rank))
@@ -183,19 +183,19 @@ def _fewest(pieces: Sequence[Piece], limits: RankLimits) -> int:
 
 
 def _costs_less(one: _Collected, other: _Collected, cost: Cost) -> bool:
-    """Per token that it trains on."""
+    """Whether ``one`` costs less than ``other`` per token that it trains on."""
     return one.total_cost(cost) * other.num_tokens < other.total_cost(cost) * one.num_tokens
 
 
 class _Stream:
-    """Pieces that may be looked at before they are taken."""
+    """A stream of pieces with look-ahead."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self._rest = iter(pieces)
         self._seen: list[Piece] = []
 
     def __iter__(self) -> Iterator[tuple[int, Piece]]:
-        """From the oldest that is left, with their numbers."""
+        """Iterate from the oldest remaining piece, with numbers."""
         for number in itertools.count():
             if number == len(self._seen):
                 piece = next(self._rest, None)
@@ -205,20 +205,20 @@ class _Stream:
             yield number, self._seen[number]
 
     def remove(self, numbers: set[int]) -> None:
-        """Take some; the others get new numbers."""
+        """Remove pieces; the others get new numbers."""
         self._seen = [piece for number, piece in enumerate(self._seen) if number not in numbers]
 
 
 class _Collected(NamedTuple):
     groups: list[OpenGroup]
     taken: set[int]
-    """Numbers in the stream."""
+    """Numbers of its pieces in the stream."""
     num_tokens: int
     num_free: int
-    """Buffers of padding that are left."""
+    """Number of unused buffers, which hold padding."""
 
     def total_cost(self, cost: Cost) -> int:
-        """Of all ranks together, the padding included."""
+        """The cost of all ranks together, padding included."""
         busy = sum(group.size * cost(group.size, group.work) for group in self.groups)
         return busy + self.num_free * cost(1, 0)
 
@@ -231,15 +231,15 @@ def _collect(
     free: int,
     floor: int,
 ) -> _Collected:
-    """Groups of the smallest sizes that hold the next pieces; each piece goes where it fits best.
+    """Collect the next pieces into groups of the smallest sizes that hold them, by best fit.
 
     Args:
-        stream: It stays as it is.
-        limits: Of each micro-batch.
-        num_micro_batches: How many there are.
-        look_ahead: Return as soon as so many pieces found no room.
-        free: Return as soon as no more tokens than this are left.
-        floor: No group is smaller. Larger ones leave less room for which nothing is small enough.
+        stream: The pieces; the stream is not changed.
+        limits: Limits of each micro-batch.
+        num_micro_batches: Number of micro-batches.
+        look_ahead: Return as soon as this many pieces did not fit.
+        free: Return as soon as at most this many tokens are free.
+        floor: The smallest group size. Larger groups leave less room that no piece fits into.
     """
     of_size = {size: limits.of(size) for size in limits.sizes if size >= floor}
     open_by_room: dict[int, list[tuple[int, int]]] = {size: [] for size in of_size}
@@ -279,7 +279,7 @@ def _best_fit(
     smallest: int,
     length: int,
 ) -> Optional[tuple[int, int]]:
-    """Size and place in its list of the group that a piece leaves the least room in."""
+    """The group that a piece leaves the least room in: its size and its index among those."""
     best: Optional[tuple[int, int, int]] = None
     for size, by_room in open_by_room.items():
         if size < smallest:
@@ -295,7 +295,7 @@ def _best_fit(
 def _finished(
     groups: list[OpenGroup], limits: RankLimits, cost_model: CostModel, num_micro_batches: int
 ) -> list[MicroBatch]:
-    """The groups balanced and dealt to micro-batches, with empty ones where ranks are left."""
+    """Balance the groups and assign them to micro-batches; empty groups fill unused ranks."""
     cost = cost_model.per_rank(limits)
     smallest = limits.sizes[0]
     num_left = num_micro_batches * limits.num_ranks - sum(group.size for group in groups)
@@ -305,16 +305,16 @@ def _finished(
     return min(balanced, as_collected, key=lambda batch: total_cost(batch, cost))
 
 
-# Dealing
+# Assigning groups to micro-batches and ranks
 
 
 def _dealt(
     groups: Iterable[OpenGroup], limits: RankLimits, cost: Cost, num_micro_batches: int
 ) -> list[MicroBatch]:
-    """The groups in micro-batches, the most expensive first.
+    """Assign the groups to micro-batches, the most expensive first.
 
-    Each goes to the first micro-batch with as many ranks left. That always ends with all of them
-    full, because sizes divide one another.
+    Each is assigned to the first micro-batch with enough free ranks. This always fills all ranks,
+    because sizes divide one another.
     """
     by_cost = sorted(groups, key=lambda group: (-cost(group.size, group.work), -group.size))
     num_left = [limits.num_ranks] * num_micro_batches
@@ -331,15 +331,15 @@ def _dealt(
 
 
 def _placed(groups: Iterable[OpenGroup], cost: Cost, totals: list[int]) -> MicroBatch:
-    """The groups on ranks, the larger first, each where there is the least work so far.
+    """Assign groups to ranks, larger groups first, each to the ranks with the least work so far.
 
     Args:
-        groups: Of one micro-batch, together as large as there are ranks.
-        cost: Of a micro-batch.
-        totals: The work of each rank so far; this micro-batch is added.
+        groups: The groups of one micro-batch; their sizes add up to the number of ranks.
+        cost: The cost of a micro-batch.
+        totals: The work of each rank so far; this micro-batch's is added.
     """
     placed: dict[int, Group] = {}
-    # First ranks of runs of free ranks, all as long as the largest group that is left.
+    # First ranks of runs of free ranks, each as long as the largest remaining group.
     free, length = [0], len(totals)
     for group in sorted(groups, key=lambda group: (-group.size, -cost(group.size, group.work))):
         if group.size < length:

@@ -1,37 +1,36 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""One pack as the tensors of a micro-batch: the same shapes and types whatever is in it.
+"""One pack as the tensors of a micro-batch, with the same shapes and dtypes for every pack.
 
-A CUDA graph replays with the addresses, shapes and Python numbers it was captured with, so all that
-differs between packs is the content of these tensors. What each is for:
+A CUDA graph replays with the addresses, shapes and Python numbers of its capture, so packs differ
+only in the content of these tensors:
 
 [Note: Static packed sequences]
 
-- ``tokens``, ``labels``, ``position_ids`` (int64 ``[1, T]``): the pieces one after the other, then
-  padding to the T tokens of ``PackLimits.max_tokens``. Positions begin at 0 in every piece. Padding
-  is token, label and position 0, which every embedding has a row for.
+- ``tokens``, ``labels``, ``position_ids`` (int64 ``[1, T]``): the pieces in order, then padding to
+  the T tokens of ``PackLimits.max_tokens``. Positions begin at 0 in every piece. Padding is token,
+  label and position 0, for which every embedding has a row.
 - ``loss_mask`` (float32 ``[1, T]``): 1 where a label counts, 0 at padding.
-- ``padding_mask`` (bool ``[1, T]``): True at padding, which is what megatron-core's routers mean by
-  it (the docstrings in its router say the opposite of its code). They leave such tokens out of
-  auxiliary losses and statistics. It is not ``loss_mask == 0``: a token whose label does not count
-  is routed like any other.
-- ``cu_seqlens`` (int32 ``[1, N + 1]``, N is ``PackLimits.max_sequences``): where each sequence
-  would begin if there were no padding, so that differences are the lengths that attention sees. The
-  number of entries is fixed by repeating the last one: sequences of no tokens, which fused
-  attention takes.
-- ``cu_seqlens_padded`` (int32 ``[1, N + 1]``): where each sequence begins in the buffer. It always
-  ends with T: what follows the last piece is one more sequence, of 0 tokens in ``cu_seqlens``; with
-  N pieces there is no place for one more, and the last piece is followed by padding of its own. It
-  has to cover the buffer because rotary embeddings write exactly the tokens that it covers: fused
-  ones leave the rest of their output as it was allocated, which may be NaN, and unfused ones raise.
+- ``padding_mask`` (bool ``[1, T]``): True at padding, as megatron-core's routers interpret it
+  (contrary to the docstrings of its router). They exclude such tokens from auxiliary losses and
+  statistics. It is not ``loss_mask == 0``: a token whose label does not count is routed like any
+  other.
+- ``cu_seqlens`` (int32 ``[1, N + 1]``, N is ``PackLimits.max_sequences``): the offset of each
+  sequence without padding, so that differences are the lengths that attention sees. The number of
+  entries is fixed by repeating the last one: empty sequences, which fused attention accepts.
+- ``cu_seqlens_padded`` (int32 ``[1, N + 1]``): the offset of each sequence in the buffer. It always
+  ends with T: the rest after the last piece is one more sequence, of 0 tokens in ``cu_seqlens``;
+  with N pieces there is no entry for one more, and the rest is padding of the last piece. It must
+  cover the buffer because rotary embeddings write exactly the tokens that it covers: fused ones
+  leave the rest of their output uninitialized, possibly NaN, and unfused ones raise.
 
-The two offsets are different tensors even where they hold the same numbers. Transformer Engine
-takes the same object in both places to mean that nothing lies between the sequences, unless
-``pad_between_seqs`` says otherwise; an older release of megatron-core cannot say it.
+The two offsets are different tensors even where they hold the same numbers. If both are the same
+object, Transformer Engine assumes that there is no padding between the sequences, unless
+``pad_between_seqs`` says otherwise; older releases of megatron-core cannot pass that.
 
-``max_seqlen`` is the Python number T, for every pack. Without it Transformer Engine asks the GPU
-for it, and the rotary table gets its length from it. It is T rather than the longest document,
-since the padding at the end is a sequence too and may be nearly the whole buffer.
+``max_seqlen`` is the Python number T, for every pack. Without it Transformer Engine reads it from
+the GPU, and the rotary table gets its length from it. It is T rather than the longest document's
+length, since the padding at the end is a sequence too and may be nearly the whole buffer.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def static_layout(limits: PackLimits, context_parallel_size: int = 1) -> Layout:
     """Shape and dtype of every tensor of a micro-batch on one rank; see the note above.
 
     Args:
-        limits: Of each pack. ``max_tokens`` counts the tokens of all context-parallel ranks.
+        limits: Limits of each pack. ``max_tokens`` counts the tokens of all context-parallel ranks.
         context_parallel_size: Number of ranks that divide the tokens.
     """
     num_tokens = limits.max_tokens // context_parallel_size
@@ -83,21 +82,22 @@ def packed_sample(
     """The tensors of one pack without their first dimension, which collating adds.
 
     Args:
-        texts: For each piece its tokens and the one that follows, which is the last label: integers
-            ``[length + 1]``. None at all gives a micro-batch of padding.
-        limits: What the pack keeps to.
+        texts: For each piece, its tokens and the next one, which is the last label: integers
+            ``[length + 1]``. An empty sequence gives a micro-batch of padding.
+        limits: Limits of the pack.
         masked_token: Labels after this token do not count (megatron's ``eod_mask_loss``); None
-            masks none.
+            masks no label.
 
     Raises:
-        ValueError: The pieces are more than the limits allow.
+        ValueError: The pieces exceed the limits.
     """
     lengths = [len(text) - 1 for text in texts]
     footprints = [limits.footprint(length) for length in lengths]
     if sum(footprints) > limits.max_tokens or len(texts) > limits.max_sequences:
         raise ValueError(
-            f"{len(texts)} sequences of {sum(footprints)} tokens are no pack because it has room "
-            f"for {limits.max_sequences} of {limits.max_tokens}; pack with the same limits"
+            f"{len(texts)} sequences of {sum(footprints)} tokens exceed a pack's limits of "
+            f"{limits.max_sequences} sequences and {limits.max_tokens} tokens; pack with the same "
+            "limits"
         )
     sample = {
         key: torch.zeros(limits.max_tokens, dtype=dtype) for key, dtype in SEQUENCE_KEYS.items()
@@ -124,7 +124,7 @@ def packed_sample(
 
 
 def _offsets(lengths: Sequence[int], max_sequences: int) -> torch.Tensor:
-    """int32 ``[max_sequences + 1]``: sums of the first 0, 1, ... lengths; then the last repeats."""
+    """int32 ``[max_sequences + 1]``: cumulative sums of the lengths from 0; the last repeats."""
     offsets = torch.full((max_sequences + 1,), sum(lengths), dtype=torch.int32)
     offsets[: len(lengths) + 1] = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
     return offsets
@@ -133,11 +133,11 @@ def _offsets(lengths: Sequence[int], max_sequences: int) -> torch.Tensor:
 def context_parallel_positions(
     cu_seqlens_padded: torch.Tensor, context_parallel_size: int, context_parallel_rank: int
 ) -> torch.Tensor:
-    """Which tokens of the buffer a context-parallel rank has, in its order.
+    """Positions in the buffer of a context-parallel rank's tokens, in the rank's order.
 
     Each sequence is cut into ``2 * context_parallel_size`` equal parts, of which rank r has the
-    r-th and the r-th from the end: with causal attention all ranks have equal work. This is the
-    order that Transformer Engine's attention and rotary embeddings expect of packed sequences.
+    r-th from the start and the r-th from the end: with causal attention all ranks have equal work.
+    Transformer Engine's attention and rotary embeddings expect packed sequences in this order.
 
     Args:
         cu_seqlens_padded: Integers ``[N + 1]`` on the CPU.
@@ -178,7 +178,7 @@ def for_context_parallel_rank(
     Attention takes the offsets of the undivided sequences and divides them itself.
 
     Args:
-        batch: As :func:`static_layout` describes it for one rank.
+        batch: Tensors as :func:`static_layout` describes them for one rank.
         context_parallel_size: Number of ranks.
         context_parallel_rank: The rank, from 0.
     """

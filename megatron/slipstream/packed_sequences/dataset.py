@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Packed samples of a corpus: which pieces of which documents each sample holds.
+"""Packed samples of a corpus: the pieces of documents that each sample holds.
 
-The stream of documents is endless: a shuffle of the corpus, another one, and so on. It is packed
-from its beginning, so the first samples are the same however many are asked for, and training that
-stops and goes on with sample n sees what it would have seen. The last documents of an epoch share
-samples with the first of the next.
+The stream of documents is endless: one shuffle of the corpus per epoch. It is packed from its
+beginning, so the first samples do not depend on the number of samples, and training that resumes at
+sample n sees the same samples as without the interruption. The last documents of an epoch share
+samples with the first ones of the next.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from megatron.slipstream.packed_sequences.packing import (
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-"""Of the files of an index. Another number, and files of before are not read."""
+"""Format number of an index's files. Files with another number are not read."""
 
 _AT_A_TIME = 1 << 16
-"""Documents that are Python objects at the same time: a corpus may have billions."""
+"""Number of documents converted to Python objects at once: a corpus may have billions."""
 
 _QUIET_S = 1.0
 _LINE_EVERY_S = 10.0
@@ -57,7 +57,7 @@ class Corpus(Protocol):
         """Number of tokens of each document."""
 
     def get(self, idx: int, offset: int = 0, length: Optional[int] = None) -> NDArray[Any]:
-        """``length`` tokens of a document from ``offset`` on."""
+        """``length`` tokens of a document, from ``offset``."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class PackingPlan:
     """How a stream of documents becomes samples. Equal plans of one corpus give equal samples.
 
     Args:
-        limits: Of each sample.
+        limits: Limits of each sample.
         packing: 'greedy', or 'balanced' over global batches.
-        packs_per_batch: Samples of a global batch; of no effect with 'greedy'.
-        num_ranks: Data-parallel ranks that share a batch; of no effect with 'greedy'.
-        seed: Of the shuffles.
+        packs_per_batch: Samples of a global batch; without effect with 'greedy'.
+        num_ranks: Data-parallel ranks that share a batch; without effect with 'greedy'.
+        seed: Seed of the shuffles.
         look_ahead: See :func:`~megatron.slipstream.packed_sequences.packing.greedy`.
     """
 
@@ -83,11 +83,11 @@ class PackingPlan:
     def __post_init__(self) -> None:
         if self.packing not in ("greedy", "balanced"):
             raise ValueError(
-                f"sequence_packing={self.packing!r} is not a packing; set 'greedy' or 'balanced'"
+                f"sequence_packing={self.packing!r} is unknown; set 'greedy' or 'balanced'"
             )
 
     def packs(self, pieces: Iterable[Piece]) -> Iterator[Pack]:
-        """The stream's pieces in samples."""
+        """Pack the stream's pieces into samples."""
         if self.packing == "greedy":
             return greedy(pieces, self.limits, self.look_ahead)
         return balanced(pieces, self.limits, self.packs_per_batch, self.num_ranks, self.look_ahead)
@@ -99,20 +99,20 @@ def document_stream(
     plan: PackingPlan,
     num_epochs: Optional[int],
 ) -> Iterator[Piece]:
-    """Yield the pieces of the documents, epoch after epoch, each in an order of its own.
+    """Yield the pieces of the documents, epoch after epoch, each epoch in its own order.
 
-    A document of n tokens gives n - 1 that the model reads: the last one is only a label, as the
-    next document is out of sight. One of fewer than 2 tokens gives none.
+    The model reads n - 1 tokens of a document of n tokens: the last one is only a label, since
+    attention does not reach the next document. A document of fewer than 2 tokens gives no piece.
 
     Args:
         lengths: Number of tokens of every document of the corpus.
-        documents: Which documents take part.
-        plan: Its seed and its limits.
-        num_epochs: None is endless.
+        documents: Indices of the documents to use.
+        plan: Gives the seed and the limits.
+        num_epochs: Number of epochs; None means endless.
     """
     epochs = itertools.count() if num_epochs is None else range(num_epochs)
     for epoch in epochs:
-        # Not a Generator, whose permutations may change with the version of numpy.
+        # Not a Generator: its permutations may change with numpy's version.
         order = np.random.RandomState([plan.seed, epoch]).permutation(documents)
         for begin in range(0, len(order), _AT_A_TIME):
             some = order[begin : begin + _AT_A_TIME]
@@ -122,11 +122,11 @@ def document_stream(
 
 @dataclass(frozen=True)
 class PackIndex:
-    """Which pieces each sample holds.
+    """The pieces of each sample.
 
     Args:
         pieces: int32 ``[num_pieces, 3]``: document, offset and length, sample by sample.
-        ends: int64 ``[num_samples]``: where each sample's pieces end in ``pieces``.
+        ends: int64 ``[num_samples]``: the end of each sample's pieces in ``pieces``.
     """
 
     pieces: NDArray[np.int32]
@@ -135,7 +135,7 @@ class PackIndex:
     @classmethod
     def of(cls, packs: Iterable[Pack]) -> PackIndex:
         """The index of samples that hold these packs."""
-        # Arrays that grow in place: lists of tuples would take ten times the memory.
+        # Arrays that grow in place: lists of tuples would need ten times the memory.
         pieces, ends = array("i"), array("q")
         for pack in packs:
             pieces.extend(itertools.chain.from_iterable(pack))
@@ -151,11 +151,11 @@ class PackIndex:
         return [Piece(*row) for row in self.pieces[begin : self.ends[sample]].tolist()]
 
     def filling(self, limits: PackLimits) -> float:
-        """The part of all buffers that documents fill, 0 to 1."""
+        """The fraction of all buffers that documents fill, 0 to 1."""
         return float(self.pieces[:, 2].sum(dtype=np.int64)) / (len(self) * limits.max_tokens)
 
     def part_with(self, num_pieces: int) -> float:
-        """The part of the samples that hold so many pieces, 0 to 1."""
+        """The fraction of the samples that hold ``num_pieces`` pieces, 0 to 1."""
         return float((np.diff(self.ends, prepend=0) == num_pieces).mean())
 
 
@@ -171,9 +171,9 @@ def build_index(
     Args:
         lengths: As for :func:`document_stream`.
         documents: As for :func:`document_stream`.
-        plan: How.
-        num_samples: How many; None packs one epoch, the last samples of which may be hardly filled.
-        what: Shown beside the progress.
+        plan: Packing, limits and seed.
+        num_samples: Number of samples; None packs one epoch; its last samples may be nearly empty.
+        what: Text shown with the progress.
 
     Raises:
         ValueError: There is nothing to pack.
@@ -192,9 +192,9 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Packed samples of a corpus by their number.
 
     Args:
-        corpus: Where the tokens are.
-        index: Which of them each sample holds.
-        limits: Of each sample.
+        corpus: The tokens.
+        index: The pieces of each sample.
+        limits: Limits of each sample.
         masked_token: See :func:`~megatron.slipstream.packed_sequences.batch.packed_sample`.
     """
 
@@ -214,7 +214,7 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return len(self.index)
 
     def __getitem__(self, sample: Optional[int]) -> dict[str, torch.Tensor]:
-        """Sample number ``sample``; None is one without documents, which fills up a batch."""
+        """Sample number ``sample``; None gives one without documents, which completes a batch."""
         pieces = [] if sample is None else self.index[sample]
         texts = [
             self.corpus.get(piece.document, offset=piece.offset, length=piece.length + 1)
@@ -227,7 +227,7 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def load_index(folder: Path, name: str) -> Optional[PackIndex]:
-    """The index that :func:`save_index` wrote; None if there is none, or none of this format."""
+    """The index that :func:`save_index` wrote; None if there is none of this format."""
     paths = _paths(folder, name)
     if not all(path.is_file() for path in paths):
         return None
@@ -238,7 +238,7 @@ def load_index(folder: Path, name: str) -> Optional[PackIndex]:
 
 
 def save_index(folder: Path, name: str, index: PackIndex, plan: PackingPlan) -> None:
-    """Write an index for :func:`load_index`. The description comes last: with it, all is there."""
+    """Write an index for :func:`load_index`; its description is last and marks it complete."""
     description, pieces, ends = _paths(folder, name)
     folder.mkdir(parents=True, exist_ok=True)
     content = {"format": _FORMAT, "num_samples": len(index), "plan": asdict(plan)}
@@ -265,9 +265,9 @@ def _temporary(path: Path) -> Path:
 
 
 def _watched(packs: Iterator[Pack], total: Optional[int], what: str) -> Iterator[Pack]:
-    """The packs, with a bar on stderr, or lines in the log where that is no terminal.
+    """Yield the packs and show progress: a bar on stderr, or log lines without a terminal.
 
-    Nothing is shown of what takes no longer than a second.
+    Nothing is shown during the first second.
     """
     started_s = shown_s = time.monotonic()
     bar: Any = None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The flags of packed training, and what they do not go together with."""
+"""The flags of packed training, and the options that they are incompatible with."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megatron.slipstream.rules import (
 )
 
 _TOKENS_PER_SEQUENCE = 64
-"""With the default number of sequences, documents of this length fill a buffer."""
+"""Tokens per sequence behind the default number: documents of this length fill a buffer."""
 
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """Settings of packed training; none is packed unless ``sequence_packing`` says how."""
+    """Settings of packed training, which ``sequence_packing`` switches on."""
 
     sequence_packing: Optional[Literal["greedy", "balanced"]] = None
     """Train on whole documents side by side instead of on rows of --seq-length tokens cut out of
@@ -52,7 +52,7 @@ _DEFAULTS: dict[str, Any] = {
     "attention_backend": "auto",
     "cuda_graph_impl": "none",
 }
-"""Of options that rules look at; others are None. Not every release has every option."""
+"""Defaults of options that rules read; others are None. Not every release has every option."""
 
 
 def _packs(facts: Any) -> bool:
@@ -77,7 +77,7 @@ def _needs_packing(option: str) -> Rule:
 
 
 def _predicts_more(facts: Any) -> bool:
-    """Whether there is multi-token prediction; hybrid models have it in their pattern."""
+    """Whether multi-token prediction is on; hybrid models have it in their pattern."""
     return bool(facts.mtp_num_layers) or "/" in (facts.hybrid_layer_pattern or "")
 
 
@@ -130,10 +130,10 @@ PACKING_RULES: tuple[Rule, ...] = (
         "both pack documents, and only one can make the batches",
         "leave one of them out",
     ),
-    _unsupported("sft", "its dataset makes packs of its own", "leave one of them out"),
+    _unsupported("sft", "its dataset makes its own packs", "leave one of them out"),
     _unsupported(
         "hybrid_context_parallel",
-        "its scheduler makes micro-batches of its own",
+        "its scheduler makes its own micro-batches",
         "leave one of them out",
     ),
     _unsupported(
@@ -148,7 +148,7 @@ PACKING_RULES: tuple[Rule, ...] = (
     ),
     _unsupported(
         "dataloader_type",
-        "the batches then come from elsewhere",
+        "megatron then does not make the batches",
         "set 'single'",
         is_one_of("dataloader_type", (None, "single", "cyclic")),
     ),
@@ -156,7 +156,7 @@ PACKING_RULES: tuple[Rule, ...] = (
         "with sequence_packing=balanced",
         _packs_balanced,
         "dataloader_type",
-        "shuffled micro-batches no longer are a balanced batch",
+        "shuffled micro-batches are no longer balanced within a batch",
         "set 'single' (documents are shuffled before they are packed), or sequence_packing=greedy",
         is_one_of("dataloader_type", (None, "single")),
     ),
@@ -176,7 +176,7 @@ PACKING_RULES: tuple[Rule, ...] = (
     ),
     _unsupported(
         "moe_router_load_balancing_type",
-        "it routes each token with regard to all others, padding included",
+        "it routes each token depending on all others, padding included",
         "set aux_loss, seq_aux_loss, global_aux_loss or none",
         lambda f: not _balancing_types(f) & {"sinkhorn", "quantile_balancing"},
     ),
@@ -203,8 +203,8 @@ PACKING_RULES: tuple[Rule, ...] = (
     ),
     _unsupported(
         "cuda_graph_impl",
-        "megatron-core's graphs take no packed sequences",
-        "leave it out, or set cuda_graph_granularity=chunk in its place",
+        "megatron-core's graphs do not support packed sequences",
+        "leave it out, or set cuda_graph_granularity=chunk instead",
         is_one_of("cuda_graph_impl", ("none",)),
     ),
     option_rule(
@@ -221,15 +221,15 @@ PACKING_RULES: tuple[Rule, ...] = (
         lambda f: not _predicts_more(f),
         "mtp_num_layers={mtp_num_layers} (hybrid_layer_pattern={hybrid_layer_pattern}) is not "
         "supported with sequence_packing={sequence_packing} and "
-        "context_parallel_size={context_parallel_size} because megatron-core looks for documents "
-        "where they would be without the padding between them",
+        "context_parallel_size={context_parallel_size} because megatron-core's document offsets "
+        "ignore the padding between documents",
         "leave one of them out",
     ),
     unsupported(
         "with sequence_packing={sequence_packing} and mtp_num_layers={mtp_num_layers}",
         lambda f: _packs(f) and bool(f.mtp_num_layers),
         "pipeline_model_parallel_layout",
-        "stages in the middle of the pipeline get no tokens of packed documents to predict from",
+        "intermediate pipeline stages do not get the tokens of packed documents",
         "leave one of them out",
         lambda f: f.pipeline_model_parallel_layout is None,
     ),
@@ -238,7 +238,7 @@ PACKING_RULES: tuple[Rule, ...] = (
         "sequence_parallel={sequence_parallel}",
         lambda f: _packs(f) and f.sequence_parallel,
         "mtp_num_layers",
-        "megatron-core shifts a rank's part of the padding mask as if it were all of it",
+        "megatron-core shifts a rank's part of the padding mask as if it were the whole mask",
         "leave sequence_parallel or mtp_num_layers out",
         lambda f: not _predicts_more_with_experts(f),
     ),
@@ -248,17 +248,17 @@ PACKING_RULES: tuple[Rule, ...] = (
         lambda f: not _predicts_more_with_experts(f),
         "hybrid_layer_pattern={hybrid_layer_pattern!r} (mtp_num_layers={mtp_num_layers}) is not "
         "supported with sequence_packing={sequence_packing} and num_experts={num_experts} "
-        "because megatron-core's HybridModel does not tell the experts of multi-token prediction "
-        "what is padding",
+        "because megatron-core's HybridModel does not pass the padding mask to the experts of "
+        "multi-token prediction",
         "leave the parts after / out",
     ),
 )
-"""Requirements on :class:`PackingOptions` and megatron's options beside them (duck-typed: an args
+"""Requirements on :class:`PackingOptions` and on megatron's options (duck-typed: an args
 namespace)."""
 
 
 def check_packing(args: Any) -> list[Finding]:
-    """Everything about packed training that can be told from the arguments alone.
+    """Check the arguments of packed training.
 
     Args:
         args: An object with megatron's option names and ours as attributes.
@@ -272,7 +272,7 @@ def check_packing(args: Any) -> list[Finding]:
         "transformer_impl",
     )
     facts = facts_of(args, PACKING_RULES, others, _DEFAULTS)
-    # Megatron parses this one to a member of an enum.
+    # Megatron parses this option to a member of an enum.
     facts.attention_backend = getattr(facts.attention_backend, "name", facts.attention_backend)
     findings = check_rules(PACKING_RULES, facts)
     if _packs(facts) and not findings:
@@ -284,17 +284,17 @@ CORPORA = Rule(
     "data_path",
     "error",
     "data_path with {number} corpora is not supported with sequence_packing=balanced because each "
-    "is packed by itself, and a batch that mixes them is not balanced",
+    "is packed separately, and a batch that mixes them is not balanced",
     "set data_path to one corpus, or sequence_packing=greedy",
 )
 
 
 def check_corpora(args: Any, blends: Iterable[Sequence[str]]) -> list[Finding]:
-    """Whether the corpora can be packed as asked for.
+    """Check that ``sequence_packing`` supports the number of corpora.
 
     Args:
-        args: With ``sequence_packing``.
-        blends: The path prefixes of the corpora that each set of samples is mixed from.
+        args: Arguments with ``sequence_packing``.
+        blends: For each set of samples, the path prefixes of the corpora that it mixes.
     """
     largest = max(map(len, blends), default=0)
     is_mixed = args.sequence_packing == "balanced" and largest > 1
@@ -305,7 +305,8 @@ def pack_limits(args: Any) -> PackLimits:
     """Limits of a micro-batch of all context-parallel ranks together.
 
     Args:
-        args: With ``seq_length``, ``context_parallel_size`` and ``thd_max_packed_sequences``.
+        args: Arguments with ``seq_length``, ``context_parallel_size`` and
+            ``thd_max_packed_sequences``.
 
     Raises:
         ValueError: There is no ``seq_length``, or see

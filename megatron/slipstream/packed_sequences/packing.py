@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""From a stream of documents to packs: which documents share a micro-batch's buffer.
+"""Packs a stream of documents: decides which documents share a micro-batch's buffer.
 
 A pack becomes one micro-batch of packed sequences. Both packers take documents in the order of the
 stream, and both use integers only, so every rank and every machine gets the same packs.
 
 `greedy` fills one pack after the other. `balanced` then moves documents between the packs of one
-global batch, until their attention costs about the same: ranks of a data-parallel group wait for
-the slowest, and a document's attention costs the square of its length.
+global batch until their attention costs about the same: ranks of a data-parallel group wait for the
+slowest, and the cost of a document's attention is quadratic in its length.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 LOOK_AHEAD = 64
-"""Pieces among which the next one of a pack is looked for. More fill packs better and mix the
-stream's order more."""
+"""Number of pieces among which the next one of a pack is chosen. A higher number fills packs better
+and changes the stream's order more."""
 
 _PARTS_FOR_COST = (1.0, 0.9, 0.75, 0.5)
-"""Which part of a batch's pieces, the longest, are placed by cost. The others fill what room is
-left; the first of these for which all find some is taken."""
+"""Fractions of a batch's pieces, the longest ones, that are placed by cost; the others fill the
+remaining room. The first fraction with which all pieces fit is used."""
 
 _CANDIDATES = 8
-"""How many of a pack's longest pieces, and how many of the cheapest packs, an exchange tries."""
+"""Number of a pack's longest pieces, and of the cheapest packs, that an exchange tries."""
 
 
 class Piece(NamedTuple):
@@ -38,9 +38,9 @@ class Piece(NamedTuple):
     document: int
     """Index of the document in the corpus."""
     offset: int
-    """Its first token in the document."""
+    """Index of its first token in the document."""
     length: int
-    """Number of tokens that the model reads; the one after the last is its label."""
+    """Number of tokens that the model reads; the token after them is the last label."""
 
 
 Pack = list[Piece]
@@ -53,9 +53,10 @@ class PackLimits:
     Args:
         max_tokens: Size of the buffer in tokens, of all context-parallel ranks together: megatron's
             ``seq_length``.
-        max_sequences: The most pieces.
-        alignment: Each piece takes a multiple of so many tokens of the buffer. Context parallelism
-            needs twice its size, because it divides every piece into as many equal parts.
+        max_sequences: Maximum number of pieces.
+        alignment: Each piece takes a multiple of this number of tokens in the buffer. Context
+            parallelism needs twice its size, because it divides every piece into that many equal
+            parts.
 
     Raises:
         ValueError: No piece would fit, or pieces could not fill the buffer.
@@ -73,8 +74,8 @@ class PackLimits:
             )
         if self.alignment < 1 or self.max_tokens < 1 or self.max_tokens % self.alignment:
             raise ValueError(
-                f"seq_length={self.max_tokens} is not a multiple of {self.alignment}, of which "
-                "every packed sequence takes a multiple; set one that is"
+                f"seq_length={self.max_tokens} is not supported because each packed sequence takes "
+                f"a multiple of {self.alignment} tokens; set a multiple of {self.alignment}"
             )
 
     def footprint(self, length: int) -> int:
@@ -85,12 +86,12 @@ class PackLimits:
 def split(document: int, length: int, max_tokens: int) -> list[Piece]:
     """Cut a document into pieces that fill a pack, and a last one with the rest.
 
-    Not into equal ones: those of more than half a pack would leave the other half empty.
+    Equal pieces of more than half a pack would leave the other half empty.
 
     Args:
-        document: Its index.
+        document: Index of the document.
         length: Number of its tokens that the model reads; 0 gives no piece.
-        max_tokens: The longest that a piece may be.
+        max_tokens: Maximum length of a piece.
     """
     return [
         Piece(document, offset, min(max_tokens, length - offset))
@@ -108,14 +109,14 @@ def greedy(
 ) -> Iterator[Pack]:
     """Yield packs in the order of the stream, each filled as far as the next pieces allow.
 
-    A pack begins with the oldest piece that is left. Then it takes, again and again, the oldest of
-    the next ``look_ahead`` pieces that still fits. So no piece overtakes more than
-    ``look_ahead - 1`` others, and none waits for longer than it takes to be the oldest.
+    A pack begins with the oldest remaining piece. Then it repeatedly takes the oldest of the next
+    ``look_ahead`` pieces that still fits. So a piece overtakes at most ``look_ahead - 1`` others,
+    and is taken at the latest when it is the oldest.
 
     Args:
-        pieces: The stream, none longer than ``limits.max_tokens``. It may be endless.
-        limits: Of each pack.
-        look_ahead: 1 keeps the order of the stream exactly.
+        pieces: The stream, no piece longer than ``limits.max_tokens``. It may be endless.
+        limits: Limits of each pack.
+        look_ahead: Number of pieces to choose from; 1 keeps the order of the stream exactly.
     """
     stream = iter(pieces)
     ahead = deque(itertools.islice(stream, look_ahead))
@@ -123,7 +124,7 @@ def greedy(
         pack: Pack = []
         room = limits.max_tokens
         place = 0
-        # What did not fit once does not fit later, as room only shrinks: one way through is enough.
+        # Room only shrinks, so a piece that did not fit never will: one pass is enough.
         while place < len(ahead) and len(pack) < limits.max_sequences and room > 0:
             size = limits.footprint(ahead[place].length)
             if size > room:
@@ -143,19 +144,20 @@ def balanced(
     num_ranks: int = 1,
     look_ahead: int = LOOK_AHEAD,
 ) -> Iterator[Pack]:
-    """Yield packs of which those of one global batch cost attention about the same.
+    """Yield packs whose attention costs about the same within a global batch.
 
-    Every ``packs_per_batch`` packs in a row hold the pieces that :func:`greedy` puts into as many,
-    so nothing is delayed by more than a batch. Their most expensive pack never costs more than
-    greedy's; a piece that costs more than the mean by itself, nothing can level. What differences
-    are left, their order levels: ranks that run side by side get packs of nearly the same cost, and
-    about the same cost in all.
+    Every ``packs_per_batch`` consecutive packs hold the pieces that :func:`greedy` puts into as
+    many, so no piece is delayed by more than a batch. Their most expensive pack never costs more
+    than greedy's; a single piece that costs more than the mean cannot be balanced. The order of the
+    packs balances the remaining differences: concurrent ranks get packs of nearly the same cost,
+    and about the same cost in total.
 
     Args:
         pieces: As for :func:`greedy`.
-        limits: Of each pack.
-        packs_per_batch: Micro-batches of all data-parallel ranks in one iteration.
-        num_ranks: How many ranks these are. Rank r gets every ``num_ranks``-th pack from the r-th.
+        limits: Limits of each pack.
+        packs_per_batch: Number of micro-batches of all data-parallel ranks in one iteration.
+        num_ranks: Number of data-parallel ranks. Rank r gets every ``num_ranks``-th pack from the
+            r-th.
         look_ahead: As for :func:`greedy`.
     """
     packs = greedy(pieces, limits, look_ahead)
@@ -164,14 +166,14 @@ def balanced(
 
 
 def _deal(batch: Iterable[Pack], num_ranks: int) -> Iterator[Pack]:
-    """The packs by falling cost, one to each rank in turn.
+    """Assign the packs by descending cost, one to each rank in turn.
 
-    The most expensive of each turn goes to the rank that has the least so far.
+    The most expensive pack of each turn is assigned to the rank with the least total so far.
     """
     totals = [0] * num_ranks
     by_cost = iter(sorted(batch, key=attention_work, reverse=True))
     while turn := list(itertools.islice(by_cost, num_ranks)):
-        # Both sorts keep what is equal in its order, so the result is one and the same.
+        # Both sorts are stable, so the result is deterministic.
         ranks = sorted(range(len(turn)), key=lambda rank: totals[rank])
         dealt = dict(zip(ranks, turn, strict=True))
         for rank in range(len(turn)):
@@ -183,7 +185,7 @@ def _deal(batch: Iterable[Pack], num_ranks: int) -> Iterator[Pack]:
 
 
 class _Bin:
-    """A pack in the making."""
+    """A pack under construction."""
 
     def __init__(self, limits: PackLimits, pieces: Iterable[Piece] = ()) -> None:
         self.limits = limits
@@ -209,7 +211,7 @@ class _Bin:
 
 
 def _level(batch: Sequence[Pack], limits: PackLimits) -> list[Pack]:
-    """The pieces of ``batch`` in as many packs, the most expensive of which costs no more."""
+    """Repack ``batch`` into as many packs; the most expensive one costs at most as much."""
     bins = [_Bin(limits, pack) for pack in batch]
     pieces = sorted(itertools.chain(*batch), key=lambda piece: -piece.length)
     for part in _PARTS_FOR_COST:
@@ -232,14 +234,14 @@ def _highest(bins: Iterable[_Bin]) -> int:
 def _spread(
     pieces: Sequence[Piece], num_bins: int, limits: PackLimits, num_for_cost: int
 ) -> Optional[list[_Bin]]:
-    """Each of the pieces, which come longest first, to one pack; None if one finds no room.
+    """Place each of the pieces, sorted longest first, in a pack; None if one does not fit.
 
-    The first ``num_for_cost`` go to the cheapest pack with room (longest processing time first,
-    Graham 1969), the others where they leave the least room (best fit decreasing).
+    The first ``num_for_cost`` are placed in the cheapest pack with room (longest processing time
+    first, Graham 1969), the others where they leave the least room (best fit decreasing).
     """
     bins = [_Bin(limits) for _ in range(num_bins)]
     by_cost = [(0, index) for index in range(num_bins)]  # a heap
-    # Those without room for the piece at hand, by room: shorter ones follow, which may fit.
+    # Packs without room for the current piece, by room: later pieces are shorter and may fit.
     waiting: list[tuple[int, int]] = []
     for piece in pieces[:num_for_cost]:
         size = limits.footprint(piece.length)
@@ -268,7 +270,7 @@ def _spread(
 
 
 def _exchange(heavy: _Bin, light: _Bin) -> bool:
-    """Give ``light`` a piece of ``heavy`` if then both cost less than ``heavy`` did.
+    """Move a piece from ``heavy`` to ``light`` if both then cost less than ``heavy`` did.
 
     See :func:`_give`.
     """
@@ -277,10 +279,10 @@ def _exchange(heavy: _Bin, light: _Bin) -> bool:
 
 
 def _give(heavy: _Bin, light: _Bin, piece: Piece, may_have: Callable[[int], bool]) -> bool:
-    """Move a piece if ``light`` may then have so much work, and ``heavy`` has less than it did.
+    """Move a piece if ``may_have`` accepts the work of ``light`` then and ``heavy`` has less.
 
-    If there is no room for it, ``heavy`` takes the shortest pieces in return, which cost least per
-    token.
+    If there is no room for it, ``heavy`` takes the shortest pieces in return, which cost the least
+    per token.
     """
     back = _shortest_for(light, piece)
     if back is None:
@@ -301,7 +303,7 @@ def _give(heavy: _Bin, light: _Bin, piece: Piece, may_have: Callable[[int], bool
 
 
 def _shortest_for(light: _Bin, piece: Piece) -> Optional[Pack]:
-    """The shortest pieces that must leave ``light`` for ``piece`` to fit; None if it never does."""
+    """The shortest pieces of ``light`` to remove so that ``piece`` fits; None if it never does."""
     limits = light.limits
     missing = limits.footprint(piece.length) - light.room
     too_many = len(light.pieces) + 1 - limits.max_sequences

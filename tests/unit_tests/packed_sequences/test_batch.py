@@ -129,7 +129,7 @@ def test_labels_after_the_masked_token_do_not_count_but_are_no_padding() -> None
 
 @pytest.mark.parametrize("lengths", [(10, 7), (1, 1, 1, 1, 1)])
 def test_more_than_the_limits_allow_is_refused(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="are no pack .*; pack with the same limits"):
+    with pytest.raises(ValueError, match="exceed a pack's limits .*; pack with the same limits"):
         packed_sample(texts_of(*lengths), LIMITS)
 
 
