@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Recording work once and running it again: CUDA graphs, and eager ones without a GPU.
+"""Captures work once and replays it: as CUDA graphs, or eagerly without a GPU.
 
-[Note: What is exchanged stays while it is recorded]
-NCCL has a stream of its own, and memory that it sends or receives point to point can be used again
-once that stream has passed. While a graph is recorded that is not known, so all of it stays until
-the end: with context parallelism, the keys and values of each exchange in each layer. On two and on
-four H200s graphs of 16 layers so held 122 and 350 MiB more than an eager pass, of 128 and 384 MiB
-exchanged in forward. A measured pass keeps as much.
+[Note: Exchanged tensors stay during capture]
+NCCL has its own stream, and memory that it sends or receives point to point can be reused once that
+stream has finished with it. During a capture this is unknown, so all such memory stays allocated
+until the end: with context parallelism, the keys and values of each exchange in each layer. On two
+and four H200s, graphs of 16 layers held 122 and 350 MiB more than an eager pass, of 128 and 384 MiB
+exchanged in forward. A measured pass keeps the same tensors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 Work = Callable[[], Sequence[torch.Tensor]]
-"""Something to record. It returns tensors that are read after each replay."""
+"""Work to capture. It returns tensors that are read after each replay."""
 
 
 class Graph(abc.ABC):
-    """Recorded work. Its results lie at the same place after every replay."""
+    """Captured work. Its results have the same addresses after every replay."""
 
     @abc.abstractmethod
     def replay(self) -> None:
@@ -33,48 +33,48 @@ class Graph(abc.ABC):
 
 
 class Recorded(NamedTuple):
-    """A graph and what its work returned."""
+    """A graph and the tensors that its work returned."""
 
     graph: Graph
     results: tuple[torch.Tensor, ...]
 
 
 class Cost(NamedTuple):
-    """Device memory that work takes."""
+    """Device memory that work needs."""
 
     peak_bytes: int
-    """The most at once, above what there was before."""
+    """The peak, above the memory in use before."""
 
 
 class GraphBackend(abc.ABC):
-    """Makes graphs."""
+    """Captures graphs."""
 
     is_eager = False
     """Whether a replay runs the work again, without a CUDA graph."""
 
     @abc.abstractmethod
     def session(self) -> contextlib.AbstractContextManager[None]:
-        """Around everything that is warmed up and recorded together.
+        """Context for all work that is warmed up and captured together.
 
-        Before and after, nothing else runs on the device, and what was random before goes on as if
-        nothing had been recorded.
+        The device is idle at its start and end, and random number generators continue afterwards as
+        if nothing had been captured.
         """
 
     @abc.abstractmethod
     def new_pool(self) -> Any:
-        """Device memory of their own for graphs that are replayed in the order of recording."""
+        """A private memory pool for graphs that are replayed in the order of capture."""
 
     @abc.abstractmethod
     def measure(self, work: Callable[[], None]) -> Cost:
-        """Run work once, within a session, and tell what it takes."""
+        """Run work once, within a session, and return the memory that it needs."""
 
     @abc.abstractmethod
     def record(self, work: Work, pool: Any) -> Recorded:
-        """Record work, within a session."""
+        """Capture work, within a session."""
 
     @abc.abstractmethod
     def free_bytes(self) -> Optional[int]:
-        """Device memory that graphs could still have; None if there is no limit to know."""
+        """Device memory that graphs could still use; None if no limit is known."""
 
     @abc.abstractmethod
     def held_bytes(self) -> int:
@@ -93,11 +93,11 @@ class CudaGraphs(GraphBackend):
     """CUDA graphs.
 
     Args:
-        generators: Return the random number generators that recorded work may draw from, beside the
-            device's default one.
-        while_recording: Makes a context that is entered for the time of each recording.
+        generators: Returns the random number generators that captured work may use, in addition to
+            the device's default one.
+        while_recording: Makes a context that is entered during each capture.
         while_measuring: The same for the run before it. It keeps tensors that are exchanged point
-            to point: [Note: What is exchanged stays while it is recorded].
+            to point: [Note: Exchanged tensors stay during capture].
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class CudaGraphs(GraphBackend):
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
-        # Work on the default stream cannot be recorded.
+        # Work on the default stream cannot be captured.
         self._stream = torch.cuda.Stream()
         try:
             with torch.cuda.stream(self._stream):
@@ -140,7 +140,7 @@ class CudaGraphs(GraphBackend):
         return torch.cuda.graph_pool_handle()
 
     def measure(self, work: Callable[[], None]) -> Cost:
-        # A pool of its own would begin without cached memory too, and take it in whole segments.
+        # A private pool would also start without cached memory, and allocate whole segments.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -155,13 +155,13 @@ class CudaGraphs(GraphBackend):
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators():
             graph.register_generator_state(generator)
-        # Other threads (NCCL's watchdog, pinned memory's) go on with what a recording forbids.
+        # Other threads (NCCL's watchdog, pinned memory's) keep making calls that a capture forbids.
         recording = torch.cuda.graph(
             graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
         )
         was_collecting = gc.isenabled()
         with self._while_recording(), recording:
-            gc.disable()  # A tensor that is freed by chance would be freed in the graph.
+            gc.disable()  # A tensor that the collector frees would be freed inside the graph.
             try:
                 results = tuple(work())
             finally:
@@ -188,8 +188,8 @@ def graph_pool_bytes() -> int:
     )
 
 
-class _WorkAgain(Graph):
-    """Runs the work again, and puts its results where those of the first time are."""
+class _EagerGraph(Graph):
+    """Runs the work again, and copies its results to the addresses of the first run's."""
 
     def __init__(self, work: Work, results: Sequence[torch.Tensor]) -> None:
         self._work = work
@@ -203,10 +203,10 @@ class _WorkAgain(Graph):
 
 
 class EagerGraphs(GraphBackend):
-    """In place of CUDA graphs on a machine without a GPU: a replay runs the work once more.
+    """Replaces CUDA graphs on a machine without a GPU: a replay runs the work again.
 
-    What a graph would bake in is therefore not baked in; everything around graphs is as with them:
-    static inputs and outputs, slots, gradients that autograd does not see.
+    So no values are baked in; everything else is as with graphs: static inputs and outputs, slots,
+    gradients that autograd does not see.
     """
 
     is_eager = True
@@ -228,7 +228,7 @@ class EagerGraphs(GraphBackend):
 
     def record(self, work: Work, pool: Any) -> Recorded:
         results = tuple(result.detach().clone() for result in work())
-        return Recorded(_WorkAgain(work, results), results)
+        return Recorded(_EagerGraph(work, results), results)
 
     def free_bytes(self) -> None:
         return None

@@ -1,26 +1,27 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Graphs of one model chunk for each context-parallel size, of which every micro-batch takes one.
+"""Graphs of one model chunk for each context-parallel size, chosen per micro-batch.
 
-A graph has the size that it was captured with baked in: the communicator, the steps of the
-exchange, the positions of rotary embeddings, how offsets of sequences are divided. So a bank has
-:class:`ChunkGraphs` for each size that a micro-batch may have, and looks at the micro-batch.
+The size is baked into a captured graph: the communicator, the steps of the exchange, the positions
+of rotary embeddings, the division of sequence offsets. So a bank has :class:`ChunkGraphs` for each
+size that a micro-batch may have, and selects by the micro-batch.
 
 [Note: Sizes share slot memory]
-Whatever sizes are in flight, there are never more micro-batches than slots. So each size has its
-graphs in every :class:`SlotMemory`. While a micro-batch uses one of them, the graphs of the other
-sizes there are idle: all share device memory, host memory and static inputs, and another size adds
-little more than the graphs themselves.
+There are never more micro-batches in flight than slots, of any sizes. So each size has its graphs
+in every :class:`SlotMemory`. While a micro-batch uses one of them, the graphs of the other sizes
+there are idle: all share device memory, host memory and static inputs, and another size adds little
+more than the graphs themselves.
 
 [Note: All ranks capture together]
-A pass is run before it is captured, and ranks of a group wait for one another in it. So all sizes
-are captured between the same two iterations, on every rank, from the largest to the smallest: first
-passes of every size are run, while no graph takes memory yet, then every size is captured. After
-each of these steps the ranks tell one another whether it went well. If it did not, all of them give
-up what they have, with an error.
+A pass runs before it is captured, and ranks of a group wait for one another in it. So all sizes are
+captured between the same two iterations, on every rank, from the largest to the smallest: first
+passes of every size run, while graphs hold no memory yet, then every size is captured. After each
+step the ranks exchange whether it succeeded. If it failed on any rank, all ranks delete their
+graphs and raise an error.
 
-Not every rank has had a micro-batch of each size before. What size changes is known, though; so the
-arguments of one call are turned into those of all sizes (:meth:`CpSizes.arguments_of`).
+Not every rank has had a micro-batch of each size before. But it is known which arguments depend on
+the size, so the arguments of one call are converted to those of all sizes
+(:meth:`CpSizes.arguments_of`).
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ class CpSizes(Protocol):
 
     @property
     def sizes(self) -> Sequence[int]:
-        """All that a micro-batch may have."""
+        """All sizes that a micro-batch may have."""
 
     def size_of(self, arguments: Mapping[str, Any]) -> int:
-        """That of a call.
+        """The size of a call.
 
         Raises:
-            ValueError: Graphs of no size can run it.
+            ValueError: No size's graphs can run it.
         """
 
     def arguments_of(self, arguments: Mapping[str, Any], size: int) -> Mapping[str, Any]:
-        """A call's arguments as those of a call of another size."""
+        """A call's arguments, converted to those of a call of another size."""
 
     def agree(self, size: int, error: Optional[Exception]) -> None:
-        """Wait until every rank has come here.
+        """Wait until every rank has called this.
 
         Args:
-            size: What has been run or captured.
-            error: Why it could not be; None if it was.
+            size: The size that was run or captured.
+            error: The reason why it failed; None if it succeeded.
 
         Raises:
             Exception: ``error``, if there is one.
@@ -69,14 +70,14 @@ class CpSizes(Protocol):
 
 
 class GraphBank:
-    """Runs one model chunk: eagerly at first, then by the graphs of each micro-batch's size.
+    """Runs one model chunk: eagerly at first, then with the graphs of each micro-batch's size.
 
     Args:
         chunks: The chunk, for each size. They differ in name and offloading.
-        num_slots: The most micro-batches, of whatever sizes, that its schedule has in flight.
+        num_slots: The most micro-batches, of any sizes, that its schedule has in flight.
         num_warmup_iterations: See :class:`ChunkGraphs`.
-        backend: Makes the graphs.
-        sizes: Of micro-batches.
+        backend: Captures the graphs.
+        sizes: The sizes of micro-batches.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class GraphBank:
         self._largest = next(iter(self._graphs.values()))
         self._num_iterations = 0
         self._call: Optional[tuple[torch.Tensor, StaticArguments]] = None
-        """Arguments of one micro-batch that ran; None before one has."""
+        """Arguments of one micro-batch that ran; None before the first."""
 
     @property
     def of_size(self) -> Mapping[int, ChunkGraphs]:
@@ -112,23 +113,23 @@ class GraphBank:
 
     @property
     def num_replays(self) -> int:
-        """Forward passes that were replayed."""
+        """Number of forward passes that were replayed."""
         return sum(graphs.num_replays for graphs in self._graphs.values())
 
     @property
     def figures(self) -> Mapping[int, CaptureFigures]:
-        """Of the last capture of each size, from the largest, which the others share memory with.
+        """Figures of each size's last capture, from the largest, whose memory the others share.
 
-        Empty before one.
+        Empty before the first capture.
         """
         return {size: g.figures for size, g in self._graphs.items() if g.figures is not None}
 
     def begin_iteration(self) -> None:
-        """As :meth:`ChunkGraphs.begin_iteration`, a collective of all ranks when it captures.
+        """Like :meth:`ChunkGraphs.begin_iteration`; a collective of all ranks when it captures.
 
         Raises:
             ValueError: See there. No size has graphs then.
-            RuntimeError: See there, and if another rank could not capture.
+            RuntimeError: See there; or another rank could not capture.
         """
         self._num_iterations += 1
         if self.is_captured:
@@ -138,20 +139,20 @@ class GraphBank:
             self._call = None
 
     def delete(self) -> None:
-        """As :meth:`ChunkGraphs.delete`, the graphs of all sizes; on every rank."""
+        """Like :meth:`ChunkGraphs.delete`, for the graphs of all sizes; on every rank."""
         for graphs in self._graphs.values():
             graphs.delete()
         self.close()
 
     def close(self) -> None:
-        """As :meth:`ChunkGraphs.close`, the graphs of all sizes."""
+        """Like :meth:`ChunkGraphs.close`, for the graphs of all sizes."""
         for graphs in self._graphs.values():
             graphs.close()
         self._num_iterations = 0
         self._call = None
 
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """As :meth:`ChunkGraphs.__call__`, with the graphs of the call's size."""
+        """Like :meth:`ChunkGraphs.__call__`, with the graphs of the call's size."""
         chunk = self._largest.chunk
         if not (chunk.module.training and torch.is_grad_enabled()):
             return chunk.run(hidden, **arguments)
@@ -165,7 +166,7 @@ class GraphBank:
     def _capture(self, sample: torch.Tensor, call: StaticArguments) -> None:
         """See [Note: All ranks capture together]."""
         memories = [SlotMemory(self._backend.new_pool()) for _ in range(self.num_slots)]
-        arguments = call.put_together(call.tensors)
+        arguments = call.unflatten(call.tensors)
         try:
             with self._backend.session():
                 for size in self._graphs:
@@ -185,7 +186,7 @@ class GraphBank:
         arguments: Mapping[str, Any],
         memories: Sequence[SlotMemory],
     ) -> None:
-        resized = StaticArguments.take_apart(self._sizes.arguments_of(arguments, size))
+        resized = StaticArguments.flatten(self._sizes.arguments_of(arguments, size))
         self._graphs[size].prepare(sample, resized, memories)
 
     def _together(self, size: int, step: Callable[[], None]) -> None:

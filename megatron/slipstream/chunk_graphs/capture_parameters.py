@@ -3,11 +3,12 @@
 """Replaces a chunk's parameters while it is captured.
 
 [Note: Parameters of a capture]
-While a slot is captured, every parameter is replaced by another one on the same memory. Backward
+While a slot is captured, every parameter is replaced by another one with the same memory. Backward
 accumulates gradients in these, on the stream of the capture and without the data parallel
 wrapper's hooks. Their own hooks add each gradient to ``main_grad`` at the same point, as part of
 the graph. So autograd runs as in ``backward()``, which recomputation requires, and outside of
-graphs it does not handle parameters: a replay costs the host the same for any number of layers.
+graphs it does not handle parameters: the host time of a replay does not depend on the number of
+layers.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import torch
 
 
 class CaptureParameters:
-    """Parameters that a model chunk has during a capture.
+    """The parameters of a model chunk during a capture.
 
     Args:
-        name: The chunk's, for messages.
+        name: The chunk's name, for messages.
         module: Holds the parameters.
 
     Raises:
@@ -37,13 +38,13 @@ class CaptureParameters:
             for own_name, parameter in part._parameters.items()
             if parameter is not None
         ]
-        """Where each parameter is; one that is shared is at several places."""
+        """The modules and names of each parameter; a shared one has several."""
         self._others: dict[torch.nn.Parameter, Any] = {}
         for full_name, parameter in module.named_parameters():
             if parameter.requires_grad and getattr(parameter, "main_grad", None) is None:
                 raise ValueError(
-                    f"{full_name} of {name} has no main_grad, which CUDA graphs of chunks add "
-                    "gradients to; wrap the model in megatron-core's DistributedDataParallel"
+                    f"{full_name} of {name} has no main_grad, to which CUDA graphs of chunks add "
+                    "gradients; wrap the model in megatron-core's DistributedDataParallel"
                 )
             other: Any = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
             other.__dict__.update(parameter.__dict__)
@@ -54,7 +55,7 @@ class CaptureParameters:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the module use them."""
+        """Make the module use these parameters inside the context."""
         try:
             for place, name, parameter in self._own:
                 place[name] = self._others[parameter]
@@ -66,7 +67,7 @@ class CaptureParameters:
 
 @torch.no_grad()
 def _add_to_main_grad(parameter: Any) -> None:
-    # Layers that add by themselves hand out a gradient that is none.
+    # Layers that add to main_grad themselves return a dummy gradient.
     if not parameter.grad_added_to_main_grad:
         parameter.main_grad.add_(parameter.grad)
     parameter.grad = None

@@ -23,17 +23,17 @@ class CaptureHooks(Protocol):
     """Contexts for the passes of one slot while they are captured."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """For the forward pass."""
+        """The context of the forward pass."""
 
     def backward(self) -> AbstractContextManager[None]:
-        """For the backward pass."""
+        """The context of the backward pass."""
 
     def close(self) -> None:
-        """The graphs are deleted."""
+        """Called when the graphs are deleted."""
 
 
 class NoCaptureHooks:
-    """No context."""
+    """Hooks without any effect."""
 
     def forward(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -49,10 +49,10 @@ def _no_state() -> Callable[[], None]:
 
 
 class Constants(Protocol):
-    """Tensors that the chunk makes for itself and uses again, held as long as its graphs."""
+    """Tensors that the chunk caches, held as long as its graphs."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Have the chunk use the held tensors, and hold those that it makes."""
+        """Make the chunk use the held tensors, and hold those that it creates."""
 
 
 class _NoConstants:
@@ -65,15 +65,15 @@ class Chunk:
     """A model chunk, as the engine sees it.
 
     Args:
-        name: For messages.
+        name: The chunk's name, for messages.
         module: Holds the chunk's parameters, each with a ``main_grad``.
         run: Computes hidden states from hidden states and other arguments by name, none of which
             gets a gradient.
-        before_replay: Called before each forward replay, in place of hooks of the modules.
-        after_replay: Called after each backward replay, in place of hooks of the parameters.
-        save_state: Called before the chunk is run for capture. Returns a function that is called
-            after, to restore the state that runs change beside gradients.
-        offloading: Moves activations inside the graphs; None: they stay.
+        before_replay: Called before each forward replay, instead of hooks of the modules.
+        after_replay: Called after each backward replay, instead of hooks of the parameters.
+        save_state: Called before the chunk runs for a capture. Returns a function that is called
+            afterwards to restore the state that runs change, other than gradients.
+        offloading: Offloads activations inside the graphs; None to keep them on the device.
         make_constants: Called once for each capture.
     """
 

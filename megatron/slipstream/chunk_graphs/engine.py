@@ -3,18 +3,18 @@
 """Replays a whole model chunk as one CUDA graph forward and one backward.
 
 A chunk has as many slots as its schedule has micro-batches in flight. A slot is a forward and a
-backward graph with the memory in which they were captured. A micro-batch takes a free slot when it
-goes forward and frees it when the replay of its backward has been launched: the next one is
-launched later, on the same stream.
+backward graph with the memory in which they were captured. A micro-batch takes a free slot in its
+forward and frees it once the replay of its backward is launched: the slot's next replay is launched
+later on the same stream.
 
 [Note: Slots in any order]
-Every slot has a memory pool of its own, so no graph of one lies where a graph of another has its
-activations, and slots can be taken and freed in any order.
+Every slot has its own memory pool, so graphs of different slots never share memory, and slots can
+be taken and freed in any order.
 
 [Note: Captured between iterations]
-What is captured is also run once, for all that happens on first use (workspaces, autotuning). That
-adds to gradients, so it is done right before an iteration sets them to zero. Other state that the
-chunk changes is restored (``Chunk.save_state``), and so is that of random numbers.
+Work is run once before its capture, for first-use effects (workspaces, autotuning). That adds to
+gradients, so it happens right before an iteration sets them to zero. Other state that the chunk
+changes is restored (``Chunk.save_state``), and so are random number generators.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class CaptureFigures:
     predicted_slot_bytes: int
     """Peak of device memory of one forward and backward pass, run before the capture."""
     slot_bytes: int
-    """Device memory that the graphs hold, divided by the number of slots: beyond that of graphs
-    that were captured in the same memory before."""
+    """Device memory that the graphs hold, divided by the number of slots; without that of graphs
+    captured earlier in the same memory."""
     seconds: float
 
     def render(self) -> str:
-        """One line."""
+        """The figures as one line of text."""
         return (
             f"{self.num_slots} slots of {format_bytes(self.slot_bytes)} "
             f"(predicted {format_bytes(self.predicted_slot_bytes)}) in {self.seconds:.1f} s"
@@ -65,7 +65,7 @@ class CaptureFigures:
 
 
 class _Slot:
-    """One pair of graphs and the tensors through which they are fed and read."""
+    """One pair of graphs with its static input and output tensors."""
 
     def __init__(
         self, hidden: torch.Tensor, arguments: StaticArguments, memory: SlotMemory
@@ -87,34 +87,34 @@ class _Slot:
 
     @property
     def is_free(self) -> bool:
-        """Whether no micro-batch has its activations in it."""
+        """Whether no micro-batch in flight uses it."""
         return self.memory.is_free
 
     @property
     def pool(self) -> Any:
-        """Device memory of its graphs."""
+        """The memory pool of its graphs."""
         return self.memory.pool
 
     def feed(self, hidden: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy a call's tensors to where the graphs read them."""
+        """Copy a call's tensors to the static inputs of the graphs."""
         with torch.no_grad():
             self.hidden.copy_(hidden)
             copy_to(self._statics, tensors)
 
 
 class _Prepared(NamedTuple):
-    """Slots that are run and ready to be captured."""
+    """Slots that have run and are ready to be captured."""
 
     slots: list[_Slot]
     parameters: CaptureParameters
     sample: torch.Tensor
     predicted_bytes: int
-    """Device memory that one pass took."""
+    """Device memory that one pass needed."""
     seconds: float
 
 
 class _SlotAllocation:
-    """A micro-batch's use of a slot. It ends with its backward, or when backward cannot run."""
+    """A micro-batch's use of a slot. It ends with backward, or when autograd drops it."""
 
     def __init__(self, slot: _Slot) -> None:
         self._slot: Optional[_Slot] = slot
@@ -140,19 +140,19 @@ class _SlotAllocation:
             self._slot.memory.is_free = True
             self._slot = None
 
-    # Autograd drops it with the loss, if backward never comes.
+    # If backward never runs, autograd drops this object with the loss.
     __del__ = end
 
 
 class ChunkGraphs:
-    """Runs one model chunk: eagerly at first, then by graphs.
+    """Runs one model chunk: eagerly at first, then with graphs.
 
     Args:
         chunk: The chunk.
         num_slots: The most micro-batches that its schedule has in flight.
-        num_warmup_iterations: Iterations that run eagerly first, at least one: the arguments of
-            calls are learned from the last of them.
-        backend: Makes the graphs.
+        num_warmup_iterations: Number of eager iterations at the start, at least one: the last of
+            them gives the arguments of calls.
+        backend: Captures the graphs.
     """
 
     def __init__(
@@ -161,24 +161,24 @@ class ChunkGraphs:
         self.chunk = chunk
         self.num_slots = num_slots
         self.figures: Optional[CaptureFigures] = None
-        """Of the last capture; None before one."""
+        """Figures of the last capture; None before the first."""
         self.num_replays = 0
-        """Forward passes that were replayed."""
+        """Number of forward passes that were replayed."""
         self._num_warmup_iterations = max(1, num_warmup_iterations)
         self._backend = backend
         self._num_iterations = 0
         self._sample: Optional[torch.Tensor] = None
         self._arguments: Optional[StaticArguments] = None
-        """Hidden states and the rest of a micro-batch that ran eagerly; None before it did."""
+        """Arguments of a micro-batch that ran eagerly, with hidden states; None before it ran."""
         self._fast_match: Optional[FastMatch] = None
-        """At calls that are to be replayed."""
+        """Matches calls to replay."""
         self._slots: list[_Slot] = []
         self._addresses: tuple[int, ...] = ()
         self._constants: Optional[Constants] = None
-        """Held for the graphs."""
+        """Constants that the graphs read."""
         self._prepared: Optional[_Prepared] = None
         self._anchor = torch.zeros((), requires_grad=True)
-        """Input of every replay: backward comes, even if nothing before the chunk is trained."""
+        """Input of every replay, so that backward runs even if nothing before the chunk trains."""
         self._has_warned = False
 
     @property
@@ -187,7 +187,7 @@ class ChunkGraphs:
         return bool(self._slots)
 
     def begin_iteration(self) -> None:
-        """An iteration begins, and gradients are about to be set to zero.
+        """Call at the start of an iteration, before gradients are set to zero; may capture.
 
         See [Note: Captured between iterations].
 
@@ -208,7 +208,7 @@ class ChunkGraphs:
     def delete(self) -> None:
         """Delete the graphs. The next iterations run eagerly, then the chunk is captured again.
 
-        Say so when the shapes of micro-batches change, at the end of an iteration.
+        Call it at the end of an iteration when the shapes of micro-batches change.
 
         Raises:
             RuntimeError: Micro-batches are in flight.
@@ -216,8 +216,8 @@ class ChunkGraphs:
         in_flight = sum(not slot.is_free for slot in self._slots)
         if in_flight:
             raise RuntimeError(
-                f"graphs of {self.chunk.name} can't be deleted while {in_flight} micro-batches are "
-                "between their forward and their backward pass; do it between iterations"
+                f"graphs of {self.chunk.name} cannot be deleted while {in_flight} micro-batches "
+                "are in flight; delete them between iterations"
             )
         if self._slots:
             logger.info(
@@ -228,7 +228,7 @@ class ChunkGraphs:
         self.close()
 
     def close(self) -> None:
-        """Release the graphs, whatever is in flight: the training is over."""
+        """Release the graphs at the end of training, even with micro-batches in flight."""
         for slot in self._slots:
             slot.hooks.close()
         self._slots = []
@@ -241,10 +241,10 @@ class ChunkGraphs:
 
         Args:
             hidden: Float ``[s, b, h]``; gets a gradient.
-            arguments: All others that the chunk is run with, by name.
+            arguments: All other arguments of the chunk, by name.
 
         Returns:
-            Hidden states of the same shape, in memory of their own.
+            Hidden states of the same shape, in their own memory.
 
         Raises:
             ValueError: The graphs were captured with other arguments.
@@ -255,7 +255,7 @@ class ChunkGraphs:
         if not self._slots:
             self._learn(hidden, arguments)
             return self.chunk.run(hidden, **arguments)
-        tensors = self._look_at(hidden, arguments)
+        tensors = self._match_call(hidden, arguments)
         slot = next((slot for slot in self._slots if slot.is_free), None)
         if slot is None:
             self._warn_of_too_few_slots()
@@ -282,15 +282,15 @@ class ChunkGraphs:
     def prepare(
         self, sample: torch.Tensor, arguments: StaticArguments, memories: Sequence[SlotMemory]
     ) -> None:
-        """Run the passes to capture, and check that there is room; in a session of the backend.
+        """Run the passes to capture, and check that they fit; in a session of the backend.
 
         Args:
             sample: Hidden states.
-            arguments: The rest of a call, of the shapes that all calls have.
-            memories: One for each slot. Other graphs may be in them.
+            arguments: Other arguments of a call, with the shapes of all calls.
+            memories: One for each slot. They may contain other graphs.
 
         Raises:
-            ValueError: As :meth:`begin_iteration`.
+            ValueError: See :meth:`begin_iteration`.
         """
         started = time.perf_counter()
         self._constants = self.chunk.make_constants()
@@ -318,7 +318,7 @@ class ChunkGraphs:
         put_back = self.chunk.save_state()
         try:
             for slot in slots:
-                slot.feed(sample, self._arguments.tensors)  # Others may share it by now.
+                slot.feed(sample, self._arguments.tensors)  # Other graphs may share the inputs.
                 self._record(slot, parameters)
         except BaseException:
             for slot in slots:
@@ -339,7 +339,7 @@ class ChunkGraphs:
             seconds=seconds + time.perf_counter() - started,
         )
         if self._backend.is_eager:
-            logger.info("imitated graphs of %s: %d slots", self.chunk.name, self.num_slots)
+            logger.info("eager graphs of %s: %d slots", self.chunk.name, self.num_slots)
         else:
             logger.info("CUDA graphs of %s: %s", self.chunk.name, self.figures.render())
         offloading = self.chunk.offloading
@@ -354,17 +354,17 @@ class ChunkGraphs:
     def _run(self, slot: _Slot) -> torch.Tensor:
         assert self._arguments is not None
         with torch.enable_grad():
-            output = self.chunk.run(slot.hidden, **self._arguments.put_together(slot.tensors))
+            output = self.chunk.run(slot.hidden, **self._arguments.unflatten(slot.tensors))
         if not torch.is_tensor(output):
             raise ValueError(
-                f"{self.chunk.name} returns {type(output).__name__}, and CUDA graphs of chunks "
+                f"{self.chunk.name} returns {type(output).__name__}, but CUDA graphs of chunks "
                 "return hidden states only; train without them"
             )
         return output
 
     @contextlib.contextmanager
     def _replaced(self, parameters: CaptureParameters) -> Iterator[None]:
-        """Have the chunk use the capture's parameters, and the held constants."""
+        """Make the chunk use the capture's parameters and the held constants."""
         assert self._constants is not None
         with parameters.in_place(), self._constants.in_place():
             yield
@@ -378,7 +378,7 @@ class ChunkGraphs:
     def _warmed_up(
         self, slot: _Slot, parameters: CaptureParameters
     ) -> AbstractContextManager[Callable[[], None]]:
-        """A run of what a slot's graphs will do, after one that includes first-use work."""
+        """Run a slot's work once for first-use effects. The context gives a function to run it."""
         run = partial(self._run_once, slot, parameters)
         if self.chunk.offloading is not None:
             return self.chunk.offloading.planning(run)
@@ -386,7 +386,7 @@ class ChunkGraphs:
         return contextlib.nullcontext(run)
 
     def _record(self, slot: _Slot, parameters: CaptureParameters) -> None:
-        """Capture a slot's graphs: backward's frees activations as it goes, into the same pool."""
+        """Capture a slot's graphs; the backward graph frees activations into the same pool."""
         if self.chunk.offloading is not None:
             slot.hooks = self.chunk.offloading.make_slot(slot.memory)
         live: list[torch.Tensor] = []
@@ -397,7 +397,7 @@ class ChunkGraphs:
             return [live[0].detach()]
 
         def backward() -> Sequence[torch.Tensor]:
-            # Layers are run again where their activations are recomputed.
+            # Recomputation runs layers again.
             with self._replaced(parameters), slot.hooks.backward():
                 live.pop().backward(slot.grad_output)
             grad, slot.hidden.grad = slot.hidden.grad, None
@@ -421,10 +421,10 @@ class ChunkGraphs:
 
     # Replay.
 
-    def _look_at(
+    def _match_call(
         self, hidden: torch.Tensor, arguments: Mapping[str, Any]
     ) -> Sequence[torch.Tensor]:
-        """The tensors of a call, but for hidden states; raises if it is not as captured."""
+        """The tensors of a call other than hidden states; raises if it differs from the capture."""
         assert self._arguments is not None
         assert self._fast_match is not None
         static = self._slots[0].hidden
@@ -432,7 +432,7 @@ class ChunkGraphs:
         tensors = self._fast_match.tensors(arguments)
         if is_same and tensors is not None:
             return tensors
-        call = StaticArguments.take_apart(arguments)
+        call = StaticArguments.flatten(arguments)
         if is_same and self._arguments.matches(call):
             return call.tensors
         differences = self._arguments.differences(call)
@@ -442,7 +442,7 @@ class ChunkGraphs:
         raise ValueError(
             f"{self.chunk.name} is called with other arguments than its CUDA graphs were captured "
             f"with: {'; '.join(differences)}. Give every micro-batch the same shapes, or delete "
-            "the graphs where the shapes change, and they are captured again"
+            "the graphs when the shapes change, so that they are captured again"
         )
 
     def _warn_of_too_few_slots(self) -> None:
@@ -450,8 +450,8 @@ class ChunkGraphs:
             self._has_warned = True
             logger.warning(
                 "more than %d micro-batches of %s are in flight at the same time, so some of them "
-                "run without CUDA graphs, which gives the same result more slowly; is the "
-                "pipeline schedule another than megatron-core's?",
+                "run without CUDA graphs, with the same result but slower; check whether the "
+                "pipeline schedule is megatron-core's",
                 self.num_slots,
                 self.chunk.name,
             )
@@ -464,31 +464,31 @@ class ChunkGraphs:
     def _check_addresses(self) -> None:
         if self._current_addresses() != self._addresses:
             raise RuntimeError(
-                f"parameters or main gradients of {self.chunk.name} lie elsewhere than when its "
-                "CUDA graphs were captured, so that replays would read and write freed memory; "
-                "delete the graphs first (ChunkGraphs.delete), and they are captured again"
+                f"parameters or main gradients of {self.chunk.name} have moved since its CUDA "
+                "graphs were captured, so replays would read and write freed memory; delete the "
+                "graphs first (ChunkGraphs.delete), so that they are captured again"
             )
 
 
 def copy_of_call(
     name: str, hidden: torch.Tensor, arguments: Mapping[str, Any]
 ) -> tuple[torch.Tensor, StaticArguments]:
-    """Copies of a call's arguments: hidden states and the rest.
+    """Copies of a call's arguments: hidden states and the others.
 
     Args:
-        name: The chunk's, for messages.
+        name: The chunk's name, for messages.
         hidden: See :meth:`ChunkGraphs.__call__`.
         arguments: See there.
 
     Raises:
         ValueError: One of the arguments gets a gradient.
     """
-    call = StaticArguments.take_apart(arguments)
+    call = StaticArguments.flatten(arguments)
     for what, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.requires_grad:
             raise ValueError(
-                f"{what} of {name} gets a gradient, which CUDA graphs of chunks give to hidden "
-                "states only; train without them"
+                f"{what} of {name} needs a gradient, but CUDA graphs of chunks compute it for "
+                "hidden states only; train without them"
             )
     copies = tuple(tensor.detach().clone() for tensor in call.tensors)
     return hidden.detach().clone(), dataclasses.replace(call, tensors=copies)
@@ -509,7 +509,7 @@ class _Replay(torch.autograd.Function):
         slot.forward.replay()
         ctx.allocation = allocation
         ctx.after_replay = after_replay
-        # A copy: schedules send it, then empty it, and the slot's is overwritten by the next one.
+        # A copy: schedules send it and then free it, and the next replay overwrites the slot's.
         return slot.output.clone()
 
     @staticmethod

@@ -2,14 +2,13 @@
 
 """Offloading inside chunk graphs.
 
-A captured chunk is, to the engine, an iteration of one micro-batch and one chunk: its forward, then
-its backward pass. Before the capture such iterations are run with an engine of their own, which
-records, plans and times them as it would any. Then each slot is captured with an engine that
-follows the last plan: copies go to side streams inside the graph and are joined to its end (edge
-E9).
+To the engine, a captured chunk is an iteration of one micro-batch and one chunk: its forward, then
+its backward pass. Before the capture such iterations run with a separate engine, which records,
+plans and times them like any other. Then each slot is captured with an engine that follows the last
+plan: copies run on side streams inside the graph, which joins them at its end (edge E9).
 
-Every slot has an engine of its own, and every slot memory its host memory: addresses are baked into
-a graph, and the micro-batches in flight use theirs at the same time.
+Every slot has its own engine, and every slot memory its own host memory: addresses are baked into a
+graph, and the micro-batches in flight use theirs at the same time.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.host_layout import size_class_bytes
 
 NUM_RUNS = 16
-"""Iterations that are run before the capture: one is recorded, and from the times of the others the
-plan is made again up to three times."""
+"""Number of iterations before the capture: one is recorded, and from the times of the others the
+plan is rebuilt up to three times."""
 
 
 class ChunkOffloading:
     """Offloading inside the graphs of one chunk.
 
     Args:
-        make_engine: Makes an engine that has moved nothing yet.
+        make_engine: Makes a new engine.
         begin_pass: Tells an engine that a micro-batch enters the chunk, with the options of the
             model's configuration.
-        marks_go_to: While what it returns is entered, the marks of layers go to an engine.
+        marks_go_to: Returns a context in which the marks of layers go to an engine.
     """
 
     def __init__(
@@ -52,19 +51,19 @@ class ChunkOffloading:
         self._marks_go_to = marks_go_to
         self._plan: Optional[Plan] = None
         self.moved_bytes = 0
-        """Copied out by one replay of a slot's forward graph."""
+        """Bytes that one replay of a slot's forward graph copies out."""
         self.host_bytes = 0
-        """Host memory of all slots, beyond what others in the same memory took before."""
+        """Host memory of all slots, without that of graphs captured earlier in the same memory."""
 
     @contextlib.contextmanager
     def planning(self, run: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Learn what a pass does by running it.
+        """Record and plan a pass by running it.
 
         Args:
             run: A forward and backward pass of the chunk.
 
         Yields:
-            A function that runs it once more, as planned.
+            A function that runs it again as planned.
         """
         engine = self._make_engine()
         self.host_bytes = self.moved_bytes = 0
@@ -87,7 +86,7 @@ class ChunkOffloading:
         """Contexts for the capture of one slot, as planned.
 
         Args:
-            memory: Of the slot.
+            memory: The slot's memory.
         """
         plan = self._plan
         engine = self._make_engine()
@@ -115,7 +114,7 @@ class SlotOffloading:
         self._memory: Optional[SlotMemory] = None
 
     def use(self, memory: SlotMemory) -> int:
-        """Have copies go to this memory's host pool, large enough for the plan.
+        """Make copies use this memory's host pool, and grow it to the plan's size.
 
         Returns:
             Bytes added to the pool.
@@ -129,7 +128,7 @@ class SlotOffloading:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """For the forward pass. All that moves has left the device at its end."""
+        """The context of the forward pass. At its end all moving groups are offloaded."""
         if self._plan is None:
             yield
             return
@@ -146,7 +145,7 @@ class SlotOffloading:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """For the backward pass."""
+        """The context of the backward pass."""
         if self._plan is None:
             yield
             return
@@ -159,7 +158,7 @@ class SlotOffloading:
             self._engine.forget_pass()
 
     def close(self) -> None:
-        """Free the host memory, once no replay and no other slot uses it."""
+        """Free the host memory once no replay and no other slot uses it."""
         store = self._engine.store
         store.backend.wait_on_host(store.backend.current_stream())
         if self._memory is not None:
@@ -171,19 +170,19 @@ class SlotOffloading:
 
     @property
     def host_bytes(self) -> int:
-        """Of the slot's memory."""
+        """Host memory of the slot's memory."""
         return self._engine.store.host_pool.allocated_bytes
 
 
 def share_of_host_memory(
     limit_bytes: Optional[int], held_bytes: int, num_slots: int
 ) -> Optional[int]:
-    """Host memory that one pass may use, so that all slots together keep to a limit.
+    """Host memory that one pass may use, so that all slots together stay within a limit.
 
     Args:
-        limit_bytes: Of the process; None for none.
-        held_bytes: Of that, in use already.
-        num_slots: Passes whose activations are away at the same time.
+        limit_bytes: The limit of the process; None for no limit.
+        held_bytes: Bytes of it that are already in use.
+        num_slots: Number of passes whose activations are offloaded at the same time.
     """
     if limit_bytes is None:
         return None
@@ -191,7 +190,7 @@ def share_of_host_memory(
 
 
 def _hold(pool: HostPool, plan: Plan) -> int:
-    """Reserve host memory for a pass: all that moves is away at once when its forward ends.
+    """Reserve host memory for a pass: all moving groups are offloaded when its forward ends.
 
     Returns:
         Bytes added to the pool.
@@ -200,6 +199,6 @@ def _hold(pool: HostPool, plan: Plan) -> int:
     sizes = [size_class_bytes(storage.nbytes) for storage in plan.storages]
     needed = sum(sizes) + int(SLACK * sum(sizes))
     if needed > before:
-        # A buffer lies in one slab: the end of the first may be too short for the largest.
+        # A buffer lies in one slab, and the end of the first may be too short for the largest one.
         pool.reserve(needed - before + (max(sizes) if before else 0))
     return pool.allocated_bytes - before

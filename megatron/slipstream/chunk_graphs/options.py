@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The flag of chunk graphs, and what they do not go together with."""
+"""The flag of chunk graphs, and the options that they are incompatible with."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _DEFAULTS: dict[str, Any] = {
     "offload_engine": "slipstream",
     "has_gpu": True,
 }
-"""Of options that rules look at; others are None. Not every release has every option."""
+"""Defaults of options that rules read; others are None. Not every release has every option."""
 
 
 _STATELESS_RECIPES = ("tensorwise", "blockwise", "mxfp8")
-"""Recipes of FP8 that scale a tensor by nothing but what is in it."""
+"""FP8 recipes that scale a tensor by its own values only."""
 
 _OTHER_NAMES = {
     "fp8_param": "fp8_param_gather",
@@ -54,7 +54,7 @@ _OTHER_NAMES = {
     "kitchen_config_file": "quant_recipe",
     "kitchen_recipe_number": "quant_recipe",
 }
-"""A flag's name in megatron-core's configuration, or the other way round, and its rule's name."""
+"""Flags by their name in megatron-core's configuration and vice versa, and their rules' names."""
 
 
 def _is_chunk(facts: Any) -> bool:
@@ -86,7 +86,7 @@ def _is_in_fp8(facts: Any) -> bool:
 def _recomputes_dropout(facts: Any) -> bool:
     if facts.recompute_granularity == "full":
         return bool(facts.hidden_dropout or facts.attention_dropout)
-    # What megatron-core recomputes if nothing is named.
+    # megatron-core's default.
     modules = facts.recompute_modules or ["core_attn"]
     return bool(
         facts.recompute_granularity is not None
@@ -98,7 +98,7 @@ def _recomputes_dropout(facts: Any) -> bool:
 CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
     _unsupported(
         "cuda_graph_impl",
-        "Slipstream captures chunks itself, in place of megatron-core's graphs",
+        "Slipstream captures chunks itself, instead of megatron-core's graphs",
         "leave it out",
         is_one_of("cuda_graph_impl", ("none",)),
     ),
@@ -118,8 +118,8 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         lambda f: _is_chunk(f) and f.num_experts is not None,
         lambda f: _drops_and_pads(f) or _has_rank_capacity(f),  # the latter has its own rule
         "moe_token_dispatcher_type={moe_token_dispatcher_type} is not supported with "
-        "cuda_graph_granularity=chunk because it waits for the GPU to tell how many tokens each "
-        "expert gets",
+        "cuda_graph_granularity=chunk because the host waits for the GPU to count the tokens of "
+        "each expert",
         "set moe_token_dispatcher_type=alltoall with moe_expert_capacity_factor and "
         "moe_pad_expert_input_to_capacity",
     ),
@@ -136,7 +136,7 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
     ),
     _unsupported(
         "moe_input_jitter_eps",
-        "its noise is made on the host for every call",
+        "its noise is generated on the host in every call",
         "leave it out",
     ),
     _unsupported(
@@ -146,7 +146,7 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
     ),
     _unsupported(
         "overlap_moe_expert_parallel_comm",
-        "its schedule runs the layers of two micro-batches by turns, never a chunk as a whole",
+        "its schedule interleaves the layers of two micro-batches and never runs a whole chunk",
         "leave it out",
     ),
     _unsupported(
@@ -171,8 +171,8 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         _CHUNK,
         _is_in_fp8,
         "fp8_recipe",
-        "it may scale tensors by what the passes before had in them, and the host computes those "
-        "scales between passes",
+        "it may scale tensors by values of earlier passes, and the host computes those scales "
+        "between passes",
         "set fp8_recipe=tensorwise or blockwise (mxfp8 on Blackwell)",
         is_one_of("fp8_recipe", _STATELESS_RECIPES),
     ),
@@ -189,7 +189,7 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
     ),
     _unsupported(
         "fp8_param_gather",
-        "a parameter in FP8 is a tensor of several parts, which have no fixed place in memory",
+        "a parameter in FP8 is a tensor of several parts without fixed addresses",
         "leave it out",
     ),
     option_rule(
@@ -208,22 +208,22 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
     ),
     _unsupported(
         "use_transformer_engine_op_fuser",
-        "its modules hold on to parameters that others stand in for during the capture",
+        "its modules keep references to parameters that are replaced during the capture",
         "leave it out",
     ),
     _unsupported(
         "use_megatron_fsdp",
-        "parameters have no fixed place in memory",
+        "parameters have no fixed addresses",
         "use distributed data parallelism (use_distributed_optimizer)",
     ),
     _unsupported(
         "use_torch_fsdp2",
-        "parameters have no fixed place in memory",
+        "parameters have no fixed addresses",
         "use distributed data parallelism (use_distributed_optimizer)",
     ),
     _unsupported(
         "tp_comm_overlap",
-        "its user buffers are one for all micro-batches in flight",
+        "all micro-batches in flight share its user buffers",
         "leave it out",
     ),
     _unsupported(
@@ -238,28 +238,28 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
     ),
     _unsupported(
         "variable_seq_lengths",
-        "a graph takes one shape",
+        "a graph has one shape",
         "leave it out; sequence_packing gives documents of any length one shape",
     ),
     unsupported(
         "with cuda_graph_granularity=chunk and sequence_packing={sequence_packing}",
         lambda f: _is_chunk(f) and f.sequence_packing is not None and f.has_gpu,
         "apply_rope_fusion",
-        "rotary embeddings that are not fused ask the GPU for the lengths of sequences",
+        "unfused rotary embeddings read the lengths of sequences from the GPU",
         "leave --no-rope-fusion out",
         lambda f: f.apply_rope_fusion,
     ),
 )
-"""Requirements on :class:`ChunkGraphOptions` and megatron's options beside it (duck-typed: an args
+"""Requirements on :class:`ChunkGraphOptions` and on megatron's options (duck-typed: an args
 namespace)."""
 
 
 def check_chunk_graphs(args: Any, has_gpu: bool) -> list[Finding]:
-    """Everything about chunk graphs that can be told from the arguments alone.
+    """Check the arguments of chunk graphs.
 
     Args:
         args: An object with megatron's option names and ours as attributes.
-        has_gpu: Whether there is one, or graphs are imitated.
+        has_gpu: Whether there is a GPU; otherwise graphs run eagerly.
     """
     others = (
         *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "sequence_packing"),
@@ -271,7 +271,7 @@ def check_chunk_graphs(args: Any, has_gpu: bool) -> list[Finding]:
         value = getattr(args, name, None)
         if value is not None and value is not False:
             setattr(facts, name_of_rule, value)
-    # In a configuration this one may be a member of an enum.
+    # In a configuration this option may be a member of an enum.
     facts.fp8_recipe = getattr(facts.fp8_recipe, "value", facts.fp8_recipe)
     facts.has_gpu = has_gpu
     return check_rules(CHUNK_GRAPH_RULES, facts)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The memory of one micro-batch in flight, shared by graphs of which one at a time is in use.
+"""The memory of one micro-batch in flight, shared by graphs that are used one at a time.
 
 A bank has a slot for each context-parallel size in every slot memory. A micro-batch takes the
 memory, and with it the slot of its size, so the graphs of the other sizes there are idle until its
@@ -20,7 +20,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPo
 
 
 class Static:
-    """A tensor that graphs read, and the tensor that was copied to it last."""
+    """A tensor that graphs read, and the last tensor that was copied to it."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.tensor = like.detach().clone()
@@ -28,7 +28,7 @@ class Static:
         self._version = 0
 
     def renew(self, source: torch.Tensor) -> bool:
-        """Note that ``source`` will be in it. Returns whether it has to be copied."""
+        """Note ``source`` as its next content. Returns whether it must be copied."""
         # Rotary tables are the same in every call.
         if self._source is source and self._version == source._version:
             return False
@@ -37,14 +37,14 @@ class Static:
 
 
 def copy_to(statics: Sequence[Static], sources: Sequence[torch.Tensor]) -> None:
-    """Copy a call's tensors to where graphs read them, but for what is there already.
+    """Copy a call's tensors to the static inputs of graphs, except those that are there already.
 
-    Without gradients. Those of one type together, by one operation: packed sequences come with half
-    a dozen tensors of a few offsets each, and the host takes as long for each as for all.
+    No gradients are recorded. All tensors of one dtype are copied by one operation: packed
+    sequences have half a dozen tensors of a few offsets each, and the launch costs the same.
 
     Args:
-        statics: Where to.
-        sources: As many tensors of the same shapes, types and device.
+        statics: The destinations.
+        sources: As many tensors of the same shapes, dtypes and device.
     """
     stale: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for static, source in zip(statics, sources, strict=True):
@@ -64,32 +64,32 @@ class SlotMemory:
     def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.is_free = True
-        """Whether no micro-batch has its activations in it."""
+        """Whether no micro-batch in flight uses it."""
         self.host_pool: Optional[HostPool] = None
-        """Host memory that graphs here move activations to; None as long as none does."""
+        """Host memory for activations that graphs here offload; None without offloading."""
         self._num_host_users = 0
         self._statics: dict[tuple[str, TensorFacts], Static] = {}
 
     def share_host_pool(self, backend: Backend) -> HostPool:
-        """The host memory, for one slot more."""
+        """The host memory, shared with one more slot."""
         if self.host_pool is None:
             self.host_pool = HostPool(backend, 0)
         self._num_host_users += 1
         return self.host_pool
 
     def leave_host_pool(self) -> None:
-        """A slot makes no more copies. The last one frees the host memory."""
+        """Call when a slot makes no more copies. The last slot frees the host memory."""
         self._num_host_users -= 1
         if self.host_pool is not None and not self._num_host_users:
             self.host_pool.close()
             self.host_pool = None
 
     def static(self, name: str, like: torch.Tensor) -> Static:
-        """The input of that name: one for all graphs in which it looks the same.
+        """The static input of that name; graphs with equal inputs share it.
 
         Args:
-            name: Of the argument.
-            like: Gives its shape, type, device and first contents.
+            name: Name of the argument.
+            like: Gives its shape, dtype, device and first contents.
         """
         key = (name, TensorFacts.of(like))
         if key not in self._statics:

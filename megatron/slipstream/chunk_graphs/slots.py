@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""How many slots a model chunk needs: its micro-batches that are in flight at the same time.
+"""The number of slots that a model chunk needs: its micro-batches in flight at the same time.
 
-A slot is one pair of captured graphs with the memory they were captured in. A micro-batch holds one
-from its forward pass through the chunk to its backward pass, so a chunk needs as many slots as the
-pipeline schedule has micro-batches between the two at once. That depends on the pipeline, hardly on
-how many micro-batches an iteration has: with enough slots for the worst count, every count replays
-without a new capture.
+A slot is one pair of captured graphs with the memory in which they were captured. A micro-batch
+holds one from its forward pass through the chunk to its backward pass, so a chunk needs as many
+slots as the pipeline schedule has micro-batches between the two at once. That depends on the
+pipeline and hardly on the number of micro-batches of an iteration: with enough slots for the worst
+number, every number replays without a new capture.
 
-Nothing here knows megatron-core. Its schedules come in as :class:`ScheduleFunctions`
-(``integration/schedules.py`` binds megatron-core's own), and the order that follows is replayed.
+This module does not know megatron-core. Schedules are passed as :class:`ScheduleFunctions`
+(``integration/schedules.py`` binds megatron-core's own), and the resulting order is replayed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class PipelineLayout:
         pp_size: Number of pipeline stages, megatron's ``pipeline_model_parallel_size``.
         pp_rank: This rank's stage, from 0.
         vp_size: Model chunks of each rank in the interleaved schedule, megatron's
-            ``virtual_pipeline_model_parallel_size``; None is the schedule without interleaving,
-            which is another one than interleaving a single chunk.
-        group_size: Consecutive micro-batches that a chunk takes before the next chunk has its
-            turn, megatron's ``microbatch_group_size_per_vp_stage``; None is ``pp_size``, as there.
+            ``virtual_pipeline_model_parallel_size``; None means the schedule without interleaving,
+            which differs from interleaving a single chunk.
+        group_size: Consecutive micro-batches that a chunk runs before the next chunk runs,
+            megatron's ``microbatch_group_size_per_vp_stage``; None means ``pp_size``, as there.
 
     Raises:
-        ValueError: There is no such schedule.
+        ValueError: No such schedule exists.
     """
 
     pp_size: int
@@ -52,7 +52,7 @@ class PipelineLayout:
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.pp_size:
             raise ValueError(
-                f"pp_rank={self.pp_rank} is no stage of a pipeline with "
+                f"pp_rank={self.pp_rank} is not a stage of a pipeline with "
                 f"pipeline_model_parallel_size={self.pp_size}; set 0 to {self.pp_size - 1}"
             )
         if self.vp_size is not None and (self.vp_size < 1 or self.pp_size == 1):
@@ -79,7 +79,7 @@ class PipelineLayout:
         return self.pp_size if self.group_size is None else self.group_size
 
     def takes(self, num_micro_batches: int) -> bool:
-        """Whether megatron's schedule accepts so many micro-batches in an iteration."""
+        """Whether megatron's schedule accepts this number of micro-batches in an iteration."""
         if self.vp_size is None:
             return num_micro_batches >= 1
         remainder = num_micro_batches % self.group
@@ -90,7 +90,7 @@ class ScheduleFunctions(NamedTuple):
     """Functions that decide the order of a rank's passes."""
 
     num_warmup: Callable[[PipelineLayout, int], int]
-    """Forward passes before the first backward pass, given the number of micro-batches."""
+    """Number of forward passes before the first backward pass, given that of micro-batches."""
     table: Callable[[PipelineLayout, int], Sequence[tuple[int, int]]]
     """Micro-batch and model chunk of each forward pass in order, given the number of
     micro-batches. Backward passes follow the same table with the chunks in reverse."""
@@ -99,7 +99,7 @@ class ScheduleFunctions(NamedTuple):
 def passes(
     layout: PipelineLayout, num_micro_batches: int, functions: ScheduleFunctions
 ) -> Iterator[Pass]:
-    """Yield a rank's passes of one training iteration in their order.
+    """Yield a rank's passes of one training iteration in order.
 
     Raises:
         ValueError: Megatron's schedule refuses this number of micro-batches.
@@ -108,9 +108,9 @@ def passes(
         raise ValueError(
             f"num_microbatches={num_micro_batches} is not supported with "
             f"microbatch_group_size_per_vp_stage={layout.group} and "
-            f"pipeline_model_parallel_size={layout.pp_size} because the pipeline would run dry; "
-            "set a global batch size that gives a multiple of the group, or at least one full "
-            "group and a rest of no fewer micro-batches than stages"
+            f"pipeline_model_parallel_size={layout.pp_size} because the pipeline would have "
+            "dependency bubbles; set a global batch size that gives a multiple of the group, or at "
+            "least one full group and a rest of no fewer micro-batches than stages"
         )
     table = functions.table(layout, num_micro_batches)
     num_warmup = functions.num_warmup(layout, num_micro_batches)
@@ -125,14 +125,14 @@ def passes(
 
 
 def most_in_flight(schedule: Iterable[Pass], num_chunks: int) -> tuple[int, ...]:
-    """For each chunk, the most micro-batches that are past their forward pass at the same time.
+    """For each chunk, the most micro-batches between forward and backward at the same time.
 
     Args:
         schedule: Passes in order.
-        num_chunks: How many chunks they go through.
+        num_chunks: Number of chunks in the schedule.
 
     Raises:
-        ValueError: A backward pass comes before its forward pass, or a pass comes twice.
+        ValueError: A backward pass precedes its forward pass, or a pass occurs twice.
     """
     in_flight: list[set[int]] = [set() for _ in range(num_chunks)]
     most = [0] * num_chunks
@@ -148,27 +148,28 @@ def most_in_flight(schedule: Iterable[Pass], num_chunks: int) -> tuple[int, ...]
 
 
 def slots_per_chunk(layout: PipelineLayout, functions: ScheduleFunctions) -> tuple[int, ...]:
-    """For each chunk of a rank, the slots with which any number of micro-batches replays.
+    """For each chunk of a rank, the number of slots that suffices for any number of micro-batches.
 
     Args:
-        layout: The rank's. Every rank can ask for every other's, so they agree without a message.
-        functions: The schedule's.
+        layout: The rank's layout. Every rank can compute every other rank's slots, so ranks agree
+            without communication.
+        functions: The schedule's functions.
     """
     worst = [0] * layout.num_chunks
-    for num_micro_batches in _telling_counts(layout):
+    for num_micro_batches in _decisive_counts(layout):
         schedule = passes(layout, num_micro_batches, functions)
         for chunk, most in enumerate(most_in_flight(schedule, layout.num_chunks)):
             worst[chunk] = max(worst[chunk], most)
     return tuple(worst)
 
 
-def _telling_counts(layout: PipelineLayout) -> Iterator[int]:
-    """Numbers of micro-batches that include the worst for every chunk.
+def _decisive_counts(layout: PipelineLayout) -> Iterator[int]:
+    """Numbers of micro-batches that include the worst case of every chunk.
 
-    What is in flight follows from a window of the table as long as the warm-up, and the table
+    The number in flight depends on a window of the table as long as the warm-up, and the table
     repeats with every full group; only its last group may be smaller. The warm-up, at most
-    ``2 (PP - 1) + (VP - 1) group`` passes with ``group`` no smaller than PP, is shorter than two
-    groups of ``VP group`` passes. So three full groups and the rest show every window there is.
+    ``2 (PP - 1) + (VP - 1) group`` passes with ``group`` at least PP, is shorter than two groups of
+    ``VP group`` passes. So three full groups and the rest contain every possible window.
     """
     if layout.vp_size is None:
         yield layout.pp_size

@@ -2,7 +2,7 @@
 
 """Keeps tensors that are exchanged point to point while a pass before a capture is measured.
 
-See [Note: What is exchanged stays while it is recorded].
+See [Note: Exchanged tensors stay during capture].
 """
 
 from __future__ import annotations

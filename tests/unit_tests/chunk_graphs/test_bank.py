@@ -282,7 +282,7 @@ def test_graphs_in_use_are_not_deleted() -> None:
     training = trained(1, ["FB"])
     training.begin_iteration()
     loss = training.forward(2)
-    with pytest.raises(RuntimeError, match="while 1 micro-batches are between"):
+    with pytest.raises(RuntimeError, match="while 1 micro-batches are in flight"):
         training.bank.delete()
     assert training.bank.is_captured
     loss.backward()

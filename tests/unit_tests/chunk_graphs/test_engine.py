@@ -211,7 +211,7 @@ def test_graphs_are_captured_again_after_they_were_deleted(
             training.iteration("FB", number)
     assert [record.getMessage()[:33] for record in caplog.records] == [
         "CUDA graphs of chunk 0 are delete",
-        "imitated graphs of chunk 0: 1 slo",
+        "eager graphs of chunk 0: 1 slots",
     ]
     assert equal(training, iterated(None, 5))
     assert training.graphs.num_replays == 3
@@ -220,7 +220,7 @@ def test_graphs_are_captured_again_after_they_were_deleted(
 def test_graphs_in_use_are_not_deleted() -> None:
     training = captured(2)
     loss = training.forward(0)
-    with pytest.raises(RuntimeError, match="while 1 micro-batches are between"):
+    with pytest.raises(RuntimeError, match="while 1 micro-batches are in flight"):
         training.graphs.delete()
     loss.backward()
     training.graphs.delete()
@@ -244,7 +244,7 @@ def test_memory_that_moved_is_noticed(what: str) -> None:
         parameter.data = parameter.data.clone()
     else:
         parameter.main_grad = parameter.main_grad.clone()
-    with pytest.raises(RuntimeError, match="lie elsewhere than when"):
+    with pytest.raises(RuntimeError, match="have moved since"):
         training.begin_iteration()
 
 
@@ -260,7 +260,7 @@ def test_only_hidden_states_get_gradients() -> None:
     training = Training(1)
     training.begin_iteration()
     scale = torch.ones(TOKENS, 1, 1, requires_grad=True)
-    with pytest.raises(ValueError, match="scale of chunk 0 gets a gradient"):
+    with pytest.raises(ValueError, match="scale of chunk 0 needs a gradient"):
         training.graphs(torch.zeros(TOKENS, 1, WIDTH), {"scale": scale})
 
 

@@ -38,9 +38,9 @@ def arguments(**changed: Any) -> dict[str, Any]:
 
 def test_what_is_taken_apart_goes_together_again() -> None:
     given = arguments()
-    call = StaticArguments.take_apart(given)
+    call = StaticArguments.flatten(given)
     assert len(call.tensors) == 5
-    again = call.put_together(call.tensors)
+    again = call.unflatten(call.tensors)
     assert again["mask"] is None
     assert again["table"] is given["table"]
     assert again["packed"].offsets is given["packed"].offsets
@@ -52,25 +52,25 @@ def test_what_is_taken_apart_goes_together_again() -> None:
 
 
 def test_other_tensors_take_the_places_of_the_calls_own() -> None:
-    call = StaticArguments.take_apart(arguments())
+    call = StaticArguments.flatten(arguments())
     others = [torch.full_like(tensor, 7) for tensor in call.tensors]
-    again = call.put_together(others)
+    again = call.unflatten(others)
     assert again["packed"].padded is others[call.names.index("packed.padded")]
 
 
 def test_one_tensor_at_two_places_stays_one() -> None:
     offsets = torch.arange(3)
-    call = StaticArguments.take_apart(arguments(packed=Packed(offsets, offsets)))
-    again = call.put_together([tensor.clone() for tensor in call.tensors])
+    call = StaticArguments.flatten(arguments(packed=Packed(offsets, offsets)))
+    again = call.unflatten([tensor.clone() for tensor in call.tensors])
     assert again["packed"].offsets is again["packed"].padded
-    two = StaticArguments.take_apart(arguments())
-    again = two.put_together([tensor.clone() for tensor in two.tensors])
+    two = StaticArguments.flatten(arguments())
+    again = two.unflatten([tensor.clone() for tensor in two.tensors])
     assert again["packed"].offsets is not again["packed"].padded
 
 
 def test_a_data_class_is_made_without_running_its_code() -> None:
-    call = StaticArguments.take_apart(arguments())
-    assert not hasattr(call.put_together(call.tensors)["packed"], "num_made")
+    call = StaticArguments.flatten(arguments())
+    assert not hasattr(call.unflatten(call.tensors)["packed"], "num_made")
 
 
 @pytest.mark.parametrize(
@@ -88,24 +88,24 @@ def test_a_data_class_is_made_without_running_its_code() -> None:
     ],
 )
 def test_what_a_graph_cannot_take_is_told(changed: dict[str, Any], told: str) -> None:
-    call = StaticArguments.take_apart(arguments())
-    later = StaticArguments.take_apart(arguments(**changed))
+    call = StaticArguments.flatten(arguments())
+    later = StaticArguments.flatten(arguments(**changed))
     assert not call.matches(later)
     (difference,) = call.differences(later)
     assert re.search(told, difference)
 
 
 def test_one_tensor_where_two_were_is_told() -> None:
-    call = StaticArguments.take_apart(arguments())
+    call = StaticArguments.flatten(arguments())
     offsets = torch.arange(3)
-    later = StaticArguments.take_apart(arguments(packed=Packed(offsets, offsets)))
+    later = StaticArguments.flatten(arguments(packed=Packed(offsets, offsets)))
     assert not call.matches(later)
     assert call.differences(later)
 
 
 def test_other_values_are_no_difference() -> None:
-    call = StaticArguments.take_apart(arguments())
-    later = StaticArguments.take_apart(arguments(table=torch.zeros(4, 2)))
+    call = StaticArguments.flatten(arguments())
+    later = StaticArguments.flatten(arguments(table=torch.zeros(4, 2)))
     assert call.matches(later)
     assert call.differences(later) == []
 
@@ -118,7 +118,7 @@ def flat_arguments(**changed: Any) -> dict[str, Any]:
 
 
 def look_of(given: dict[str, Any]) -> FastMatch:
-    return FastMatch(StaticArguments.take_apart(given))
+    return FastMatch(StaticArguments.flatten(given))
 
 
 def test_a_quick_look_finds_the_tensors_of_a_call() -> None:
@@ -126,7 +126,7 @@ def test_a_quick_look_finds_the_tensors_of_a_call() -> None:
     other = flat_arguments()
     found = look.tensors(other)
     assert found is not None
-    expected = StaticArguments.take_apart(other).tensors
+    expected = StaticArguments.flatten(other).tensors
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in expected]
 
 

@@ -64,5 +64,5 @@ def test_graphs_of_chunks_are_imitated_and_said_to_be(tmp_path: Path) -> None:
     done = train(tmp_path, *CHUNK)
     assert done.returncode == 0, done.stderr
     assert "without a GPU graphs are imitated" in done.stderr
-    assert "imitated graphs of model chunk 0: 1 slots" in done.stderr
+    assert "eager graphs of model chunk 0: 1 slots" in done.stderr
     assert " 0 B" not in done.stderr
