@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import torch
 
@@ -26,6 +26,9 @@ from megatron.slipstream.fine_grained_activation_offload.cpu_backends import Cpu
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +76,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._iteration_now = iteration
         self._record = record
         self._bytes_offloaded = bytes_offloaded
-        self._display: Optional[_Bar | _Lines] = None
-        if progress == "bar":
-            self._display = _Bar(num_iterations)
-        elif progress == "lines":
-            self._display = _Lines(num_iterations, log_interval)
+        self._shows = progress != "none"
+        self._log_interval = max(log_interval, 1)
+        self._bar = _progress_bar(num_iterations) if progress == "bar" else None
         if backend is None or (backend.name == "cuda") != torch.cuda.is_available():
             # An engine that imitates a GPU beside a real one knows nothing of that one's memory.
             backend = make_backend("auto")
@@ -101,8 +102,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self.figures: dict[str, Any] = {"iterations": [], "evaluations": []}
 
     def __enter__(self) -> Monitor:
-        if isinstance(self._display, _Bar):
-            self._stack.enter_context(self._display)
+        if self._bar is not None:
+            self._stack.enter_context(self._bar)
         if self._meter is not None:
             self._stack.enter_context(self._meter)
         return self
@@ -132,7 +133,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     def after_loss(self, loss_and_tokens: torch.Tensor) -> None:
         """Called on the last pipeline stage with one micro-batch's ``[summed loss, tokens]``."""
-        if not self._record and self._display is None:
+        if not self._record and not self._shows:
             return
         if torch.is_grad_enabled():
             self._losses.append(loss_and_tokens)
@@ -183,10 +184,17 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         moved = None if self._bytes_offloaded is None else self._bytes_offloaded()
         if self._record and moved is not None:
             self.figures["iterations"][-1]["bytes_offloaded"] = moved
-        if self._display is not None:
+        if self._shows:
             # Of the whole iteration with its optimizer step, and without an evaluation behind it.
             ms = 1e3 * ((self._ended_s or time.perf_counter()) - self._began_s)
-            self._display.show(self._num_done, _figures(self._loss, ms, moved))
+            self._show(_figures(self._loss, ms, moved))
+
+    def _show(self, figures: Sequence[str]) -> None:
+        done, total = self._num_done, self._num_iterations
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, figures="  ".join(figures))
+        elif done % self._log_interval == 0 or done == total:
+            logger.info("iteration %d/%d: %s", done, total, ", ".join(figures))
 
     def _close_evaluation(self) -> None:
         """Called at an evaluation's last micro-batch, or else when training goes on or ends."""
@@ -228,50 +236,21 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class _Bar(contextlib.AbstractContextManager["_Bar"]):
-    """A rich progress bar on stderr: iterations, loss, bytes offloaded."""
+def _progress_bar(total: int) -> Progress:
+    """Iterations, loss and bytes offloaded, on stderr."""
+    from rich import progress
+    from rich.console import Console
 
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task("training", total=total, figures="")
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._progress.stop()
-
-    def show(self, num_done: int, figures: Sequence[str]) -> None:
-        self._progress.update(self._task, completed=num_done, figures="  ".join(figures))
-
-
-class _Lines:
-    """The same figures as log lines, for where a bar would be a mess."""
-
-    def __init__(self, total: int, interval: int) -> None:
-        self._total = total
-        self._interval = max(interval, 1)
-
-    def show(self, num_done: int, figures: Sequence[str]) -> None:
-        if num_done % self._interval == 0 or num_done == self._total:
-            logger.info("iteration %d/%d: %s", num_done, self._total, ", ".join(figures))
+    bar = progress.Progress(
+        progress.TextColumn("training"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[figures]}"),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    bar.add_task("training", total=total, figures="")
+    return bar
 
 
 def _figures(loss: Optional[float], ms: float, bytes_offloaded: Optional[int]) -> list[str]:
