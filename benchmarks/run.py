@@ -20,7 +20,7 @@ from benchmarks.case import COMPARISONS, FIGURES, Case, Limits, way_labels
 from benchmarks.cases import CASES, find_case, select_variants
 from benchmarks.rows import RowWriter, finished, read_rows
 from benchmarks.worker import EXIT_WAY_FAILED, Job, work
-from megatron.slipstream.integration.free_port import free_port
+from megatron.slipstream.launcher import free_port
 from tools.shared_gpus import VARIABLE, num_places, share_a_gpu
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,10 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The variables of this process's launcher, such as torchrun."""
+"""The variables of this process's launcher, such as torchrun, and what stands in for one."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import socket
 import sys
 
 LOCAL_RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
@@ -69,3 +72,22 @@ def check_launcher() -> None:
     """
     for variable in _LAUNCHER:
         launcher_number(variable, 1, at_least=int("SIZE" in variable))
+
+
+FIRST_PORT, NUM_PORTS = 10_000, 22_000
+"""Below those that Linux gives to whoever asks for any."""
+
+_places = itertools.count(997 * os.getpid())
+
+
+def free_port() -> int:
+    """A port for ranks to meet at, which no other process takes before rank 0 does.
+
+    Not one that the system chooses: gloo's listeners have theirs from the same range, dozens at a
+    time. And not where other processes look at the same time.
+    """
+    while True:
+        port = FIRST_PORT + next(_places) % NUM_PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.slipstream.integration.free_port import free_port
+from megatron.slipstream.launcher import free_port
 from tools.shared_gpus import take_place
 
 TIMEOUT_S = 300

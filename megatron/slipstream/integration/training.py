@@ -25,14 +25,13 @@ from megatron.slipstream.fine_grained_activation_offload.report import RankRepor
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.arguments import print_help
-from megatron.slipstream.integration.free_port import free_port
 from megatron.slipstream.integration.log_setup import log_to_stderr
 from megatron.slipstream.integration.megatron_output import MegatronOutput
 from megatron.slipstream.integration.monitor import Monitor, progress_kind
 from megatron.slipstream.integration.run_files import RunFiles
 from megatron.slipstream.integration.run_metadata import settings
 from megatron.slipstream.integration.validation import parse_and_validate, refused_by_megatron
-from megatron.slipstream.launcher import check_launcher, launcher_number, rank
+from megatron.slipstream.launcher import check_launcher, free_port, launcher_number, rank
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.table import Feature
