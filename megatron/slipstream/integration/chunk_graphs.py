@@ -63,16 +63,14 @@ Replayed = Union[ChunkGraphs, GraphBank]
 class _ReplayedChunk:
     """The graphs of a chunk, and what gives the chunk its methods back. The chunk refers to it."""
 
-    def __init__(self, graphs: Replayed) -> None:
+    def __init__(self, graphs: Replayed, block: Optional[torch.nn.Module] = None) -> None:
         self.graphs = graphs
+        self.block = block
         self.undo: list[Callable[[], None]] = []
 
 
 _replayed: weakref.WeakSet[_ReplayedChunk] = weakref.WeakSet()
 """Of all models of this process that still exist."""
-
-_replayed_blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""The blocks of these chunks."""
 
 
 def prepare_arguments(args: Any) -> None:
@@ -170,7 +168,6 @@ def close_graphs() -> None:
         for undo in chunk.undo:
             undo()
     _replayed.clear()
-    _replayed_blocks.clear()
     gc.collect()
 
 
@@ -197,7 +194,8 @@ def _check(chunk: torch.nn.Module) -> None:
 
 def _check_not_replayed(blocks: Sequence[torch.nn.Module]) -> None:
     """A second replacement of a method would be undone in no fixed order with the first."""
-    if len(set(blocks)) < len(blocks) or not _replayed_blocks.isdisjoint(blocks):
+    known = {chunk.block for chunk in _replayed}
+    if len(set(blocks)) < len(blocks) or not known.isdisjoint(blocks):
         raise ValueError(
             "replay_chunks() is not supported with a model chunk that it replays already because "
             "its graphs hold the chunk's own methods; give each chunk once, or call close_graphs() "
@@ -228,7 +226,7 @@ def _chunk(
 def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
     block = get_attr_wrapped_model(wrapper, "decoder")
     parallel = _DataParallel(wrapper, block)
-    replayed = _ReplayedChunk(graphs)
+    replayed = _ReplayedChunk(graphs, block)
 
     def forward(hidden_states: Optional[torch.Tensor], **arguments: Any) -> torch.Tensor:
         # On later stages the schedule has put what arrived into the block.
@@ -248,7 +246,6 @@ def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
         replace_on(wrapper, "zero_grad_buffer", begin_iteration),
     ]
     _replayed.add(replayed)
-    _replayed_blocks.add(block)
 
 
 def _run(

@@ -251,10 +251,10 @@ def gather_report() -> Report:
 
 
 class _TransformerEngineRegion:
-    """Tells Transformer Engine that what its modules save inside may move.
+    """Tells Transformer Engine that what its modules save inside may move. Regions nest.
 
-    Its modules then keep weights (and their ``main_grad``) by reference instead of saving them,
-    and allocate the experts' inputs one by one instead of as one block. Regions nest.
+    Its modules then keep weights (and their ``main_grad``) by reference instead of saving them, and
+    allocate the experts' inputs one by one instead of as one block.
     """
 
     def __init__(self, module: Any) -> None:

@@ -219,6 +219,15 @@ def _shape(args: Any, config: Any) -> ModelShape:
     return replace(shape, parallelism=parallelism)
 
 
+_SAME_NAMES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups"),
+    *("kv_channels", "gated_linear_unit", "normalization", "qk_layernorm", "hidden_dropout"),
+    *("bias_activation_fusion", "apply_rope_fusion", "attention_softmax_in_fp32"),
+    "attention_dropout",
+)
+"""Fields that a ``TransformerConfig`` and a :class:`ModelShape` share."""
+
+
 def shape_of_config(config: Any, **training: Any) -> ModelShape:
     """The shape of a model that megatron-core would make of a ``TransformerConfig``.
 
@@ -230,25 +239,12 @@ def shape_of_config(config: Any, **training: Any) -> ModelShape:
         ValueError: A plan cannot be made of them.
     """
     fields: dict[str, Any] = {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "ffn_hidden_size": config.ffn_hidden_size,
-        "num_query_groups": config.num_query_groups,
-        "kv_channels": config.kv_channels,
-        "gated_linear_unit": config.gated_linear_unit,
-        "normalization": config.normalization,
-        "qk_layernorm": config.qk_layernorm,
+        **{name: getattr(config, name) for name in _SAME_NAMES},
         "window_size": _window(config),
         "latent_attention": _latent(config),
         "experts": _experts(config),
         "moe_layers": _moe_layers(config),
         "precision": _precision(config),
-        "bias_activation_fusion": config.bias_activation_fusion,
-        "apply_rope_fusion": config.apply_rope_fusion,
-        "attention_softmax_in_fp32": config.attention_softmax_in_fp32,
-        "attention_dropout": config.attention_dropout,
-        "hidden_dropout": config.hidden_dropout,
         "recompute_modules": frozenset(
             config.recompute_modules if config.recompute_granularity == "selective" else ()
         ),
