@@ -58,11 +58,7 @@ def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
 
 
 def check_run(args: Any) -> list[Finding]:
-    """Findings that keep a training from running here: devices, data, files.
-
-    Args:
-        args: Parsed, with the tokenizer's sizes.
-    """
+    """Findings that keep a training from running here: devices, data, files."""
     return _of_all(RUN_CHECKS, args)
 
 

@@ -74,11 +74,7 @@ _replayed: weakref.WeakSet[_ReplayedChunk] = weakref.WeakSet()
 
 
 def prepare_arguments(args: Any) -> None:
-    """Set what chunk graphs need of megatron's options, before it validates them.
-
-    Args:
-        args: Checked arguments that ask for chunk graphs, changed in place.
-    """
+    """Set what chunk graphs need of megatron's options, before it validates them."""
     if not torch.cuda.is_available():
         if rank() == 0:
             logger.warning(

@@ -94,11 +94,7 @@ class DynamicSizes:
         )
 
     def arguments_of(self, arguments: Mapping[str, Any], size: int) -> Mapping[str, Any]:
-        """The arguments of a micro-batch of another size: one sequence that fills the buffer.
-
-        Raises:
-            ValueError: Rotary embeddings are of a kind whose table does not follow from the length.
-        """
+        """The arguments of a micro-batch of another size: one sequence that fills the buffer."""
         params = self._params_of(arguments["packed_seq_params"], size)
         changed = {**arguments, "packed_seq_params": params}
         if arguments.get("rotary_pos_emb") is not None:
@@ -134,12 +130,7 @@ class DynamicSizes:
         return table[0] if isinstance(table, tuple) else table
 
     def agree(self, size: int, error: Optional[Exception]) -> None:
-        """Wait until every rank has come here; a collective of all of them.
-
-        Raises:
-            Exception: ``error``, if there is one.
-            RuntimeError: Another rank has one.
-        """
+        """Raise ``error``, or ``RuntimeError`` if another rank has one; a collective of all."""
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         num_failed = torch.tensor(int(error is not None), device=device)
         # Those of all stages and tensor-parallel ranks, then those of each of them.

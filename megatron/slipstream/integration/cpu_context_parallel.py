@@ -21,8 +21,7 @@ from megatron.slipstream.packed_sequences.batch import context_parallel_position
 class GatheringCoreAttention(LatentCoreAttention):
     """Core attention of packed sequences that a group of ranks shares.
 
-    The group is that of the micro-batch (``PackedSeqParams.cp_group``), else the one that the layer
-    was built with.
+    That of the micro-batch (``PackedSeqParams.cp_group``), else that of the layer.
     """
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:

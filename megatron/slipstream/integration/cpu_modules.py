@@ -186,12 +186,7 @@ def core_attention_with_head_sizes(_: Any) -> Any:
 def local_hybrid_stack_spec(config: Any) -> Any:
     """The layers of a ``HybridModel`` in plain PyTorch: ``*`` attention, ``-`` MLP and ``E`` MoE.
 
-    Args:
-        config: The model's ``TransformerConfig``.
-
-    Returns:
-        A ``ModuleSpec`` for ``HybridModel(hybrid_stack_spec=...)``. State-space layers (``M`` and
-        ``G``) are left out: their kernels exist for GPUs only.
+    State-space layers (``M`` and ``G``) are left out: their kernels exist for GPUs only.
     """
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules

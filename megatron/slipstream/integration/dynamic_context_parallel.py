@@ -59,11 +59,7 @@ class DynamicGroupMixin(torch.nn.Module):
         return attention.forward(*arguments, packed_seq_params=packed_seq_params, **options)
 
     def _with(self, group: torch.distributed.ProcessGroup) -> DynamicGroupMixin:
-        """This layer's twin with another group; see the note above.
-
-        Made for each pass, which costs the host microseconds, so that it is as the layer is
-        now.
-        """
+        """This layer's twin with another group, made for each pass (microseconds of the host)."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.pg_collection = copy.copy(self.pg_collection)
@@ -107,9 +103,9 @@ class RestoredGroupMixin(torch.nn.Module):
             self.set_context_parallel_group(*static)
 
     def _need_stream(self) -> None:
-        """Half of the steps of the exchange run on a stream that all layers share.
+        """Make the stream of half of the exchange, as megatron-core does above a static size of 1.
 
-        megatron-core makes it only where the static size is above 1. It keeps it in its class.
+        Its class keeps it for all layers.
         """
         owner: Any = next(base for base in type(self).__mro__ if "cp_stream" in vars(base))
         if owner.cp_stream is None:
@@ -137,10 +133,6 @@ def _replacements() -> dict[type, type]:
 
 
 def with_dynamic_context_parallelism(spec: Any) -> Any:
-    """A copy of a layer or block spec with the attention of this module in it.
-
-    Args:
-        spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
-    """
+    """A copy of a layer or block spec with the attention of this module in it."""
     table.apply(Feature.FUSED_ROTATION)
     return replace_classes(spec, _replacements())

@@ -12,22 +12,14 @@ from megatron.slipstream.plan.candidates import PolicyOptions
 
 
 def open_backend(config: OffloadConfig) -> Backend:
-    """The backend.
-
-    Raises:
-        ValueError: The backend is not available.
-    """
+    """The backend; ``ValueError`` if it is not available."""
     backend = make_backend(config.offload_backend)
     backend.names_ranges = config.offload_nvtx_ranges
     return backend
 
 
 def policy_options(config: OffloadConfig) -> PolicyOptions:
-    """The options of plans.
-
-    Raises:
-        ValueError: The launcher's number of processes on this node is none.
-    """
+    """The options of plans."""
     target_gib = config.offload_target_memory_gib
     return PolicyOptions(
         release_lag=config.offload_release_lag,

@@ -15,11 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Gradients:
-    """Counts gradients, and sees those that appear.
-
-    Args:
-        modules: Returns the modules whose parameters are meant.
-    """
+    """Counts gradients of the parameters of ``modules()``, and sees those that appear."""
 
     def __init__(self, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
         self._modules = modules

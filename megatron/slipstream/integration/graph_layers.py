@@ -110,11 +110,7 @@ class GraphOffloadMambaLayer(GraphOffloadMixin, MambaLayer):
 
 
 def with_graph_offloading(spec: Any) -> Any:
-    """A copy of a layer or block spec with the layers of this module in place of megatron-core's.
-
-    Args:
-        spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
-    """
+    """A copy of a layer or block spec with the layers of this module for megatron-core's."""
     return replace_classes(
         spec,
         {

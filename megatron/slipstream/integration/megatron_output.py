@@ -38,11 +38,8 @@ logger = logging.getLogger(__name__)
 class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
     """Stands in for stdout, and takes warnings and logs without a handler.
 
-    Until :meth:`keep` the text is held back: a command that is refused has one line to show.
-
-    Args:
-        arguments: Flags of the training. They are not parsed yet, and parsing prints.
-        rank: Of this process.
+    Until :meth:`keep` the text is held back: a command that is refused shows one line. Flags are
+    given unparsed, because parsing prints.
     """
 
     def __init__(self, arguments: Sequence[str], rank: int) -> None:

@@ -233,10 +233,7 @@ def shape_of_config(config: Any, **training: Any) -> ModelShape:
 
     Args:
         config: The configuration.
-        training: Fields of :class:`ModelShape` that it does not hold, or that it has otherwise.
-
-    Raises:
-        ValueError: A plan cannot be made of them.
+        training: Fields of :class:`ModelShape` that it does not have, or not with this value.
     """
     fields: dict[str, Any] = {
         **{name: getattr(config, name) for name in _SAME_NAMES},

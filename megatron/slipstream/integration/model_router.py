@@ -37,12 +37,7 @@ from megatron.slipstream.plan.trace import StepKind
 
 
 class RoutedManager(PipelineOffloadManager):
-    """The engine of one of several models.
-
-    Args:
-        router: Knows the other engines.
-        arguments: Of the engine.
-    """
+    """The engine of one of several models; ``router`` knows the others."""
 
     def __init__(self, router: Router, *arguments: Any) -> None:
         self.router = router
@@ -128,11 +123,7 @@ class _Model:
 
 
 class Router:
-    """Knows the models of a process and puts the engine of the right one in place.
-
-    Args:
-        make_manager: Makes an engine.
-    """
+    """Knows the models of a process and puts the engine of the right one in place."""
 
     def __init__(self, make_manager: Callable[[Router], RoutedManager]) -> None:
         self.is_on = True
@@ -204,11 +195,7 @@ class Router:
         return model.manager
 
     def known_manager(self, model: torch.nn.Module) -> RoutedManager:
-        """The engine of a model that has been trained, wrapped or not.
-
-        Raises:
-            ValueError: It has not.
-        """
+        """The engine of a model, wrapped or not; ``ValueError`` if it has not been trained."""
         for module in model.modules():
             known = self._model_of.get(module)
             if known is not None and known.manager is not None:

@@ -4,8 +4,7 @@
 
 megatron-core's DeepEP dispatcher turns expert indices into a multi-hot map by boolean indexing and
 ``repeat_interleave``, whose result sizes only the GPU knows: the host waits for it three times a
-layer. The map has a fixed size, so it can be filled by one scatter. (NVIDIA/Megatron-LM removes the
-same waits in the development branch that fine-grained offloading comes from.)
+layer. The map has a fixed size, so one scatter can fill it.
 """
 
 from __future__ import annotations
@@ -55,9 +54,6 @@ class SyncFreeMoELayer(MoELayer):
 
 def with_sync_free_dispatch(spec: Any) -> Any:
     """A copy of a layer or block spec with :class:`SyncFreeMoELayer` for every ``MoELayer``.
-
-    Args:
-        spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
 
     Example:
         spec = with_sync_free_dispatch(get_gpt_decoder_block_spec(config, use_te))

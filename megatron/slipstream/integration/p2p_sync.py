@@ -19,9 +19,7 @@ from typing import Any
 def let_host_run_ahead(chunk: Any) -> Callable[[], None]:
     """Set ``batch_p2p_sync=False``, which stages read at every exchange.
 
-    Args:
-        chunk: A model chunk. Its ``config`` is unchanged with ``use_ring_exchange_p2p``, whose
-            streams are not PyTorch's.
+    Not with ``use_ring_exchange_p2p``, whose streams are not PyTorch's.
 
     Returns:
         A function that undoes it. It does not keep the chunk alive.

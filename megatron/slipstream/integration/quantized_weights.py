@@ -25,13 +25,10 @@ import torch
 
 
 def quantize_weights_in_every_pass(block: torch.nn.Module) -> None:
-    """Have the layers of a chunk keep no quantized weights.
-
-    Args:
-        block: The layers, of which those count that megatron-core tells of first micro-batches.
+    """Have the layers of a chunk that are told of first micro-batches keep no quantized weights.
 
     Raises:
-        ValueError: One of those cannot be told to keep nothing.
+        ValueError: One of them cannot do so.
     """
     for name, module in block.named_modules():
         if not hasattr(module, "is_first_microbatch"):

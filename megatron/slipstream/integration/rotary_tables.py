@@ -28,11 +28,7 @@ _METHODS = ("forward", "get_cached_cos_sin")
 
 
 class RotaryTables:
-    """The tables that the layers of a chunk use.
-
-    Args:
-        module: The chunk.
-    """
+    """The tables that the layers of a chunk use."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._owners: list[Any] = [m for m in module.modules() if isinstance(m, RotaryEmbedding)]

@@ -26,12 +26,7 @@ logger = logging.getLogger(__name__)
 class RunFiles:
     """Writes the files of one rank.
 
-    Args:
-        args: With ``run_record_path`` and ``output_interval``.
-        config: With the paths of report and trace.
-        rank: Of this process.
-        engine: The module ``install``; None for a training without the engine, which has a run
-            record only.
+    ``engine`` is the module ``install``; without one there is a run record only.
     """
 
     def __init__(self, args: Any, config: OffloadConfig, rank: int, engine: Any) -> None:

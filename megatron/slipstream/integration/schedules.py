@@ -42,12 +42,7 @@ the layers one by one and so never runs a chunk as a whole."""
 
 
 def chunk_slots(config: Any) -> tuple[int, ...]:
-    """Slots for each model chunk of this rank; needs initialised parallel groups.
-
-    Args:
-        config: The ``TransformerConfig``, or any object with ``pipeline_model_parallel_size``,
-            ``virtual_pipeline_model_parallel_size`` and ``microbatch_group_size_per_vp_stage``.
-    """
+    """Slots for each model chunk of this rank, whose parallel groups are initialised."""
     from megatron.core import parallel_state
 
     layout = PipelineLayout(

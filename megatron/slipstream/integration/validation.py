@@ -1,9 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""From flags to validated arguments, of which nothing that can be known to be wrong is left.
+"""From flags to validated arguments.
 
-Everything wrong is a ``ValueError``, before megatron's own bare assertions and long before
-training.
+All that is wrong is a ``ValueError``, before megatron's own bare assertions.
 """
 
 from __future__ import annotations
@@ -113,11 +112,7 @@ def refused_by_megatron(error: AssertionError) -> ValueError:
 
 
 def apply_tokenizer(args: Any) -> None:
-    """Take vocabulary size and end-of-document token from ``tokenizer_json``.
-
-    Raises:
-        ValueError: It cannot be read, or there is another tokenizer beside it.
-    """
+    """Take vocabulary size and end-of-document token from ``tokenizer_json``, if it is set."""
     if args.tokenizer_json is None:
         return
     vocab_size, end_of_document = read_tokenizer(Path(args.tokenizer_json))

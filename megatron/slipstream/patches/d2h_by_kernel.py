@@ -35,11 +35,7 @@ class _Slot(NamedTuple):
 
 
 class D2HByKernel:
-    """Replaces ``maybe_move_tensor_to_cpu`` of megatron-core's token dispatcher.
-
-    Args:
-        original: megatron-core's function.
-    """
+    """Replaces ``maybe_move_tensor_to_cpu`` of megatron-core's token dispatcher, ``original``."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self._original = original

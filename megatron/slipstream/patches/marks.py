@@ -49,11 +49,7 @@ def tell_group_input(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class EndByEngine:
-    """Replaces ``FineGrainedOffloadingGroupCommitFunction``, which ends a group.
-
-    Args:
-        original: megatron-core's autograd function.
-    """
+    """Replaces the autograd function ``FineGrainedOffloadingGroupCommitFunction``."""
 
     def __init__(self, original: Any) -> None:
         self._original = original

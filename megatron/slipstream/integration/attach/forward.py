@@ -158,13 +158,7 @@ def _is_one_graph() -> bool:
 
 
 class ForwardHooks:
-    """The hooks of one :func:`attach`.
-
-    Args:
-        engine: Is told of passes and regions.
-        model: The model.
-        matches: The chosen modules.
-    """
+    """The hooks of one :func:`attach`, which tell ``engine`` of passes and regions."""
 
     def __init__(
         self, engine: AttachedEngine, model: torch.nn.Module, matches: Sequence[Match]

@@ -60,10 +60,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class CheckpointInputs:
-    """Finds and hands over the inputs of modules that run inside ``torch.utils.checkpoint``.
-
-    See [Note: Inputs of checkpointed modules].
-    """
+    """Gives the engine what [Note: Inputs of checkpointed modules] describes."""
 
     def __init__(self, engine: AttachedEngine) -> None:
         self._engine = engine

@@ -2,10 +2,10 @@
 
 """Loads the engine in processes that a framework's script starts.
 
-Each framework has a place that names code to run: :mod:`on_import`, :mod:`spec` and :mod:`slime`
-are what to name there. All of them only get the engine ready, since that code may run in processes
-without a model (drivers, samplers, workers that load data) and before a process knows its GPU. It
-is installed when a model that is to offload is called for the first time.
+Each framework has a place that names code to run, such as :mod:`on_import`, :mod:`spec` or
+:mod:`slime`. That code may run in processes without a model (drivers, samplers, data loaders) and
+before a process knows its GPU. So the engine is installed when a model that is to offload is first
+called.
 """
 
 from __future__ import annotations
@@ -44,19 +44,11 @@ def load(config: Optional[OffloadConfig] = None) -> None:
 
 
 def config_from_arguments(args: Any) -> Optional[OffloadConfig]:
-    """Slipstream's settings where its flags are in megatron's parser, else None.
-
-    Args:
-        args: Megatron's arguments; see ``integration.arguments.add_offload_arguments``.
-    """
+    """Slipstream's settings in megatron's arguments; None without ``add_offload_arguments``."""
     has_all = all(hasattr(args, field.name) for field in dataclasses.fields(OffloadConfig))
     return OffloadConfig.of(args) if has_all else None
 
 
 def _check_process() -> None:
-    """Refuse, before the first model runs, what can no longer be corrected.
-
-    Raises:
-        ValueError: Transformer Engine would move weights as well.
-    """
+    """Refuse, before the first model runs, Transformer Engine that would move weights as well."""
     require(preflight.check_process(preflight.collect(), offloading=True))

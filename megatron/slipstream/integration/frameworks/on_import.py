@@ -3,8 +3,8 @@
 """Importing this gets the engine ready, for frameworks that import what a user names.
 
 verl imports the modules in ``VERL_USE_EXTERNAL_MODULES``; ms-swift the files in
-``--external_plugins``, of which one that imports this will do. Both do so in every process they
-start. One that cannot import megatron-core has no model to train: there it is said and left.
+``--external_plugins``, one of which may import this. Both do so in every process they start. One
+that cannot import megatron-core has no model to train, and logs a warning.
 """
 
 from __future__ import annotations

@@ -136,15 +136,7 @@ def to_transformer_overrides(
 def to_cli(
     options: OffloadOptions | Mapping[str, Any], model_facts: ModelFacts = DENSE
 ) -> list[str]:
-    """The same as flags of megatron's parser, each word an item; none to leave it switched off.
-
-    Args:
-        options: As in :func:`to_transformer_overrides`.
-        model_facts: As there.
-
-    Raises:
-        ValueError: As there.
-    """
+    """As :func:`to_transformer_overrides`, but words for megatron's parser; none to switch off."""
     overrides = to_transformer_overrides(options, model_facts)
     if overrides.get(SWITCH) is False:
         return []  # The flag has no opposite.

@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 def init(args: Any) -> None:
     """Get the engine ready, and say if megatron's own options leave it nothing to do.
 
-    Args:
-        args: Megatron's and slime's arguments.
-
     Raises:
         ValueError: The file of settings cannot be used.
     """

@@ -31,9 +31,9 @@ if releases.has_hybrid_models():
 class DefaultLayerSpec(TransformerBlockSubmodules):
     """The spec that a GPT model has without ``--spec``, for readers of that flag.
 
-    Builders of megatron-core 0.19 call what it names with a model configuration, slime with
-    arguments and a ``TransformerConfig``, and Megatron-LM's ``gpt_builders.py`` (up to 0.18) uses
-    it as it is: so it is the submodules of a block, too, made when they are asked for.
+    Builders of megatron-core 0.19 call it with a model configuration, slime with arguments and a
+    ``TransformerConfig``. Megatron-LM's ``gpt_builders.py`` (up to 0.18) does not call it: so it is
+    the submodules of a block, too, made when they are read.
     """
 
     def __init__(self) -> None:
