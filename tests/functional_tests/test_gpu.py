@@ -103,7 +103,7 @@ def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [DENSE, MOE, MLA], ids=lambda case: case.kind)
 def test_hooks_in_cpp(case: ModelCase) -> None:
-    """They move what those in Python move, with the same bits; host buffers lie as computed."""
+    """As in Python: the same bits, the peak as planned, host buffers where they were computed."""
     modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
     case = ModelCase(**{**vars(case), "num_layers": 4})
     options = {**MIN_NUMEL, "offload_native": "auto"}
@@ -113,11 +113,12 @@ def test_hooks_in_cpp(case: ModelCase) -> None:
     options = {**MIN_NUMEL, "offload_native": "off"}
     in_python = compare(0, 1, 0, case, modules, "cuda", counts, options)
     assert not in_python.is_native
-    assert in_cpp.difference is None
-    assert in_cpp.moved_bytes == in_python.moved_bytes > 0
-    assert in_cpp.peak_drop_bytes == pytest.approx(in_python.peak_drop_bytes, rel=PLAN_TOLERANCE)
-    assert in_cpp.follows_layout
-    assert in_python.follows_layout
+    for result in (in_cpp, in_python):  # Their plans, made from times, need not be the same.
+        assert result.difference is None
+        assert result.moved_bytes > 0
+        planned = pytest.approx(result.planned_drop_bytes, rel=PLAN_TOLERANCE)
+        assert result.peak_drop_bytes == planned
+        assert result.follows_layout
 
 
 @pytest.mark.gpu

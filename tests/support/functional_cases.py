@@ -256,7 +256,8 @@ def train(job: Job, offloads: bool, folder: Path, run_number: int = 1) -> Result
         "CHECKPOINT_LOAD_PATH": str(checkpoints),
     }
     inherited = {name: text for name, text in os.environ.items() if name not in _OF_A_LAUNCHER}
-    environment = {**inherited, **variables, **job.config.ENV_VARS, "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
+    environment = {**inherited, **variables, **job.config.ENV_VARS, "PYTHONPATH": paths}
     environment |= _CPU_VARIABLES if job.platform == "cpu" else {}
     # A case's own commands find the Python that trains.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -109,8 +109,9 @@ def test_bytes_that_change_places_change_the_sums() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.exclusive
+@pytest.mark.parametrize("kind", ["cuda", "cuda, native"])
 @pytest.mark.parametrize("edge", [Edge.E1, Edge.E3, Edge.E5], ids=lambda edge: edge.name)
-def test_a_missing_ordering_is_seen_on_a_gpu(edge: Edge) -> None:
+def test_a_missing_ordering_is_seen_on_a_gpu(edge: Edge, kind: str) -> None:
     from race_scenarios import SCENARIOS
 
     original = HandDriven.__init__
@@ -121,8 +122,8 @@ def test_a_missing_ordering_is_seen_on_a_gpu(edge: Edge) -> None:
 
     HandDriven.__init__ = watched  # type: ignore[method-assign]
     try:
-        assert SCENARIOS[edge]()
+        assert SCENARIOS[edge](kind)
         with without_edge(edge), pytest.raises(RuntimeError, match="offload_verify: .* edge E"):
-            SCENARIOS[edge]()
+            SCENARIOS[edge](kind)
     finally:
         HandDriven.__init__ = original  # type: ignore[method-assign]
