@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport, Report
 from megatron.slipstream.plan.render import format_bytes
-
-Level = Literal["problem", "note"]
+from megatron.slipstream.rules import Finding
 
 MAX_WAIT_SHARE = 0.01
 """Of the step time."""
@@ -32,46 +30,40 @@ MAX_NAMED = 6
 """Groups that are named one by one."""
 
 
-class Found(NamedTuple):
-    """One check's result on one rank."""
+class Observation(NamedTuple):
+    """A finding of one rank, with its figures there."""
 
-    level: Level
-    title: str
+    finding: Finding
     detail: str
-    cure: str
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The same on one rank or several."""
+class RunFinding(NamedTuple):
+    """A finding of a run: the ranks that have it, with the figures of each."""
 
-    level: Level
-    title: str
-    cure: str
+    finding: Finding
     details: tuple[tuple[tuple[int, ...], str], ...]
-    """Which ranks, and what was found there."""
+    """Ranks, and their common figures."""
 
 
-def findings(report: Report) -> list[Finding]:
-    """All that was found, problems first; the same on several ranks is one finding."""
-    found: dict[tuple[Level, str, str], dict[str, list[int]]] = {}
+def findings(report: Report) -> list[RunFinding]:
+    """All findings of a run, warnings first; ranks with the same finding share one entry."""
+    details_of: dict[Finding, dict[str, list[int]]] = {}
     for rank in report.ranks:
         for check in CHECKS:
-            for level, title, detail, cure in check(rank):
-                details = found.setdefault((level, title, cure), {})
-                details.setdefault(detail, []).append(rank.rank)
+            for finding, detail in check(rank):
+                details_of.setdefault(finding, {}).setdefault(detail, []).append(rank.rank)
     merged = [
-        Finding(*key, tuple((tuple(ranks), detail) for detail, ranks in details.items()))
-        for key, details in found.items()
+        RunFinding(finding, tuple((tuple(ranks), detail) for detail, ranks in details.items()))
+        for finding, details in details_of.items()
     ]
-    return sorted(merged, key=lambda finding: finding.level != "problem")
+    return sorted(merged, key=lambda item: item.finding.severity != "warning")
 
 
 def next_step(report: Report) -> str:
     """The one thing to try next: the cure of the first problem, or the use of what was freed."""
-    for finding in findings(report):
-        if finding.level == "problem":
-            return f"{finding.title}. {finding.cure}".removesuffix(". ")
+    for finding, _ in findings(report):
+        if finding.severity == "warning":
+            return f"{finding.message}. {finding.cure}".removesuffix(". ")
     ranks = report.ranks
     if not any(rank.num_iterations for rank in ranks):
         return "train for 5 iterations or more: the first are recorded and timed."
@@ -92,18 +84,26 @@ def next_step(report: Report) -> str:
     )
 
 
-def _warnings(rank: RankReport) -> Iterator[Found]:
+def _problem(message: str, detail: str, cure: str) -> Observation:
+    return Observation(Finding("warning", message, cure), detail)
+
+
+def _note(message: str, detail: str, cure: str) -> Observation:
+    return Observation(Finding("note", message, cure), detail)
+
+
+def _warnings(rank: RankReport) -> Iterator[Observation]:
     for text, count in rank.warnings.items():
         # Those of a rank name it, and the page does so too.
         plain = re.sub(rf"^rank {rank.rank}: ", "", text)
         times = f"{count} times" if count > 1 else ""
-        yield Found("problem", plain, times, "")
+        yield _problem(plain, times, "")
     for note in rank.notes:
         if not any(note in text for text in rank.warnings):
-            yield Found("problem", note, "", "")
+            yield _problem(note, "", "")
 
 
-def _late_starts(rank: RankReport) -> Iterator[Found]:
+def _late_starts(rank: RankReport) -> Iterator[Observation]:
     num_late = rank.total.num_late
     if not num_late:
         return
@@ -113,8 +113,7 @@ def _late_starts(rank: RankReport) -> Iterator[Found]:
         groups = sorted(rank.late_groups.items(), key=lambda item: -item[1])
         text += f"; groups {', '.join(key for key, _ in groups[:MAX_NAMED])}"
         text += f" and {len(groups) - MAX_NAMED} more" if len(groups) > MAX_NAMED else ""
-    yield Found(
-        "problem",
+    yield _problem(
         "Copies back started only when backward asked for them",
         f"{num_late} in the last iteration ({text})",
         "The last iteration was not one that had been planned: its marks came in another order or "
@@ -123,14 +122,13 @@ def _late_starts(rank: RankReport) -> Iterator[Found]:
     )
 
 
-def _waits(rank: RankReport) -> Iterator[Found]:
+def _waits(rank: RankReport) -> Iterator[Observation]:
     waited_ms = rank.total.stall_ms
     if not rank.measured_ms or waited_ms <= MAX_WAIT_SHARE * rank.measured_ms:
         return
     by_module = sorted(rank.modules.items(), key=lambda item: -item[1].stall_ms)
     parts = [f"{name} {item.stall_ms:.1f} ms" for name, item in by_module if item.stall_ms > 0]
-    yield Found(
-        "problem",
+    yield _problem(
         "Compute waits for copies",
         f"{waited_ms:.1f} of {rank.measured_ms:.1f} ms "
         f"({waited_ms / rank.measured_ms:.1%}): {', '.join(parts)}",
@@ -140,11 +138,10 @@ def _waits(rank: RankReport) -> Iterator[Found]:
     )
 
 
-def _time_as_planned(rank: RankReport) -> Iterator[Found]:
+def _time_as_planned(rank: RankReport) -> Iterator[Observation]:
     planned, measured = rank.planned_ms, rank.measured_ms
     if planned and measured > planned * (1 + MAX_PREDICTION_ERROR):
-        yield Found(
-            "problem",
+        yield _problem(
             "The iteration takes longer than planned",
             f"{measured:.1f} ms, {planned:.1f} ms planned",
             "Something slows copies or computation that was not there when they were measured: "
@@ -153,13 +150,12 @@ def _time_as_planned(rank: RankReport) -> Iterator[Found]:
         )
 
 
-def _peak_as_planned(rank: RankReport) -> Iterator[Found]:
+def _peak_as_planned(rank: RankReport) -> Iterator[Observation]:
     # What came later, such as the optimizer's state, would be there without offloading too.
     planned = rank.planned_peak_bytes + rank.later_bytes
     measured = rank.measured_peak_bytes
     if rank.planned_peak_bytes and measured > planned * (1 + MAX_PEAK_ERROR):
-        yield Found(
-            "problem",
+        yield _problem(
             "The device peak is higher than planned",
             f"{format_bytes(measured)}, {format_bytes(planned)} planned",
             "Something keeps memory that was copied out, or sizes have changed. Train for more "
@@ -167,24 +163,22 @@ def _peak_as_planned(rank: RankReport) -> Iterator[Found]:
         )
 
 
-def _target(rank: RankReport) -> Iterator[Found]:
+def _target(rank: RankReport) -> Iterator[Observation]:
     target = rank.options.target_memory_bytes if rank.options is not None else None
     if target is not None and rank.measured_peak_bytes > target:
-        yield Found(
-            "problem",
+        yield _problem(
             "The target for the device peak is missed",
             f"{format_bytes(rank.measured_peak_bytes)}, the target is {format_bytes(target)}",
             "Name more --offload-modules, or raise --offload-target-memory-gib.",
         )
 
 
-def _host_limit(rank: RankReport) -> Iterator[Found]:
+def _host_limit(rank: RankReport) -> Iterator[Observation]:
     num_kept = rank.num_kept_for_host_memory + rank.total.num_kept_for_host_memory
     # The engine warns of the limit with what would be needed.
     if num_kept and not any("offload_host_memory_limit_bytes=" in w for w in rank.warnings):
         limit = rank.host_memory_limit_bytes
-        yield Found(
-            "problem",
+        yield _problem(
             "Groups stay on the device because host memory is short",
             f"{num_kept} groups"
             + (f", the limit is {format_bytes(limit)}" if limit is not None else ""),
@@ -193,10 +187,9 @@ def _host_limit(rank: RankReport) -> Iterator[Found]:
         )
 
 
-def _host_growth(rank: RankReport) -> Iterator[Found]:
+def _host_growth(rank: RankReport) -> Iterator[Observation]:
     if rank.host_growth_bytes and rank.num_iterations >= WARM_ITERATIONS:
-        yield Found(
-            "problem",
+        yield _problem(
             "Host memory still grows",
             f"{format_bytes(rank.host_growth_bytes)} new in iteration {rank.num_iterations}",
             "Sizes change from iteration to iteration. It ends once every size has been seen, at "
@@ -204,10 +197,9 @@ def _host_growth(rank: RankReport) -> Iterator[Found]:
         )
 
 
-def _host_waste(rank: RankReport) -> Iterator[Found]:
+def _host_waste(rank: RankReport) -> Iterator[Observation]:
     if rank.host_waste_bytes > MIN_WASTE_BYTES and rank.host_waste_fraction > MAX_WASTE_SHARE:
-        yield Found(
-            "note",
+        yield _note(
             "Host memory is used badly",
             f"{format_bytes(rank.host_waste_bytes)} was unusable at the peak of use "
             f"({rank.host_waste_fraction:.0%} of it)",
@@ -216,12 +208,11 @@ def _host_waste(rank: RankReport) -> Iterator[Found]:
         )
 
 
-def _unfreed(rank: RankReport) -> Iterator[Found]:
+def _unfreed(rank: RankReport) -> Iterator[Observation]:
     for name, item in rank.modules.items():
         kept = item.d2h_bytes - item.freed_bytes
         if kept > MAX_UNFREED_SHARE * item.d2h_bytes:
-            yield Found(
-                "note",
+            yield _note(
                 "Copies that freed no device memory",
                 f"{name}: {format_bytes(kept)} of {format_bytes(item.d2h_bytes)}",
                 "Something else held the memory until backward. Leave a module out of "
@@ -229,30 +220,27 @@ def _unfreed(rank: RankReport) -> Iterator[Found]:
             )
 
 
-def _plans(rank: RankReport) -> Iterator[Found]:
+def _plans(rank: RankReport) -> Iterator[Observation]:
     if rank.num_plans > MAX_PLANS and rank.num_plans > rank.num_iterations / 4:
-        yield Found(
-            "problem",
+        yield _problem(
             "Iterations differ, so that plans are made again and again",
             f"{rank.num_plans} plans in {rank.num_iterations} iterations",
             "Keep the number of micro-batches the same from one iteration to the next.",
         )
 
 
-def _moves(rank: RankReport) -> Iterator[Found]:
+def _moves(rank: RankReport) -> Iterator[Observation]:
     if rank.num_iterations > 1 and not rank.d2h_bytes and not rank.graphs:
-        yield Found(
-            "problem",
+        yield _problem(
             "Nothing moves",
             "",
             "See why in the groups' table or in the plan: each group that stays has its reason.",
         )
 
 
-def _timed(rank: RankReport) -> Iterator[Found]:
+def _timed(rank: RankReport) -> Iterator[Observation]:
     if rank.num_iterations and not (rank.measured_ms or rank.planned_ms):
-        yield Found(
-            "note",
+        yield _note(
             "Nothing was timed",
             "",
             "Copies and computation are timed on a GPU, from the fourth iteration on. Without "
@@ -260,7 +248,7 @@ def _timed(rank: RankReport) -> Iterator[Found]:
         )
 
 
-CHECKS: Sequence[Callable[[RankReport], Iterator[Found]]] = (
+CHECKS: Sequence[Callable[[RankReport], Iterator[Observation]]] = (
     _warnings,
     _late_starts,
     _waits,

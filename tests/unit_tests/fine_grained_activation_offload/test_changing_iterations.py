@@ -44,7 +44,7 @@ def num_passes(manager: PipelineOffloadManager) -> int:
 
 def problems(manager: PipelineOffloadManager) -> list[str]:
     found = findings(Report([manager.report]))
-    return [finding.title for finding in found if finding.level == "problem"]
+    return [finding.message for finding, _ in found if finding.severity == "warning"]
 
 
 def test_an_iteration_that_departs_uses_no_measurement_up() -> None:

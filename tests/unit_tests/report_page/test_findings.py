@@ -17,12 +17,12 @@ from megatron.slipstream.fine_grained_activation_offload.report import (
     Report,
 )
 from megatron.slipstream.plan.candidates import PolicyOptions
-from megatron.slipstream.report_page.findings import CHECKS, Finding, findings, next_step
+from megatron.slipstream.report_page.findings import CHECKS, RunFinding, findings, next_step
 
 GIB = 1 << 30
 
 
-def found(rank: RankReport) -> list[Finding]:
+def found(rank: RankReport) -> list[RunFinding]:
     return findings(Report([rank]))
 
 
@@ -101,9 +101,9 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_what_is_wrong_is_found_alone_with_its_figures(
     changes: dict[str, Any], title: str, detail: str
 ) -> None:
-    (finding,) = found(replace(good_rank(), **changes))
-    assert finding.title == title
-    assert finding.details == (((0,), detail),)
+    ((finding, details),) = found(replace(good_rank(), **changes))
+    assert finding.message == title
+    assert details == (((0,), detail),)
     # A warning's own text has the cure.
     assert bool(finding.cure) == (title[0].isupper())
 
@@ -166,7 +166,7 @@ def test_the_same_on_several_ranks_is_one_finding_with_the_ranks_that_agree() ->
         ((0, 2), "110.0 ms, 100.0 ms planned"),
         ((3,), "120.0 ms, 100.0 ms planned"),
     )
-    assert (slow.level, untimed.level) == ("problem", "note")
+    assert (slow.finding.severity, untimed.finding.severity) == ("warning", "note")
     assert untimed.details == (((1,), ""),)
 
 
@@ -204,9 +204,9 @@ def test_the_example_of_these_tests_moves() -> None:
 
 def test_the_next_step_is_the_cure_of_the_first_problem() -> None:
     rank = replace(good_rank(), num_plans=10, host_waste_bytes=GIB, host_high_water_bytes=2 * GIB)
-    problem, note = found(rank)
-    assert (problem.level, note.level) == ("problem", "note")
-    assert next_step(Report([rank])) == f"{problem.title}. {problem.cure}"
+    (problem, _), (note, _) = found(rank)
+    assert (problem.severity, note.severity) == ("warning", "note")
+    assert next_step(Report([rank])) == f"{problem.message}. {problem.cure}"
     # A warning's own text has the cure.
     assert next_step(Report([replace(rank, warnings={"set this": 1})])) == "set this"
 
