@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The timeline and the memory curve as SVG paths, and the figures behind them for the page.
+"""The timeline and the memory curve as SVG paths, and their values for the page's script.
 
 All shapes of one colour are one path, drawn once for the whole iteration in a coordinate system
-that the page stretches to the width of the zoomed chart. What must not be stretched (texts,
-marks) has its place as a share of the iteration.
+that the page stretches to the width of the zoomed chart. Elements that must not be stretched
+(texts, marks) are placed by their fraction of the iteration.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from megatron.slipstream.report_page.iteration import (
 )
 
 WIDTH = 1_000_000
-"""Of the drawing, whatever time it stands for: fine enough to zoom in a thousand times."""
+"""Width of the drawing for any duration: fine enough to zoom in a thousand times."""
 HEIGHT = 1000
-"""Of the drawing of memory."""
+"""Height of the drawing of memory."""
 LANE_HEIGHT = 30
 LANE_GAP = 8
 WAIT_RISE = 3
-"""A wait rises above and below its lane: its colour is not all that tells it."""
+"""Pixels that a stall extends above and below its lane, so that not only its colour shows it."""
 NUM_PIECES = 32
-"""Of a lane with many bars, so that a browser may leave out those that are out of view."""
+"""Paths of a lane with many bars, so that a browser may skip those that are out of view."""
 NUM_COLOURS = 10
 FEW_BARS = 60
-"""So many bars of a lane have lines between them without zooming in."""
+"""Up to this number of bars, a lane has lines between them without zooming in."""
 MIN_LABEL_SHARE = 0.022
-"""Of the width: a pass that is narrower has no name without zooming in."""
+"""Fraction of the width: a narrower pass has no label without zooming in."""
 DIGITS = 4
 NUM_TICKS = 6
 
 
 class Shape(NamedTuple):
-    """A path and its class, which has its colour."""
+    """A path and its CSS class, which sets its colour."""
 
     name: str
     path: str
@@ -58,7 +58,7 @@ class DrawnLane(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A text at a place; all as shares of the width or the height."""
+    """A text at a position; all numbers are fractions of the width or the height."""
 
     x: float
     y: float
@@ -68,7 +68,7 @@ class Mark(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A drawn timeline."""
+    """The drawing of a timeline."""
 
     height: int
     lanes: list[DrawnLane]
@@ -80,7 +80,7 @@ class Timeline(NamedTuple):
 
 
 class MemoryCurve(NamedTuple):
-    """Drawn memory."""
+    """The drawing of memory."""
 
     shapes: list[Shape]
     peaks: list[Mark]
@@ -90,7 +90,7 @@ class MemoryCurve(NamedTuple):
 
 
 def draw_timeline(iteration: Iteration) -> Timeline:
-    """The lanes of an iteration."""
+    """Draw the lanes of an iteration."""
     colours = colours_of(iteration)
     scale = WIDTH / iteration.total
     lanes = []
@@ -117,7 +117,7 @@ def draw_timeline(iteration: Iteration) -> Timeline:
 
 
 def draw_memory(iteration: Iteration) -> MemoryCurve:
-    """Device memory with and without the plan, as measured, and host memory."""
+    """Draw device memory without the plan, with it and as measured, and host memory."""
     curves = _curves(iteration)
     target_bytes = iteration.plan.options.target_memory_bytes or 0
     highest = max([target_bytes, 1, *(max(values, default=0) for values in curves.values())])
@@ -146,7 +146,7 @@ def draw_memory(iteration: Iteration) -> MemoryCurve:
 def figures(iteration: Iteration) -> dict[str, Any]:
     """Values that the page shows under the pointer, as JSON can hold them."""
     colours = colours_of(iteration)
-    # The groups come first, in the order of the table's rows; then what is none.
+    # Groups first, in the order of the table's rows; then everything else.
     named = {group.key: group.name for group in iteration.plan.groups}
     named |= {step.key: step.name for step in iteration.plan.trace.steps}
     place = {key: index for index, key in enumerate(named)}
@@ -192,7 +192,7 @@ def figures(iteration: Iteration) -> dict[str, Any]:
 
 
 def colours_of(iteration: Iteration) -> dict[str, int]:
-    """A colour's number for each module, in the order in which forward first meets them."""
+    """The number of each module's colour, in the order in which forward first reaches them."""
     return {name: index % NUM_COLOURS for index, name in enumerate(iteration.plan.trace.names)}
 
 
@@ -219,7 +219,7 @@ def _lane_shapes(lane: Lane, colours: dict[str, int], scale: float, y: int) -> l
 
 
 def _bars(bars: Iterable[Bar], scale: float, y: int, rise: int = 0) -> str:
-    """Rectangles as one path. Each is drawn from where the one before it began."""
+    """Rectangles as one path; each is relative to the start of the previous one."""
     height = LANE_HEIGHT + 2 * rise
     parts: list[str] = []
     at = 0
@@ -246,7 +246,7 @@ def _curves(iteration: Iteration) -> dict[str, Sequence[int]]:
 
 
 def _step_path(starts: Sequence[float], heights: Sequence[float]) -> str:
-    """Each height holds until the next start. Changes too small to see are left out."""
+    """A step curve: each height holds until the next start. Invisible changes are left out."""
     parts: list[str] = []
     last = None
     for start, height in zip(starts, heights, strict=True):
@@ -260,7 +260,7 @@ def _step_path(starts: Sequence[float], heights: Sequence[float]) -> str:
 
 
 def _peaks(curves: dict[str, Sequence[int]], starts: Sequence[float], top: float) -> list[Mark]:
-    """The highest place of each curve of the device."""
+    """The peak of each curve of device memory."""
     marks = []
     for name in ("without", "with", "measured"):
         values = curves[name]

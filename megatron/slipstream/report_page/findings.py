@@ -2,7 +2,7 @@
 
 """Problems of a run and notes, each with a cure, from its report alone.
 
-Each check is one function from a rank's report to what it found; :data:`CHECKS` has them all.
+Each check is a function from a rank's report to its findings; :data:`CHECKS` lists them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.rules import Finding
 
 MAX_WAIT_SHARE = 0.01
-"""Of the step time."""
+"""Fraction of the step time."""
 MAX_PREDICTION_ERROR = 0.05
 MAX_PEAK_ERROR = 0.02
 MAX_WASTE_SHARE = 0.25
 MIN_WASTE_BYTES = 64 << 20
 MAX_UNFREED_SHARE = 0.05
 WARM_ITERATIONS = 4
-"""From here on nothing should be new."""
+"""Number of iterations after which the host pool should not grow."""
 MAX_PLANS = 8
-"""A few are made again from measured times; more mean that iterations differ."""
+"""A few plans are rebuilt from measured times; more mean that iterations differ."""
 MAX_NAMED = 6
-"""Groups that are named one by one."""
+"""Maximum number of groups that are listed by name."""
 
 
 class Observation(NamedTuple):
@@ -60,7 +60,7 @@ def findings(report: Report) -> list[RunFinding]:
 
 
 def next_step(report: Report) -> str:
-    """The one thing to try next: the cure of the first problem, or the use of what was freed."""
+    """What to try next: the cure of the first problem, or a use of the freed memory."""
     for finding, _ in findings(report):
         if finding.severity == "warning":
             return f"{finding.message}. {finding.cure}".removesuffix(". ")
@@ -70,17 +70,17 @@ def next_step(report: Report) -> str:
     freed_bytes = min(rank.baseline_peak_bytes - rank.planned_peak_bytes for rank in ranks)
     if freed_bytes > 0:
         return (
-            f"every rank has {format_bytes(freed_bytes)} or more of device memory to use: raise "
+            f"every rank has at least {format_bytes(freed_bytes)} of freed device memory: raise "
             "--micro-batch-size or --seq-length, or recompute less (--recompute-granularity)."
         )
     if not all(rank.baseline_peak_bytes for rank in ranks):
         return (
-            "device memory was not read: train on a GPU, or with --run-record-path without one, to "
-            "see by how much its peak drops."
+            "device memory was not measured: train on a GPU, or without one with "
+            "--run-record-path, to see by how much its peak drops."
         )
     return (
-        "a rank's device peak does not drop: name more --offload-modules, of those that save the "
-        "most where the peak is (see the memory curve of --html with --trace)."
+        "the device peak of a rank does not drop: add --offload-modules that save the most at the "
+        "peak (see the memory curve of --html with --trace)."
     )
 
 
@@ -94,7 +94,7 @@ def _note(message: str, detail: str, cure: str) -> Observation:
 
 def _warnings(rank: RankReport) -> Iterator[Observation]:
     for text, count in rank.warnings.items():
-        # Those of a rank name it, and the page does so too.
+        # Warnings name their rank, and the page does too.
         plain = re.sub(rf"^rank {rank.rank}: ", "", text)
         times = f"{count} times" if count > 1 else ""
         yield _problem(plain, times, "")
@@ -114,11 +114,11 @@ def _late_starts(rank: RankReport) -> Iterator[Observation]:
         text += f"; groups {', '.join(key for key, _ in groups[:MAX_NAMED])}"
         text += f" and {len(groups) - MAX_NAMED} more" if len(groups) > MAX_NAMED else ""
     yield _problem(
-        "Copies back started only when backward asked for them",
+        "Copies back started only when backward needed them",
         f"{num_late} in the last iteration ({text})",
-        "The last iteration was not one that had been planned: its marks came in another order or "
-        "number. Keep the number of micro-batches from one iteration to the next, or train for one "
-        "more of the new kind: it is then planned.",
+        "The last iteration followed no plan: the order or number of its marks was new. Keep the "
+        "number of micro-batches constant, or train for one more iteration of the new kind, which "
+        "is then planned.",
     )
 
 
@@ -132,9 +132,9 @@ def _waits(rank: RankReport) -> Iterator[Observation]:
         "Compute waits for copies",
         f"{waited_ms:.1f} of {rank.measured_ms:.1f} ms "
         f"({waited_ms / rank.measured_ms:.1%}): {', '.join(parts)}",
-        "Move less: --offload-max-overhead-percent 1, or fewer --offload-modules. Or give copies "
-        "more time, at a higher peak: --offload-release-lag 2 (out), --offload-prefetch-depth 2 "
-        "(back). See the stalls in the timeline.",
+        "Offload less: --offload-max-overhead-percent 1, or fewer --offload-modules. Or give "
+        "copies more time, at a higher peak: --offload-release-lag 2 (out), "
+        "--offload-prefetch-depth 2 (back). See the stalls in the timeline.",
     )
 
 
@@ -144,22 +144,22 @@ def _time_as_planned(rank: RankReport) -> Iterator[Observation]:
         yield _problem(
             "The iteration takes longer than planned",
             f"{measured:.1f} ms, {planned:.1f} ms planned",
-            "Something slows copies or computation that was not there when they were measured: "
-            "other processes on the link or the host's CPUs, or a process that runs off its GPU's "
-            "NUMA node (the log's line that starts with NUMA tells).",
+            "Copies or computation are slower than when they were measured. Check for other "
+            "processes on the link or the host's CPUs, and that the process runs on its GPU's NUMA "
+            "node (see the log's line that starts with NUMA).",
         )
 
 
 def _peak_as_planned(rank: RankReport) -> Iterator[Observation]:
-    # What came later, such as the optimizer's state, would be there without offloading too.
+    # Memory allocated later, such as the optimizer's state, does not depend on offloading.
     planned = rank.planned_peak_bytes + rank.later_bytes
     measured = rank.measured_peak_bytes
     if rank.planned_peak_bytes and measured > planned * (1 + MAX_PEAK_ERROR):
         yield _problem(
             "The device peak is higher than planned",
             f"{format_bytes(measured)}, {format_bytes(planned)} planned",
-            "Something keeps memory that was copied out, or sizes have changed. Train for more "
-            "iterations; if it stays, compare the curves of memory.",
+            "Something holds memory that was copied out, or sizes have changed. Train for more "
+            "iterations; if the difference remains, compare the memory curves.",
         )
 
 
@@ -169,13 +169,13 @@ def _target(rank: RankReport) -> Iterator[Observation]:
         yield _problem(
             "The target for the device peak is missed",
             f"{format_bytes(rank.measured_peak_bytes)}, the target is {format_bytes(target)}",
-            "Name more --offload-modules, or raise --offload-target-memory-gib.",
+            "Add --offload-modules, or raise --offload-target-memory-gib.",
         )
 
 
 def _host_limit(rank: RankReport) -> Iterator[Observation]:
     num_kept = rank.num_kept_for_host_memory + rank.total.num_kept_for_host_memory
-    # The engine warns of the limit with what would be needed.
+    # The engine's own warning about the limit says how much is needed.
     if num_kept and not any("offload_host_memory_limit_bytes=" in w for w in rank.warnings):
         limit = rank.host_memory_limit_bytes
         yield _problem(
@@ -192,19 +192,19 @@ def _host_growth(rank: RankReport) -> Iterator[Observation]:
         yield _problem(
             "Host memory still grows",
             f"{format_bytes(rank.host_growth_bytes)} new in iteration {rank.num_iterations}",
-            "Sizes change from iteration to iteration. It ends once every size has been seen, at "
-            "the latest at --offload-host-memory-limit-bytes.",
+            "Sizes change from iteration to iteration. The growth ends once every size has "
+            "occurred, at the latest at --offload-host-memory-limit-bytes.",
         )
 
 
 def _host_waste(rank: RankReport) -> Iterator[Observation]:
     if rank.host_waste_bytes > MIN_WASTE_BYTES and rank.host_waste_fraction > MAX_WASTE_SHARE:
         yield _note(
-            "Host memory is used badly",
-            f"{format_bytes(rank.host_waste_bytes)} was unusable at the peak of use "
+            "Host memory is fragmented",
+            f"{format_bytes(rank.host_waste_bytes)} was unusable at the peak in use "
             f"({rank.host_waste_fraction:.0%} of it)",
-            "Sizes that differ much share badly; leave out the module that moves the smallest "
-            "tensors, or raise --min-offloaded-tensor-size.",
+            "Buffers of very different sizes fragment the pool; leave out the module that moves "
+            "the smallest tensors, or raise --min-offloaded-tensor-size.",
         )
 
 
@@ -216,16 +216,16 @@ def _unfreed(rank: RankReport) -> Iterator[Observation]:
                 "Copies that freed no device memory",
                 f"{name}: {format_bytes(kept)} of {format_bytes(item.d2h_bytes)}",
                 "Something else held the memory until backward. Leave a module out of "
-                "--offload-modules if that is most of what it moves.",
+                "--offload-modules if this concerns most of its bytes.",
             )
 
 
 def _plans(rank: RankReport) -> Iterator[Observation]:
     if rank.num_plans > MAX_PLANS and rank.num_plans > rank.num_iterations / 4:
         yield _problem(
-            "Iterations differ, so that plans are made again and again",
+            "Iterations differ, so plans are rebuilt repeatedly",
             f"{rank.num_plans} plans in {rank.num_iterations} iterations",
-            "Keep the number of micro-batches the same from one iteration to the next.",
+            "Keep the number of micro-batches constant.",
         )
 
 
@@ -234,7 +234,7 @@ def _moves(rank: RankReport) -> Iterator[Observation]:
         yield _problem(
             "Nothing moves",
             "",
-            "See why in the groups' table or in the plan: each group that stays has its reason.",
+            "See the table of groups or the plan: each group that stays has a reason.",
         )
 
 
@@ -244,7 +244,7 @@ def _timed(rank: RankReport) -> Iterator[Observation]:
             "Nothing was timed",
             "",
             "Copies and computation are timed on a GPU, from the fourth iteration on. Without "
-            "times, the timeline shows the time that copies have instead of what they take.",
+            "times, the timeline shows the time available to copies instead of their duration.",
         )
 
 

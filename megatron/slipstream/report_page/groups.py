@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The table of groups: what each saved, what becomes of it, and where its copies are late."""
+"""The table of groups: the bytes of each, when it moves, and where its copies are late."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell's text, and its sort key where that is not the text."""
+    """A cell's text, and its sort key if that differs from the text."""
 
     text: str
     order: Optional[float] = None
@@ -35,16 +35,17 @@ class GroupTable(NamedTuple):
     columns: list[Column]
     rows: list[list[Cell]]
     states: list[str]
-    """For each row 'moves' or 'stays'."""
+    """For each row, 'moves' or 'stays'."""
     waits: list[bool]
-    """For each row whether compute waits for its copies, predicted or measured, or one was late."""
+    """For each row, whether compute waits for its copies (predicted or measured) or one was late.
+    """
 
 
 EMPTY = Cell("")
 
 
 def group_table(iteration: Iteration, rank: RankReport) -> GroupTable:
-    """One row for each group of the iteration. A column that no group fills is left out."""
+    """One row for each group of the iteration. Empty columns are left out."""
     groups = iteration.plan.groups
     figures = _Figures(iteration, rank)
     rows = [figures.row(group) for group in groups]
@@ -59,23 +60,23 @@ def group_table(iteration: Iteration, rank: RankReport) -> GroupTable:
 
 
 def _columns(unit: str) -> list[Column]:
-    at = "ms from the first mark" if unit == "ms" else "marks from the first one"
+    at = "ms from the first mark" if unit == "ms" else "marks from the first"
     return [
         Column("Group", True, "pass.group, as in plans, logs and profiles"),
         Column("Module", False, "as in offload_modules"),
-        Column("Layer", True, "of the model chunk"),
-        Column("Micro-batch", True, "of the iteration"),
+        Column("Layer", True, "index in the model chunk"),
+        Column("Micro-batch", True, "index in the iteration"),
         Column("Chunk", True, "virtual pipeline stage"),
-        Column("Bytes", True, "that it moves, or would, on its own account"),
-        Column("Out from", True, f"when its copy to the host starts, in {at}"),
-        Column("Freed", True, f"when its device memory may be used again, in {at}"),
-        Column("Back from", True, f"when its copy back starts, in {at}"),
-        Column("Needed", True, f"when backward needs it, in {at}"),
-        Column("Out late", True, "how long compute waits for its copy out, predicted (ms)"),
-        Column("Back late", True, "how long compute waits for its copy back, predicted (ms)"),
+        Column("Bytes", True, "bytes that it moves, or would move, and is the first to save"),
+        Column("Offload", True, f"start of its copy to the host, in {at}"),
+        Column("Freed", True, f"time when its device memory may be reused, in {at}"),
+        Column("Reload", True, f"start of its copy back, in {at}"),
+        Column("Needed", True, f"time when backward needs it, in {at}"),
+        Column("Offload late", True, "how long compute waits for its copy out, predicted (ms)"),
+        Column("Reload late", True, "how long compute waits for its copy back, predicted (ms)"),
         Column("Stalled", True, "how long compute waited at its marks, measured (ms)"),
-        Column("Late starts", True, "copies back that began only when backward asked for them"),
-        Column("What happens", False, "and why, if it stays"),
+        Column("Late starts", True, "copies back that started only when backward needed them"),
+        Column("Decision", False, "moves or stays, with the reason"),
     ]
 
 
@@ -96,7 +97,7 @@ class _Figures:
         self._num_late = rank.late_groups
 
     def lateness(self, key: GroupKey) -> tuple[float, float, float, int]:
-        """Milliseconds late out and late back as predicted, waited as measured; late starts."""
+        """Predicted waits for the copy out and back, measured wait (all in ms), late starts."""
         return (
             self._late_out.get(key, 0.0),
             self._late_back.get(key, 0.0),
@@ -105,7 +106,7 @@ class _Figures:
         )
 
     def row(self, group: GroupPlan) -> list[Cell]:
-        """In the order of the columns."""
+        """The cells of a group, in the order of the columns."""
         key = group.key
         layer, micro_batch, chunk = self._places[key]
         nbytes = group.moved_nbytes if group.moves else self._trace.group_nbytes(key)
@@ -120,7 +121,7 @@ class _Figures:
             *(self._times(group) if group.moves else [EMPTY] * 4),
             *(Cell(f"{ms:.3f}") if ms else EMPTY for ms in waits_ms),
             Cell(str(num_late)) if num_late else EMPTY,
-            _fate(group),
+            _decision(group),
         ]
 
     def _times(self, group: GroupPlan) -> list[Cell]:
@@ -165,7 +166,7 @@ def _late(iteration: Iteration) -> tuple[dict[GroupKey, float], dict[GroupKey, f
     return dict(out), dict(back)
 
 
-def _fate(group: GroupPlan) -> Cell:
+def _decision(group: GroupPlan) -> Cell:
     text = "moves"
     if not group.moves:
         text = f"stays: {group.reason}"

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""One rank's iteration over time: what its plan is predicted to do, and what was measured of it.
+"""One rank's iteration over time, as predicted for its plan and as measured.
 
-All that is drawn and listed comes from here, and here from ``simulate``.
+Charts and tables read it; its predictions are ``simulate``'s.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron.slipstream.plan.trace import (
 from megatron.slipstream.plan.walk import Simulation, Span, simulate
 
 AT_ONCE_GB_PER_S = 1e18
-"""A bandwidth at which copies take no time, for traces that say nothing of it."""
+"""A bandwidth at which copies take no time, for traces without one."""
 
 
 class Bar(NamedTuple):
-    """Something that takes time: computation behind a step, a copy, or a wait."""
+    """Something that takes time: computation after a step, a copy, or a wait."""
 
     start: float
     end: float
@@ -51,13 +51,13 @@ class Lane:
     name: str
     bars: tuple[Bar, ...]
     waits: tuple[Bar, ...] = ()
-    """Where compute stood still, by what it waited for."""
+    """The stalls of compute, named by the copy that it waited for."""
     are_windows: bool = False
-    """The bars are the time that copies have, since nothing says how much of it they take."""
+    """Whether the bars are the time available to copies, whose durations are unknown."""
 
 
 class Pass(NamedTuple):
-    """One micro-batch through one model chunk, forward or backward."""
+    """The forward or backward of one micro-batch through one model chunk."""
 
     start: float
     end: float
@@ -70,17 +70,17 @@ class Iteration:
 
     Args:
         plan: The plan.
-        simulation: Of the plan, or of the plan with other times: see :func:`iteration_of`.
-        unit: Of all times.
-        measured: What compute did in an iteration that followed the plan, if that was timed.
-        peak_bytes: What was read of device memory for each step, if it was.
+        simulation: Simulation of the plan, maybe with other times: see :func:`iteration_of`.
+        unit: Unit of all times.
+        measured: Compute in an iteration that followed the plan, if it was timed.
+        peak_bytes: Device memory measured for each step, if it was.
     """
 
     plan: Plan
     simulation: Simulation
     unit: Literal["ms", "marks"]
     is_predicted: bool
-    """Whether copies have times; else they have windows."""
+    """Whether copies have durations; otherwise they have windows."""
     measured: Optional[Lane]
     peak_bytes: tuple[int, ...]
 
@@ -91,7 +91,7 @@ class Iteration:
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """Rows of the timeline: measured, then predicted."""
+        """The rows of the timeline: measured, then predicted."""
         names = QUEUE_NAMES
         if not self.is_predicted:
             out, back = self._windows(ActionKind.D2H), self._windows(ActionKind.H2D)
@@ -114,13 +114,13 @@ class Iteration:
 
     @cached_property
     def total(self) -> float:
-        """The latest end of anything; above 0."""
+        """The end of the last bar; above 0."""
         ends = (bar.end for lane in self.lanes for bar in (*lane.bars, *lane.waits))
         return max([*ends, 1e-6])
 
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
-        """In the order of the compute queue."""
+        """The passes in the order of the compute queue."""
         spans = [span for span in self.simulation.spans if span.queue is Queue.COMPUTE]
         found = []
         for name, group in itertools.groupby(spans, _pass_of):
@@ -144,7 +144,7 @@ class Iteration:
                 yield _bar(span)
 
     def _windows(self, kind: ActionKind) -> tuple[Bar, ...]:
-        """From where each copy may start to where it has to have ended."""
+        """For each copy, the time from its earliest start to its latest end."""
         starts = self.step_starts
         bars = []
         for group in self.plan.groups:
@@ -158,14 +158,14 @@ class Iteration:
 
 
 def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
-    """A rank's iteration from its plan and what was measured.
+    """A rank's iteration from its plan and its measurements.
 
-    A trace without times is laid out along what was measured of the rank, or else with its marks
-    evenly spread; copies then have the time that the plan gives them.
+    A trace without times is drawn with the rank's measured times, or with evenly spaced marks;
+    copies are then windows that follow from the plan.
 
     Args:
         plan: The rank's plan.
-        rank: What was measured. What does not fit the plan's steps is left out.
+        rank: The measurements. Those that do not match the plan's steps are left out.
     """
     trace = plan.trace
     num_steps = len(trace.steps)
@@ -190,7 +190,7 @@ def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
 
 
 def _pass_of(span: Span) -> str:
-    """The pass through a model chunk that computation belongs to: F or B with its number."""
+    """The name of the pass that computation belongs to: F or B with its number."""
     is_backward = span.cause.kind in KINDS_OF_BACKWARD
     return f"{'B' if is_backward else 'F'}{span.cause.key.chunk_pass}"
 
@@ -200,7 +200,7 @@ def _bar(span: Span) -> Bar:
 
 
 def _measured(plan: Plan, step_ms: Sequence[float], stall_ms: Sequence[float]) -> Lane:
-    """A wait is drawn at the beginning of its step: where in it compute waited was not noted."""
+    """Measured compute. A wait is drawn at the start of its step, since its position is unknown."""
     bars, waits = [], []
     now = 0.0
     for step, ms, waited_ms in zip(plan.trace.steps, step_ms, stall_ms, strict=True):
@@ -212,7 +212,7 @@ def _measured(plan: Plan, step_ms: Sequence[float], stall_ms: Sequence[float]) -
 
 
 def waits_by_group(lane: Optional[Lane]) -> dict[GroupKey, float]:
-    """How long compute waited at the steps and for the copies of each group."""
+    """Time that compute waited at the steps and for the copies of each group."""
     found: dict[GroupKey, float] = {}
     for wait in lane.waits if lane is not None else ():
         found[wait.cause.key] = found.get(wait.cause.key, 0.0) + wait.end - wait.start
@@ -220,5 +220,5 @@ def waits_by_group(lane: Optional[Lane]) -> dict[GroupKey, float]:
 
 
 def is_between_groups(bar: Bar) -> bool:
-    """Whether what runs belongs to no group, nor to the output layer."""
+    """Whether a bar belongs neither to a group nor to the output layer."""
     return bar.cause.kind in KINDS_BETWEEN_GROUPS

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 _EPILOG = """\
 Examples:
 
-  What a run moved, as text:
+  Show as text which bytes a run moved:
     slipstream report report.json
 
-  The same and more as a page for a browser, with a timeline, memory curves and all groups:
+  Write a page for a browser, with a timeline, memory curves and all groups:
     slipstream report report.json --trace trace.json --html report.html
 
-  All ranks of a run on one page; each trace belongs to the report in the same place:
+  Write one page for all ranks; traces are in the order of the reports:
     slipstream report report*.json --trace trace*.json --html report.html
 
-A run writes the files if started with --offload-report-path FILE and --offload-trace-path FILE. The
-page needs no network: it can be kept or sent as it is.
+Train with --offload-report-path FILE and --offload-trace-path FILE to write these files. The page
+is one file and needs no network.
 """
 
 
@@ -38,10 +38,10 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the sub-command."""
     parser = commands.add_parser(
         "report",
-        help="show what a training run moved",
+        help="show the bytes that a training run moved, its stalls and its memory",
         description="Show the report of a training run: per rank and module the bytes copied out "
-        "and back, the device memory given up, the stalls, and the plan as a grid. Or write it as "
-        "an HTML page.",
+        "and back, the device memory freed, the stalls, and the plan as a grid. Or write it as an "
+        "HTML page.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -50,7 +50,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="report of one or more ranks, as written by --offload-report-path",
+        help="report of one or more ranks, written by --offload-report-path",
     )
     parser.add_argument(
         "--html",
@@ -66,7 +66,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=Path,
         default=(),
         metavar="TRACE.json",
-        help="traces that the same ranks wrote (--offload-trace-path), in the reports' order: "
+        help="traces of the same ranks (--offload-trace-path), in the order of the reports: "
         "the page then has a timeline, memory curves and a table of all groups",
     )
     drawn.add_argument(
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Before anything is read."""
+    """Check the options before reading any file."""
     drawn, name = (options.plan, "--plan") if options.plan else (options.trace, "--trace")
     if options.html is None:
         if drawn:
@@ -107,12 +107,12 @@ def _check(options: argparse.Namespace) -> None:
             )
         return
     if options.html.suffix not in PAGE_SUFFIXES:
-        raise ValueError(f"--html={options.html} is no name of a page; name a .html file")
+        raise ValueError(f"--html={options.html} is not the name of a page; name a .html file")
     require_writable("--html", options.html)
     if len(drawn) > len(options.files):
         raise ValueError(
-            f"{name} has {len(drawn)} files for {len(options.files)} reports; give each report's "
-            "in the same place"
+            f"{name} has {len(drawn)} files for {len(options.files)} reports; give one per report, "
+            "in the same order"
         )
 
 
@@ -125,14 +125,14 @@ def _load(path: Path) -> Report:
 
 
 def _refuse_repeated(paths: Sequence[Path], reports: Sequence[Report]) -> None:
-    """Sums over ranks would count a rank twice."""
+    """Refuse two reports of one rank, which sums over ranks would count twice."""
     found: dict[int, Path] = {}
     for path, report in zip(paths, reports, strict=True):
         for rank in report.ranks:
             if rank.rank in found:
                 raise ValueError(
-                    f"{path} has rank {rank.rank}, which {found[rank.rank]} has too; give one "
-                    "report of each rank"
+                    f"{path} has rank {rank.rank}, and so has {found[rank.rank]}; give one report "
+                    "per rank"
                 )
             found[rank.rank] = path
 
@@ -165,14 +165,14 @@ def _write_page(options: argparse.Namespace, reports: Sequence[Report], report: 
 def _only_rank(path: Path, report: Report) -> RankReport:
     if len(report.ranks) != 1:
         raise ValueError(
-            f"{path} belongs to a report of {len(report.ranks)} ranks, and a trace is of one; give "
-            "the reports of single ranks, as a run writes them"
+            f"{path} belongs to a report of {len(report.ranks)} ranks, but a trace is of one rank; "
+            "give the reports of single ranks, as a run writes them"
         )
     return report.ranks[0]
 
 
 def _plan(rank: RankReport, path: Path, is_plan: bool) -> Plan:
-    """The plan of a file; from a trace, the one that the rank made of it."""
+    """The plan of a file; for a trace, the plan that the rank made from it."""
     from megatron.slipstream.plan.build import build_plan
     from megatron.slipstream.plan.candidates import PolicyOptions
     from megatron.slipstream.plan.check import check_plan

@@ -1,15 +1,15 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// Zooming and pointing in the charts, sorting of groups, one rank at a time. All that is shown is in
-// the page already; nothing here puts text into it other than as text. To zoom is to make a chart
-// wider than its box: the browser scrolls it.
+// Zooms and inspects charts, sorts groups, shows one rank at a time. All content is already in the
+// page; the script inserts text only as text nodes. Zooming makes a chart wider than its box, which
+// the browser scrolls.
 "use strict";
 (() => {
-const MIN_VIEW = 1 / 2000; // Of the iteration: beyond it coordinates are coarser than pixels.
-const MAX_LABELS = 150; // Of a lane: with more bars in view none is wide enough.
+const MIN_VIEW = 1 / 2000; // Fraction of the iteration; below it, coordinates are coarser than pixels.
+const MAX_LABELS = 150; // Per lane: with more bars in view, none is wide enough for a label.
 const PIXELS_PER_CHARACTER = 6.6;
-const SHORT_ROWS = 200; // As in the style.
-const MIN_PIXELS_LINED = 12; // Lines between narrower bars would be all that is seen.
+const SHORT_ROWS = 200; // As in page.css.
+const MIN_PIXELS_LINED = 12; // Lines between narrower bars would hide the bars.
 
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const percent = (share) => `${100 * share}%`;
@@ -27,7 +27,7 @@ function niceStep(least) {
   return [1, 2, 5, 10].map((digit) => digit * power).find((step) => step >= least * 0.9999);
 }
 
-// The last place whose value is not above `value`; -1 if there is none.
+// The last index whose value is at most `value`; -1 if there is none.
 function lastUpTo(values, value) {
   let low = 0, high = values.length;
   while (low < high) {
@@ -53,7 +53,7 @@ class Charts {
   constructor(section, data) {
     this.section = section;
     this.data = data;
-    [this.from, this.width] = [0, 1]; // What is in view, as shares of the iteration.
+    [this.from, this.width] = [0, 1]; // The visible part, as fractions of the iteration.
     this.chosen = this.wait = -1;
     this.said = "";
     this.plots = [this.lanes, this.memory] = section.querySelectorAll(".plot");
@@ -72,7 +72,7 @@ class Charts {
 
   action(bars, place) { return `${this.data.owners[bars.owner[place]]}:${this.kind(bars, place)}`; }
 
-  // Changing what is in view.
+  // Changing the visible part.
 
   view(from, to, said = "") {
     this.width = clamp(to - from, MIN_VIEW, 1);
@@ -85,7 +85,7 @@ class Charts {
     this.draw();
   }
 
-  // A browser scrolls by whole pixels. Rounded so at each zoom, what is under the pointer would drift away.
+  // A browser scrolls by whole pixels. With rounding at each zoom, the point under the pointer would drift.
   scrolled(plot) {
     const from = plot.scrollLeft / plot.scrollWidth;
     if (!plot.scrollWidth || Math.abs(from - this.from) * plot.scrollWidth < 1) return;
@@ -127,7 +127,7 @@ class Charts {
     this.lanes.focus();
   }
 
-  // Drawing what depends on the view.
+  // Drawing the parts that depend on the view.
 
   draw() {
     if (this.due) return;
@@ -145,7 +145,7 @@ class Charts {
 
   room(left, right) { return (right - left) / this.width * this.lanes.clientWidth / PIXELS_PER_CHARACTER; }
 
-  // A pass that is partly in view has its name in the middle of that part.
+  // A partly visible pass has its label in the middle of the visible part.
   drawPasses(from, to) {
     for (const mark of this.lanes.querySelectorAll("[data-x]")) {
       const middle = Number(mark.dataset.x), half = Number(mark.dataset.width) / 2;
@@ -209,7 +209,7 @@ class Charts {
     }
   }
 
-  // Pointing.
+  // Pointer.
 
   describe(row, time) {
     const slack = 2 / this.lanes.clientWidth * this.width * this.data.total;
@@ -295,7 +295,7 @@ class Charts {
         this.zoom(Math.exp(clamp(event.deltaY, -100, 100) / 150), this.shareAt(event, plot));
       }, { passive: false });
     }
-    // What is hidden forgets where it was scrolled to.
+    // A hidden element loses its scroll position.
     new ResizeObserver(() => this.view(this.from, this.from + this.width, this.said)).observe(this.lanes);
   }
 }
@@ -328,7 +328,7 @@ class Groups {
 
   sort(place) {
     const head = this.heads[place], isNumber = !head.classList.contains("text");
-    // Of figures, the largest are looked for first.
+    // Numbers sort in descending order first.
     const isAscending = head.ariaSort ? head.ariaSort !== "ascending" : !isNumber || place < 4;
     for (const other of this.heads) other.removeAttribute("aria-sort");
     head.setAttribute("aria-sort", isAscending ? "ascending" : "descending");
@@ -337,13 +337,13 @@ class Groups {
       const { dataset, textContent } = row.cells[place];
       return { row, key: dataset.order ?? textContent };
     });
-    // What is empty comes last in both orders.
+    // Empty cells are last in both orders.
     keyed.sort(({ key: a }, { key: b }) => !isNumber ? sign * a.localeCompare(b)
       : a === "" || b === "" ? (a === "") - (b === "") : sign * (a - b));
     this.body.replaceChildren(...keyed.map(({ row }) => row));
   }
 
-  // Beyond the first rows of a long table the others are shown on demand: to lay them out takes long.
+  // A long table shows its first rows; the others are shown on demand because their layout is slow.
   filter(isWhole) {
     const [module, state] = this.filters.map((filter) => filter.value);
     for (const row of this.rows) {
@@ -356,7 +356,7 @@ class Groups {
   }
 }
 
-// One rank at a time. What a rank's page needs is read when it is first shown.
+// One rank at a time. A rank's data is parsed when the rank is first shown.
 
 const sections = [...document.querySelectorAll("section.rank")];
 const links = [...document.querySelectorAll("nav.ranks a")];
@@ -384,7 +384,7 @@ function select(id) {
 for (const link of links) {
   link.addEventListener("click", (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
-    // The page stays where it is, so that two ranks' charts can be compared.
+    // The scroll position is kept, so that two ranks' charts can be compared.
     event.preventDefault();
     history.pushState(null, "", link.hash);
     select(link.hash.slice(1));

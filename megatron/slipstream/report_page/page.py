@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A run's report as one HTML file that needs nothing else.
+"""A run's report as one self-contained HTML file.
 
 [Note: Nothing in the page is trusted]
 Names of modules, warnings and options come from models, users and files. The template escapes all
 of them (jinja2 with autoescape), data for the script is JSON with every ``<`` escaped, and the
-script writes texts only. Beside that the page's security policy allows its own style and script, by
-their hashes, and nothing else: no request leaves it, and what were injected would not run.
+script writes text only. In addition, the page's content security policy allows only its own style
+and script, by their hashes: the page makes no request, and injected code would not run.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from megatron.slipstream.report_page.summary import (
 GRID_WIDTH = 64
 MAX_GRID_ROWS = 200
 MAX_FINDINGS_SHOWN = 8
-"""The others are folded away."""
+"""Number of findings that are shown; the others are collapsed."""
 MAX_DETAILS_SHOWN = 8
-"""Details of a finding that are shown; the others are counted."""
+"""Number of details of a finding that are shown; the others are counted."""
 
 
 class _RankView(NamedTuple):
@@ -72,17 +72,18 @@ def render_page(
     progress: Optional[Callable[[int, int], None]] = None,
     is_plan: bool = False,
 ) -> str:
-    """The page.
+    """The page as HTML.
 
     Args:
-        report: Of one or more ranks.
-        plans: By rank, what the timeline, the memory curve and the table of groups are drawn from.
-            A rank without a plan has none of these.
-        progress: Called before each rank with how many are done, of how many, and at the end.
-        is_plan: Nothing has run: the page is that of a plan.
+        report: Report of one or more ranks.
+        plans: The plan of each rank, for its timeline, memory curve and table of groups. A rank
+            without a plan has none of these.
+        progress: Called before each rank, and at the end, with the number of ranks that are done
+            and the number of all ranks.
+        is_plan: Whether this is the page of a plan that has not run.
 
     Raises:
-        ValueError: A plan's times or bandwidth make no sense.
+        ValueError: A plan's times or bandwidth are invalid.
     """
     views = []
     for place, rank in enumerate(report.ranks):
@@ -119,7 +120,7 @@ def render_page(
 
 
 def render_plan_page(plan: Plan, simulation: Simulation) -> str:
-    """The page of a plan: the same charts and groups, without what a run has.
+    """The page of a plan: the same charts and groups, without measurements.
 
     Args:
         plan: The plan.
@@ -153,10 +154,10 @@ def save_page(
     plans: Optional[Mapping[int, Plan]] = None,
     progress: Optional[Callable[[int, int], None]] = None,
 ) -> None:
-    """Write :func:`render_page`'s page, whole or not at all.
+    """Write :func:`render_page`'s page atomically.
 
     Raises:
-        ValueError: A plan's times or bandwidth make no sense.
+        ValueError: A plan's times or bandwidth are invalid.
         OSError: It cannot be written.
     """
     write_whole(path, render_page(report, plans, progress).encode())
@@ -170,8 +171,8 @@ def _view(rank: RankReport, plan: Optional[Plan]) -> _RankView:
     remark = ""
     if rank.plan and render_plan(plan) != rank.plan:
         remark = (
-            f"What is drawn of rank {rank.rank} is of another plan than the one that it followed: "
-            "its figures above and in the grid are of the run, all below of the plan that was given"
+            f"The charts of rank {rank.rank} show another plan than the one that it followed: "
+            "figures above and in the grid are of the run, everything below is of the given plan"
         )
     return _RankView(
         report=rank,
@@ -198,7 +199,7 @@ def _subtitle(report: Report) -> list[str]:
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing but this style and this script; see [Note: Nothing in the page is trusted]."""
+    """The content security policy: see [Note: Nothing in the page is trusted]."""
     return (
         f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"

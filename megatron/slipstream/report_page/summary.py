@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The top of the page: what was saved, what it cost, and how the ranks differ."""
+"""The top of the page: memory saved, time, and differences between ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.slipstream.fine_grained_activation_offload.report import RankRepor
 from megatron.slipstream.plan.render import format_bytes
 
 DIFFERS_BY = 0.1
-"""A rank is marked that is further from the median than this share of it."""
+"""A rank is marked if it differs from the median by more than this fraction."""
 NOT_KNOWN = "–"
 
 
 class Card(NamedTuple):
-    """One answer, in a large figure and a few words."""
+    """One result: a large figure and a few words."""
 
     title: str
     figure: str
@@ -30,7 +30,7 @@ class RankCell(NamedTuple):
 
     text: str
     remark: str
-    """How it differs from the other ranks, if it does."""
+    """The difference from the other ranks, if any."""
     is_above: bool
 
 
@@ -39,16 +39,16 @@ class Row(NamedTuple):
 
     name: str
     values: list[tuple[str, str]]
-    """Which ranks, and their value."""
+    """Ranks, and their common value."""
 
 
 def format_ms(ms: float) -> str:
-    """Milliseconds, or seconds where that reads better."""
+    """A time in milliseconds, or in seconds from 10 s."""
     return f"{ms / 1e3:.1f} s" if ms >= 10_000 else f"{ms:.1f} ms"
 
 
 def cards(report: Report) -> list[Card]:
-    """The answers, of all ranks together."""
+    """The results of all ranks together."""
     ranks = report.ranks
     return [_memory_card(ranks), _time_card(ranks), _moved_card(ranks), _host_card(ranks)]
 
@@ -58,7 +58,7 @@ def _memory_card(ranks: Sequence[RankReport]) -> Card:
     known = [rank for rank in ranks if rank.baseline_peak_bytes]
     if not known:
         freed = max((rank.freed_bytes for rank in ranks), default=0)
-        return Card(title, NOT_KNOWN, ["peaks were not read", f"{format_bytes(freed)} given up"])
+        return Card(title, NOT_KNOWN, ["peaks were not measured", f"{format_bytes(freed)} freed"])
     before = max(rank.baseline_peak_bytes for rank in known)
     after = max(rank.planned_peak_bytes for rank in known)
     lines = [f"peak {format_bytes(before)} → {format_bytes(after)} planned"]
@@ -85,7 +85,7 @@ def _time_card(ranks: Sequence[RankReport]) -> Card:
             lines.append(f"{format_ms(slowest.planned_ms)} planned")
         if slowest.tried_percent is not None:
             lines.append(
-                f"{slowest.tried_percent:+.2f}% against steps without offloading, as tried"
+                f"{slowest.tried_percent:+.2f}% compared with trial steps without offloading"
             )
         if len(timed) > 1:
             lines.append(f"slowest of {len(timed)} ranks")
@@ -126,7 +126,7 @@ def _host_card(ranks: Sequence[RankReport]) -> Card:
     return Card("Host memory pinned", format_bytes(total), lines)
 
 
-# Ranks side by side.
+# Comparison of ranks.
 
 
 class Stage(NamedTuple):
@@ -141,7 +141,7 @@ class _RankColumn(NamedTuple):
     value: Callable[[RankReport], float]
     show: Callable[[float], str]
     is_by_stage: bool
-    """Whether it differs between pipeline stages by design, so that only ranks of one compare."""
+    """Whether it differs between pipeline stages, so that only ranks of a stage are compared."""
 
 
 def _share_saved(rank: RankReport) -> float:
@@ -169,7 +169,7 @@ _COLUMNS = (
 
 
 def rank_table(report: Report) -> tuple[list[str], list[Stage]]:
-    """A row for each rank, by pipeline stage; columns that say nothing of any rank are left out."""
+    """A row for each rank, by pipeline stage; empty columns are left out."""
     columns = [column for column in _COLUMNS if any(map(column.value, report.ranks))]
     medians = [statistics.median_low(map(column.value, report.ranks)) for column in columns]
     by_stage: dict[int, list[RankReport]] = {}
@@ -189,7 +189,7 @@ def rank_table(report: Report) -> tuple[list[str], list[Stage]]:
 
 
 def rank_differences(report: Report) -> list[str]:
-    """Which ranks are far from the median, and in what."""
+    """One line for each set of ranks that differ from the median, with the columns."""
     heads, stages = rank_table(report)
     rows = sorted(row for stage in stages for row in stage.rows)
     found: dict[tuple[str, str], list[str]] = {}
@@ -216,7 +216,7 @@ def _rank_cell(column: _RankColumn, rank: RankReport, median: float) -> RankCell
 
 
 def differing_rows(report: Report, of_rank: Callable[[RankReport], dict[str, Any]]) -> list[Row]:
-    """All names that any rank has, with one value if the ranks agree."""
+    """A row for each name that any rank has, with one value if the ranks agree."""
     names = dict.fromkeys(name for rank in report.ranks for name in of_rank(rank))
     rows = []
     for name in names:
@@ -237,9 +237,9 @@ def _plain(value: Any) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Such as 'ranks 0, 2, 5 to 7'."""
+    """Text such as 'ranks 0, 2, 5 to 7'."""
     parts: list[str] = []
-    # In a run of numbers, number and place go up together.
+    # Within a run of consecutive numbers, number minus index is constant.
     for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
         first, *others = (rank for _, rank in run)
         parts += [f"{first} to {others[-1]}"] if len(others) > 1 else map(str, [first, *others])

@@ -183,7 +183,7 @@ def test_columns_sort_both_ways_by_mouse_and_by_key_and_say_so(
     page = open_page(slow_run())
     table = group_table(iteration_of(slow_run().plan, slow_run().rank), slow_run().rank)
     titles = [item.title for item in table.columns]
-    for title in ("Bytes", "Out from", "Back late"):
+    for title in ("Bytes", "Offload", "Reload late"):
         place = titles.index(title)
         cells = [row[place] for row in table.rows]
         numbers = [

@@ -78,7 +78,7 @@ def test_a_trace_of_another_rank_is_seen(folder: Path) -> None:
     page = folder / "page.html"
     trace = folder / "trace.rank1.json"
     assert run(folder / "report.json", "--trace", trace, "--html", page) == 0
-    assert "What is drawn of rank 0 is of another plan" in page.read_text()
+    assert "The charts of rank 0 show another plan" in page.read_text()
 
 
 def test_a_plan_is_drawn_as_it_is(folder: Path) -> None:
@@ -101,7 +101,10 @@ def test_a_report_without_options_is_planned_with_the_defaults(folder: Path) -> 
 WRONG = {
     "no page": (["--trace", "trace.json"], "--trace is not supported without --html"),
     "plan, no page": (["--plan", "plan.json"], "--plan is not supported without --html"),
-    "not a page's name": (["--html", "report.json"], "--html=report.json is no name of a page"),
+    "not a page's name": (
+        ["--html", "report.json"],
+        "--html=report.json is not the name of a page",
+    ),
     "too many traces": (
         ["--trace", "trace.json", "trace.rank1.json", "--html", "page.html"],
         "--trace has 2 files for 1 reports",
@@ -205,7 +208,7 @@ def test_a_rank_that_is_given_twice_is_refused(
         assert run(folder / "report.rank1.json", first, second) == 2
         shown = capsys.readouterr()
         assert shown.err == (
-            f"error: {second} has rank 0, which {first} has too; give one report of each rank\n"
+            f"error: {second} has rank 0, and so has {first}; give one report per rank\n"
         )
         assert shown.out == ""
 

@@ -150,17 +150,17 @@ def test_a_row_tells_place_bytes_and_times_of_its_group() -> None:
         assert row["Micro-batch"] == str(group.key.chunk_pass)
         if group.moves:
             name = f"{group.key}.{group.name}"
-            assert row["Out from"] == f"{spans[f'{name}:D2H'].start_ms:.2f}"
-            assert row["Back from"] == f"{spans[f'{name}:H2D'].start_ms:.2f}"
+            assert row["Offload"] == f"{spans[f'{name}:D2H'].start_ms:.2f}"
+            assert row["Reload"] == f"{spans[f'{name}:H2D'].start_ms:.2f}"
             assert row["Freed"] == f"{starts[group.free_step]:.2f}"
             assert row["Needed"] == f"{starts[group.use_step]:.2f}"
-            assert row["What happens"] == "moves"
+            assert row["Decision"] == "moves"
             seen += 1
         else:
-            assert row["What happens"] == f"stays: {group.reason}"
-            assert row["Out from"] == row["Needed"] == ""
+            assert row["Decision"] == f"stays: {group.reason}"
+            assert row["Offload"] == row["Needed"] == ""
             seen += 1
-    assert {row["What happens"][:4] for row in rows} == {"move", "stay"}, "both are seen"
+    assert {row["Decision"][:4] for row in rows} == {"move", "stay"}, "both are seen"
 
 
 def test_layers_and_micro_batches_are_counted_for_each_chunk_and_name() -> None:
@@ -189,7 +189,7 @@ def test_lateness_is_told_apart_by_direction_and_by_source() -> None:
     rank = replace(run.rank, late_groups={late: 3})
     shown = iteration_of(run.plan, rank)
     rows = {row["Group"]: row for row in table(rank, shown)}
-    for kind, title in ((ActionKind.FREE, "Out late"), (StepKind.BACKWARD_USE, "Back late")):
+    for kind, title in ((ActionKind.FREE, "Offload late"), (StepKind.BACKWARD_USE, "Reload late")):
         expected: dict[str, float] = {}
         for stall in shown.simulation.stalls:
             if stall.cause.kind is kind:
@@ -197,19 +197,19 @@ def test_lateness_is_told_apart_by_direction_and_by_source() -> None:
                 expected[key] = expected.get(key, 0.0) + stall.ms
         found = {key: float(row[title]) for key, row in rows.items() if row.get(title)}
         assert found == pytest.approx(expected, abs=1e-3)
-    assert any(row.get("Back late") or row.get("Out late") for row in rows.values())
+    assert any(row.get("Reload late") or row.get("Offload late") for row in rows.values())
     assert rows[str(trace.steps[use].key)]["Stalled"] == "7.500"
     assert rows[late]["Late starts"] == "3"
     assert [row["Late starts"] for row in rows.values()].count("") == len(rows) - 1
     groups = group_table(shown, rank)
     marked = {str(g.key) for g, w in zip(run.plan.groups, groups.waits, strict=True) if w}
-    columns = ("Out late", "Back late", "Stalled", "Late starts")
+    columns = ("Offload late", "Reload late", "Stalled", "Late starts")
     assert marked == {key for key, row in rows.items() if any(row.get(c) for c in columns)}
 
 
 def test_columns_that_no_group_fills_are_left_out() -> None:
     titles = table(*_untimed())[0].keys()
-    assert not titles & {"Out late", "Back late", "Stalled", "Late starts", "Chunk"}
+    assert not titles & {"Offload late", "Reload late", "Stalled", "Late starts", "Chunk"}
 
 
 def _untimed() -> tuple[RankReport, Iteration]:
@@ -225,5 +225,5 @@ def test_storages_of_a_moving_group_that_stay_are_told_with_their_reason() -> No
     (kept,) = {group.reason for group in run.plan.groups if group.key.group == 0}
     assert kept == ""
     row = table(run.rank, iteration_of(run.plan, run.rank))[0]
-    assert row["What happens"].startswith("moves, but 1 storage stays: ")
-    assert "holds it too" in row["What happens"]
+    assert row["Decision"].startswith("moves, but 1 storage stays: ")
+    assert "holds it too" in row["Decision"]

@@ -266,16 +266,18 @@ def test_a_plan_that_the_rank_did_not_follow_is_said_to_be_another() -> None:
     assert "another plan" not in Page(render_page(run.report, {0: run.plan})).text
     other = build_plan(run.plan.trace, PolicyOptions(activation_offload_fraction=0.5))
     assert (
-        "What is drawn of rank 0 is of another plan"
-        in Page(render_page(run.report, {0: other})).text
+        "The charts of rank 0 show another plan" in Page(render_page(run.report, {0: other})).text
     )
 
 
 def test_memory_that_came_later_is_explained() -> None:
     run = make_run()
-    assert "more throughout" not in Page(render_page(run.report, {0: run.plan})).text
+    assert "The measured curve includes" not in Page(render_page(run.report, {0: run.plan})).text
     rank = replace(run.rank, later_bytes=3 << 20)
-    assert "3.0 MiB more throughout" in Page(render_page(Report([rank]), {0: run.plan})).text
+    assert (
+        "The measured curve includes 3.0 MiB that"
+        in Page(render_page(Report([rank]), {0: run.plan})).text
+    )
 
 
 @pytest.mark.parametrize(
