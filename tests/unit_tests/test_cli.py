@@ -110,7 +110,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     assert "report" in shown
-    assert "show what a training run moved" in shown
+    assert "show the bytes that a training run moved" in shown
     assert "plan a recorded iteration" in shown
 
 
@@ -375,7 +375,7 @@ def test_an_unknown_option_shows_how_its_command_is_used(
     error = capsys.readouterr().err
     assert error.startswith(f"usage: slipstream {command}")
     assert "unrecognized arguments: --sheep" in error
-    assert ("put the flags of a training behind '--'" in error) == (command == "doctor")
+    assert ("put the flags of a training after '--'" in error) == (command == "doctor")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Rates of copies between a GPU and pinned host memory, measured as the planner measures them."""
+"""Bandwidth of copies between a GPU and pinned host memory, measured as the planner measures it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from megatron.slipstream.fine_grained_activation_offload.cuda_backend import Cud
 from megatron.slipstream.plan.trace import Bandwidth
 
 NBYTES = 256 << 20
-"""Of each side; half of it goes each way."""
+"""Bytes on the device and on the host; half of them are copied each way."""
 
 NUM_ROUNDS = 20
-"""Each of some twelve copies. Other users of the link come and go; the best rates count."""
+"""Number of rounds of about twelve copies. Other users of the link vary, so the best rates count.
+"""
 
 
 def measure(gpu: Gpu, cpus: frozenset[int], progress: Callable[[str], None]) -> Gpu:
     """A GPU with its bandwidth, or with the error of the measurement.
 
-    Host memory is allocated where the process runs, so it runs on the GPU's node meanwhile.
+    Host memory is allocated on the node where the process runs, so it runs on the GPU's node during
+    the measurement.
 
     Args:
-        gpu: Without.
-        cpus: Those beside it on which the process may run; if empty, it stays where it is.
-        progress: Told of it.
+        gpu: The GPU, without bandwidth.
+        cpus: CPUs of the GPU's node on which the process may run; if empty, it is not moved.
+        progress: Called with a description.
     """
     progress(f"copies of GPU {gpu.number}")
     before = os.sched_getaffinity(0)
@@ -50,11 +52,11 @@ def measure_bandwidth(backend: Backend) -> Bandwidth:
     """The best rates of some rounds on the current device.
 
     Raises:
-        RuntimeError: There is no memory for it (or ``MemoryError``), or the backend takes no times.
+        RuntimeError: Memory is too short (or ``MemoryError``), or the backend cannot time copies.
     """
     device = backend.allocate_scratch(NBYTES)
     if device is None:
-        raise RuntimeError(f"the GPU has no {NBYTES >> 20} MiB to spare")
+        raise RuntimeError(f"the GPU does not have {NBYTES >> 20} MiB of free memory")
     host = backend.allocate_host(NBYTES)
     streams = CopyStreams(backend)
     try:
@@ -67,12 +69,12 @@ def measure_bandwidth(backend: Backend) -> Bandwidth:
 
 
 def best(rounds: Iterable[Bandwidth]) -> Bandwidth:
-    """The highest rate of each kind.
+    """The highest of each of the four rates.
 
     Raises:
         RuntimeError: There are no rounds.
     """
     columns = list(zip(*rounds, strict=True))
     if not columns:
-        raise RuntimeError("copies take no time that could be measured")
+        raise RuntimeError("copies are too fast to be timed")
     return Bandwidth(*map(max, columns))

@@ -10,36 +10,36 @@ from typing import NamedTuple
 from megatron.slipstream.doctor.facts import Facts
 from megatron.slipstream.rules import Finding, Rule
 
-NOT_LOOKED_AT = Rule("not-looked-at", "note", "not checked: {why}", "{cure}")
-"""Any check may find it."""
+NOT_CHECKED = Rule("not-looked-at", "note", "not checked: {why}", "{cure}")
+"""A finding that any check may give."""
 
 
 class Seen(NamedTuple):
     """The result of a check."""
 
     value: str
-    """As shown beside the check's label; of several lines if it is about several things."""
+    """Text shown next to the check's label; one line per item."""
     findings: tuple[Finding, ...] = ()
 
 
 class Check(NamedTuple):
-    """One thing to look at."""
+    """One check of the machine."""
 
     label: str
     prevents: str
-    """The failure of training that it finds beforehand; on the doctor's page."""
+    """The failure of training that it predicts; shown on the doctor's page."""
     look: Callable[[Facts], Seen]
     rules: tuple[Rule, ...]
-    """Its possible findings, beside :data:`NOT_LOOKED_AT`."""
+    """Its possible findings, in addition to :data:`NOT_CHECKED`."""
 
 
 class Topic(NamedTuple):
-    """Checks that are shown together."""
+    """A group of checks that are shown together."""
 
     title: str
     checks: tuple[Check, ...]
 
 
-def not_looked_at(why: str, cure: str = "") -> Seen:
-    """There was nothing to look at, or no way to."""
-    return Seen("unknown", (NOT_LOOKED_AT.found(why=why, cure=cure),))
+def not_checked(why: str, cure: str = "") -> Seen:
+    """The result of a check that could not be made."""
+    return Seen("unknown", (NOT_CHECKED.found(why=why, cure=cure),))

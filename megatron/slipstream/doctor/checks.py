@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""All checks, and what they find together."""
+"""All checks, and their results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TOPICS: tuple[Topic, ...] = (
 )
 
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
-"""From good to bad."""
+"""Severities in ascending order."""
 
 
 class Row(NamedTuple):
-    """Result of one check."""
+    """The result of one check."""
 
     topic: str
     label: str
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     @property
     def severity(self) -> Severity:
-        """Of the worst finding."""
+        """The severity of the worst finding."""
         return worst(self.findings)
 
 
@@ -48,7 +48,7 @@ def examine(facts: Facts) -> list[Row]:
 
 
 def findings_of(rows: list[Row]) -> Iterator[Finding]:
-    """Findings of all rows."""
+    """The findings of all rows."""
     for row in rows:
         yield from row.findings
 

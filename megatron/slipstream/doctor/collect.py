@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Reading the machine: all that the doctor reads is read here."""
+"""Reads all facts of the machine that the doctor uses."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ VARIABLES = (
 )
 
 NVIDIA_SMI_S = 30
-"""How long nvidia-smi may take: with persistence mode off it loads the driver first."""
+"""Timeout of nvidia-smi in seconds: with persistence mode off it loads the driver first."""
 
 _QUERIES = (
     *("index", "name", "pci.bus_id", "driver_version", "memory.total"),
     *("pcie.link.gen.current", "pcie.link.gen.max"),
     *("pcie.link.width.current", "pcie.link.width.max"),
 )
-"""Fields of the query of nvidia-smi; the last four are those of :class:`Link`."""
+"""Fields of the nvidia-smi query; the last four are the fields of :class:`Link`."""
 
 Progress = Callable[[str], None]
-"""Called with what is looked at next."""
+"""Called with a description of the next step."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,22 @@ class Request:
 
     ranks_per_host: Optional[int] = None
     measures: bool = True
-    """Whether to measure copies."""
+    """Whether to measure the bandwidth of copies."""
     words: Sequence[str] = ()
-    """Of a training command, for ``split_command``."""
+    """Words of a training command, for ``split_command``."""
 
 
 def collect(request: Request, progress: Progress = lambda _: None, root: Path = Path("/")) -> Facts:
-    """Look at the machine.
+    """Read the facts of the machine.
 
     Args:
-        request: What for.
-        progress: Told of every step.
-        root: Where /proc, /sys and /dev are found.
+        request: Options of the user.
+        progress: Called before every step.
+        root: Folder that contains /proc, /sys and /dev.
     """
     words = split_command(list(request.words))
     progress("versions")
-    # Before anything is imported or set for the flags' sake.
+    # Read before the parser of the flags imports modules and sets variables.
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     process = preflight.collect()
     torch, torch_facts, error = _torch()
@@ -110,7 +110,7 @@ def collect(request: Request, progress: Progress = lambda _: None, root: Path = 
 
 
 def _can_import(facts: Facts) -> bool:
-    """Whether megatron-core does, as far as can be told without trying."""
+    """Whether megatron-core is likely to import, decided without importing it."""
     is_there = facts.torch is not None and facts.process.megatron_core is not None
     return is_there and facts.process.te_import_error is None
 
@@ -136,11 +136,11 @@ def _patches() -> tuple[PatchTarget, ...]:
 
 
 def _with_command(facts: Facts, words: Words, progress: Progress) -> Facts:
-    """Last: to read the flags replaces parts of torch where there is no GPU."""
+    """Check the command last: without a GPU, parsing the flags replaces parts of torch."""
     if not words.flags:
         return facts
     if not _can_import(facts):
-        why = "torch, megatron-core and what they import have to work first"
+        why = "torch and megatron-core must be importable"
         return replace(facts, unseen={**facts.unseen, "command": why})
     progress("flags")
     return replace(facts, command=command.check_command(words))
@@ -163,20 +163,20 @@ def _native() -> Native:
 
 
 def build_locks(folder: Path, now_s: float) -> tuple[BuildLock, ...]:
-    """The locks of extensions, which lie in the folder or, by versions, a level below."""
+    """The locks of extensions, in the folder or in its folders for versions."""
     found = []
     for path in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")]):
-        with contextlib.suppress(OSError):  # It has just been removed.
+        with contextlib.suppress(OSError):  # It may have just been removed.
             found.append(BuildLock(str(path), now_s - path.stat().st_mtime))
     return tuple(found)
 
 
 def _torch() -> tuple[Optional[ModuleType], Optional[Torch], Optional[str]]:
-    """The module, what it says of itself, and why it does not import though it is installed."""
+    """The module, its facts, and the error if it is installed but does not import."""
     try:
         module = importlib.import_module("torch")
         facts = Torch(module.version.cuda, module.version.hip, module.cuda.is_available())
-    # A half-installed torch fails in many ways, which are what is to be reported.
+    # A broken torch fails in many ways; any of them is reported.
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         return None, None, None if is_missing else f"{type(error).__name__}: {error}"
@@ -184,7 +184,7 @@ def _torch() -> tuple[Optional[ModuleType], Optional[Torch], Optional[str]]:
 
 
 def _gpus(torch: Any, root: Path) -> tuple[Optional[str], tuple[Gpu, ...]]:
-    """The driver's version and the GPUs: those that torch sees, or else all."""
+    """The driver's version and the GPUs: those visible to torch, or otherwise all."""
     rows = query_nvidia_smi()
     driver = rows[0]["driver_version"] if rows else driver_version(root)
     if torch is None:
@@ -197,7 +197,7 @@ def _gpus(torch: Any, root: Path) -> tuple[Optional[str], tuple[Gpu, ...]]:
 
 
 def _pci_address(properties: Any) -> Optional[str]:
-    """As sysfs writes it; None where this torch does not tell it."""
+    """The PCI address in the format of sysfs; None if this torch does not give it."""
     try:
         domain, bus = properties.pci_domain_id, properties.pci_bus_id
         return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
@@ -206,14 +206,14 @@ def _pci_address(properties: Any) -> Optional[str]:
 
 
 def query_nvidia_smi() -> list[dict[str, str]]:
-    """A row for each GPU, by the names in ``_QUERIES``; none where nvidia-smi does not answer."""
+    """A row for each GPU, by the names in ``_QUERIES``; empty if nvidia-smi fails."""
     try:
         output = subprocess.run(
             ["nvidia-smi", f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=NVIDIA_SMI_S,
-            check=False,  # With one GPU lost it fails, and tells of the others.
+            check=False,  # With one GPU lost it fails but lists the others.
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
@@ -238,18 +238,18 @@ def gpu_of(row: Mapping[str, str]) -> Gpu:
 
 
 def link_of(row: Mapping[str, str]) -> Optional[Link]:
-    """The link in a row of nvidia-smi; None if it does not tell."""
+    """The link in a row of nvidia-smi; None if unknown."""
     numbers = [_number(row[name]) for name in _QUERIES[-4:]]
     return None if None in numbers else Link(*(number or 0 for number in numbers))
 
 
 def _number(text: str) -> Optional[int]:
-    """Of nvidia-smi, which writes '[N/A]' for what it does not know."""
+    """A number of nvidia-smi, which prints '[N/A]' for unknown values."""
     return int(text) if text.isdigit() else None
 
 
 def _sysfs_address(bus_id: str) -> str:
-    """nvidia-smi's '00000000:1B:00.0' as '0000:1b:00.0'."""
+    """Convert nvidia-smi's '00000000:1B:00.0' to sysfs's '0000:1b:00.0'."""
     return bus_id.lower()[-len("0000:00:00.0") :]
 
 
@@ -269,14 +269,14 @@ def _measured(
     progress: Progress,
     unseen: dict[str, str],
 ) -> tuple[Gpu, ...]:
-    """The GPUs with the rates of copies, and with their links right after.
+    """The GPUs with the bandwidth of copies, and with their links read right afterwards.
 
     An idle GPU may lower the generation of its link. ``beside`` has the CPUs of each GPU's node.
     """
     if not request.measures:
         unseen["bandwidth"] = "--no-bandwidth was given"
     elif torch is None or not torch.sees_gpus:
-        unseen["bandwidth"] = "it takes a torch that sees the GPU"
+        unseen["bandwidth"] = "torch does not see the GPU"
     else:
         from megatron.slipstream.doctor.bandwidth import measure
 
@@ -310,7 +310,7 @@ def parse_numbers(text: str = "") -> frozenset[int]:
 
 
 def gpu_node(root: Path, pci_address: Optional[str]) -> Optional[int]:
-    """The node that a PCI device is attached to; None if the kernel does not tell."""
+    """The NUMA node of a PCI device; None if the kernel does not report it."""
     if pci_address is None:
         return None
     lines = read_lines(root / "sys/bus/pci/devices" / pci_address / "numa_node")
@@ -332,7 +332,7 @@ def _host(root: Path) -> Host:
 
 
 def total_bytes(root: Path) -> Optional[int]:
-    """All host memory."""
+    """Total host memory."""
     for line in read_lines(root / "proc/meminfo"):
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
@@ -356,5 +356,5 @@ def _ranks(request: Request, words: Words, environment: Mapping[str, str], num_g
         if environment.get(name, "").isdigit():
             return Ranks(max(1, int(environment[name])), name)
     if num_gpus:
-        return Ranks(num_gpus, "one for each GPU; --ranks-per-host N says otherwise")
-    return Ranks(1, "--ranks-per-host N says otherwise")
+        return Ranks(num_gpus, "one for each GPU; --ranks-per-host N changes it")
+    return Ranks(1, "--ranks-per-host N changes it")

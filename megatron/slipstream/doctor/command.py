@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from megatron.slipstream import preflight
 from megatron.slipstream.config import NO_EFFECT, NOTHING_TO_MOVE, REFUSED_BY_MEGATRON, STAYS
-from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
+from megatron.slipstream.doctor.check import Check, Seen, Topic, not_checked
 from megatron.slipstream.doctor.facts import Command, Facts
 from megatron.slipstream.estimate.training_command import Words
 
@@ -33,7 +33,7 @@ def check_command(words: Words) -> Command:
 
 def _flags(facts: Facts) -> Seen:
     if facts.command is None and "command" in facts.unseen:
-        return not_looked_at(facts.unseen["command"])
+        return not_checked(facts.unseen["command"])
     if facts.command is None:
         return Seen("none given (slipstream doctor -- FLAGS checks those of a training)")
     offloads = "with offloading" if facts.command.offloads else "without offloading"
@@ -47,7 +47,7 @@ TOPIC = Topic(
     (
         Check(
             "Flags",
-            "training ends at the first wrong flag; here all are found at once",
+            "training stops at the first wrong flag; the doctor finds all at once",
             _flags,
             (
                 *(REFUSED_BY_MEGATRON, STAYS, NO_EFFECT, NOTHING_TO_MOVE),

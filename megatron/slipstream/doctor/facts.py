@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Facts of the machine. Checks read nothing else, so tests make them by hand."""
+"""Facts of the machine. Checks read nothing else, so tests can construct them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Torch(NamedTuple):
     """Facts of torch."""
 
     cuda: Optional[str]
-    """The CUDA runtime that it was built for; None for a build without."""
+    """Version of the CUDA runtime of the build; None without CUDA."""
     hip: Optional[str]
     sees_gpus: bool
 
@@ -33,31 +33,31 @@ class Link(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A GPU as torch numbers it; as nvidia-smi does, where torch sees none."""
+    """A GPU; numbered by torch, or by nvidia-smi if torch sees none."""
 
     number: int
     name: str
     memory_bytes: Optional[int] = None
     pci_address: Optional[str] = None
-    """As sysfs writes it."""
+    """PCI address in the format of sysfs."""
     node: Optional[int] = None
-    """The NUMA node that it is attached to."""
+    """Its NUMA node."""
     link: Optional[Link] = None
     bandwidth: Optional[Bandwidth] = None
     bandwidth_error: Optional[str] = None
-    """Why it could not be measured."""
+    """The error of its measurement."""
 
 
 class Ranks(NamedTuple):
-    """How many processes of the training run on this host."""
+    """The number of processes of the training on this host."""
 
     number: int
     source: str
-    """Source of the value."""
+    """The source of the number."""
 
 
 class Host(NamedTuple):
-    """Host memory and its limits. None where nothing tells."""
+    """Host memory and its limits; None where unknown."""
 
     total_bytes: Optional[int]
     groups: tuple[preflight.ControlGroup, ...]
@@ -70,11 +70,11 @@ class Host(NamedTuple):
 
 
 class Command(NamedTuple):
-    """Requirements of a training command's flags, and findings about them."""
+    """Facts of a training command's flags, and findings about them."""
 
     findings: tuple[Finding, ...]
     num_processes: int
-    """That the flags were checked for."""
+    """Number of processes for which the flags were checked."""
     offloads: bool = False
     graphs: str = "none"
     """megatron-core's ``cuda_graph_impl``, or 'chunk' for graphs of whole chunks."""
@@ -84,17 +84,17 @@ class Command(NamedTuple):
 
 
 class PatchTarget(NamedTuple):
-    """Something of another package that Slipstream replaces at run time."""
+    """An attribute of another package that Slipstream replaces at run time."""
 
     name: str
     features: tuple[str, ...]
     """Features that need the patch."""
     problem: Optional[str] = None
-    """Why it cannot be."""
+    """Why it cannot be replaced."""
 
 
 class BuildLock(NamedTuple):
-    """Marks an extension of torch as being compiled: who needs it too waits until this is gone."""
+    """The lock file of a torch extension during its build; other processes wait for it."""
 
     path: str
     age_s: float
@@ -114,24 +114,24 @@ class Facts:
 
     process: preflight.Facts
     environment: Mapping[str, str]
-    """The variables that checks ask for and that are set."""
+    """The environment variables that checks read and that are set."""
     ranks: Ranks
     host: Host
     torch: Optional[Torch] = None
     torch_error: Optional[str] = None
-    """Why torch, though installed, does not import."""
+    """The error if torch is installed but does not import."""
     driver: Optional[str] = None
     """Version of NVIDIA's driver."""
     build_locks: tuple[BuildLock, ...] = ()
     native: Optional[Native] = None
     """The engine's C++ module; None where torch does not import."""
     patches: tuple[PatchTarget, ...] = ()
-    """Those that the installed packages need; empty where they cannot be imported."""
+    """Patches that the installed packages need; empty if these cannot be imported."""
     gpus: tuple[Gpu, ...] = ()
     cpus_of_node: Mapping[int, frozenset[int]] = field(default_factory=dict)
     """The CPUs of each NUMA node that has any."""
     cpus: frozenset[int] = frozenset()
-    """Those that this process may run on."""
+    """The CPUs that this process may run on."""
     command: Optional[Command] = None
     unseen: Mapping[str, str] = field(default_factory=dict)
-    """Of 'bandwidth' and 'command', those that were not looked at, and why."""
+    """The reason for each of 'bandwidth' and 'command' that was not checked."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
+from megatron.slipstream.doctor.check import Check, Seen, Topic, not_checked
 from megatron.slipstream.doctor.facts import Facts, Gpu
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.rules import Finding, Rule
@@ -15,50 +15,52 @@ GB_PER_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """Rate of one lane of PCI Express in each direction, by generation."""
 
 FAR_BELOW_LINK = 0.7
-"""Of the link's rate. Copies of pinned memory reach 0.88 on an H200 with 16 lanes of generation 5;
-published figures of an A100 with generation 4 are 0.8."""
+"""Fraction of the link's rate. Copies of pinned memory reach 0.88 on an H200 with 16 lanes of
+generation 5; published figures of an A100 with generation 4 are 0.8."""
 
 NO_GPU = Rule(
     "no-gpu",
     "note",
-    "there is no GPU here: trainings run on the CPU, for trying things out, and imitate its memory",
+    "this machine has no GPU: training runs on the CPU, for tests only, with simulated device "
+    "memory",
     "run the doctor on a machine that trains",
 )
 GPU_NOT_SEEN = Rule(
     "gpu-not-seen",
     "error",
-    "there is an NVIDIA GPU or its driver, and torch sees no GPU{hidden}",
-    "unset CUDA_VISIBLE_DEVICES, or give the container its GPUs (--gpus all); nvidia-smi tells "
-    "whether the driver answers",
+    "an NVIDIA GPU or its driver is present, but torch sees no GPU{hidden}",
+    "unset CUDA_VISIBLE_DEVICES, or give the container its GPUs (--gpus all); check the driver "
+    "with nvidia-smi",
 )
 SLOW_COPIES = Rule(
     "slow-copies",
     "warning",
-    "GPU {gpu}: copies {direction} reach {rate:.1f} GB/s, {share:.0%} of what PCIe generation "
-    "{max_generation} with {max_width} lanes carries (it runs with generation {generation}, "
+    "GPU {gpu}: copies {direction} reach {rate:.1f} GB/s, {share:.0%} of the rate of PCIe "
+    "generation {max_generation} with {max_width} lanes (it runs with generation {generation}, "
     "{width} lanes)",
-    "with fewer lanes or a lower generation, reseat the card or change the firmware's settings of "
-    "the slot; else see what else uses the link, and that the process runs on the GPU's NUMA node",
+    "with fewer lanes or a lower generation, reseat the card or change the slot's firmware "
+    "settings; otherwise check for other users of the link, and that the process runs on the GPU's "
+    "NUMA node",
 )
 NOT_MEASURED = Rule(
     "bandwidth-not-measured",
     "warning",
     "GPU {gpu}: copies could not be measured: {error}",
-    "see whether another process uses the GPU's memory, and whether pinned memory is available",
+    "check whether another process uses the GPU's memory, and whether pinned memory is available",
 )
 BOUND_ELSEWHERE = Rule(
     "bound-to-another-node",
     "warning",
-    "GPU {gpu} is on NUMA node {node}, and this process may run on CPUs {cpus} only, none of which "
-    "is there: copies cross the link between the sockets",
+    "GPU {gpu} is on NUMA node {node}, but this process may run only on CPUs {cpus} of other "
+    "nodes: copies cross the link between the sockets",
     "start the training with torchrun --numa-binding=node, or the rank with "
     "numactl --cpunodebind={node} --membind={node}",
 )
 TOOLS_MISSING = Rule(
     "affinity-tools-missing",
     "warning",
-    "cuda-python or pynvml is missing: megatron-core's training loop, which binds each process to "
-    "the NUMA node of its GPU with them, ends with an error (./run train goes on unbound)",
+    "cuda-python or pynvml is missing: megatron-core's training loop, which needs them to bind "
+    "each process to the NUMA node of its GPU, raises an error (./run train continues unbound)",
     "pip install cuda-python nvidia-ml-py",
 )
 
@@ -67,7 +69,7 @@ def _gpus(facts: Facts) -> Seen:
     if not facts.gpus and facts.driver is None:
         return Seen("none", (NO_GPU.found(),))
     value = "\n".join(map(_describe, facts.gpus)) or "none"
-    # Without CUDA or without torch, that is what is said, under Versions.
+    # Missing CUDA or torch is reported by the checks of versions.
     if facts.torch is None or facts.torch.cuda is None or facts.torch.sees_gpus:
         return Seen(value)
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
@@ -84,18 +86,18 @@ def _copies(facts: Facts) -> Seen:
     if not facts.gpus:
         return Seen("no GPU")
     if "bandwidth" in facts.unseen:
-        return not_looked_at(facts.unseen["bandwidth"])
+        return not_checked(facts.unseen["bandwidth"])
     lines, findings = [], []
     for gpu in facts.gpus:
         rates = gpu.bandwidth
         if rates is None:
-            error = gpu.bandwidth_error or "no reason is known"
+            error = gpu.bandwidth_error or "unknown error"
             lines.append(f"GPU {gpu.number}: not measured")
             findings.append(NOT_MEASURED.found(gpu=gpu.number, error=error))
             continue
         lines.append(
-            f"GPU {gpu.number}: out {rates.d2h_gb_per_s:.1f}, back {rates.h2d_gb_per_s:.1f} GB/s; "
-            f"at once {rates.d2h_both_gb_per_s:.1f} and {rates.h2d_both_gb_per_s:.1f} GB/s"
+            f"GPU {gpu.number}: D2H {rates.d2h_gb_per_s:.1f}, H2D {rates.h2d_gb_per_s:.1f} GB/s; "
+            f"both {rates.d2h_both_gb_per_s:.1f} and {rates.h2d_both_gb_per_s:.1f} GB/s"
         )
         findings += _slow(gpu, {"out": rates.d2h_gb_per_s, "back": rates.h2d_gb_per_s})
     return Seen("\n".join(lines), tuple(findings))
@@ -124,7 +126,7 @@ def _affinity(facts: Facts) -> Seen:
 
 
 def _gpus_of_this_process(facts: Facts) -> tuple[Gpu, ...]:
-    """Started as a rank the process is bound for one GPU; else it may be meant for any."""
+    """The GPU of a process that was started as a rank; otherwise all GPUs."""
     rank = facts.environment.get("LOCAL_RANK", "")
     if rank.isdigit() and int(rank) < len(facts.gpus):
         return (facts.gpus[int(rank)],)
@@ -161,7 +163,7 @@ TOPIC = Topic(
         ),
         Check(
             "Affinity tools",
-            "megatron-core's training loop raises where activations are offloaded",
+            "megatron-core's training loop raises an error if activations are offloaded",
             _tools,
             (TOOLS_MISSING,),
         ),

@@ -13,18 +13,18 @@ from pathlib import Path
 _EPILOG = """\
 Examples:
 
-  What is right and wrong on this machine:
+  Check this machine:
     slipstream doctor
 
-  The same, and all that is wrong with the flags of a training (no model is built):
+  Also check the flags of a training (no model is built):
     slipstream doctor -- --num-layers 32 ... --fine-grained-activation-offloading
     slipstream doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
 
-  As a rank would see it, with the launcher's environment and bindings:
+  Check as a rank, with the launcher's environment and bindings:
     srun --ntasks-per-node 8 slipstream doctor --json doctor.json --no-bandwidth
 
-Marks: ok, note (to be known), warning (slow, or fails later), error (fails, or computes wrong).
-Exit status: 0 without errors, 1 with errors, 2 for a wrong call.
+Marks: ok, note (information), warning (slow, or fails later), error (fails, or computes wrong).
+Exit status: 0 without errors, 1 with errors, 2 for invalid options.
 """
 
 
@@ -32,10 +32,10 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the sub-command."""
     parser = commands.add_parser(
         "doctor",
-        help="say what is right on this machine, what will go wrong, and what to do about it",
-        description="Look at versions, environment variables, GPUs and their links, NUMA, host "
-        "memory and the flags of a training, and show for everything that is wrong its cure. Works "
-        "without a GPU too.",
+        help="check this machine for causes of failing or slow training, and show cures",
+        description="Check versions, environment variables, GPUs and their links, NUMA, host "
+        "memory and the flags of a training, and show a cure for every problem. Works without a "
+        "GPU too.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -43,8 +43,8 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "words",
         nargs="*",
         metavar="-- COMMAND",
-        help="flags of a training, or the whole command with torchrun and script, to be checked "
-        "with megatron's own parser and every rule at once",
+        help="flags of a training, or the whole command with torchrun and script, to check with "
+        "megatron's parser and all rules",
     )
     parser.add_argument(
         "--json",
@@ -61,15 +61,15 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--ranks-per-host",
         type=int,
         metavar="N",
-        help="processes of the training on this host, which share its memory (default: what the "
-        "launcher says, or one for each GPU)",
+        help="processes of the training on this host, which share its memory (default: the "
+        "launcher's number, or one for each GPU)",
     )
-    hint = "; put the flags of a training behind '--'"
+    hint = "; put the flags of a training after '--'"
     parser.set_defaults(run=run, hint_for_unknown=hint)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine the machine and show what is found. Returns the exit status."""
+    """Examine the machine and show the findings. Returns the exit status."""
     # Imported here so that `slipstream --help` answers at once.
     from megatron.slipstream.doctor.checks import examine, findings_of
     from megatron.slipstream.doctor.collect import Request, collect
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.ranks_per_host is not None and options.ranks_per_host < 1:
         raise ValueError(
-            f"--ranks-per-host={options.ranks_per_host} is no number of processes; give 1 or more"
+            f"--ranks-per-host={options.ranks_per_host} must be positive; give 1 or more"
         )
     path = None if options.json in (None, "-") else Path(options.json)
     if path is not None:
@@ -100,9 +100,9 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that names what is looked at."""
+    """A bar on stderr that names the current step."""
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
     with bar_on_stderr() as progress:
         task = progress.add_task("", total=None)
-        yield lambda what: progress.update(task, description=f"looking at {what}")
+        yield lambda what: progress.update(task, description=f"checking {what}")

@@ -1,17 +1,17 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Host memory: how much each rank may pin, and its limits."""
+"""Host memory: the share that each rank may pin, and its limits."""
 
 from __future__ import annotations
 
-from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
+from megatron.slipstream.doctor.check import Check, Seen, Topic, not_checked
 from megatron.slipstream.doctor.facts import Facts
 from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.preflight import HOST_MEMORY_SHARE, host_memory_share_bytes
 from megatron.slipstream.rules import Rule
 
 LITTLE_BYTES = 4 << 30
-"""Per rank with a GPU: less than the activations of a few layers of a large model."""
+"""Share of a rank with a GPU below which only a few layers of a large model could be offloaded."""
 
 SMALL_SHM_BYTES = 1 << 30
 """Size that NCCL's documentation recommends for a container."""
@@ -21,36 +21,36 @@ RANKS_PER_HOST_OF_LAUNCHERS = ("SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_S
 LITTLE_MEMORY = Rule(
     "little-host-memory",
     "warning",
-    "each of {ranks} ranks may pin {share} of host memory; what does not fit stays on the GPU",
+    "each of {ranks} ranks may pin {share} of host memory; activations beyond it stay on the GPU",
     "give the job more host memory (a container's limit counts), or offload fewer modules",
 )
 LIMIT_TOO_HIGH = Rule(
     "host-memory-limit-too-high",
     "warning",
-    "offload_host_memory_limit_bytes={limit} lets {ranks} ranks pin {together}, and {available} "
-    "are available: the system may end the job",
+    "offload_host_memory_limit_bytes={limit} lets {ranks} ranks pin {together}, but only "
+    "{available} are available: the system may kill the job",
     "set offload_host_memory_limit_bytes to {share_bytes} or less, or leave it out",
 )
 SHARE_NOT_KNOWN = Rule(
     "local-world-size-not-set",
     "warning",
-    "{variable}={number}, but LOCAL_WORLD_SIZE is not set: each rank takes itself for the only one "
-    "of the host, and may pin all that is available",
+    "{variable}={number}, but LOCAL_WORLD_SIZE is not set: each rank assumes that it is the only "
+    "one of the host, and may pin all available memory",
     "start with torchrun, or export LOCAL_WORLD_SIZE={number}",
 )
 SMALL_MEMLOCK = Rule(
     "memlock-limit",
     "warning",
-    "RLIMIT_MEMLOCK is {limit}, and there are RDMA adapters: NCCL's registrations with them count "
-    "against it, and may fail",
+    "RLIMIT_MEMLOCK is {limit} on a host with RDMA adapters: it limits NCCL's memory "
+    "registrations, which may fail",
     "ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: "
     "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf)",
 )
 SMALL_SHM = Rule(
     "small-shm",
     "warning",
-    "/dev/shm has {size}; NCCL and the workers of data loaders exchange data there, and fail once "
-    "it is full",
+    "/dev/shm has {size}; NCCL and data loader workers exchange data there, and fail when it is "
+    "full",
     "give the container more (--shm-size=1g or more, or --ipc=host)",
 )
 
@@ -72,7 +72,7 @@ def _ranks(facts: Facts) -> Seen:
 def _share(facts: Facts) -> Seen:
     available, ranks = facts.process.available_memory_bytes, facts.ranks.number
     if available is None:
-        return not_looked_at("neither /proc/meminfo nor a control group tells what is available")
+        return not_checked("neither /proc/meminfo nor a control group reports available memory")
     share = host_memory_share_bytes(available, ranks)
     findings = []
     if facts.gpus and share < LITTLE_BYTES:
@@ -94,7 +94,7 @@ def _share(facts: Facts) -> Seen:
         *(
             f"limit of the control group (v{group.version}): {format_bytes(group.limit_bytes)}"
             for group in facts.host.groups
-            # Version 1 writes 'none' as a number beyond any memory.
+            # Version 1 reports no limit as a number larger than any memory.
             if facts.host.total_bytes is None or group.limit_bytes < facts.host.total_bytes
         ),
     ]
@@ -112,7 +112,7 @@ def _memlock(facts: Facts) -> Seen:
 def _shm(facts: Facts) -> Seen:
     size = facts.host.shm_bytes
     if size is None:
-        return not_looked_at("there is no /dev/shm")
+        return not_checked("there is no /dev/shm")
     findings = (SMALL_SHM.found(size=format_bytes(size)),) if size < SMALL_SHM_BYTES else ()
     return Seen(format_bytes(size), findings)
 
@@ -122,7 +122,7 @@ TOPIC = Topic(
     (
         Check(
             "Ranks per host",
-            "ranks pin more than there is, and the job is killed",
+            "ranks pin more memory than the host has, and the job is killed",
             _ranks,
             (SHARE_NOT_KNOWN,),
         ),

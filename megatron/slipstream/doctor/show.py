@@ -23,7 +23,7 @@ SCHEMA = "slipstream-doctor"
 VERSION = 2
 
 WIDTH = 100
-"""Columns where the output is no terminal, or a wider one."""
+"""Maximum width in columns, and the width where the output is not a terminal."""
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
@@ -38,7 +38,7 @@ def render(rows: list[Row], stream: IO[str]) -> None:
             console.print(_table(list(of_topic)))
             console.print()
         console.print(Text(summary(rows)))
-    # Cells are filled up with blanks.
+    # rich pads cells with blanks.
     stream.write("".join(line.rstrip() + "\n" for line in drawn.get().splitlines()))
 
 
@@ -62,7 +62,7 @@ def _mark(severity: str) -> Text:
 
 
 def summary(rows: list[Row]) -> str:
-    """How many findings of which severity."""
+    """The number of findings of each severity."""
     numbers = Counter(finding.severity for finding in findings_of(rows))
     counted = [
         f"{numbers[severity]} {severity}{'s' if numbers[severity] > 1 else ''}"
@@ -73,7 +73,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def to_json(facts: Facts, rows: list[Row]) -> str:
-    """Everything as data: what was found, and the facts that it was found in."""
+    """All findings, and the facts that they are based on, as JSON."""
     checks = [
         {
             "topic": row.topic,
@@ -95,7 +95,7 @@ def to_json(facts: Facts, rows: list[Row]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it."""
+    """A value converted for JSON."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Optional
 
 from megatron.slipstream import preflight
-from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
+from megatron.slipstream.doctor.check import Check, Seen, Topic, not_checked
 from megatron.slipstream.doctor.facts import Facts
 from megatron.slipstream.rules import Rule, Severity
 
@@ -17,10 +17,10 @@ REGISTER = "NCCL_GRAPH_REGISTER"
 MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 DEBUGGING = {
-    "CUDA_LAUNCH_BLOCKING": "makes every launch wait for its end, so no copy overlaps with compute",
+    "CUDA_LAUNCH_BLOCKING": "makes every launch synchronous, so no copy overlaps with compute",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "returns every block to the driver, which waits for the GPU",
 }
-"""Variables for finding errors, and why training is slow with them."""
+"""Debugging variables, and why training is slow with them."""
 
 READ = (OLD_ALLOCATOR, NEW_ALLOCATOR, REGISTER, MIXING, NONDETERMINISTIC, *DEBUGGING)
 
@@ -28,16 +28,16 @@ EXPANDABLE_IN_GRAPHS = Rule(
     "expandable-segments-in-graphs",
     "error",
     f"{{variable}}={{value}} is not supported with CUDA graphs unless {REGISTER}=0, because NCCL "
-    "registers the buffers of captured operations, and with such memory that ends in illegal "
+    "registers the buffers of captured operations, which with such memory leads to illegal "
     "accesses{unnoticed}",
     f"set {REGISTER}=0, or leave expandable_segments out",
 )
-_UNNOTICED = f" (megatron-core looks for it in {OLD_ALLOCATOR} only, so nothing stops the run)"
+_UNNOTICED = f" (megatron-core reads only {OLD_ALLOCATOR}, so it does not refuse the run)"
 NO_GRAPH_MIXING = Rule(
     "no-graph-mixing",
     "warning",
-    f"{MIXING}=0 lets NCCL assume that no operation of a graph runs beside another one; graphs of "
-    "single layers have others beside them, and may deadlock",
+    f"{MIXING}=0 lets NCCL assume that no other operation runs concurrently with a graph; graphs "
+    "of single layers run concurrently with others, and may deadlock",
     f"unset {MIXING}",
 )
 DEBUGGING_IS_ON = Rule(
@@ -50,14 +50,14 @@ NOT_DETERMINISTIC = Rule(
     "Transformer Engine then chooses kernels that round differently from run to run",
     f"set {NONDETERMINISTIC}=0",
 )
-_SCRIPT_SETS_IT = ", as ./run train (pretrain_gpt.py) does by itself"
+_SCRIPT_SETS_IT = ", as ./run train (pretrain_gpt.py) does automatically"
 
 
 def _switch(facts: Facts) -> Seen:
     if facts.process.transformer_engine is None:
         return Seen("no Transformer Engine")
     if facts.process.te_import_error is not None:
-        return not_looked_at("Transformer Engine does not import")
+        return not_checked("Transformer Engine does not import")
     value = {None: "no such switch", True: "1", False: "0"}[facts.process.te_offload_v1]
     findings = preflight.check_switch(facts.process)
     is_set = facts.process.te_offload_v1_environment is not None
@@ -88,7 +88,7 @@ def _graphs(facts: Facts) -> Seen:
 
 
 def _expandable_variable(facts: Facts) -> Optional[str]:
-    """The variable that switches expandable segments on."""
+    """The variable that enables expandable segments."""
     for name in (OLD_ALLOCATOR, NEW_ALLOCATOR):
         settings = facts.environment.get(name, "").lower().replace(" ", "").split(",")
         if "expandable_segments:true" in settings:
@@ -97,7 +97,7 @@ def _expandable_variable(facts: Facts) -> Optional[str]:
 
 
 def _severity_in_graphs(facts: Facts) -> Optional[Severity]:
-    """Severity of what graphs do not allow: None without graphs, a warning if that is unknown."""
+    """Severity of findings that only matter with graphs: None without, a warning if unknown."""
     if facts.command is None:
         return "warning"
     return None if facts.command.graphs == "none" else "error"

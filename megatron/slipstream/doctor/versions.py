@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Versions, drivers and compiled extensions with which a training would not start."""
+"""Checks of versions, drivers and compiled extensions that would keep a training from starting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from megatron.slipstream import preflight
-from megatron.slipstream.doctor.check import Check, Seen, Topic, not_looked_at
+from megatron.slipstream.doctor.check import Check, Seen, Topic, not_checked
 from megatron.slipstream.doctor.facts import Facts
 from megatron.slipstream.rules import Finding, Rule
 
@@ -22,7 +22,7 @@ class Package(NamedTuple):
     supported: str
     """Version specifiers as in pyproject.toml."""
     cure: str
-    """How to get one that is supported."""
+    """How to install a supported version."""
 
 
 PACKAGES = {
@@ -39,7 +39,7 @@ MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 compatibility."""
 
 MISSING = Rule(
-    "not-installed", "error", "{package} is not installed, and training needs it", "{cure}"
+    "not-installed", "error", "{package} is not installed, but training needs it", "{cure}"
 )
 UNSUPPORTED = Rule(
     "version-not-supported",
@@ -51,29 +51,30 @@ TORCH_BROKEN = Rule(
     "torch-does-not-import",
     "error",
     "torch is installed but does not import ({error})",
-    "install it again, or repair the libraries that the message names",
+    "reinstall it, or repair the libraries that the message names",
 )
 TORCH_WITHOUT_CUDA = Rule(
     "torch-without-cuda",
     "error",
-    "there is an NVIDIA GPU, and this torch was built without CUDA, so nothing can use it",
+    "this machine has an NVIDIA GPU, but this torch was built without CUDA and cannot use it",
     "install torch with CUDA from the index that https://pytorch.org names",
 )
 OLD_DRIVER = Rule(
     "driver-too-old",
     "error",
-    "driver {driver} is not supported with CUDA {cuda} because that needs driver {needed} or newer",
+    "driver {driver} is not supported with CUDA {cuda} because it needs driver {needed} or newer",
     "update the driver, or install a torch that is built for an older CUDA",
 )
 MOVED = Rule("patch-target-moved", "error", "{message}", "{cure}")
 MAX_BUILD_S = 600.0
-"""Nothing that megatron-core or Transformer Engine compile when they first use it takes so long."""
+"""Longer than any extension of megatron-core or Transformer Engine takes to compile on first use.
+"""
 STALE_LOCK = Rule(
     "stale-build-lock",
     "warning",
-    "{path} is {age} old, so its owner was probably killed while it compiled; whatever needs that "
-    "extension (megatron-core's recomputation needs one) waits for it without end",
-    "if nothing is being compiled, delete the file",
+    "{path} is {age} old, so the process that compiled was probably killed; processes that need "
+    "the extension (megatron-core's recomputation needs one) wait for the lock indefinitely",
+    "delete the file if no process is compiling",
 )
 NO_NATIVE = Rule(
     "no-compiler",
@@ -85,7 +86,7 @@ NO_NATIVE = Rule(
 TE_MISSING = Rule(
     "transformer-engine-missing",
     "warning",
-    "Transformer Engine is not installed, and on a GPU megatron-core offloads only with its layers",
+    "Transformer Engine is not installed, but on a GPU megatron-core offloads only its layers",
     'pip install --no-build-isolation "transformer-engine[pytorch]>=2.14"',
 )
 
@@ -103,8 +104,7 @@ def _torch(facts: Facts) -> Seen:
 
 def _driver(facts: Facts) -> Seen:
     driver, torch = facts.driver, facts.torch
-    # A newer runtime on an older driver works where the compatibility package is installed: then
-    # torch sees the GPU.
+    # If torch sees the GPU, the compatibility package makes a newer runtime work with this driver.
     if driver is None or torch is None or torch.cuda is None or torch.sees_gpus:
         return Seen(driver or "none")
     needed = MIN_DRIVER.get(Version(torch.cuda).major, 0)
@@ -144,7 +144,7 @@ def _needed(name: str, found: Optional[str]) -> Seen:
 def _compare(name: str, found: str) -> tuple[Finding, ...]:
     package = PACKAGES[name]
     try:
-        # Containers bring builds of versions that are yet to come: 2.11.0a0+abc is one of 2.11.0.
+        # Containers have builds of unreleased versions: 2.11.0a0+abc counts as 2.11.0.
         version = Version(found).base_version
     except InvalidVersion:  # a private build
         return ()
@@ -170,7 +170,7 @@ def _extensions(facts: Facts) -> Seen:
 def _native(facts: Facts) -> Seen:
     native = facts.native
     if native is None:
-        return not_looked_at("torch has to work first")
+        return not_checked("torch has to work first")
     if native.problem is not None:
         return Seen("not compiled", (NO_NATIVE.found(problem=native.problem),))
     return Seen("compiled" if native.is_compiled else "compiled at the first use")
@@ -178,7 +178,7 @@ def _native(facts: Facts) -> Seen:
 
 def _patches(facts: Facts) -> Seen:
     if not facts.patches:
-        return not_looked_at("torch, megatron-core and what they import have to work first")
+        return not_checked("torch and megatron-core must be importable")
     moved = [target.problem for target in facts.patches if target.problem is not None]
     parts = [problem.rpartition("; ") for problem in moved]
     return Seen(
@@ -217,7 +217,7 @@ TOPIC = Topic(
         ),
         Check(
             "Compiled extensions",
-            "training waits without end for the lock of a killed build",
+            "training waits indefinitely for the lock of a killed build",
             _extensions,
             (STALE_LOCK,),
         ),

@@ -89,8 +89,8 @@ class NoCopies(CountingBackend):
 @pytest.mark.parametrize(
     "kind, error",
     [
-        (NoTimes, "copies take no time"),
-        (NoDeviceMemory, "the GPU has no 1 MiB to spare"),
+        (NoTimes, "copies are too fast"),
+        (NoDeviceMemory, "the GPU does not have 1 MiB of free memory"),
         (NoHostMemory, "CUDA error: out of memory"),
         (NoCopies, "the driver refused a copy"),
     ],

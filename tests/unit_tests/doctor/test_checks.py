@@ -12,7 +12,7 @@ from doctor_facts import GIB, HEALTHY, environment, facts, first_gpu, host
 
 from megatron.slipstream import preflight
 from megatron.slipstream.doctor import command
-from megatron.slipstream.doctor.check import NOT_LOOKED_AT
+from megatron.slipstream.doctor.check import NOT_CHECKED
 from megatron.slipstream.doctor.checks import TOPICS, examine, findings_of, worst
 from megatron.slipstream.doctor.facts import (
     BuildLock,
@@ -183,7 +183,7 @@ CASES = {
     "no-gpu": Case(
         "note",
         replace(HEALTHY, torch=NO_GPU, driver=None, gpus=()),
-        ("there is no GPU here", "a machine that trains"),
+        ("this machine has no GPU", "a machine that trains"),
         (replace(HEALTHY, torch=NO_GPU, gpus=()),),
     ),
     "gpu-not-seen": Case(
@@ -309,7 +309,7 @@ def test_a_check_finds_only_what_it_declares() -> None:
     for machine in (HEALTHY, *(case.sick for case in CASES.values())):
         for topic in TOPICS:
             for check in topic.checks:
-                names = {problem.name for problem in (*check.rules, NOT_LOOKED_AT)}
+                names = {problem.name for problem in (*check.rules, NOT_CHECKED)}
                 problems = {finding.rule for finding in check.look(machine).findings}
                 assert problems <= names, check.label
 
@@ -349,9 +349,9 @@ def test_what_graphs_do_not_allow_is_an_error_once_there_are_graphs(
 def test_expandable_segments_by_their_new_name_go_unnoticed_by_megatron() -> None:
     machine = environment(PYTORCH_ALLOC_CONF="max_split_size_mb:64, expandable_segments:true")
     (finding,) = found(with_command(machine, IN_GRAPHS), "expandable-segments-in-graphs")
-    assert "nothing stops the run" in finding.message
+    assert "it does not refuse the run" in finding.message
     (finding,) = found(CASES["expandable-segments-in-graphs"].sick, finding.rule)
-    assert "nothing stops the run" not in finding.message
+    assert "it does not refuse the run" not in finding.message
 
 
 @pytest.mark.parametrize("link", [Link(5, 5, 8, 16), Link(4, 5, 16, 16)])
@@ -396,11 +396,11 @@ def test_a_row_is_as_bad_as_its_worst_finding() -> None:
         (host(shm_bytes=None), "/dev/shm", "no /dev/shm"),
     ],
 )
-def test_what_was_not_looked_at_is_a_note(machine: Facts, label: str, why: str) -> None:
+def test_a_skipped_check_is_a_note(machine: Facts, label: str, why: str) -> None:
     (row,) = (row for row in examine(machine) if row.label == label)
     assert row.severity == "note"
     assert row.value == "unknown"
-    assert row.findings[0].rule == NOT_LOOKED_AT.name
+    assert row.findings[0].rule == NOT_CHECKED.name
     assert why in row.findings[0].message
 
 

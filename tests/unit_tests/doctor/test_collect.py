@@ -122,7 +122,7 @@ def test_the_limit_of_locked_memory(
         ((None, None), {"SLURM_NTASKS_PER_NODE": "4"}, 8, (4, "SLURM_NTASKS_PER_NODE")),
         ((None, None), {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 8, (2, "OMPI_COMM_WORLD_LOCAL_SIZE")),
         ((None, None), {"LOCAL_WORLD_SIZE": "many"}, 8, (8, "one for each GPU")),
-        ((None, None), {}, 0, (1, "--ranks-per-host N says otherwise")),
+        ((None, None), {}, 0, (1, "--ranks-per-host N changes it")),
     ],
 )
 def test_how_many_ranks_share_the_memory(
@@ -302,6 +302,6 @@ def test_flags_are_not_parsed_by_what_does_not_import(here: Facts) -> None:
     machine = replace(here, process=broken)
     assert not reading._can_import(machine)
     found = reading._with_command(machine, words, steps.append)
-    assert "have to work first" in found.unseen["command"]
+    assert "must be importable" in found.unseen["command"]
     assert found.command is None
     assert steps == []

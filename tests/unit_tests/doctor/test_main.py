@@ -77,7 +77,7 @@ def test_with_an_error_the_exit_status_is_1(
 def test_a_wrong_call_is_2(machine: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--ranks-per-host", "0"]) == 2
     assert capsys.readouterr().err == (
-        "error: --ranks-per-host=0 is no number of processes; give 1 or more\n"
+        "error: --ranks-per-host=0 must be positive; give 1 or more\n"
     )
     with pytest.raises(SystemExit) as stopped:
         main(["doctor", "--no-bandwith"])
@@ -215,7 +215,7 @@ def test_without_torch_it_looks_at_what_it_can_and_says_what_it_cannot() -> None
     assert result.returncode == 1, result.stderr
     checks = {check["check"]: check for check in json.loads(result.stdout)["checks"]}
     assert checks["torch"]["findings"][0]["message"] == (
-        "torch is not installed, and training needs it"
+        "torch is not installed, but training needs it"
     )
     unseen = {
         label
@@ -233,5 +233,5 @@ def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     assert "slipstream doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py" in shown
-    assert "Exit status: 0 without errors, 1 with errors, 2 for a wrong call" in shown
+    assert "Exit status: 0 without errors, 1 with errors, 2 for invalid options" in shown
     assert "--json FILE" in shown
