@@ -72,14 +72,14 @@ class Decoder(torch.nn.Module):
         return self.head(x)
 
     def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Run one layer; what a model does differently around its layers is defined here."""
+        """Run one layer; subclasses override it to change the code around layers."""
         if self.checkpointing is None:
             return layer(x)
         return checkpoint(layer, x, use_reentrant=self.checkpointing)
 
 
 class Chain(torch.nn.Module):
-    """Runs one part after another."""
+    """Runs its parts in order."""
 
     def __init__(self, part: Callable[[], torch.nn.Module], num_parts: int = 3) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Chain(torch.nn.Module):
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
-    """Always the same."""
+    """Random numbers that depend only on the seed and the shape."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -110,7 +110,7 @@ def make(
 def make_attached(
     build: Callable[[], torch.nn.Module], *arguments: Any, **options: Any
 ) -> tuple[Any, Attached]:
-    """The same model and what :func:`attach_to` returns for it."""
+    """The same model, and the result of :func:`attach_to` for it."""
     model = make(build)
     return model, attach_to(model, *arguments, **options)
 
@@ -135,7 +135,7 @@ def loss_of(model: torch.nn.Module, index: int) -> torch.Tensor:
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    """A copy of every gradient; of a sharded one, of this rank's part."""
+    """A copy of every gradient; of a sharded gradient, this rank's part."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [getattr(grad, "to_local", lambda grad=grad: grad)().clone() for grad in grads]
 
@@ -146,7 +146,7 @@ Step = Callable[[torch.nn.Module, int], list[torch.Tensor]]
 def train(
     model: torch.nn.Module, step: Step, num_iterations: int = 4, seed: int = 0
 ) -> list[torch.Tensor]:
-    """Every loss and gradient of some iterations with an optimizer."""
+    """The losses and gradients of some iterations with an optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     results: list[torch.Tensor] = []
     for iteration in range(num_iterations):
@@ -177,15 +177,15 @@ def train_as_plain(
     plain: Optional[Callable[[], torch.nn.Module]] = None,
     num_iterations: int = 4,
 ) -> Attached:
-    """Train an attached model; every loss and gradient must be that of ``plain``, not attached.
+    """Train an attached model; all losses and gradients must equal those of ``plain``.
 
     Args:
         build: Makes the model to attach.
-        patterns: What to attach.
+        patterns: Names of the modules to attach.
         step: An iteration without the optimizer.
-        backend: Of the engine.
+        backend: Backend of the engine.
         plain: Makes the model to compare with; ``build`` if None.
-        num_iterations: Iterations.
+        num_iterations: Number of iterations.
     """
     expected = train(make(plain or build), step, num_iterations)
     model, attached = make_attached(build, patterns, backend)
@@ -201,7 +201,7 @@ def equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 
 def counters(attached: Attached) -> dict[str, ModuleCounters]:
-    """The figures of the last iteration by label."""
+    """The counters of the last iteration by label."""
     return attached.report().ranks[0].modules
 
 

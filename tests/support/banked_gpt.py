@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Small models whose micro-batches change their context-parallel size, with a bank of graphs."""
+"""Small models with a bank of graphs, whose context-parallel size changes per micro-batch."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ class Banked:
     """Result of :func:`compare_bank` on one rank."""
 
     difference: Optional[str]
-    """Where training with and without the bank differs; None if nowhere."""
+    """The first difference between training with and without the bank; None if equal."""
     num_replays: dict[int, int]
-    """By size, of all chunks."""
+    """Number of replays of all chunks, by size."""
     num_other: int
-    """Micro-batches of iterations with graphs that ran without."""
+    """Number of eager micro-batches in iterations with graphs."""
     figures: tuple[str, ...]
-    """Memory and time of the capture, of each size of each chunk."""
+    """Memory and time of the capture, for each size of each chunk."""
     num_poisoned: int
     moved_bytes: dict[int, int]
-    """By size, of one forward replay of each chunk that offloads."""
+    """By size, the bytes of one forward replay of each chunk that offloads."""
     host_bytes: dict[int, int]
-    """By size, from the largest: what it took beyond those before."""
+    """By size, from the largest, the host memory beyond that of the sizes before it."""
     allocated_bytes: tuple[int, ...]
-    """Device memory that tensors take, after each iteration with graphs (GPU)."""
+    """Device memory of tensors after each iteration with graphs (GPU)."""
 
 
 def every_order(sizes: Sequence[int], num_iterations: int) -> list[tuple[int, ...]]:
-    """The sizes of iterations: all orders, again and again, after one of the smallest only."""
+    """The sizes of iterations: one with the smallest size only, then all orders repeatedly."""
     orders = itertools.cycle(itertools.permutations(sizes))
     return [(sizes[0],) * len(sizes), *itertools.islice(orders, num_iterations - 1)]
 
 
 def random_sizes(sizes: Sequence[int], num_iterations: int, most: int = 4) -> list[tuple[int, ...]]:
-    """Sizes of iterations of 1 to ``most`` micro-batches."""
+    """Random sizes of iterations with 1 to ``most`` micro-batches."""
     draw = random.Random(7)
     return [
         tuple(draw.choice(sizes) for _ in range(draw.randint(1, most)))
@@ -89,12 +89,12 @@ def compare_bank(
     Args:
         rank: This rank.
         num_ranks: Number of ranks.
-        port: Where they meet.
+        port: Port of their rendezvous.
         setting: The model, and a micro-batch of each size.
-        steps: Of which the first runs eagerly.
+        steps: The iterations; the first runs eagerly.
         wrapper: Options of ``DistributedDataParallelConfig``.
-        offload_modules: What moves with graphs; nothing moves without.
-        backend: The engine's.
+        offload_modules: Modules that move with graphs; nothing moves without graphs.
+        backend: Backend of the engine.
     """
     setting = dataclasses.replace(
         setting, case=dataclasses.replace(setting.case, te_rng_tracker=True)
@@ -133,7 +133,7 @@ def compare_bank(
 
 
 class Training:
-    """A model of its own, and the iterations that it is trained for."""
+    """A model and its training."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Training:
                 self.poison.fill_before_forward(chunk, bank)
 
     def run(self, steps: Steps) -> list[list[torch.Tensor]]:
-        """Losses, gradients and state of each iteration."""
+        """Run iterations. Returns the losses, gradients and state of each."""
         with _imports_frozen():
             return [self._iterate(step, sizes) for step, sizes in enumerate(steps)]
 
@@ -207,7 +207,7 @@ class Training:
             output = model(**inputs)
 
             def loss(per_token: torch.Tensor) -> Any:
-                # About the mean, or weights would grow out of bounds.
+                # About the mean; otherwise weights would diverge.
                 total = (per_token.float() * counts).sum() / sum(setting.lengths)
                 return total, counts.sum().int(), {"loss": total.detach().clone()}
 
@@ -231,7 +231,7 @@ class Training:
 
 @contextmanager
 def _imports_frozen() -> Iterator[None]:
-    """Each iteration collects, and need not look through all that was imported."""
+    """Exclude imported objects from the garbage collection of each iteration."""
     if not use_gpu():  # The ranks are forked from a process that has imported it.
         yield
         return
@@ -244,7 +244,7 @@ def _imports_frozen() -> Iterator[None]:
 
 
 def forget_rotary_tables(chunks: Sequence[torch.nn.Module]) -> None:
-    """megatron-core's cached rotary embeddings are gone, and their memory is used for others."""
+    """Clear megatron-core's cached rotary embeddings, and reuse their memory for other tensors."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
         YarnRotaryEmbedding,

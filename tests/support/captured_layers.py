@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Models that are trained with Transformer Engine's CUDA graphs of layers, as megatron does it."""
+"""Trains models with Transformer Engine's CUDA graphs of layers, as megatron does."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def with_graphs(
 
     Args:
         case: The model.
-        modules: The parts; the whole layer if there are none.
-        num_eager_steps: Steps before the capture.
-        overrides: Further options of the ``TransformerConfig``.
+        modules: The parts; the whole layer if empty.
+        num_eager_steps: Number of steps before the capture.
+        overrides: Other options of the ``TransformerConfig``.
     """
     graphs = {
         "cuda_graph_impl": GRAPHS,
@@ -41,10 +41,10 @@ def capture_layers(
     """Capture graphs as ``megatron.training`` does after ``cuda_graph_warmup_steps`` steps.
 
     Args:
-        case: Of :func:`with_graphs`.
+        case: A case from :func:`with_graphs`.
         config: The chunks' ``TransformerConfig``.
-        chunks: With ``zero_grad_buffer``, as distributed data parallelism has it.
-        num_micro_batches: Of each step.
+        chunks: Chunks with ``zero_grad_buffer``, as in distributed data parallelism.
+        num_micro_batches: Number of micro-batches of each step.
 
     Returns:
         megatron-core's helper, which deletes the graphs again: ``delete_cuda_graphs()``.
@@ -63,10 +63,10 @@ def capture_layers(
 
 
 def prepare_unwrapped(chunks: Sequence[Any]) -> list[Any]:
-    """Give chunks without a wrapper for data parallelism what a capture needs of one.
+    """Give chunks without a wrapper for data parallelism the attributes that a capture needs.
 
     Returns:
-        What accumulates the gradients, to be kept for as long as the chunks are trained.
+        The gradient accumulators, which must be kept alive as long as the chunks are trained.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer = chunk.zero_grad
@@ -75,13 +75,13 @@ def prepare_unwrapped(chunks: Sequence[Any]) -> list[Any]:
 
 
 def _accumulator(parameter: torch.nn.Parameter) -> Any:
-    """The accumulator of the parameter's gradient, the same one for as long as it is kept."""
+    """The accumulator of the parameter's gradient; the same object as long as it is alive."""
     view: Any = parameter.expand_as(parameter)
     return view.grad_fn.next_functions[0][0]
 
 
 def _graph_modules_option() -> str:
-    """The name of the option that says which parts of a layer are captured, up to 0.17 another."""
+    """The name of the option for the captured parts of a layer, which changed after 0.17."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     names = {field.name for field in dataclasses.fields(TransformerConfig)}

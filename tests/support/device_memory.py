@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Measuring device memory where other processes may use the same GPU."""
+"""Measures device memory on a GPU that other processes may share."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron.slipstream.plan.render import format_bytes
 
 @contextmanager
 def memory_to_itself(needed_bytes: int) -> Iterator[None]:
-    """Around a measurement of device memory: it fails where other processes take what it needs.
+    """Context of a measurement of device memory that fails if other processes use the memory.
 
-    While a graph is captured, the allocator cannot empty its cache when the device refuses memory,
-    and raises. Elsewhere it empties it and asks again, which it counts; memory then lies otherwise
-    than in a process that has the GPU to itself.
+    During a capture, the allocator cannot empty its cache when the device is out of memory, and
+    raises. Otherwise it empties the cache and retries, which it counts; the memory layout then
+    differs from that of a process with exclusive use of the GPU.
 
     Args:
-        needed_bytes: The most that the process is going to take.
+        needed_bytes: The peak of the process.
 
     Raises:
-        AssertionError: The device had too little memory at the start, or refused some later. Says
-            how much of it others have.
+        AssertionError: The device had too little memory at the start or later. The message says how
+            much of it other processes use.
     """
     free_bytes, _ = torch.cuda.mem_get_info()
     if free_bytes < needed_bytes:
@@ -48,7 +48,7 @@ def _crowded(what: str) -> AssertionError:
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     own_bytes = torch.cuda.memory_reserved()
     return AssertionError(
-        f"nothing was measured: {what}; of the GPU's {format_bytes(total_bytes)}, others than this "
-        f"process's tensors take {format_bytes(total_bytes - free_bytes - own_bytes)}. If other "
-        "processes share the GPU, run this test without them"
+        f"nothing was measured: {what}; of the GPU's {format_bytes(total_bytes)}, "
+        f"{format_bytes(total_bytes - free_bytes - own_bytes)} are in use outside this "
+        "process's tensors. If other processes share the GPU, run this test without them"
     )

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The pages of the documentation, the examples in them, and the commands that those are made of."""
+"""The pages of the documentation, their examples, and the commands in these."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block(NamedTuple):
     text: str
     line: int
     not_run: Optional[str]
-    """Why it does not run, as the comment above it says."""
+    """The reason in the comment above it why it does not run."""
 
 
 def name_of(page: Path) -> str:
@@ -49,7 +49,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 def commands_in(text: str) -> Iterator[list[str]]:
-    """The words of each command of a shell example, without what stands for the user's own."""
+    """The words of each command of a shell example, without placeholders."""
     for line in text.replace("\\\n", " ").splitlines():
         words: list[str] = []
         for word in [*shlex.split(line.removeprefix("$ "), comments=True), ";"]:
@@ -66,6 +66,6 @@ def commands_in(text: str) -> Iterator[list[str]]:
 
 
 def inline_code(page: Path) -> list[str]:
-    """Text between back quotes in a page, examples left out."""
+    """Text between backquotes in a page, without examples."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     return re.findall(r"(?<!`)`([^`]+)`(?!`)", text)

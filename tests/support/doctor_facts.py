@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Facts of machines for the doctor's tests: one with which nothing is wrong, and changes of it."""
+"""Facts of machines for the doctor's tests: a healthy one, and changes of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROCESS = preflight.Facts(
 
 
 def write(root: Path, files: dict[str, object]) -> Path:
-    """Write files of a system below ``root``, by their path there."""
+    """Write a system's files, given by path, below ``root``."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def write(root: Path, files: dict[str, object]) -> Path:
 
 
 def gpu(number: int, node: int) -> Gpu:
-    """A GPU of the kind that the figures in benchmarks/ are of, on a machine of two nodes."""
+    """A GPU of the kind used in benchmarks/, on a machine with two nodes."""
     return Gpu(
         number,
         "NVIDIA H200",
@@ -82,7 +82,7 @@ def facts(process: dict[str, Any] | None = None, **changes: Any) -> Facts:
 
 
 def environment(machine: Facts = HEALTHY, **variables: str) -> Facts:
-    """A machine with more variables set."""
+    """A machine with additional variables."""
     return replace(machine, environment={**machine.environment, **variables})
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The toy model marked through megatron-core's own facade, so that either engine can serve it.
+"""The toy model marked through megatron-core's own facade, so that it runs on either engine.
 
-With it the same schedules, under the same injected stalls, run on Slipstream and on the engine that
-megatron-core has built in.
+With it the same schedules, under the same injected stalls, run on Slipstream and on megatron-core's
+built-in engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STALL_CYCLES = 20_000_000
 
 
 def select_engine(name: str) -> Any:
-    """Make 'slipstream' or 'megatron' the engine of this process; returns it."""
+    """Make 'slipstream' or 'megatron' the engine of this process, and return it."""
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
 
     from megatron.slipstream.config import OffloadConfig
@@ -42,14 +42,14 @@ def select_engine(name: str) -> Any:
 
 
 class Stalls:
-    """Sleeps put into a copy stream before a layer's work, and free device memory set to NaN."""
+    """Inserts sleeps into a copy stream before a layer's work, and fills free memory with NaN."""
 
     def __init__(self, engine: Any, stream: Optional[str]) -> None:
         self._engine = engine
         self._stream = stream
 
     def __call__(self) -> None:
-        """Stall the stream and poison what an allocation on the compute stream would get."""
+        """Stall the stream, and poison the memory that the compute stream would allocate next."""
         if self._stream is None:
             return
         with torch.cuda.stream(getattr(self._engine, self._stream)):
@@ -87,7 +87,7 @@ def forward_chunk(
 def run_iteration(
     chunks: Sequence[Chunk], schedule: str, stalls: Callable[[], None]
 ) -> list[torch.Tensor]:
-    """As ``toy_model.run_schedule``, through the facade. ``E`` is a forward-only pass."""
+    """Like ``toy_model.run_schedule``, through the facade. ``E`` is a forward-only pass."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         FineGrainedActivationOffloadingInterface as Facade,
     )
@@ -128,7 +128,7 @@ def outcome(
 
     Returns:
         'right'; 'wrong gradients in iteration N'; 'raises X in iteration N: message'; or 'moves
-        nothing in iteration N', if gradients are right but nothing left the device.
+        nothing in iteration N', if gradients are right but nothing was offloaded.
     """
     chunks = [chunk.cuda() for chunk in make_chunks(num_chunks, num_layers)]
     expected = []
@@ -161,23 +161,23 @@ class _CountingCopies:
         self._num_calls = 0
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Call at the start of an iteration."""
         self._num_calls = 0
 
     @property
     def num_copies(self) -> int:
-        """Of the iteration that has ended."""
+        """Number of copies of the iteration that has ended."""
         if self._ours is None:
             return self._num_calls
         return int(self._ours.report.total.num_groups_moved)
 
     def at_least(self, schedule: str, num_layers: int) -> int:
-        """Groups that must leave: in every pass those of all layers but the last one."""
+        """Minimum number of offloaded groups: in every pass, those of all layers but the last."""
         return 2 * (num_layers - 1) * schedule.count("F")
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count inside: megatron-core's engine does not count by itself."""
+        """Context in which copies are counted; megatron-core's engine has no counter."""
         from megatron.core.pipeline_parallel import fine_grained_activation_offload as facade
 
         original = facade.ChunkOffloadHandler.bulk_offload_group

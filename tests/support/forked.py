@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Commands as their users start them, without what it takes to start Python and to import torch.
+"""Runs commands as users do, without the time to start Python and to import torch.
 
-They run in a child that is forked from the tests' process, with arguments, environment and output
-of its own. With a GPU they are started as from a shell, since CUDA does not survive a fork.
+They run in a child that is forked from the tests' process, with its own arguments, environment and
+output. With a GPU they are started as from a shell, since CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from ranks import import_megatron, make_cheap
 
 TAIL = 4000
-"""Characters of what a command wrote that an error shows if it took too long."""
+"""Number of characters of a command's output that a timeout error shows."""
 
 Done = subprocess.CompletedProcess[str]
 
@@ -37,7 +37,7 @@ def run_module(
     environment: Optional[Mapping[str, str]] = None,
     timeout_s: float = 200,
 ) -> Done:
-    """``python -m NAME ARGUMENTS...`` in a folder, with these beside the variables of this process.
+    """Run ``python -m NAME ARGUMENTS...`` in a folder, with additional environment variables.
 
     Raises:
         AssertionError: It took too long.
@@ -53,7 +53,7 @@ def run_script(
     environment: Optional[Mapping[str, str]] = None,
     timeout_s: float = 200,
 ) -> Done:
-    """``python PATH ARGUMENTS...``, as :func:`run_module`."""
+    """Run ``python PATH ARGUMENTS...`` like :func:`run_module`."""
     call = partial(runpy.run_path, str(path), run_name="__main__")
     return _run([str(path)], arguments, call, folder, environment, timeout_s)
 
@@ -79,7 +79,7 @@ def run_function(
     environment: Optional[Mapping[str, str]] = None,
     timeout_s: float = 200,
 ) -> Done:
-    """A function as a command whose exit status it returns. Not with a GPU.
+    """Run a function as a command; it returns the exit status. Not with a GPU.
 
     Raises:
         AssertionError: It took too long.
@@ -153,7 +153,7 @@ def _be_the_command(
         os.environ.pop(name, None)
     os.environ.update(environment)
     sys.argv = argv
-    # What the tests' process writes to is pytest's; a command that starts others hands these on.
+    # The output of the tests' process is pytest's; child processes inherit these descriptors.
     for number, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
     sys.stdout, sys.stderr = (
@@ -161,7 +161,7 @@ def _be_the_command(
     )
     for logger in (logging.getLogger(), logging.getLogger("megatron.slipstream")):
         logger.handlers.clear()
-    # What a command finds by this name is another's, if anything.
+    # A module of this name in sys.modules is another one.
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
     make_cheap()
@@ -177,5 +177,5 @@ def _be_the_command(
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the shutdown of a process that is not ours.
+    # Skip the interpreter's shutdown, which belongs to the parent process.
     os._exit(status)

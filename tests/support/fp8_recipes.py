@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Recipes of FP8 as overrides of a model case, and where Transformer Engine has them."""
+"""FP8 recipes as overrides of a model case, and where Transformer Engine supports them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def skip_without_recipe(overrides: Mapping[str, Any]) -> None:
-    """Skip the test if the overrides ask for a recipe that this machine lacks: blocks take CUDA
-    12.9."""
+    """Skip the test if this machine does not support the recipe: blockwise needs CUDA 12.9."""
     if overrides.get("fp8_recipe") == "blockwise":
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 

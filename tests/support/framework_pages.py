@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The lines that the pages about frameworks tell users to add, for tests to run as they stand."""
+"""The lines that the pages about frameworks tell users to add, so that tests can run them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: str, language: str, containing: str = "") -> list[str]:
-    """The code blocks of a page in one language, of which each has some text in it.
+    """The code blocks of a page in one language that contain a text.
 
     Raises:
-        AssertionError: There is none.
+        AssertionError: There is no such block.
     """
     text = (FOLDER / f"{page}.md").read_text()
     found = [code for name, code in BLOCK.findall(text) if name == language and containing in code]
@@ -25,7 +25,7 @@ def blocks(page: str, language: str, containing: str = "") -> list[str]:
 
 
 def words(page: str, containing: str) -> list[str]:
-    """A shell block as the words of its command."""
+    """The words of the command in a shell block."""
     (block,) = blocks(page, "bash", containing)
     return shlex.split(block.replace("\\\n", " "), comments=True)
 

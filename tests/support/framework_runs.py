@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""How the frameworks' own code is run in tests: where it is installed, and without a GPU."""
+"""Runs the frameworks' own code in tests, if it is installed, and without a GPU."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ WITHOUT_KERNELS = {
     "gradient_accumulation_fusion": False,
     "apply_rope_fusion": False,
 }
-"""Options of models without what a CPU has no kernels for."""
+"""Options of models without features for which a CPU has no kernels."""
 
 
 def skip_without(*modules: str) -> None:
-    """Skip the test, or the file that asks while it is imported, where a module is missing."""
+    """Skip the test, or the file that calls this on import, if a module is missing."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             reason = f"{name} is not installed; see ./run test-frameworks"
@@ -35,10 +35,10 @@ def skip_without(*modules: str) -> None:
 
 
 def last_line(code: str, *arguments: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The last line that the code prints in a process of its own.
+    """The last line that the code prints in a separate process.
 
     Raises:
-        AssertionError: It failed; holds the end of what it wrote to stderr.
+        AssertionError: It failed; the message has the end of its stderr.
     """
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *arguments],

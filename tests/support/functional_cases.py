@@ -1,18 +1,18 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Cases and recipes of functional tests, in Megatron-LM's format, so that cases can be handed over.
+"""Cases and recipes of functional tests, in Megatron-LM's format, so that cases are portable.
 
 ``test_cases/<model>/<case>/model_config.yaml`` has:
 
 - ``ENV_VARS``: environment variables of the training processes.
 - ``MODEL_ARGS``: flags of the training script. ``--flag: true`` is a flag without a value,
   ``"[a b]"`` a list of values, ``"(a b)"`` and any other text with spaces one value. Megatron-LM
-  reads other values twice with a shell, so a character that means something to a shell needs two
-  backslashes. ``${NAME}`` is a variable of the environment; an unknown one stays as it is.
+  expands other values twice with a shell, so a shell's special character needs two backslashes.
+  ``${NAME}`` is an environment variable; an unknown one is not replaced.
 - ``BEFORE_SCRIPT``: shell commands before each training.
-- ``TEST_TYPE``: ``regular``, or ``ckpt-resume``: train, return to the checkpoint from half-way,
+- ``TEST_TYPE``: ``regular``, or ``ckpt-resume``: train, resume from the checkpoint at half-way,
   train the second half again, and compare.
-- ``METRICS``: what is compared with golden values.
+- ``METRICS``: metrics that are compared with golden values.
 
 ``recipes/<platform>/<model>.yaml`` says which cases run on a platform, and on how many ranks.
 """
@@ -47,14 +47,14 @@ RECIPES = ROOT / "tests" / "test_utils" / "recipes"
 TIMEOUT_S = 600
 
 Values = Mapping[int, float]
-"""By iteration."""
+"""A metric's values by iteration."""
 
 EXACT_METRICS = ("lm loss", "num-zeros")
-"""Those of Megatron-LM, which METRICS may name."""
+"""Megatron-LM's metrics, which METRICS may name."""
 BYTES_METRICS = ("activation-peak-bytes", "offloaded-bytes")
 """Compared on a CPU only: on a GPU plans follow measured times."""
 TOLERANCE = 0.05
-"""Megatron-LM's, for what is not exact, in all steps but one (or 1% of them)."""
+"""Megatron-LM's relative tolerance of inexact metrics, for all steps but one (or 1% of them)."""
 
 _MEGATRON_OFFLOADING = """
     fine_grained_activation_offloading offload_modules min_offloaded_tensor_size
@@ -72,7 +72,7 @@ CPU_ARGUMENTS: Mapping[str, Optional[str]] = {
     "--attention-backend": None,
     "--moe-permute-fusion": None,
 }
-"""Flags that need a GPU, and what they are without one; None leaves them out."""
+"""Flags that need a GPU, with their value without one; None leaves them out."""
 _CPU_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "",
     # The same sums, in the same order, on every kind of CPU.
@@ -98,7 +98,7 @@ class ModelConfig(BaseModel):
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a file. Numbers stay texts: 1e-6 reaches a command line as it is written."""
+    """The content of a file. Numbers stay text, so that a command line has 1e-6 as written."""
     return yaml.load(path.read_text(), yaml.BaseLoader)
 
 
@@ -109,7 +109,7 @@ class Job(NamedTuple):
     case: str
     platform: str
     num_ranks: int
-    """GPUs, and where there are none, processes all the same."""
+    """Number of processes, one for each GPU if there are any."""
     script: str
     """The command that a CI system runs from the repository's root."""
 
@@ -120,12 +120,12 @@ class Job(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Of the case."""
+        """The case's folder."""
         return CASES / self.model / self.case
 
     @property
     def golden_path(self) -> Path:
-        """Its golden values, which are of the versions of constraints.txt."""
+        """Its golden values, made with the versions of constraints.txt."""
         return self.folder / f"golden_values_dev_{self.platform}.json"
 
     @property
@@ -135,7 +135,7 @@ class Job(NamedTuple):
 
 
 def load_jobs() -> list[Job]:
-    """Everything that the recipes ask for."""
+    """All jobs of the recipes."""
     return [job for path in sorted(RECIPES.glob("*/*.yaml")) for job in _jobs(read_yaml(path))]
 
 
@@ -154,12 +154,12 @@ def _jobs(recipe: Any) -> Iterator[Job]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """``text`` with each ``${NAME}`` or ``$NAME`` that is a variable in its place."""
+    """``text`` with each ``${NAME}`` or ``$NAME`` of a known variable replaced."""
     return _VARIABLE.sub(lambda match: variables.get(match[1] or match[2], match[0]), text)
 
 
 def command_line(arguments: Mapping[str, str], variables: Mapping[str, str]) -> list[str]:
-    """Flags as a process takes them."""
+    """Flags as the arguments of a process."""
     return [word for flag, value in arguments.items() for word in _words(flag, value, variables)]
 
 
@@ -177,7 +177,7 @@ def _words(flag: str, value: str, variables: Mapping[str, str]) -> Iterator[str]
 
 
 def arguments_of(job: Job, offloads: bool = True) -> dict[str, str]:
-    """Flags of the training script, by platform, or the same without offloading."""
+    """Flags of the training script on the job's platform, with or without offloading."""
     arguments = {
         flag: value
         for flag, value in job.config.MODEL_ARGS.items()
@@ -188,7 +188,7 @@ def arguments_of(job: Job, offloads: bool = True) -> dict[str, str]:
     for flag, instead in CPU_ARGUMENTS.items():
         if arguments.pop(flag, None) is not None and instead is not None:
             arguments[flag] = instead
-    # The backend under which a missing wait is a wrong number.
+    # On this backend a missing wait gives a wrong number.
     return arguments | ({"--offload-backend": "cpu-lazy"} if offloads else {})
 
 
@@ -202,17 +202,17 @@ class Result:
     records: list[dict[str, Any]]
     """Contents of ``--run-record-path``, by rank."""
     num_zeros: Values
-    """Gradients that are exactly zero."""
+    """Number of gradients that are exactly zero."""
     num_iterations: int
 
     def by_iteration(self, field: str) -> dict[int, list[Any]]:
-        """A field of the records by iteration, a value for each rank."""
+        """A field of the records by iteration, with a value for each rank."""
         first = self.num_iterations - len(self.records[0]["iterations"]) + 1
         columns = zip(*(record["iterations"] for record in self.records), strict=True)
         return {step: [rank[field] for rank in ranks] for step, ranks in enumerate(columns, first)}
 
     def metrics(self) -> dict[str, Values]:
-        """With Megatron-LM's five decimals."""
+        """The metrics, with Megatron-LM's five decimals."""
         peaks = self.by_iteration("activation_peak_bytes")
         moved = self.by_iteration("bytes_offloaded")
         metrics: dict[str, Values] = {
@@ -227,7 +227,7 @@ class Result:
         }
 
     def peak_bytes(self) -> int:
-        """Of the highest rank, in a typical iteration, with what CUDA graphs keep."""
+        """Peak of the highest rank in a typical iteration, with the memory of CUDA graphs."""
         outside = self.by_iteration("activation_peak_bytes").values()
         inside = self.by_iteration("graph_pool_bytes").values()
         steps = (
@@ -238,10 +238,10 @@ class Result:
 
 
 def train(job: Job, offloads: bool, folder: Path, run_number: int = 1) -> Result:
-    """Train to the end, started as Megatron-LM's scripts start theirs; ``folder`` has the log.
+    """Train to the end, started like Megatron-LM's scripts; ``folder`` has the log.
 
     Raises:
-        AssertionError: It failed or took too long; the text has the end of its log.
+        AssertionError: It failed or took too long; the message has the end of its log.
     """
     checkpoints, record = folder / "checkpoints", folder / f"record{run_number}.json"
     num_iterations = int(job.config.MODEL_ARGS["--train-iters"])
@@ -259,7 +259,7 @@ def train(job: Job, offloads: bool, folder: Path, run_number: int = 1) -> Result
     paths = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
     environment = {**inherited, **variables, **job.config.ENV_VARS, "PYTHONPATH": paths}
     environment |= _CPU_VARIABLES if job.platform == "cpu" else {}
-    # A case's own commands find the Python that trains.
+    # The commands of a case use the same Python.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     flags = command_line(arguments_of(job, offloads), environment)
     flags += ["--run-record-path", str(record), "--progress", "off", "--megatron-output-path", "-"]
@@ -293,34 +293,34 @@ def _launcher(job: Job) -> list[str]:
 
 
 def first_difference(expected: Result, actual: Result) -> Optional[str]:
-    """Where two trainings are not equal bit by bit, in the iterations of both; None if nowhere."""
+    """The first bitwise difference of two trainings in common iterations; None if equal."""
     losses = {step: ranks[-1] for step, ranks in expected.by_iteration("loss").items()}
     for step, ranks in actual.by_iteration("loss").items():
         if losses.get(step) != ranks[-1]:
             return f"loss differs in iteration {step}: {losses.get(step)} and {ranks[-1]}"
     for rank, (left, right) in enumerate(zip(expected.records, actual.records, strict=True)):
         for name in ("gradients_sha256", "weights_sha256"):
-            # Both are of the end, which both trainings have.
+            # Both values are of the last iteration, which both trainings have.
             if left.get(name) is None or left.get(name) != right.get(name):
                 return f"{name.partition('_')[0]} of rank {rank} differ at the end"
     return None
 
 
 def compare(golden: Values, now: Values, exact: bool) -> list[int]:
-    """The steps in which a metric is not what it was, if they are more than may be."""
+    """The steps in which a metric differs from its golden value, if they are too many."""
     allowed_error = 0.0 if exact else TOLERANCE
     found = [
         step
         for step, value in golden.items()
         if step not in now or not abs(now[step] - value) <= allowed_error * abs(value)
     ]
-    # With one step there is none to spare.
+    # With one step, no step may differ.
     num_allowed = 0 if exact or len(golden) == 1 else max(len(golden) // 100, 1)
     return found if len(found) > num_allowed else []
 
 
 def read_golden(path: Path) -> dict[str, Values]:
-    """Golden values of a file in Megatron-LM's format."""
+    """Read golden values from a file in Megatron-LM's format."""
     return {
         name: {int(step): float(value) for step, value in metric["values"].items()}
         for name, metric in json.loads(path.read_text()).items()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Keeps the garbage collector, and memory that it would free, out of what is measured."""
+"""Keeps the garbage collector, and memory that it would free, out of measurements."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def give_back_unused_memory() -> None:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Keep Python's garbage collector out of what is timed; call ``gc.collect()`` in between.
+    """Disable Python's garbage collector during timing; call ``gc.collect()`` in between.
 
-    Such calls are cheap, as they do not look again at what is alive now.
+    Such calls are cheap, since they skip objects that are alive now.
     """
     gc.collect()
-    # By whoever started this: so it is to stay. The interpreter itself freezes some hundreds.
+    # Objects frozen by the caller stay frozen. The interpreter itself freezes some hundreds.
     is_frozen = gc.get_freeze_count() > 10_000
     if not is_frozen:
         gc.freeze()

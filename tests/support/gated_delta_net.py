@@ -3,8 +3,8 @@
 """Gated delta net attention of megatron-core 0.19 in small models, without its kernels' package.
 
 In ``deterministic_mode`` megatron-core computes the delta rule and the convolution with torch, on
-any device. Of the package (flash-linear-attention) that leaves one function, which normalizes
-queries and keys, and a check that the package is installed.
+any device. It then uses the package (flash-linear-attention) for one function, which normalizes
+queries and keys, and checks that the package is installed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ OPTIONS = {
     "linear_num_value_heads": 4,
     "deterministic_mode": True,
 }
-"""Of a ``TransformerConfig``."""
+"""Options of a ``TransformerConfig``."""
 
 
 @contextmanager
 def gated_delta_net() -> Iterator[None]:
-    """Inside, GPT models are built with this attention in every layer."""
+    """Context in which GPT models are built with this attention in every layer."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.ssm.gated_delta_net import common
 
     build = gpt_layer_specs.get_gpt_decoder_block_spec
 
     def build_spec(config: Any, *arguments: Any, **options: Any) -> Any:
-        # megatron-core's own builder of such layers asks for Transformer Engine.
+        # megatron-core's own builder of such layers needs Transformer Engine.
         with patch.object(config, "experimental_attention_variant", None):
             block = build(config, *arguments, **options)
         for layer in block.layer_specs:

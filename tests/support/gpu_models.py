@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Models of a size at which a GPU's memory tells something, for tests that measure peaks."""
+"""Models large enough for meaningful memory measurements, for tests of peaks."""
 
 from __future__ import annotations
 

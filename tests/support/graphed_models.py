@@ -23,25 +23,25 @@ from megatron.slipstream.integration import install
 
 NUM_EAGER_STEPS = 3
 MEMORY_NEEDED_BYTES = 16 << 30
-"""More device memory than the models take whose graphs' memory is measured."""
+"""More device memory than the models need whose graphs' memory is measured."""
 
 
 def with_graphs(case: ModelCase, modules: Sequence[str], **overrides: Any) -> ModelCase:
-    """The case with these parts of each layer captured; all of it if there are none."""
+    """The case with these parts of each layer captured; the whole layer if empty."""
     return captured_layers.with_graphs(case, modules, NUM_EAGER_STEPS, **overrides)
 
 
 class Training:
-    """A model, and the engine if anything moves. A context manager: one at a time in a process.
+    """A model, with the engine if anything moves. A context manager: one at a time in a process.
 
     Args:
         case: The model; see :func:`with_graphs`.
-        offload_modules: What moves; nothing leaves the engine out.
-        num_micro_batches: Of each step.
-        learning_rate: Of plain gradient descent after each step; 0 lets gradients add up.
-        rank: Of this process.
-        world_size: How many processes there are.
-        port: To meet the others at.
+        offload_modules: Modules that move; empty for no engine.
+        num_micro_batches: Number of micro-batches of each step.
+        learning_rate: Rate of plain gradient descent after each step; 0 accumulates gradients.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        port: Port of their rendezvous.
         offload: megatron-core's other offloading options.
     """
 
@@ -67,7 +67,7 @@ class Training:
         self._num_steps = 0
         self._graphs: Any = None
         self.losses: list[torch.Tensor] = []
-        """Of every micro-batch of every step and evaluation."""
+        """The losses of every micro-batch of every step and evaluation."""
 
     def __enter__(self) -> Training:
         return self
@@ -92,7 +92,7 @@ class Training:
                             parameter.grad = None
 
     def evaluate(self) -> None:
-        """The losses of another batch, without training, as ``megatron.training`` does it."""
+        """Compute the losses of another batch without training, as ``megatron.training`` does."""
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
@@ -101,9 +101,9 @@ class Training:
             chunk.train()
 
     def capture(self) -> None:
-        """As ``megatron.training`` after ``cuda_graph_warmup_steps`` steps.
+        """Capture like ``megatron.training`` after ``cuda_graph_warmup_steps`` steps.
 
-        Gradients so far are gone afterwards, with graphs and without.
+        Gradients are reset, with graphs and without.
         """
         for parameter in self.parameters:
             parameter.grad = None
@@ -112,18 +112,18 @@ class Training:
         self._graphs = capture_layers(self.case, self._config, self.chunks, self._num_micro_batches)
 
     def delete_graphs(self) -> None:
-        """As ``megatron.training`` at the end."""
+        """Delete the graphs like ``megatron.training`` at the end."""
         self._graphs.delete_cuda_graphs()
         self._graphs = None
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Of all model chunks."""
+        """The parameters of all model chunks."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     @property
     def gradients(self) -> list[Optional[torch.Tensor]]:
-        """Each parameter's, None where there is none."""
+        """The gradient of each parameter; None if it has none."""
         return [
             None if parameter.grad is None else parameter.grad.clone()
             for parameter in self.parameters
@@ -136,7 +136,7 @@ class Training:
 
     @property
     def graphed_modules(self) -> dict[str, int]:
-        """The same for each module of which something is copied."""
+        """The same for each module with copies."""
         modules = self.engine.graphs.modules if self.engine else {}
         return {name: item.d2h_bytes for name, item in modules.items() if item.d2h_bytes}
 
@@ -151,7 +151,7 @@ class Compared:
     """Result of :func:`compare` on one rank."""
 
     difference: Optional[str]
-    """Where the two differ; None if nowhere."""
+    """The first difference; None if equal."""
     graphed_bytes: int
     """Bytes that one replay of all graphs copies out."""
 
@@ -170,11 +170,11 @@ def compare(
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        port: Where they meet.
+        port: Port of their rendezvous.
         case: The model.
-        scope: The parts of each layer that are captured; all of it if empty.
-        offload_modules: What moves.
-        num_micro_batches: Of each step.
+        scope: The parts of each layer that are captured; the whole layer if empty.
+        offload_modules: Modules that move.
+        num_micro_batches: Number of micro-batches of each step.
     """
     ranks = (num_micro_batches, 0.0, rank, world_size, port)
     results, graphed_bytes = [], 0
@@ -205,13 +205,13 @@ def graph_memory(
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        port: Where they meet.
-        case: Of :func:`with_graphs`.
-        offload_modules: What moves.
+        port: Port of their rendezvous.
+        case: A case from :func:`with_graphs`.
+        offload_modules: Modules that move.
         offload: megatron-core's other offloading options.
 
     Raises:
-        AssertionError: Other processes have the memory that this one needs.
+        AssertionError: Other processes use the memory that this one needs.
     """
     sizes, moved = [], 0
     with memory_to_itself(MEMORY_NEEDED_BYTES):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A store whose groups are saved and moved by hand, to bring about one situation at a time."""
+"""A store whose groups are saved and moved by hand, to test one situation at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.slipstream.fine_grained_activation_offload.recorder import Recorde
 from megatron.slipstream.plan.trace import GroupKey
 
 LAZY_NATIVE = "cpu-lazy, native"
-"""The backend whose copies run as late as they may, with the hooks in C++."""
+"""The backend that runs copies as late as possible, with the hooks in C++."""
 
 
 def is_native_run(name: str) -> tuple[str, bool]:
@@ -32,7 +32,7 @@ class HandDriven:
         backend, is_native = is_native_run(backend)
         self.backend = make_backend(backend)
         self.recorder = Recorder(self.backend)
-        self.recorder.reads_memory = not is_native  # else the work is Python's
+        self.recorder.reads_memory = not is_native  # reading memory disables the hooks in C++
         self.store = ActivationStore(self.backend, self.recorder, is_native)
         self._num_groups = 0
         self.groups: dict[GroupKey, OffloadTensorGroup] = {}
@@ -45,13 +45,13 @@ class HandDriven:
         return group
 
     def save(self, group: OffloadTensorGroup, *tensors: torch.Tensor, min_numel: int = 1) -> Any:
-        """Kept by autograd in place of ``tensors``; alone if there is one."""
+        """The objects that autograd keeps instead of ``tensors``; a single one if there is one."""
         group.min_numel = min_numel
         saved = [self.store.pack(group, tensor) for tensor in tensors]
         return saved[0] if len(saved) == 1 else saved
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """Read as autograd does."""
+        """Unpack a saved object as autograd does."""
         return self.store.unpack_by(self.store.read)(saved)
 
     def copy_out(self, group: OffloadTensorGroup) -> None:
@@ -70,5 +70,5 @@ class HandDriven:
 
     @property
     def copies(self) -> int:
-        """Copies out so far."""
+        """Number of copies out so far."""
         return sum(counters.d2h_copies for counters in self.store.modules.values())

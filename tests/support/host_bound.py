@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""An engine whose iterations take as long as the host says: passes, and the copies of groups."""
+"""A launch-bound engine: its iterations take the host's time for passes and copies of groups."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 MAX_ITERATIONS = (MAX_ROUNDS + MAX_TRIALS + 1) * (NUM_WARMUPS + NUM_TIMED + 2 * (MIN_PAIRS + 2))
-"""As many as all rounds and trials take where times do not vary."""
+"""Number of iterations that all rounds and trials need if times do not vary."""
 PASS_MS = 10.0
 NUM_PASSES = 3
 
 
 class HostBound(TimedBackend):
-    """Its clock goes on only where the host works: for each pass, and for each group's copies.
+    """A backend whose clock advances only with host work: for each pass and each group's copies.
 
     Args:
-        copy_ms: For a group's copies one way.
-        obtainable: Device memory.
-        ms_per_kib: For what they copy.
+        copy_ms: Time of a group's copies one way.
+        obtainable: Device memory that can be allocated.
+        ms_per_kib: Additional time per KiB that they copy.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HostBound(TimedBackend):
 
 
 class Engine(PipelineOffloadManager):
-    """The engine of a model whose passes take some time."""
+    """The engine of a model whose passes take time on the host."""
 
     def __init__(self, backend: HostBound, max_percent: float) -> None:
         super().__init__(backend, PolicyOptions(max_overhead_percent=max_percent))
@@ -80,11 +80,11 @@ class Engine(PipelineOffloadManager):
 
 
 def train(engine: Engine, num_iterations: Optional[int] = None) -> list[float]:
-    """Train, compare every gradient, and tell how long the iterations took.
+    """Train, compare every gradient, and return the durations of the iterations.
 
     Args:
-        engine: With or without iterations behind it.
-        num_iterations: None for as many as it takes until its plan is settled.
+        engine: An engine, new or already trained.
+        num_iterations: Number of iterations; None to train until the plan is settled.
     """
     chunks = make_chunks(1)
     expected = run_schedule(chunks, SCHEDULES["accumulation"], None)
@@ -99,7 +99,7 @@ def train(engine: Engine, num_iterations: Optional[int] = None) -> list[float]:
 
 
 def waits_everywhere(plan: Plan, _: object) -> HostSyncPoints:
-    """As if compute waited for every group that moves, at its release and at its use."""
+    """Stub: compute waits for every moving group, at its release and at its use."""
     return {
         step: (group.key,)
         for group in plan.groups

@@ -12,6 +12,6 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """When all are known."""
+    """Write the marks when all tests are collected."""
     marks = {item.nodeid: [mark.name for mark in item.iter_markers()] for item in items}
     Path(os.environ["LISTS_MARKS_PATH"]).write_text(json.dumps(marks))

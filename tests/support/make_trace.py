@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Traces for tests of the planner: written by hand, or as a pipeline schedule would leave them."""
+"""Traces for tests of the planner: written by hand, or as a pipeline schedule would record them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.slipstream.plan.trace import (
 )
 
 DEFAULT_NBYTES = 1000
-"""Size of a storage that a test gives no other; not a power of two, so that sums tell."""
+"""Default size of a storage; not a power of two, so that sums are distinguishable."""
 
 
 def passes_that_turn_around(schedule: Schedule) -> list[int]:
@@ -48,10 +48,10 @@ class Model:
     """The first module's group ends after the others of its layer, as megatron-core's 'attn_norm'
     does, instead of before they start."""
     saves: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    """Labels of the storages that a group saves, by its index in the pass. A group that is not
-    here saves one storage of its own. Groups that save the same label share the storage."""
+    """Labels of the storages that a group saves, by its index in the pass. A group without an entry
+    saves one storage of its own. Groups that save the same label share the storage."""
     nbytes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes by label; :data:`DEFAULT_NBYTES` for the others."""
+    """Sizes by label; :data:`DEFAULT_NBYTES` for other labels."""
     one_for_all_passes: Collection[str] = ()
     """Labels of storages that all passes share, as a table of rotary embeddings is."""
     held_outside: Collection[str] = ()
@@ -59,11 +59,11 @@ class Model:
     without_use: Collection[int] = ()
     """Groups that backward never reaches."""
     has_output: bool = False
-    """An output layer follows the last group."""
+    """Whether an output layer follows the last group."""
 
     @property
     def num_groups(self) -> int:
-        """Groups of one pass."""
+        """Number of groups of one pass."""
         return self.num_layers * len(self.modules)
 
     def name(self, group: int) -> str:
@@ -89,7 +89,7 @@ class Model:
         return marks
 
     def backward_marks(self) -> list[tuple[StepKind, int]]:
-        """The marks of one backward pass: it meets the groups from their ends, in reverse."""
+        """The marks of one backward pass: it reaches the groups from their ends, in reverse."""
         commits = [group for kind, group in self.forward_marks() if kind is StepKind.FORWARD_COMMIT]
         used = [group for group in reversed(commits) if group not in self.without_use]
         marks = [(StepKind.BACKWARD_USE, group) for group in used]
@@ -103,7 +103,7 @@ _FORWARD = (StepKind.FORWARD_START, StepKind.FORWARD_COMMIT)
 
 
 def trace_of(schedule: Schedule, model: Model, pp_rank: int = 0) -> Trace:
-    """The trace that ``schedule`` leaves on a rank whose chunks are all like ``model``."""
+    """The trace of ``schedule`` on a rank whose chunks all equal ``model``."""
     steps: list[Step] = []
     groups: list[GroupTrace] = []
     holders: dict[tuple[int, str], list[GroupKey]] = {}
@@ -155,6 +155,6 @@ def timed(
 
 
 def with_saved_bytes_as_memory(trace: Trace, other_bytes: int = 0) -> Trace:
-    """The trace with memory readings of what its groups save, and of as much beside it always."""
+    """The trace with memory readings: saved storages, plus ``other_bytes`` at every step."""
     levels = [nbytes + other_bytes for nbytes in trace.saved_bytes]
     return replace(trace, memory=tuple(MemoryReading(level, level, 0) for level in levels))

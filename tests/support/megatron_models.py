@@ -2,7 +2,7 @@
 
 """Models of megatron-core under its own schedules, on CPU or GPU: for benchmarks and for tests.
 
-On a GPU they are made of Transformer Engine's modules, on a CPU of megatron-core's local ones under
+On a GPU they are built of Transformer Engine's modules, on a CPU of megatron-core's local ones with
 Slipstream's CPU shims.
 """
 
@@ -30,9 +30,9 @@ from megatron.slipstream.patches.table import Feature
 from tools.shared_gpus import take_place
 
 MAX_SEQUENCES = 64
-"""Documents of a pack, at most."""
+"""Maximum number of documents in a pack."""
 SIGMA_LOG_LENGTH, SEQ_LENGTH_PER_MEDIAN = 1.0, 16.7
-"""Of the documents of packs: log-normal, half of them shorter than 245 tokens in a pack of 4096."""
+"""Lengths of packed documents: log-normal, with a median of 245 tokens in a pack of 4096."""
 
 
 def use_gpu() -> bool:
@@ -53,8 +53,8 @@ def initialize(
         case: The model.
         rank: This rank.
         world_size: Number of ranks.
-        port: Where they meet; 0 if there is one.
-        context_parallel_size: Instead of the case's own.
+        port: Port of their rendezvous; 0 for a single rank.
+        context_parallel_size: Replaces the case's own.
     """
     from megatron.core import parallel_state
 
@@ -92,9 +92,9 @@ def initialize(
 
 
 def forget_expert_metrics() -> None:
-    """Let what routers report of their experts begin afresh, for a model of other depth.
+    """Reset the expert statistics that routers report, for a model of another depth.
 
-    megatron-core keeps it in one table per process, as long as the first model had layers.
+    megatron-core keeps them in one table per process, sized for the layers of the first model.
     """
     if preflight.is_installed("megatron.core.transformer.moe.moe_logging"):  # from 0.18 on
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -107,14 +107,14 @@ def forget_expert_metrics() -> None:
 
 
 def _close_groups() -> None:
-    """Those of an earlier case, which megatron-core forgets but torch keeps.
+    """Destroy the process groups of an earlier case, which megatron-core drops but torch keeps.
 
     With gloo each has threads and sockets: after twenty cases a rank has two thousand of each, and
-    every collective takes ten times as long. NCCL's stay: CUDA graphs may hold them.
+    every collective takes ten times as long. NCCL's groups are kept: CUDA graphs may use them.
     """
     if use_gpu():
         return
-    # torch lists its groups nowhere in public.
+    # torch has no public list of its groups.
     for group in list(torch.distributed.distributed_c10d._world.pg_map):
         if group is not torch.distributed.group.WORLD:
             torch.distributed.destroy_process_group(group)
@@ -123,7 +123,7 @@ def _close_groups() -> None:
 def _seed(case: ModelCase, seed: int) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    # Transformer Engine's modules keep the tracker that there is when they are built.
+    # Transformer Engine's modules keep the tracker that exists when they are built.
     is_graphed = case.overrides.get("cuda_graph_impl") == "transformer_engine"
     uses_te = use_gpu() and (case.te_rng_tracker or is_graphed)
     model_parallel_cuda_manual_seed(seed, te_rng_tracker=uses_te, force_reset_rng=True)
@@ -163,7 +163,7 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
         "expert_model_parallel_size": case.ep,
         "context_parallel_size": case.cp,
         "expert_tensor_parallel_size": 1,
-        # Two sends between the same pair of ranks in one batch are not told apart.
+        # Two sends between the same pair of ranks in one batch would be mixed up.
         "overlap_p2p_comm": case.vpp is not None,
         "batch_p2p_comm": case.vpp is None,
         "deallocate_pipeline_outputs": True,
@@ -211,7 +211,7 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
 
 
 def build_chunks(case: ModelCase, config: Any) -> list[torch.nn.Module]:
-    """This rank's model chunks; the same weights for the same case whatever is offloaded."""
+    """This rank's model chunks; a case's weights do not depend on offloading."""
     torch.manual_seed(7)
     _seed(case, 7)
     chunks: list[torch.nn.Module] = []
@@ -269,7 +269,7 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
 
 
 def _separate_norms(block_spec: Any) -> None:
-    """Give the dense layers of a spec for Transformer Engine norms of their own."""
+    """Give the dense layers of a spec for Transformer Engine separate norms."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
     for layer in block_spec.layer_specs:
@@ -285,8 +285,8 @@ def wrap(config: Any, chunks: Sequence[torch.nn.Module], **options: Any) -> list
 
     Args:
         config: The chunks' ``TransformerConfig``.
-        chunks: Of :func:`build_chunks`.
-        options: Further ones of ``DistributedDataParallelConfig``.
+        chunks: Chunks from :func:`build_chunks`.
+        options: Other options of ``DistributedDataParallelConfig``.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -297,11 +297,11 @@ def wrap(config: Any, chunks: Sequence[torch.nn.Module], **options: Any) -> list
 
 @contextlib.contextmanager
 def accumulators_on_side_stream() -> Iterator[None]:
-    """Inside, nodes that accumulate gradients and are kept alive belong to a side stream.
+    """Context in which gradient accumulation nodes that are kept alive belong to a side stream.
 
-    Autograd runs such a node on the stream that it was made on. Made on the default stream, as by
-    an eager step of a model that keeps its last output (megatron-core's token dispatcher does), it
-    could not be part of a CUDA graph.
+    Autograd runs such a node on the stream on which it was created. If it was created on the
+    default stream, as by an eager step of a model that keeps its last output (megatron-core's token
+    dispatcher does), it could not be part of a CUDA graph.
     """
     if not use_gpu():
         yield
@@ -318,13 +318,13 @@ def micro_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """``count`` micro-batches of ``step``: int64 ``[b, s]`` tokens, labels and positions.
 
-    Of a packed case ``[1, s]``, with what :func:`packed_sample` has beside these.
+    For a packed case ``[1, s]``, with the other tensors of :func:`packed_sample`.
 
     Args:
         case: The model.
-        step: Number of the step; each has data of its own.
-        count: How many.
-        dp_rank: Data-parallel rank; each has data of its own.
+        step: Number of the step; each step has its own data.
+        count: Number of micro-batches.
+        dp_rank: Data-parallel rank; each rank has its own data.
     """
     seed = 1000 * step + 17 + 1_000_000 * dp_rank
     device = "cuda" if use_gpu() else "cpu"
@@ -372,10 +372,10 @@ def run_schedule(
     batches: Sequence[dict[str, torch.Tensor]],
     forward_only: bool = False,
 ) -> list[torch.Tensor]:
-    """One call of megatron-core's schedule on these micro-batches.
+    """Call megatron-core's schedule once on these micro-batches.
 
     Returns:
-        Their losses on the last pipeline stage, nothing on the others.
+        Their losses on the last pipeline stage; an empty list on the others.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -413,7 +413,7 @@ def run_schedule(
 
 
 def _packing_of(case: ModelCase, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Arguments of a model that is called with a pack."""
+    """The arguments of a model for a packed micro-batch."""
     if not case.is_packed:
         return {}
     from megatron.slipstream.integration.packed_sequences import packed_seq_params
@@ -429,13 +429,13 @@ def _packing_of(case: ModelCase, batch: dict[str, torch.Tensor]) -> dict[str, An
 def shared_inputs(
     texts: Sequence[Any], share: Share, limits: RankLimits, group: Optional[Any]
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Arguments of a rank's model for its part of a micro-batch, and which labels count.
+    """The arguments of a rank's model for its part of a micro-batch, and the mask of its labels.
 
     Args:
         texts: The tokens of each document of the pack.
-        share: The part.
-        limits: Of the ranks.
-        group: Told to the model; None leaves it with the static one.
+        share: The rank's part.
+        limits: Limits of the ranks.
+        group: Process group passed to the model; None for the static one.
     """
     from megatron.slipstream.integration.packed_sequences import packed_seq_params
 

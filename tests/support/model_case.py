@@ -13,7 +13,7 @@ MOE_MODULES = (*DENSE_MODULES, "expert_fc1", "moe_act")
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model and the way it is trained, by megatron-core's names."""
+    """A model and its training options, by megatron-core's names."""
 
     kind: str = "dense"
     """dense, moe, mixed (every second layer dense), mla, or hybrid (a ``HybridModel``)."""
@@ -28,17 +28,17 @@ class ModelCase:
     vpp: Optional[int] = None
     tp: int = 1
     dp: int = 1
-    """Data-parallel ranks, each with data of its own; a multiple of ``ep``."""
+    """Data-parallel ranks, each with its own data; a multiple of ``ep``."""
     ep: int = 1
     cp: int = 1
-    """Context-parallel ranks; ``seq_length`` is what each of them holds."""
+    """Context-parallel ranks; ``seq_length`` is the length on each of them."""
     is_packed: bool = False
     """Micro-batches are packs of documents (THD), each with room for ``seq_length`` tokens;
     ``micro_batch_size`` is 1."""
     te_rng_tracker: bool = False
-    """Draw random numbers as CUDA graphs must: from Transformer Engine's tracker (on a GPU)."""
+    """Use Transformer Engine's random number tracker, as CUDA graphs require (on a GPU)."""
     keeps_layers: bool = False
-    """Leave megatron-core's own layers where CUDA graphs are made of them: for its own engine."""
+    """Keep megatron-core's own layers even if they are captured, for its own engine."""
     has_own_norms: bool = False
-    """Norms of dense layers are modules, rather than a part of the linear layer that follows."""
+    """Norms of dense layers are modules, not a part of the linear layer that follows."""
     overrides: dict[str, Any] = field(default_factory=dict)

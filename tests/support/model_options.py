@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""megatron-core's options as a valid model with offloading on has them."""
+"""megatron-core's options of a valid model with offloading."""
 
 from __future__ import annotations
 

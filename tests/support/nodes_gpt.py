@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A model whose layers run in nodes, those of two micro-batches in turn, with the engine on or off.
+"""A model whose layers run in nodes that alternate between two micro-batches, engine on or off.
 
-So megatron-core overlaps the communication of experts with computation. On a CPU there are no
-streams to overlap on; the order of the calls is the same.
+megatron-core overlaps the communication of experts with computation in this way. On a CPU there are
+no streams to overlap on; the order of the calls is the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class InNodes:
     """Result of :func:`compare_in_nodes` on one rank."""
 
     difference: int
-    """Tensors that are not equal bit by bit."""
+    """Number of tensors that differ bitwise."""
     num_tensors: int
     moved_modules: tuple[str, ...]
     num_late: int
@@ -64,11 +64,11 @@ def compare_in_nodes(
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        port: Where they meet.
-        modules: What moves.
-        backend: The engine's.
-        recomputes: Norms and activation functions are recomputed.
-        num_iterations: Of two micro-batches each.
+        port: Port of their rendezvous.
+        modules: Modules that move.
+        backend: Backend of the engine.
+        recomputes: Whether norms and activation functions are recomputed.
+        num_iterations: Number of iterations, of two micro-batches each.
     """
     from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
@@ -77,7 +77,7 @@ def compare_in_nodes(
     if not recomputes:
         case = replace(CASE, overrides={"overlap_moe_expert_parallel_comm": True})
     initialize(case, rank, world_size, port)
-    # megatron-core makes masks and tables once in a process, which would count for one run only.
+    # megatron-core caches masks and tables per process, which would count for one run only.
     _train(case, (), CpuBackend(), 1)
     expected, peak_without = _train(case, (), CpuBackend(), num_iterations)
     install.uninstall()
@@ -104,8 +104,8 @@ def _train(
 ) -> tuple[list[torch.Tensor], int]:
     """Losses and gradients of all iterations, and the device peak of the last one.
 
-    The peak includes what lives between iterations: a layer keeps the inputs of its last norms that
-    are recomputed, which is memory that the engine takes too.
+    The peak includes memory that lives between iterations: a layer keeps the inputs of its last
+    recomputed norms, which the engine holds too.
     """
     from megatron.core.pipeline_parallel.utils import set_streams
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -137,7 +137,7 @@ def _end_iteration() -> None:
 
 
 def _two_micro_batches(model: Any, batches: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
-    """Forward of the first, its backward beside forward of the second, backward of the second."""
+    """The first's forward, its backward interleaved with the second's forward, its backward."""
     from megatron.core.models.common.model_chunk_schedule_plan import (
         TransformerModelChunkSchedulePlan,
     )
@@ -185,7 +185,7 @@ def _counted(backend: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_streams() -> Iterator[None]:
-    """On a CPU, inside, a tensor may be told that a stream reads it."""
+    """Context in which a CPU tensor accepts ``record_stream``."""
     if use_gpu():
         yield
         return

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Linear layers in FP8; without a GPU, stand-ins that keep weights as Transformer Engine's do.
+"""Linear layers in FP8; without a GPU, stand-ins that cache weights like Transformer Engine's.
 
-In the first micro-batch of an iteration they quantize their weight into memory that they keep, and
-the gradient of the weight overwrites the main gradient. In others they use what they have kept, and
-add. Graphs are imitated too, with the marks of the first micro-batch baked in.
+In the first micro-batch of an iteration they quantize their weight into cached memory, and the
+gradient of the weight overwrites the main gradient. In later ones they use the cached weight, and
+add to the main gradient. Eager graphs have the flag of the first micro-batch baked in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class QuantizedLinear(torch.nn.Module):
     """``x @ weight.T`` with a quantized weight.
 
     Args:
-        width: Of input and output.
+        width: Width of input and output.
     """
 
     def __init__(self, width: int) -> None:
@@ -38,14 +38,14 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def keep_weights_quantized(module: Any) -> None:
-    """Give a module with a ``weight`` what :func:`forward` needs."""
+    """Give a module with a ``weight`` the attributes that :func:`forward` needs."""
     module.is_first_microbatch = True
     module.disable_parameter_transpose_cache = False
     module.kept = None
 
 
 def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """The layer's forward pass, as megatron-core and Transformer Engine share it between them."""
+    """The layer's forward pass, the parts of megatron-core and Transformer Engine together."""
     is_first = None if module.disable_parameter_transpose_cache else module.is_first_microbatch
     module.is_first_microbatch = False
     quantized = module.kept if is_first is not None else None
@@ -55,7 +55,7 @@ def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
             module.kept = quantized
     elif is_first:
         for kept, value in zip(quantized, _quantize(module.weight), strict=True):
-            kept.data.copy_(value)  # autograd does not see what kernels write
+            kept.data.copy_(value)  # autograd does not see writes of kernels
     result: torch.Tensor = _Product.apply(x, module.weight, *quantized, bool(is_first))
     return result
 
@@ -67,7 +67,7 @@ def _quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Product(torch.autograd.Function):
-    """Adds the weight's gradient to the main gradient itself, and hands on one that is none."""
+    """Adds the weight's gradient to the main gradient itself, and returns a dummy gradient."""
 
     @staticmethod
     def forward(
@@ -99,10 +99,10 @@ class _Product(torch.autograd.Function):
 
 
 def train_in_fp8(block: torch.nn.Module) -> None:
-    """Have megatron-core's linear layers of a block do what they do in a training in FP8.
+    """Make megatron-core's linear layers of a block behave as in FP8 training.
 
-    With a GPU they do already, but for adding gradients to main gradients themselves, for which
-    megatron-core asks for Apex.
+    With a GPU they do already, except that megatron-core needs Apex to add gradients to main
+    gradients itself.
     """
     if torch.cuda.is_available():
         for module in block.modules():
@@ -121,10 +121,10 @@ def train_in_fp8(block: torch.nn.Module) -> None:
 
 
 class MarksBakedIn(EagerGraphs):
-    """Imitated graphs whose replays run the layers with the marks that they were recorded with.
+    """Eager graphs whose replays run the layers with the flags of the capture.
 
     Args:
-        modules: Have the layers in them.
+        modules: Modules that contain the layers.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -148,7 +148,7 @@ class _Marked(Graph):
         self._marks = marks
 
     def replay(self) -> None:
-        # No layer's code runs in a replay: what it would leave behind is put back.
+        # In a real replay no layer's code runs, so its side effects are undone.
         now = _marks(self._layers)
         _set_marks(self._layers, self._marks)
         try:

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""One situation per edge in which the fault is certain on a GPU if that edge is gone.
+"""One scenario per edge in which the race is certain on a GPU if that edge is deleted.
 
-Each puts a long sleep on the late stream and makes sure that what would be read or overwritten too
-early is something else: NaN, or other data. A scenario returns whether the result is right. Should
-the host be so slow that the sleep is over before it has done all that is to happen meanwhile, as
-beside other tests, the result would say nothing: then the scenario is repeated with a longer one.
+Each puts a long sleep on the late stream and fills the memory that would be read or overwritten too
+early with NaN or other data. A scenario returns whether the result is right. If the host is so slow
+that the sleep ends before all operations are issued, as may happen with other tests running, the
+result means nothing; the scenario is then repeated with a longer sleep.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ KINDS = ("cuda", "cuda, native")
 """The store in Python, and in C++."""
 
 Scenario = Callable[[str], bool]
-"""Of the kind of store."""
+"""A scenario as a function of the kind of store."""
 
 
 class _TooLate(Exception):
-    """The late stream was late no longer."""
+    """The sleep of the late stream ended too early."""
 
 
 class Lateness:
-    """A sleep of one length, on the streams that it is asked to be on."""
+    """A sleep of one length, put on given streams."""
 
     def __init__(self, cycles: int) -> None:
         self._cycles = cycles
         self._ends: list[torch.cuda.Event] = []
 
     def on(self, stream: torch.cuda.Stream) -> None:
-        """Nothing that is put into ``stream`` from here on begins before the sleep is over."""
+        """Put the sleep on ``stream``: later operations of the stream start after it."""
         with torch.cuda.stream(stream):
             torch.cuda._sleep(self._cycles)
         end = torch.cuda.Event()
@@ -53,10 +53,10 @@ class Lateness:
         self._ends.append(end)
 
     def check(self) -> None:
-        """All that is to happen during the sleep has been asked for.
+        """Call when all operations that must run during the sleep are issued.
 
         Raises:
-            _TooLate: The sleep was over by then.
+            _TooLate: The sleep has ended.
         """
         if any(end.query() for end in self._ends):
             raise _TooLate
@@ -80,7 +80,7 @@ def _values(value: float) -> torch.Tensor:
 
 
 def _sent(hand: HandDriven, value: float) -> tuple[object, object]:
-    """A group that is on the host for certain."""
+    """A group that is certainly on the host."""
     group = hand.group()
     saved = hand.save(group, _values(value))
     hand.send(group)
@@ -89,9 +89,9 @@ def _sent(hand: HandDriven, value: float) -> tuple[object, object]:
 
 
 def _poison_free_memory() -> set[int]:
-    """Fill the blocks that allocations of this size get next, on the compute stream.
+    """Fill the blocks that the next allocations of this size get, on the compute stream.
 
-    Several, since a block that tests before this one left may come first.
+    Several blocks, since one left by earlier tests may be allocated first.
 
     Returns:
         Their addresses.
@@ -102,7 +102,7 @@ def _poison_free_memory() -> set[int]:
 
 @_repeated_if_slow
 def copy_out_of_what_is_computed_late(late: Lateness, kind: str) -> bool:
-    """E1: the source is NaN until the compute stream, which is late, has written it."""
+    """E1: the source is NaN until the late compute stream has written it."""
     hand = HandDriven(kind)
     tensor = _values(float("nan"))
     torch.cuda.synchronize()
@@ -119,8 +119,8 @@ def copy_out_of_what_is_computed_late(late: Lateness, kind: str) -> bool:
 
 
 @_repeated_if_slow
-def host_buffer_lent_while_a_late_copy_in_reads_it(late: Lateness, kind: str) -> bool:
-    """E2: the second group's copy out would overwrite what the first one's copy in reads."""
+def host_buffer_reused_while_a_late_copy_in_reads_it(late: Lateness, kind: str) -> bool:
+    """E2: the second group's copy out would overwrite the source of the first one's copy in."""
     hand = HandDriven(kind)
     group, saved = _sent(hand, 1.0)
     address = saved.storage.allocation.buffer.address
@@ -138,7 +138,7 @@ def host_buffer_lent_while_a_late_copy_in_reads_it(late: Lateness, kind: str) ->
 
 @_repeated_if_slow
 def device_memory_reused_while_a_late_copy_out_reads_it(late: Lateness, kind: str) -> bool:
-    """E3: what is released is filled with NaN by its next owner."""
+    """E3: the next owner of released memory fills it with NaN."""
     hand = HandDriven(kind)
     group, tensor = hand.group(), _values(1.0)
     saved, address = hand.save(group, tensor), tensor.data_ptr()
@@ -155,7 +155,7 @@ def device_memory_reused_while_a_late_copy_out_reads_it(late: Lateness, kind: st
 
 @_repeated_if_slow
 def copy_in_over_memory_that_late_compute_reads(late: Lateness, kind: str) -> bool:
-    """E4: the destination is a block whose last reader, on the compute stream, is late."""
+    """E4: the destination is a block whose last read, on the compute stream, is late."""
     hand = HandDriven(kind)
     group, saved = _sent(hand, 1.0)
     block = _values(3.0)
@@ -173,7 +173,7 @@ def copy_in_over_memory_that_late_compute_reads(late: Lateness, kind: str) -> bo
 
 @_repeated_if_slow
 def backward_reads_while_a_late_copy_in_writes(late: Lateness, kind: str) -> bool:
-    """E5: until the late copy has run the destination holds NaN."""
+    """E5: the destination holds NaN until the late copy has run."""
     hand = HandDriven(kind)
     group, saved = _sent(hand, 1.0)
     _poison_free_memory()
@@ -188,7 +188,7 @@ def backward_reads_while_a_late_copy_in_writes(late: Lateness, kind: str) -> boo
 
 @_repeated_if_slow
 def unused_memory_reused_while_a_late_copy_in_writes(late: Lateness, kind: str) -> bool:
-    """E6: the next owner of the destination would be overwritten by the late copy."""
+    """E6: the late copy would overwrite the next owner of the destination."""
     hand = HandDriven(kind)
     group, saved = _sent(hand, 1.0)
     late.on(hand.store.copy_streams.h2d)
@@ -205,7 +205,7 @@ def unused_memory_reused_while_a_late_copy_in_writes(late: Lateness, kind: str) 
 
 @_repeated_if_slow
 def host_memory_unpinned_while_a_late_copy_writes_it(late: Lateness, kind: str) -> bool:
-    """E7: a stream must be idle when its host memory goes; the fault itself could be a crash."""
+    """E7: a stream must be idle when its host memory is unpinned; the fault could be a crash."""
     hand = HandDriven(kind)
     group = hand.group()
     saved = hand.save(group, _values(1.0))
@@ -219,7 +219,7 @@ def host_memory_unpinned_while_a_late_copy_writes_it(late: Lateness, kind: str) 
         hand.store.copy_streams.d2h.synchronize()
         free_host(buffer)
 
-    # Put back: else the two hold each other, and device memory, until garbage is collected.
+    # Restored, since a reference cycle would hold device memory until garbage is collected.
     with mock.patch.object(hand.backend, "free_host", observed):
         late.check()
         hand.store.close()
@@ -228,8 +228,8 @@ def host_memory_unpinned_while_a_late_copy_writes_it(late: Lateness, kind: str) 
 
 
 @_repeated_if_slow
-def returned_memory_reused_while_another_stream_reads_it_late(late: Lateness, kind: str) -> bool:
-    """E8: backward reads on another stream than the copy in was started on, which goes on."""
+def reloaded_memory_reused_while_another_stream_reads_it_late(late: Lateness, kind: str) -> bool:
+    """E8: backward reads on another stream than the one that started the copy in and continues."""
     hand = HandDriven(kind)
     group, saved = _sent(hand, 1.0)
     hand.copy_in(group)
@@ -246,13 +246,13 @@ def returned_memory_reused_while_another_stream_reads_it_late(late: Lateness, ki
 
 @_repeated_if_slow
 def graphs_replayed_while_a_late_copy_in_writes(late: Lateness, kind: str) -> bool:
-    """E9: the graph that reads follows the one that copies back. Without it, there is no graph."""
+    """E9: the graph that reads follows the one that reloads. Without it, the capture fails."""
     hand = HandDriven(kind)
     group, source = hand.group(), _values(0.0)
     result = torch.empty_like(source)
     saved: list[object] = []
     streams = hand.store.copy_streams
-    hand.store.host_pool.reserve(8 * NUMEL)  # none can be pinned in a capture
+    hand.store.host_pool.reserve(8 * NUMEL)  # memory cannot be pinned during a capture
 
     def forward() -> None:
         saved.append(hand.save(group, source * 1.0))
@@ -274,7 +274,7 @@ def graphs_replayed_while_a_late_copy_in_writes(late: Lateness, kind: str) -> bo
                 streams.begin_graph()
                 work()
                 streams.end_graph()
-        except RuntimeError:  # of CUDA, which refuses work that is not joined
+        except RuntimeError:  # CUDA refuses a capture with work that is not joined
             torch.cuda.synchronize()
             return False
     right = True
@@ -288,19 +288,19 @@ def graphs_replayed_while_a_late_copy_in_writes(late: Lateness, kind: str) -> bo
 
 SCENARIOS: dict[Edge, Scenario] = {
     Edge.E1: copy_out_of_what_is_computed_late,
-    Edge.E2: host_buffer_lent_while_a_late_copy_in_reads_it,
+    Edge.E2: host_buffer_reused_while_a_late_copy_in_reads_it,
     Edge.E3: device_memory_reused_while_a_late_copy_out_reads_it,
     Edge.E4: copy_in_over_memory_that_late_compute_reads,
     Edge.E5: backward_reads_while_a_late_copy_in_writes,
     Edge.E6: unused_memory_reused_while_a_late_copy_in_writes,
     Edge.E7: host_memory_unpinned_while_a_late_copy_writes_it,
-    Edge.E8: returned_memory_reused_while_another_stream_reads_it_late,
+    Edge.E8: reloaded_memory_reused_while_another_stream_reads_it_late,
     Edge.E9: graphs_replayed_while_a_late_copy_in_writes,
 }
 
 
 EDGE_METHODS = ("_wait", "_wait_on_host", "_hold")
-"""Of :class:`CopyStreams`: every edge is made by one of them."""
+"""Methods of :class:`CopyStreams`; each edge is made by one of them."""
 
 
 class without_edge:

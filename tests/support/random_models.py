@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Random models that are valid and odd: the same one for each seed.
+"""Random models that are valid but unusual: the same one for each seed.
 
-Every block maps ``[BATCH, LENGTH, WIDTH]`` to the same shape. Blocks are odd in how autograd sees
-them: they share modules and weights, loop, checkpoint inside, change tensors in place, compute
-gradients in forward, have hooks, or return views.
+Every block maps ``[BATCH, LENGTH, WIDTH]`` to the same shape. Blocks use autograd in unusual ways:
+they share modules and weights, loop, checkpoint inside, change tensors in place, compute gradients
+in forward, have hooks, or return views.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH, LENGTH, WIDTH = 3, 4, 8
 
 
 class Fault(Exception):
-    """Raised where a program wants the model to fail."""
+    """Raised where a program makes the model fail."""
 
 
 class Mlp(torch.nn.Module):
@@ -68,7 +68,7 @@ class Norm(torch.nn.Module):
 
 
 class Views(torch.nn.Module):
-    """Saves parts of one memory; returns one of its own views."""
+    """Saves parts of one storage, and returns a view."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Spectrum(torch.nn.Module):
 
 
 class Recurrent(torch.nn.Module):
-    """Steps along the sequence with a state; ``in_place`` changes a second one between two uses."""
+    """Loops over the sequence with a state; ``in_place`` changes a second one between two uses."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Recurrent(torch.nn.Module):
 
 
 class DeadBranch(torch.nn.Module):
-    """Uses a state, changes it in place, and uses it again; the first result leads nowhere."""
+    """Uses a state, changes it in place, and uses it again; the first result is unused."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class DeadBranch(torch.nn.Module):
 
 
 class InPlace(torch.nn.Module):
-    """Changes its result, which no operation has saved, in place."""
+    """Changes its result in place; no operation has saved it."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class InPlace(torch.nn.Module):
 
 
 class _Scaled(torch.autograd.Function):
-    """Saves an input, a result and a number; changes its first input in place if told to."""
+    """Saves an input, a result and a number; optionally changes its first input in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, in_place: bool) -> torch.Tensor:
@@ -210,7 +210,7 @@ class Force(torch.nn.Module):
 
 
 class Wrapped(torch.nn.Module):
-    """Runs other blocks: in a checkpoint, with hooks, twice, or for a part of what it returns."""
+    """Runs other blocks: in a checkpoint, with hooks, twice, or using a part of the result."""
 
     def __init__(self, draw: random.Random, inner: Sequence[torch.nn.Module]) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class RandomModel(torch.nn.Module):
     """Takes and returns ``[BATCH, LENGTH, WIDTH]``.
 
     Args:
-        draw: The structure is drawn from here, the weights from torch's generator.
+        draw: Random source of the structure; weights are from torch's generator.
     """
 
     def __init__(self, draw: random.Random) -> None:
@@ -262,7 +262,7 @@ class RandomModel(torch.nn.Module):
         shared = [draw.randrange(len(self.parts)) for _ in range(draw.randint(0, 2))]
         self.order = [*range(len(self.parts)), *shared]
         draw.shuffle(self.order)
-        """Which part runs when: some of them several times."""
+        """The order of the parts; some of them run several times."""
         self.is_u_shaped = draw.random() < 0.4
         self.head = torch.nn.Linear(WIDTH, WIDTH)
         if draw.random() < 0.4:
@@ -310,7 +310,7 @@ def _fail(_: torch.Tensor) -> None:
 
 
 def draw_patterns(draw: random.Random, model: RandomModel) -> list[Any]:
-    """Names of modules to attach to, at least one of which runs."""
+    """Draw names of modules to attach to, at least one of which runs."""
     names = [f"parts.{index}" for index in range(len(model.parts))]
     choices: list[list[Any]] = [
         ["parts.*"],

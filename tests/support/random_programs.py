@@ -2,9 +2,8 @@
 
 """Random training programs on a random model, with and without ``attach()``, compared bit by bit.
 
-A program is a list of steps, each drawn from a seed of its own, so that both runs do the same. What
-a step must not change is everything that the model computes: results, gradients, and whether it
-raises.
+A program is a list of steps, each drawn from its own seed, so that both runs do the same. With
+``attach()`` everything that the model computes must be equal: results, gradients, and errors.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Run:
     attached: Optional[Attached]
     optimizer: torch.optim.Optimizer = field(init=False)
     results: list[torch.Tensor] = field(default_factory=list)
-    """Everything that has been computed: of both runs it is the same."""
+    """All computed tensors; equal in both runs."""
     alive: list[torch.Tensor] = field(default_factory=list)
     """Results whose graphs are kept while later steps run."""
 
@@ -38,7 +37,7 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05)
 
     def loss(self, draw: random.Random) -> torch.Tensor:
-        """Forward on a micro-batch of its own."""
+        """Forward on a new micro-batch."""
         seed = draw.randrange(2**31)
         data = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))
         loss = loss_of(self.model(data), seed)
@@ -46,7 +45,7 @@ class Run:
         return loss
 
     def note_gradients(self) -> None:
-        """Note every gradient, and which there are none of."""
+        """Note every gradient, and the parameters without one."""
         for parameter in self.model.parameters():
             grad = parameter.grad
             self.results.append(torch.zeros(0) if grad is None else grad.clone())
@@ -116,7 +115,7 @@ def gradient_penalty(run: Run, draw: random.Random) -> None:
 
 
 def keep_a_graph(run: Run, draw: random.Random) -> None:
-    """Its forward, or its backward, with an optimizer step, happens while others run."""
+    """Keep the graph of a forward or backward, with an optimizer step, while other steps run."""
     loss = run.loss(draw)
     if draw.random() < 0.5:
         loss.backward(retain_graph=True)
@@ -125,7 +124,7 @@ def keep_a_graph(run: Run, draw: random.Random) -> None:
 
 
 def backward_through_a_kept_graph(run: Run, draw: random.Random) -> None:
-    """Refused by autograd if an optimizer has changed weights since."""
+    """Backward through a kept graph; autograd refuses it if an optimizer has changed weights."""
     if run.alive:
         run.alive.pop(draw.randrange(len(run.alive))).backward()
 
@@ -184,25 +183,25 @@ STEPS: tuple[Step, ...] = (
 
 
 class Trial(NamedTuple):
-    """All that a seed decides."""
+    """Everything that a seed determines."""
 
     seed: int
     steps: list[tuple[Step, int]]
     optimizes: list[bool]
-    """After which steps the optimizer runs."""
+    """For each step, whether the optimizer runs after it."""
     options: dict[str, Any]
-    """Of ``attach()``."""
+    """Options of ``attach()``."""
     settings: dict[str, Any]
-    """Of ``OffloadConfig``."""
+    """Options of ``OffloadConfig``."""
 
 
 class Outcome(NamedTuple):
     """Result of a trial."""
 
     num_values: int
-    """Numbers that were compared."""
+    """Number of compared values."""
     num_errors: int
-    """Steps that raised, with and without ``attach()``."""
+    """Number of steps that raised, with and without ``attach()``."""
     moved_bytes: int
 
 
@@ -221,7 +220,7 @@ def draw_trial(seed: int) -> Trial:
         "offload_prefetch_depth": draw.choice([1, 1, 2]),
         "offload_verify": draw.choice([0, 0, 2]),
         "offload_max_overhead_percent": draw.choice([None, None, 1]),
-        # Both kinds of hooks in turn, so that a seed's other choices are what they were.
+        # Alternate between both kinds of hooks, so that a seed's other choices do not change.
         "offload_native": "auto" if seed % 2 else "off",
     }
     return Trial(seed, steps, [draw.random() < 0.5 for _ in steps], options, settings)
@@ -231,7 +230,7 @@ def compare(seed: int) -> Outcome:
     """Run the trial of ``seed`` with and without ``attach()``.
 
     Raises:
-        AssertionError: They differ; says in what, and what the trial was.
+        AssertionError: They differ; the message names the difference and the trial.
     """
     trial = draw_trial(seed)
     plain, attached = (_start(trial, is_attached) for is_attached in (False, True))
@@ -281,7 +280,7 @@ def _run_step(run: Run, trial: Trial, index: int) -> Optional[Exception]:
 def _assert_equal(left: list[torch.Tensor], right: list[torch.Tensor], where: str) -> None:
     assert len(left) == len(right), f"{len(left)} results without, {len(right)} with, {where}"
     for place, (a, b) in enumerate(zip(left, right, strict=True)):
-        assert a.shape == b.shape, f"result {place} is there in one of two runs only, {where}"
+        assert a.shape == b.shape, f"result {place} exists in one of the two runs only, {where}"
         if a.contiguous().numpy().tobytes() != b.contiguous().numpy().tobytes():
             raise AssertionError(f"result {place} of shape {list(a.shape)} differs, {where}")
 

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Run a function on several ranks, each a process of its own, and collect what they return.
+"""Runs a function on several ranks, each a separate process, and collects the results.
 
-On a CPU the ranks are forked from a process that has imported megatron-core but run nothing of it,
-which takes a quarter of a second; the shims that the models need then stay out of the tests' own
-process. With a GPU they are spawned, as CUDA asks for.
+On a CPU the ranks are forked from a process that has imported megatron-core but has run nothing of
+it, which takes a quarter of a second; so the shims that the models need stay out of the tests' own
+process. With a GPU they are spawned, as CUDA requires.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
     """Call ``function(rank, num_ranks, port, *arguments)`` on each rank.
 
     Args:
-        num_ranks: How many processes.
+        num_ranks: Number of processes.
         function: A function at the top level of a module. Its result is pickled.
-        arguments: Passed on, pickled if processes are spawned.
+        arguments: Arguments of the function, pickled if processes are spawned.
 
     Returns:
         The results in rank order.
 
     Raises:
-        AssertionError: A rank raised, died or took too long; holds its traceback.
+        AssertionError: A rank raised, died or took too long; the message has its traceback.
     """
     if not torch.cuda.is_available():
         import_megatron()
@@ -61,31 +61,31 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
 
 
 def import_megatron() -> None:
-    """Imports of nearly all that is forked from this process, once for all."""
+    """Import once what nearly all forked processes need."""
     import megatron.core.models.gpt
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.pipeline_parallel  # noqa: F401
     from torch._dynamo import trace_rules
 
-    # Cached: each process would make it at its first call of what megatron-core compiles.
+    # Cached: otherwise each process creates it at its first call of a compiled function.
     trace_rules.get_torch_obj_rule_map()
 
 
 def make_cheap() -> None:
-    """Leave out, in a forked process, what takes long and changes nothing of what it computes.
+    """Disable slow work in a forked process that does not change results.
 
-    What was imported is no garbage. To compile megatron-core's small fused functions in each
-    process takes a fourth of the tests' time: with a GPU they are compiled, and in what is started
-    as from a shell. What torch knows for compiling it would forget with each process group, and
-    find out again though nothing is compiled. Each seed it would note, with a formatted stack, for
-    devices that it was not built for.
+    Imported objects are not garbage. Compiling megatron-core's small fused functions in each
+    process takes a fourth of the tests' time; they are compiled with a GPU, and in commands that
+    are started as from a shell. With each process group, torch would reset its compiler's caches
+    and fill them again though nothing is compiled. For devices that it was not built for, torch
+    would record each seed with a formatted stack.
     """
     gc.freeze()
     torch._dynamo.config.disable = True
     torch._dynamo.trace_rules.clear_lru_cache = lambda: None
     for device in (torch.xpu, torch.mtia):
         if not device.is_available():
-            device._is_in_bad_fork = lambda: True  # Then torch notes nothing for it.
+            device._is_in_bad_fork = lambda: True  # Then torch records nothing for it.
 
 
 def _receive(rank: int, pipe: Any) -> Any:
@@ -124,10 +124,10 @@ def _rank_main(
     else:
         sender.send((None, result))
     sender.close()
-    # Until all results are there, and this process is terminated: others may still be connecting
-    # by the store that lives in the first rank.
+    # Wait until all results are there and this process is terminated: other ranks may still be
+    # connecting through the store in the first rank.
     parent = multiprocessing.parent_process()
     parent.join()
-    # Without running the interpreter's shutdown: gloo and NCCL threads may still be waiting for
-    # ranks that have already gone.
+    # Skip the interpreter's shutdown: gloo and NCCL threads may still wait for ranks that have
+    # already ended.
     os._exit(0)

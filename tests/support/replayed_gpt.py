@@ -25,20 +25,20 @@ class Replayed:
     """Result of :func:`compare` on one rank."""
 
     difference: Optional[str]
-    """Where training with and without graphs differ; None if nowhere."""
+    """The first difference between training with and without graphs; None if equal."""
     num_replays: tuple[int, ...]
-    """Of each model chunk."""
+    """Number of replays of each model chunk."""
     figures: tuple[str, ...]
-    """Memory and time of the capture, of each model chunk."""
+    """Memory and time of each model chunk's capture."""
     num_experts_metrics: int
     num_poisoned: int
-    """How often a free slot's memory was filled."""
+    """Number of times that a free slot's memory was filled."""
     moved_bytes: tuple[int, ...]
-    """By one forward replay, of each model chunk that offloads."""
+    """Bytes of one forward replay, for each model chunk that offloads."""
     host_bytes: tuple[int, int]
-    """Of all slots, before and after their graphs were deleted."""
+    """Host memory of all slots, before and after their graphs were deleted."""
     eager_host_bytes: int = 0
-    """That of passes without graphs, at the end."""
+    """Host memory of passes without graphs, at the end."""
 
 
 def compare(
@@ -57,13 +57,13 @@ def compare(
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        port: Where they meet.
+        port: Port of their rendezvous.
         case: The model.
-        counts: Micro-batches of each iteration.
+        counts: Number of micro-batches of each iteration.
         wrapper: Options of ``DistributedDataParallelConfig``.
-        offload_modules: What moves with graphs; nothing moves without.
-        backend: The engine's.
-        host_limit_bytes: What this rank may pin.
+        offload_modules: Modules that move with graphs; nothing moves without graphs.
+        backend: Backend of the engine.
+        host_limit_bytes: Limit of pinned host memory of this rank.
     """
     case = dataclasses.replace(case, te_rng_tracker=True)
     initialize(case, rank, world_size, port)
@@ -100,7 +100,7 @@ def compare(
 def train_and_leave(
     rank: int, world_size: int, port: int, case: ModelCase, counts: Sequence[int]
 ) -> tuple[int, ...]:
-    """Train with chunk graphs, and leave the process groups; how often each chunk was replayed."""
+    """Train with chunk graphs, and leave the process groups. Returns each chunk's replays."""
     from megatron.slipstream.integration.chunk_graphs import close_graphs
 
     case = dataclasses.replace(case, te_rng_tracker=True)
@@ -116,7 +116,7 @@ def train_and_leave(
 def replay_again(
     rank: int, world_size: int, port: int, case: ModelCase
 ) -> tuple[list[str], list[bool]]:
-    """The errors of replaying a chunk twice, and whether it has its own methods after each step."""
+    """The errors of replaying a chunk twice, and whether it is unpatched after each step."""
     from megatron.slipstream.integration.chunk_graphs import close_graphs, replay_chunks
 
     case = dataclasses.replace(case, te_rng_tracker=True)
@@ -143,14 +143,14 @@ def replay_again(
 
 
 class Poison:
-    """Fills all that a graph may not rely on: the memory of every slot that is free, before each
-    forward pass. A replay that reads what it has not written gives NaN."""
+    """Fills the memory of every free slot before each forward pass: a replay that reads memory
+    which it has not written gives NaN."""
 
     def __init__(self) -> None:
         self.num_filled = 0
 
     def fill_before_forward(self, chunk: Any, graphs: Any) -> None:
-        """From now on, for this chunk."""
+        """Fill before each forward pass of this chunk from now on."""
         block = get_block(chunk)
         forward = block.forward
 
@@ -174,7 +174,7 @@ class Poison:
             for piece in torch.cuda.memory_snapshot()
             if tuple(piece["segment_pool_id"]) == tuple(slot.pool)
         ]
-        assert pieces, "the slot's memory is not found"
+        assert pieces, "the slot's memory was not found"
         for piece in pieces:
             storage = torch._C._construct_storage_from_data_pointer(
                 piece["address"], torch.device("cuda", piece["device"]), piece["total_size"]
@@ -212,7 +212,7 @@ def _train(
         for model in models:
             train_in_fp8(get_block(model))
     chunks: list[Any] = wrap(config, models, **wrapper)
-    torch.manual_seed(11)  # as build_chunks does with the tracker, which modules have kept
+    torch.manual_seed(11)  # as build_chunks does with the tracker, which modules keep
     if wrapper.get("overlap_grad_reduce"):
         config.no_sync_func = [chunk.no_sync for chunk in chunks]
         config.grad_sync_func = None
@@ -240,7 +240,7 @@ def _train(
 
 
 def gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
-    """All that an iteration leaves behind, but for its losses."""
+    """The results of an iteration other than its losses."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     found: list[torch.Tensor] = [
@@ -249,7 +249,7 @@ def gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
         for parameter in chunk.parameters()
         if parameter.requires_grad
     ]
-    # Rotary tables are no state: where a graph holds its own, the module's are not renewed.
+    # Rotary tables are not state: graphs may hold their own, so the module's are not updated.
     found += [
         buffer.clone()
         for chunk in chunks
@@ -265,7 +265,7 @@ def gradients_and_state(chunks: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def expert_metrics() -> list[torch.Tensor]:
-    """megatron-core's counts of experts since its log was written."""
+    """megatron-core's expert statistics since its last log line."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
@@ -273,7 +273,7 @@ def expert_metrics() -> list[torch.Tensor]:
 
 @torch.no_grad()
 def update(chunks: Sequence[torch.nn.Module]) -> None:
-    """Stands for an optimizer, and for megatron's log, which clears the metrics."""
+    """Replaces an optimizer, and megatron's log, which clears the metrics."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             gradient: Any = getattr(parameter, "main_grad", None)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Runs with all that a report may have, for tests of the page."""
+"""Runs whose reports have all possible content, for tests of the page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
     @property
     def report(self) -> Report:
-        """Of that rank alone."""
+        """The report of this rank alone."""
         return Report([self.rank])
 
 
@@ -58,7 +58,7 @@ def make_trace(
 
 @cache
 def _planned(trace: Trace, options: PolicyOptions) -> tuple[Plan, float]:
-    """The plan and what an iteration takes with it (0 without times): this is what takes time."""
+    """The plan and its predicted time of an iteration (0 without times). This is the slow part."""
     plan = build_plan(trace, options)
     return plan, simulate(plan).total_ms if trace.bandwidth else 0.0
 
@@ -109,12 +109,12 @@ def make_run(
 
 
 def with_waits(run: Run, waits_ms: dict[int, float]) -> Run:
-    """The same run, in which compute waited for copies at some steps."""
+    """The same run, but compute waited for copies at some steps."""
     stalls = [waits_ms.get(step, 0.0) for step in range(len(run.plan.trace.steps))]
     modules = {name: replace(item) for name, item in run.rank.modules.items()}
     for step, ms in waits_ms.items():
         mark = run.plan.trace.steps[step]
-        # At the output layer's marks it is for groups that compute waits, too.
+        # At the output layer's marks, compute waits for groups too.
         modules[mark.name if mark.is_of_group else run.plan.groups[0].name].stall_ms += ms
     rank = replace(
         run.rank,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Small models of megatron-core, with what the engine saw them save and their computed shapes."""
+"""Small models of megatron-core, with the tensors that they saved and their computed shapes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron.slipstream.plan.trace import Trace
 
 
 class Recording(NamedTuple):
-    """One model."""
+    """The recording of one model."""
 
     shape: ModelShape
     trace: Trace
-    """Of an iteration that followed a plan."""
+    """Trace of an iteration that followed a plan."""
     d2h_bytes: int
-    """That left in this iteration."""
+    """Bytes offloaded in this iteration."""
     saved_bytes: int
-    """Of all storages that autograd keeps of one micro-batch, weights and masks left out."""
+    """Bytes of all storages that autograd saves in one micro-batch, without weights and masks."""
 
 
 def record_all(
@@ -34,7 +34,7 @@ def record_all(
     cases: Mapping[str, tuple[ModelCase, Sequence[str]]],
     num_micro_batches: int,
 ) -> dict[str, Recording]:
-    """Record every case, one after another; to be run on one rank."""
+    """Record every case in order; to be run on one rank."""
     return {
         name: _record(rank, world_size, port, case, modules, num_micro_batches)
         for name, (case, modules) in cases.items()
@@ -68,7 +68,7 @@ def _record(
 
 
 def _saved_bytes(case: ModelCase, model: torch.nn.Module) -> int:
-    """Tensors that a forward pass of one micro-batch leaves for backward."""
+    """Bytes that a forward pass of one micro-batch saves for backward."""
     mask = _causal_mask(case.seq_length)
     left_out = {item.untyped_storage()._cdata for item in (*model.parameters(), mask)}
     storages: dict[int, torch.UntypedStorage] = {}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Small models that train on documents which ranks share, in groups that a test chooses."""
+"""Small models that train on documents shared among ranks, in groups chosen by a test."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from megatron.slipstream.context_parallel.scheduler import Group, MicroBatch, Sh
 from megatron.slipstream.packed_sequences.packing import Piece
 
 Sizes = Sequence[tuple[int, Sequence[int]]]
-"""Groups of a micro-batch in the order of their ranks: how many ranks, and which documents."""
+"""Groups of a micro-batch in the order of their ranks: number of ranks, and documents."""
 
 
 class Result(NamedTuple):
-    """Of all ranks together."""
+    """The result of all ranks together."""
 
     loss: float
     """Mean over the labels that count."""
     gradients: list[torch.Tensor]
-    """Of the sum of the losses."""
+    """Gradients of the sum of the losses."""
 
 
 def documents(lengths: Sequence[int], vocab_size: int) -> list[np.ndarray]:
-    """Of so many tokens that the model reads, and one more as the last label."""
+    """Documents with these numbers of tokens that the model reads, and one more as last label."""
     pick = np.random.RandomState(11)
     return [pick.randint(1, vocab_size, length + 1) for length in lengths]
 
@@ -58,7 +58,7 @@ def micro_batch_of(sizes: Sizes, texts: Sequence[np.ndarray]) -> MicroBatch:
 
 @contextmanager
 def changed_specs(change: Callable[[Any], Any]) -> Iterator[None]:
-    """Models that are built now are built from changed layer specs."""
+    """Context in which models are built from changed layer specs."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     original = gpt_layer_specs.get_gpt_decoder_block_spec
@@ -71,7 +71,7 @@ def changed_specs(change: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def build(case: ModelCase, change: Callable[[Any], Any], **overrides: Any) -> torch.nn.Module:
-    """The model of a case with its layer spec changed, in training."""
+    """The model of a case with a changed layer spec, in training mode."""
     case = replace(case, overrides={**case.overrides, **overrides})
     with changed_specs(change):
         (model,) = build_chunks(case, make_config(case))
@@ -79,7 +79,7 @@ def build(case: ModelCase, change: Callable[[Any], Any], **overrides: Any) -> to
 
 
 def with_gathering_attention(spec: Any) -> Any:
-    """Core attention that can share, and megatron-core's own attention around it."""
+    """Core attention that supports shared documents, inside megatron-core's own attention."""
     from megatron.slipstream.integration.cpu_context_parallel import GatheringCoreAttention
     from megatron.slipstream.integration.cpu_modules import LatentCoreAttention
     from megatron.slipstream.integration.specs import replace_classes
@@ -90,7 +90,7 @@ def with_gathering_attention(spec: Any) -> Any:
 def inputs_of(
     share: Share, texts: Sequence[np.ndarray], limits: RankLimits, group: Optional[Any]
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """:func:`shared_inputs` of the documents that the part holds whole."""
+    """:func:`shared_inputs` for the whole documents of the part."""
     mine = [texts[piece.document] for piece in share.pack]
     return shared_inputs(mine, share, limits, group)
 
@@ -103,18 +103,18 @@ def passes(
     groups: Optional[Any] = None,
     in_flight: int = 1,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Forward and backward of each micro-batch: this rank's summed loss and number of labels.
+    """Yield this rank's summed loss and number of labels after each micro-batch's backward.
 
-    Gradients add up from when one is asked for to when the next is.
+    Gradients accumulate between two items of the generator.
 
     Args:
-        model: This rank's.
-        limits: Of the ranks.
-        micro_batches: What each of them has.
+        model: This rank's model.
+        limits: Limits of the ranks.
+        micro_batches: The micro-batches.
         texts: The documents.
-        groups: This rank's process groups; None leaves the model with its static one.
-        in_flight: So many micro-batches are past their forward pass before the first backward pass,
-            as on an early stage of a pipeline.
+        groups: This rank's process groups; None for the model's static one.
+        in_flight: Number of micro-batches between forward and backward, as on an early pipeline
+            stage.
     """
     rank = 0 if limits.num_ranks == 1 else torch.distributed.get_rank()
     waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -143,7 +143,7 @@ def train(
     groups: Optional[Any] = None,
     in_flight: int = 1,
 ) -> Result:
-    """All of :func:`passes`, and the sum over all ranks."""
+    """Run all of :func:`passes`, and sum over all ranks."""
     model.zero_grad(set_to_none=True)
     total = torch.zeros(2, dtype=torch.float64, device="cuda" if use_gpu() else "cpu")
     for loss, count in passes(model, limits, micro_batches, texts, groups, in_flight):
@@ -163,7 +163,7 @@ def separately(
     groups: Optional[Any] = None,
     in_flight: int = 1,
 ) -> list[list[torch.Tensor]]:
-    """Of each micro-batch this rank's loss and gradients."""
+    """This rank's loss and gradients of each micro-batch."""
     results = []
     model.zero_grad(set_to_none=True)
     for loss, _ in passes(model, limits, micro_batches, texts, groups, in_flight):
@@ -173,14 +173,14 @@ def separately(
 
 
 def difference(expected: Result, actual: Result) -> float:
-    """Of the loss, or of gradients relative to the largest gradient, whichever is larger."""
+    """The larger of the losses' difference and the gradients', relative to the largest gradient."""
     scale = max(gradient.abs().max() for gradient in expected.gradients)
     pairs = zip(expected.gradients, actual.gradients, strict=True)
     worst = max(float((a - b).abs().max() / scale) for a, b in pairs)
     return max(worst, abs(expected.loss - actual.loss))
 
 
-# What ranks run. On GPUs they are spawned, and so find it in a module that can be imported.
+# Functions that ranks run. On GPUs ranks are spawned, so they must import them from a module.
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Setting:
     limits: RankLimits
     lengths: Sequence[int]
     micro_batches: Mapping[int, Sizes]
-    """One for each size: all its groups are of that size, and all have the same documents."""
+    """A micro-batch for each size: all its groups have that size; all have the same documents."""
 
     @property
     def texts(self) -> list[np.ndarray]:
@@ -208,7 +208,7 @@ def with_changing_groups(spec: Any) -> Any:
 
 
 def _start(setting: Setting, rank: int, num_ranks: int, port: int) -> Any:
-    """Process groups with a static size of 1."""
+    """Create process groups with a static size of 1."""
     from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 
     initialize(setting.case, rank, num_ranks, port)
@@ -218,7 +218,7 @@ def _start(setting: Setting, rank: int, num_ranks: int, port: int) -> Any:
 def change_from_static(
     rank: int, num_ranks: int, port: int, setting: Setting
 ) -> dict[int, Optional[str]]:
-    """For each size, where a model of megatron-core's with that static size differs in any bit."""
+    """For each size, the bitwise differences from a megatron-core model with that static size."""
     found = {}
     micro_batches = setting.micro_batches
     for size in setting.limits.sizes:
@@ -237,7 +237,7 @@ def change_from_static(
 def change_by_order(
     rank: int, num_ranks: int, port: int, setting: Setting
 ) -> dict[tuple[int, ...], Optional[str]]:
-    """For each order of sizes, where a micro-batch differs in any bit from when it runs alone."""
+    """For each order of sizes, the bitwise differences of micro-batches from runs of them alone."""
     groups = _start(setting, rank, num_ranks, port)
     model = build(setting.case, with_changing_groups)
     run = partial(separately, model, setting.limits, texts=setting.texts, groups=groups)
@@ -256,9 +256,9 @@ def change_by_order(
 def difference_by_size(
     rank: int, num_ranks: int, port: int, setting: Setting
 ) -> dict[int, tuple[float, float]]:
-    """For each size, how far loss and gradients are from those of the smallest.
+    """For each size, the difference of loss and gradients from those of the smallest.
 
-    Of gradients it is the length of the difference relative to that of the gradient.
+    For gradients it is the norm of the difference relative to that of the gradient.
     """
     groups = _start(setting, rank, num_ranks, port)
     model = build(setting.case, with_changing_groups)
@@ -285,7 +285,7 @@ class Found(NamedTuple):
 
 
 def compare_sizes(rank: int, num_ranks: int, port: int, setting: Setting) -> Found:
-    """All three comparisons of a setting, by the same processes."""
+    """All three comparisons of a setting, in the same processes."""
     return Found(
         change_from_static(rank, num_ranks, port, setting),
         change_by_order(rank, num_ranks, port, setting),
@@ -296,7 +296,7 @@ def compare_sizes(rank: int, num_ranks: int, port: int, setting: Setting) -> Fou
 def losses_of_stages(
     rank: int, num_ranks: int, port: int, setting: Setting, sizes: Sequence[int]
 ) -> list[float]:
-    """Of each micro-batch through megatron's schedule; none but on the last stage."""
+    """The loss of each micro-batch through megatron's schedule; empty except on the last stage."""
     from megatron.core import mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -339,7 +339,7 @@ def layer_name(chunk: torch.nn.Module, name: str) -> str:
 
 
 def fill_weights(chunk: torch.nn.Module) -> None:
-    """The same weights for the same layer, on whatever stage it is."""
+    """Set weights that depend only on the layer, not on its stage."""
     for name, parameter in chunk.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(layer_name(chunk, name).encode()))
         noise = torch.randn(parameter.shape, generator=generator)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Small corpora on disk, as megatron's datasets read them, and a tokenizer that fits."""
+"""Small corpora on disk for megatron's datasets, and a matching tokenizer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def dataset_config(
 
 
 def batches_of(dataset: Any, consumed_samples: int = 0) -> Iterator[dict[str, torch.Tensor]]:
-    """As megatron's loader of ``--dataloader-type single`` gives them to a rank."""
+    """A rank's batches, as from megatron's loader with ``--dataloader-type single``."""
     from megatron.core import mpu
     from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The imitated device with a clock: iterations are timed and planned again without a GPU."""
+"""The CPU backend with a clock: iterations are timed and replanned without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.slipstream.fine_grained_activation_offload.cpu_backends import Cpu
 
 
 class TimedBackend(CpuBackend):
-    """Time on its streams is that of the wall; events complete when the test says so."""
+    """Its streams have wall-clock time; events complete when the test says so."""
 
     takes_time = True
     host_slab_bytes = BANDWIDTH_NBYTES

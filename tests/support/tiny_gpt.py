@@ -65,16 +65,16 @@ def run_step(
     count: int,
     forward_only: bool = False,
 ) -> list[torch.Tensor]:
-    """One call of megatron-core's schedule on ``count`` micro-batches; returns their losses."""
+    """Call megatron-core's schedule once on ``count`` micro-batches. Returns their losses."""
     return run_schedule(case, chunks, list(micro_batches(case, step, count)), forward_only)
 
 
 def train(
     case: ModelCase, config: Any, chunks: Sequence[torch.nn.Module], counts: Sequence[int]
 ) -> list[list[torch.Tensor]]:
-    """A step per entry of ``counts``; for each its losses followed by every gradient.
+    """Run a step per entry of ``counts``. Returns for each its losses followed by all gradients.
 
-    Weights stay as they are, so that each step compares to its twin by itself.
+    Weights do not change, so that each step can be compared on its own.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -98,7 +98,7 @@ def train(
 def first_difference(
     expected: Sequence[Sequence[torch.Tensor]], actual: Sequence[Sequence[torch.Tensor]]
 ) -> Optional[str]:
-    """Where two :func:`train` results are not equal bit by bit; None if they are."""
+    """The first bitwise difference of two :func:`train` results; None if they are equal."""
     for step, (left, right) in enumerate(zip(expected, actual, strict=True)):
         if len(left) != len(right):
             return f"step {step}: {len(left)} and {len(right)} tensors"
@@ -114,30 +114,30 @@ class Comparison:
     """Result of :func:`compare` on one rank."""
 
     difference: Optional[str]
-    """Where engine on and off differ; None if nowhere."""
+    """The first difference between engine on and off; None if equal."""
     moved_bytes: int
     freed_bytes: int
-    """Of those moved in the last step, how many were not in device memory meanwhile."""
+    """Bytes moved in the last step whose device memory was freed meanwhile."""
     moved_modules: tuple[str, ...]
     num_late: int
     peak_drop_bytes: int = 0
-    """By how much the device peak of the last step is lower; 0 where memory was not read."""
+    """Drop of the device peak in the last step; 0 where memory was not measured."""
     planned_drop_bytes: int = 0
     claimed_drop_bytes: int = 0
-    """The engine's summary before the measured step."""
+    """Drop according to the engine's summary before the measured step."""
     reported_drop_bytes: int = 0
-    """The sum over modules in its report."""
+    """Sum of the drops of modules in its report."""
     baseline_peak_bytes: int = 0
     reported_baseline_bytes: int = 0
-    """The peak without the engine, by its report: with what stays, such as weights."""
+    """Peak without the engine according to its report, including weights."""
     is_timed: bool = False
-    """Whether the plan that was followed last is one made from times."""
+    """Whether the last followed plan was made from times."""
     is_native: bool = False
     """Whether the saved-tensor hooks in C++ ran."""
     follows_layout: bool = False
-    """Whether host buffers lay as computed for the plan that was followed last."""
+    """Whether host buffers had the computed layout of the last followed plan."""
     why_not: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each module of which nothing moved, what the report says of that."""
+    """For each module of which nothing moved, the reasons in the report."""
 
 
 def compare(
@@ -158,15 +158,16 @@ def compare(
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        port: Where they meet.
+        port: Port of their rendezvous.
         case: The model.
-        offload_modules: What moves.
+        offload_modules: Modules that move.
         backend: The engine's backend.
-        counts: Micro-batches of each step.
-        offload: More options of megatron-core's, or of ``OffloadConfig`` (``offload_...``).
-        reads_memory: Also of a CPU, as if that were the device. A GPU's is read in any case.
-        keeps_gradients: The step that is measured finds gradients of 0 rather than none.
-        without: What :func:`train_without` returned on each rank, with the engine off.
+        counts: Number of micro-batches of each step.
+        offload: Other options of megatron-core, or of ``OffloadConfig`` (``offload_...``).
+        reads_memory: Measure memory also on a CPU, as if it were the device. A GPU's is always
+            measured.
+        keeps_gradients: Whether the measured step starts with gradients of 0 rather than none.
+        without: Results of :func:`train_without` on each rank, with the engine off.
     """
     from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
@@ -221,11 +222,11 @@ def compare_on_ranks(
     reads_memory: bool = False,
     keeps_gradients: bool = False,
 ) -> list[Comparison]:
-    """:func:`compare` on each of several ranks; without the engine once for all tests that ask."""
+    """:func:`compare` on each of several ranks; tests share the run without the engine."""
     arguments = (case, offload_modules, backend, counts, offload, reads_memory, keeps_gradients)
-    if torch.cuda.is_available():  # To start more processes would take longer.
+    if torch.cuda.is_available():  # Starting more processes would take longer.
         return run_ranks(num_ranks, compare, *arguments)
-    # Without the engine a backend does nothing but read memory.
+    # Without the engine a backend only reads memory.
     reader = backend if reads_memory else "cpu"
     settings = (case, tuple(counts), reader, reads_memory, keeps_gradients)
     return run_ranks(num_ranks, compare, *arguments, _without_on_ranks(num_ranks, *settings))
@@ -246,7 +247,7 @@ def _without_on_ranks(num_ranks: int, *settings: Any) -> list[bytes]:
 
 
 def train_without(rank: int, world_size: int, port: int, case: ModelCase, *settings: Any) -> bytes:
-    """Result of :func:`_switched_off`, as a file."""
+    """The result of :func:`_switched_off`, serialized."""
     initialize(case, rank, world_size, port)
     file = io.BytesIO()
     torch.save(_switched_off(case, *settings), file)
@@ -254,8 +255,8 @@ def train_without(rank: int, world_size: int, port: int, case: ModelCase, *setti
 
 
 _last_switched_off: dict[str, tuple[list[list[torch.Tensor]], int]] = {}
-"""Last results of :func:`_switched_off`, by its arguments: tests compare several sets of
-modules with the same training."""
+"""Last results of :func:`_switched_off` by its arguments: tests compare several sets of modules
+with the same training."""
 
 
 def _switched_off(
@@ -264,7 +265,7 @@ def _switched_off(
     """Train without the engine.
 
     Returns:
-        What :func:`train` returns, and the peak of one more step in bytes.
+        The result of :func:`train`, and the peak of one more step in bytes.
     """
     key = repr((case, tuple(counts), backend, reads_memory, keeps_gradients))
     if key not in _last_switched_off:
@@ -279,9 +280,9 @@ def _switched_off(
 
 
 def _planned_drop_bytes(manager: Any) -> int:
-    """Of the plan that the last step followed; 0 without readings of memory.
+    """Peak drop of the plan that the last step followed; 0 without readings of memory.
 
-    Times of that step that are read afterwards may lead to another plan, which the report shows.
+    Times of that step are read afterwards and may lead to another plan, which the report shows.
     """
     plan = manager.plan
     return manager._tuner.peak_drop(plan).nbytes if plan is not None and plan.trace.memory else 0
@@ -301,12 +302,11 @@ def _reasons(manager: Any, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 @contextmanager
 def _compiled_again(case: ModelCase) -> Iterator[None]:
-    """Inside, what torch compiles for numbers of tokens that vary is as in a process of its own.
+    """Context in which torch compiles functions for varying numbers of tokens as in a new process.
 
-    A compiled sum is rounded by the shape of a kernel that was chosen for the first numbers that it
-    was compiled for. What a hook hands to backward is no view any more, and is compiled for again:
-    if another engine came before, for other numbers, or with a kernel that torch's cache on disk
-    has of another rank.
+    The rounding of a compiled sum depends on the kernel that was chosen for the first sizes it was
+    compiled for. A tensor that a hook returns to backward is not a view, so torch compiles again:
+    after another engine, for other sizes, or with a kernel of another rank from its disk cache.
     """
     if case.ep == 1:
         yield
@@ -318,7 +318,7 @@ def _compiled_again(case: ModelCase) -> Iterator[None]:
 
 @contextmanager
 def _counted(backend: Backend, on_cpu: bool) -> Iterator[Backend]:
-    """Inside, the backend tells device memory; if asked to, also where a CPU stands for it."""
+    """Context in which the backend reports device memory; with ``on_cpu`` also that of a CPU."""
     if use_gpu() and torch.distributed.get_world_size() == 1:
         with patch.object(CudaBackend, "memory", _requested_memory):
             yield backend
@@ -332,12 +332,12 @@ def _counted(backend: Backend, on_cpu: bool) -> Iterator[Backend]:
 
 
 def _requested_memory(_: Backend) -> tuple[int, int]:
-    """Bytes that tensors ask for, now and at most.
+    """Bytes requested by tensors: now, and at the peak.
 
-    torch's allocator splits no block for a rest of less than 1 MiB, and counts the whole block as
-    allocated. How many of those there are depends on what was freed before, so that the peaks of
-    two trainings differ by some MiB more or less than by what moves. What communicates counts as
-    asked for until all streams have used it, so that several ranks need the other figure.
+    torch's allocator does not split a block for a rest of less than 1 MiB, and counts the whole
+    block as allocated. The number of such blocks depends on earlier frees, so the peaks of two
+    trainings differ by some MiB more or less than by the moved bytes. Communicated tensors count as
+    requested until all streams have used them, so several ranks need the other figure.
     """
     stats = torch.cuda.memory_stats_as_nested_dict()["requested_bytes"]["all"]
     return stats["current"], stats["peak"]
@@ -345,11 +345,11 @@ def _requested_memory(_: Backend) -> tuple[int, int]:
 
 @contextmanager
 def _reductions_over_one_rank_skipped() -> Iterator[None]:
-    """Inside, a reduction over one rank, which changes nothing, is not asked of gloo.
+    """Context in which reductions over one rank, which change nothing, skip gloo.
 
-    Gloo holds what it reduces from a thread of its own, for a tenth of a millisecond longer than
-    the collective takes. Megatron-core reduces where the loss is computed, which is where memory is
-    at its peak, and that would now and then be higher by such a tensor.
+    A thread of gloo holds the reduced tensor for a tenth of a millisecond longer than the
+    collective takes. Megatron-core reduces where the loss is computed, which is at the peak of
+    memory, so the peak would sometimes be higher by such a tensor.
     """
     all_reduce = torch.distributed.all_reduce
 
@@ -366,16 +366,16 @@ def _reductions_over_one_rank_skipped() -> Iterator[None]:
 def _peak_of_one_more_step(
     case: ModelCase, config: Any, chunks: Any, count: int, backend: Backend, keeps_gradients: bool
 ) -> int:
-    """Device peak of a step like those of :func:`train`, which plans are made from: its gradients
-    are allocated in backward, unless they are kept. In bytes above what stays; 0 where nothing
-    counts them."""
+    """Device peak of a step like those of :func:`train`, from which plans are made: its gradients
+    are allocated in backward, unless they are kept. In bytes above the memory at the start; 0 if
+    memory is not measured."""
     if backend.memory() is None:
         return 0
     for chunk in chunks:
         chunk.zero_grad(set_to_none=not keeps_gradients)
     if use_gpu():
         torch.cuda.synchronize()
-    # What the garbage collector frees in the middle of the step would be missing from its peak.
+    # Memory that the garbage collector frees during the step would be missing from its peak.
     with without_garbage_collection():
         before = backend.begin_peak()
         run_step(case, config, chunks, 0, count)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A small model chunk with what megatron-core's have: main gradients, hooks, state, randomness."""
+"""A small model chunk with megatron-core's features: main gradients, hooks, state, randomness."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, TOKENS = 8, 6
 def run_in_order(
     schedule: str, forward: Callable[[int], torch.Tensor], first: int
 ) -> list[torch.Tensor]:
-    """Losses of the micro-batches of an iteration.
+    """Run an iteration. Returns the losses of its micro-batches.
 
     Args:
         schedule: ``F`` is the forward of the next micro-batch, ``B`` the oldest one's backward.
@@ -56,7 +56,7 @@ class _OwnGradient(torch.autograd.Function):
 
 
 class ToyLayer(torch.nn.Module):
-    """Dropout, a linear layer with its own weight gradient, another one, and a count of tokens."""
+    """Dropout, a linear layer that computes its weight gradient, another one, a token counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class ToyChunk(torch.nn.Module):
     """Layers in a row; the last one shares the first one's linear layer.
 
     Args:
-        num_layers: At least two.
-        checkpoint: Recomputes every layer in backward.
+        num_layers: Number of layers, at least two.
+        checkpoint: Whether every layer is recomputed in backward.
     """
 
     def __init__(self, num_layers: int = 3, checkpoint: bool = False) -> None:
@@ -101,9 +101,9 @@ class Training:
     """Trains a :class:`ToyChunk` between two linear layers, with or without graphs.
 
     Args:
-        num_slots: None trains eagerly.
-        seed: Of weights and data.
-        backend: Makes the graphs.
+        num_slots: Number of slots; None to train eagerly.
+        seed: Seed of weights and data.
+        backend: Captures the graphs.
         chunk: Options of :class:`ToyChunk`.
     """
 
@@ -119,7 +119,7 @@ class Training:
         self.before = torch.nn.Linear(WIDTH, WIDTH)
         self.module = ToyChunk(**chunk)
         self.hooks: list[str] = []
-        """Events: 'before' and 'after' replays, and 'hook' for each of a parameter's."""
+        """Events: 'before' and 'after' replays, and 'hook' for each parameter hook."""
         self.results: list[torch.Tensor] = []
         self.graphs: Any = None
         """Its :class:`ChunkGraphs`, if there are slots."""
@@ -143,11 +143,11 @@ class Training:
             )
 
     def parameters(self) -> list[Any]:
-        """All of the model's."""
+        """All parameters of the model."""
         return [*self.before.parameters(), *self.module.parameters()]
 
     def _wrap(self, parameter: Any) -> None:
-        """As DistributedDataParallel: a hook adds gradients to ``main_grad``."""
+        """Like DistributedDataParallel: a hook adds gradients to ``main_grad``."""
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.grad_added_to_main_grad = False
         accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
@@ -190,7 +190,7 @@ class Training:
         else:
             output = self.module(hidden, scale=scale)
         loss = (output * torch.randn(TOKENS, 1, WIDTH, generator=generator)).sum()
-        output.data = torch.empty(1)  # Pipeline schedules do, when they have sent it.
+        output.data = torch.empty(1)  # As pipeline schedules do after they have sent it.
         return loss
 
     def iteration(self, schedule: str, first: int = 0) -> None:
@@ -212,6 +212,6 @@ class Training:
 
 
 def equal(left: Training, right: Training) -> bool:
-    """Whether all results are the same to the bit, and none is missing."""
+    """Whether all results are bitwise equal, and none is missing."""
     pairs = zip(left.results, right.results, strict=True)
     return all(torch.equal(one, other) for one, other in pairs)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Whole trainings through the entry of ``pretrain_gpt.py``, and what they come to.
+"""Whole trainings through the entry of ``pretrain_gpt.py``, and their results.
 
-The ranks are forked from the tests' process, which has imported what they need: to start them from
-a shell takes longer than they train.
+The ranks are forked from the tests' process, which has imported what they need: starting them from
+a shell takes longer than the training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ranks import run_ranks
 
 
 class _NoMeter(contextlib.AbstractContextManager["_NoMeter"]):
-    """Reads no memory of a CPU, which would take a third of a training's time."""
+    """Does not read a CPU's memory, which would take a third of a training's time."""
 
     allocated_bytes = peak_bytes = 0
 
@@ -36,7 +36,7 @@ def train_on_ranks(
 ) -> list[dict[str, Any]]:
     """Train with these flags and return each rank's record; ``record`` is the first rank's.
 
-    Without ``reads_memory`` its peaks are 0; not with an engine, which plans by what it reads.
+    Without ``reads_memory`` peaks are 0; an engine needs it for its plans.
     """
     prepare_training()
     flags = [*flags, "--run-record-path", str(record)]
@@ -47,8 +47,8 @@ def train_on_ranks(
 
 
 def prepare_training() -> None:
-    """Work that each training would repeat, once for all that fork: imports, and megatron-core's
-    reading of its options' texts from its own source."""
+    """Do work once that each forked training would repeat: imports, and megatron-core's parsing of
+    the help texts of its options from its own source."""
     from megatron.training import argument_utils, arguments
 
     import megatron.slipstream.integration.providers  # noqa: F401
@@ -72,7 +72,7 @@ def prepare_training() -> None:
 def train_main(
     rank: int, num_ranks: int, port: int, folder: Path, flags: list[str], reads_memory: bool = True
 ) -> int:
-    """The entry, on one rank, in ``folder``."""
+    """Run the entry on one rank, in ``folder``."""
     from megatron.slipstream.integration import monitor, training
 
     os.chdir(folder)
@@ -82,13 +82,13 @@ def train_main(
 
 
 def read_records(num_ranks: int, record: Path) -> list[dict[str, Any]]:
-    """Each rank's record, of which ``record`` is the first rank's."""
+    """Each rank's record; ``record`` is the path of the first rank's."""
     records = [record, *(record.with_suffix(f".rank{r}.json") for r in range(1, num_ranks))]
     return [json.loads(path.read_text()) for path in records]
 
 
 def result_of(record: dict[str, Any]) -> dict[str, Any]:
-    """Results of a training, without its times and bytes."""
+    """The results of a training, without times and bytes."""
     return {
         "losses": [iteration["loss"] for iteration in record["iterations"]],
         "evaluations": record["evaluations"],

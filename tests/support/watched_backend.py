@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""An engine whose backend notes what is put on each queue, and what each queue is told to wait for.
+"""An engine whose backend notes the operations of each queue, and the waits of each queue.
 
-Of plans it knows only how the trace numbers what a group saves. From there on a storage is known by
-its memory, and in its copy back by the host bytes that it went to.
+From plans it takes only the trace's numbers of the storages that a group saves. From there it
+identifies a storage by its memory, and in its copy back by the host bytes that it was copied to.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Issued(NamedTuple):
     kind: OpKind
     step: int
     storages: tuple[int, ...]
-    """By index in :attr:`Trace.storages`."""
+    """Indices in :attr:`Trace.storages`."""
     waited: tuple[int, ...]
-    """Up to which signal of each queue this entry's own queue has been told to wait, by this entry
-    or an earlier one. So a wait that an earlier one implies makes no difference."""
+    """For each queue, the latest signal that this entry's queue waits for, by this entry or an
+    earlier one. So a wait that an earlier one implies makes no difference."""
 
 
 Queues = dict[Queue, list[Issued]]
@@ -72,7 +72,7 @@ class WatchedBackend(CpuBackend):
         """The address of every slab."""
 
     def watch(self, manager: PipelineOffloadManager, trace: Trace | None) -> None:
-        """Note the next iteration of ``manager``, which is like the one of ``trace``, if known."""
+        """Note the next iteration of ``manager``, which matches ``trace`` if given."""
         self.manager = manager
         self.num_iterations += 1
         self._trace = trace
@@ -80,20 +80,20 @@ class WatchedBackend(CpuBackend):
         self.performed: list[tuple[int, str]] = []
         """The actions, as the engine names them, with their steps."""
         self.saved: dict[GroupKey, list[int]] = {}
-        """The storages that each group saved, by their numbers in the trace."""
+        """The storages that each group saved, by index in the trace."""
         self.addresses: dict[int, int] = {}
-        """Where in host memory each storage has been."""
+        """The host address of each storage."""
         self.used_before: dict[int, set[int]] = {}
-        """For each storage, those whose copy back was the last to read any of its host bytes."""
+        """For each storage, the storages whose copy back last read any of its host bytes."""
         self.in_use_bytes: dict[int, int] = {}
-        """By step, what the pool had in use when the last copy out was issued."""
+        """By step, the pool's bytes in use when the last copy out was issued."""
         self.num_blocked = 0
-        """How often the host has waited."""
+        """Number of times that the host has waited."""
         self.step = -1
         self._range = ""
         self._waited = {queue: [0 for _ in Queue] for queue in Queue}
         self._numbers: dict[int, int] = {}
-        """The number of each storage, by its serial number in the engine."""
+        """The trace's index of each storage, by its serial number in the engine."""
         self._uncommitted: list[int] = []
         self._in_device: dict[int, int] = {}
         """The storage in each device memory, by the address of torch's storage object."""
@@ -102,10 +102,10 @@ class WatchedBackend(CpuBackend):
         self._last_read: dict[int, int] = {}
         """The storage whose copy back read each block of host memory last."""
         self._allocated: list[int] = []
-        """Device memory that is newer than the newest START_IN."""
+        """Device memory allocated after the last START_IN."""
         self._returned: set[int] = set()
 
-    # What the engine asks of a device.
+    # The interface of a backend.
 
     def current_stream(self) -> object:
         return self._compute
@@ -113,7 +113,7 @@ class WatchedBackend(CpuBackend):
     def record(self, stream: object) -> Event:
         queue = self._queue(stream)
         if queue is Queue.COMPUTE:
-            # The engine records there only to start a copy. What is copied is known once it is.
+            # The engine records there only to start a copy; its storages are known once it runs.
             is_out = self._range.endswith(f":{ActionKind.D2H.value}")
             self._issue(OpKind.START_OUT if is_out else OpKind.START_IN)
             self._returned.update(self._allocated)
@@ -180,12 +180,12 @@ class WatchedBackend(CpuBackend):
     def _copy_in(self, copy: Copy) -> int:
         destination, buffer = copy
         number = self._in_host[buffer.address]
-        assert destination.storage._cdata in self._returned, "it was allocated too late"
+        assert destination.storage._cdata in self._returned, "it was allocated after START_IN"
         self._in_device[destination.storage._cdata] = number
         self._last_read.update(dict.fromkeys(host_blocks(buffer), number))
         return number
 
-    # What happens in the engine beside that.
+    # Events of the engine other than backend calls.
 
     def note_commit(self) -> None:
         known = {number for entry in self.issued[Queue.COMPUTE] for number in entry.storages}
@@ -217,13 +217,13 @@ class WatchedBackend(CpuBackend):
 
 
 def host_blocks(part: Bytes) -> range:
-    """The blocks of the whole buffer that ``part`` is the beginning of."""
+    """The blocks of the whole buffer that begins with ``part``."""
     start = part.address // BUFFER_ALIGNMENT_BYTES
     return range(start, start + size_class_bytes(part.nbytes) // BUFFER_ALIGNMENT_BYTES)
 
 
 class WatchedManager(PipelineOffloadManager):
-    """Tells its backend of marks, saves and reads."""
+    """Reports marks, saves and reads to its backend."""
 
     def __init__(self, **options: int) -> None:
         self.watched = WatchedBackend()
@@ -236,7 +236,7 @@ class WatchedManager(PipelineOffloadManager):
         self.watch(None)
 
     def watch(self, trace: Trace | None) -> None:
-        """Note the next iteration, which is like the one of ``trace``, if known."""
+        """Note the next iteration, which matches ``trace`` if given."""
         self.committed.clear()
         self.watched.watch(self, trace)
 

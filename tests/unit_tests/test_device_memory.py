@@ -28,7 +28,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
     return _Gpu(monkeypatch)
 
 
-SHARED = r"take 100\.0 GiB\. If other processes share the GPU"
+SHARED = r"100\.0 GiB are in use outside this process's tensors\. If other processes share the GPU"
 
 
 @pytest.mark.usefixtures("gpu")
