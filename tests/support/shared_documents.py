@@ -80,8 +80,10 @@ def build(case: ModelCase, change: Callable[[Any], Any], **overrides: Any) -> to
 
 def with_gathering_attention(spec: Any) -> Any:
     """Core attention that supports shared documents, inside megatron-core's own attention."""
-    from megatron.slipstream.integration.cpu_context_parallel import GatheringCoreAttention
-    from megatron.slipstream.integration.cpu_modules import LatentCoreAttention
+    from megatron.slipstream.integration.cpu_modules import (
+        GatheringCoreAttention,
+        LatentCoreAttention,
+    )
     from megatron.slipstream.integration.specs import replace_classes
 
     return replace_classes(spec, {LatentCoreAttention: GatheringCoreAttention})

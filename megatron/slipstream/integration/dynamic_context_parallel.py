@@ -33,8 +33,10 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from megatron.slipstream.integration.cpu_context_parallel import GatheringCoreAttention
-from megatron.slipstream.integration.cpu_modules import LatentCoreAttention
+from megatron.slipstream.integration.cpu_modules import (
+    GatheringCoreAttention,
+    LatentCoreAttention,
+)
 from megatron.slipstream.integration.specs import replace_classes
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
