@@ -359,7 +359,7 @@ class _DataParallel:
 
     @contextlib.contextmanager
     def hooks_off(self) -> Iterator[None]:
-        """Without hooks that gather parameters: what is captured between iterations is no use."""
+        """Without hooks that gather parameters, for a capture between iterations."""
         if not self._gathers_late:
             yield
             return

@@ -155,7 +155,7 @@ def installed() -> Optional[model_router.RoutedManager]:
 def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Make chunks (virtual pipeline stages) one model, with an engine and a plan of its own.
 
-    Only of use where a process trains several models, whose chunks are otherwise told apart when
+    Needed only where a process trains several models, whose chunks are otherwise told apart when
     they are first called. For megatron's ``ModelConfig.pre_wrap_hooks`` and Megatron-Bridge's
     ``register_pre_wrap_hook``. Calls :func:`install` if needed. Models whose configuration does not
     ask for offloading are left alone.

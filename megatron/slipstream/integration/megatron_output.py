@@ -8,6 +8,7 @@ errors go to stderr, which stays as it is.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import logging
@@ -153,10 +154,6 @@ def _appending(path: str) -> TextIO:
 
 def _value_of(flag: str, arguments: Sequence[str]) -> Optional[str]:
     """The last value of a flag; None without one."""
-    found = None
-    for word, following in zip(arguments, [*arguments[1:], None], strict=False):
-        if word == flag:
-            found = following
-        elif word.startswith(flag + "="):
-            found = word.removeprefix(flag + "=")
-    return found
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value", nargs="?")
+    return parser.parse_known_args(arguments)[0].value

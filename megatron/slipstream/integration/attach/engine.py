@@ -305,7 +305,7 @@ class AttachedEngine(OffloadEngine):
         self.begin_pass(0, self._min_numel, activation_offload_fraction=self._fraction)
         self._own_passes.append(_Pass())
 
-    # Saved-tensor hooks. Autograd calls them wherever it runs, be it amid compiled code.
+    # Saved-tensor hooks. Autograd calls them wherever it runs, also in compiled code.
 
     @torch.compiler.disable
     def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:

@@ -123,9 +123,12 @@ class _Hook:
     A copy of a module, deep or pickled, has a hook in its place that does nothing.
     """
 
-    def __init__(self, function: Callable[..., None], hooked: _Hooked) -> None:
+    def __init__(
+        self, function: Callable[..., None], hooked: _Hooked, lock: threading.RLock
+    ) -> None:
         self._function = function
         self._hooked = hooked
+        self._lock = lock
 
     def __call__(self, *arguments: Any) -> None:
         # torch.export makes one graph, too, without the compiler.
@@ -138,7 +141,8 @@ class _Hook:
     # torch.compile must neither trace the engine nor run it at compile time: the graph ends here.
     @torch.compiler.disable
     def _run(self, *arguments: Any) -> None:
-        self._function(self._hooked, *arguments)
+        with self._lock:
+            self._function(self._hooked, *arguments)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         # Takes anything, does nothing, and can be loaded without this package.
@@ -191,19 +195,12 @@ class ForwardHooks:
         leave: Callable[..., None],
     ) -> None:
         hooked = _Hooked(module, label)
-        enter, leave = self._locked(enter), self._locked(leave)
+        before, after = _Hook(enter, hooked, self._lock), _Hook(leave, hooked, self._lock)
         # Outermost: what other hooks of the module do belongs to its call.
         self._handles += [
-            module.register_forward_pre_hook(_Hook(enter, hooked), prepend=True, with_kwargs=True),
-            module.register_forward_hook(_Hook(leave, hooked), with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
-
-    def _locked(self, function: Callable[..., None]) -> Callable[..., None]:
-        def run(*arguments: Any) -> None:
-            with self._lock:
-                function(*arguments)
-
-        return run
 
     def remove(self) -> None:
         """Take the hooks off the modules.
@@ -253,7 +250,7 @@ class ForwardHooks:
         return True
 
     def _forget_trainer(self) -> None:
-        """Undo the calls of a trainer that has ended amid a forward."""
+        """Undo the calls of a trainer whose thread ended in a forward."""
         trainer = self._trainer
         if trainer is not None and not trainer.thread.is_alive():
             while trainer.calls:

@@ -128,8 +128,7 @@ def to_transformer_overrides(
     if given.get(SWITCH):
         # Not the list that the configuration may have: who switches on says what moves.
         effective[MODULES] = given.get(MODULES, [])
-    facts = {field.name: getattr(model_facts, field.name) for field in dataclasses.fields(DENSE)}
-    require(check_model_options(SimpleNamespace(**{**facts, **effective})))
+    require(check_model_options(SimpleNamespace(**{**vars(model_facts), **effective})))
     return overrides
 
 
@@ -187,8 +186,7 @@ def revalidate(config: Any) -> None:
         ValueError: A rule is broken.
     """
     facts = ModelFacts.of(config)
-    fields = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}
-    require(check_model_options(SimpleNamespace(**{**fields, **DEFAULTS, **facts.options})))
+    require(check_model_options(SimpleNamespace(**{**vars(facts), **DEFAULTS, **facts.options})))
     finish = getattr(config, "finalize", None) or config.__post_init__
     try:
         finish()
