@@ -113,24 +113,13 @@ def grouped_experts_without_transformer_engine(original: Any) -> Any:
 
 
 class LatentCoreAttention(DotProductAttention):
-    """Core attention of packed sequences, and with another head size of values than of keys.
-
-    Args:
-        k_channels: Head size of queries and keys; None is ``config.kv_channels``.
-        v_channels: Ignored: values tell their head size.
-    """
+    """Core attention of packed sequences, and with another head size of values than of keys."""
 
     def __init__(
-        self,
-        *arguments: Any,
-        k_channels: Optional[int] = None,
-        v_channels: Optional[int] = None,
-        softmax_scale: Optional[float] = None,
-        **options: Any,
+        self, *arguments: Any, k_channels: Any = None, v_channels: Any = None, **options: Any
     ) -> None:
-        if softmax_scale is None and k_channels is not None:
-            softmax_scale = k_channels**-0.5
-        super().__init__(*arguments, softmax_scale=softmax_scale, **options)
+        """Ignores the head sizes of multi-latent attention, which tensors tell."""
+        super().__init__(*arguments, **options)
 
     def forward(
         self,
@@ -173,10 +162,8 @@ class LatentCoreAttention(DotProductAttention):
 def sequence_places(packed_seq_params: Any) -> list[tuple[int, int]]:
     """First token and length of each sequence of a ``PackedSeqParams`` that has any tokens."""
     lengths = packed_seq_params.cu_seqlens_q.diff()
-    begins = packed_seq_params.cu_seqlens_q_padded
-    if begins is None:
-        begins = packed_seq_params.cu_seqlens_q
-    places = zip(begins[:-1].tolist(), lengths.tolist(), strict=True)
+    begins = packed_seq_params.cu_seqlens_q_padded[:-1]
+    places = zip(begins.tolist(), lengths.tolist(), strict=True)
     return [(begin, length) for begin, length in places if length]
 
 

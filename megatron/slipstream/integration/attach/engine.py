@@ -260,8 +260,6 @@ class AttachedEngine(OffloadEngine):
 
     def begin_inputs(self, name: str) -> Optional[OffloadTensorGroup]:
         """A group begins whose tensors are given to it one by one; None if none can."""
-        if self._now.chunk is None:
-            return None
         with torch.enable_grad():  # Checkpointing saves where gradients are switched off.
             self.start_group(name)
         group, self._now.started = self._now.started, None
