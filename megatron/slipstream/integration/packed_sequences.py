@@ -246,45 +246,46 @@ def packed_seq_params(
     )
 
 
+def read_micro_batch(
+    data_iterator: Optional[Iterator[Any]],
+    layout: Mapping[str, Any],
+    prepare: Callable[[Any], Any] = lambda sample: sample,
+) -> dict[str, torch.Tensor]:
+    """The micro-batch that the first rank of a tensor-parallel group reads, on all ranks' devices.
+
+    Args:
+        data_iterator: None on the other ranks.
+        layout: Shape and type of each of its tensors, by name: they need not be exchanged.
+        prepare: Applied to what was read.
+    """
+    device = torch.cuda.current_device()  # the CPU shims answer the CPU
+    batch: dict[str, torch.Tensor] = {}
+    reads = mpu.get_tensor_model_parallel_rank() == 0
+    if reads:
+        assert data_iterator is not None, "the first tensor-parallel rank reads the data"
+        loaded = prepare(next(data_iterator))
+        batch = {name: loaded[name].to(device, non_blocking=True).contiguous() for name in layout}
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        source = mpu.get_tensor_model_parallel_src_rank()
+        group = mpu.get_tensor_model_parallel_group()
+        for name, (shape, dtype) in layout.items():
+            if not reads:
+                batch[name] = torch.empty(shape, dtype=dtype, device=device)
+            torch.distributed.broadcast(batch[name], source, group=group)
+    return batch
+
+
 def _batch(
     data_iterator: Optional[Iterator[Any]], needed: set[str], args: Any
 ) -> dict[str, torch.Tensor]:
-    """This rank's micro-batch on its device: what is ``needed``, of the static layout."""
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    batch: dict[str, torch.Tensor] = {}
-    if mpu.get_tensor_model_parallel_rank() == 0:
-        assert data_iterator is not None, "the first tensor-parallel rank reads the data"
-        loaded = for_context_parallel_rank(
-            next(data_iterator), args.context_parallel_size, mpu.get_context_parallel_rank()
-        )
-        batch = {key: loaded[key].to(device, non_blocking=True) for key in sorted(needed)}
-    if mpu.get_tensor_model_parallel_world_size() == 1:
-        return batch
-    layout = static_layout(pack_limits(args), args.context_parallel_size)
-    return broadcast(batch, {key: layout[key] for key in sorted(needed)}, device)
-
-
-def broadcast(
-    batch: Mapping[str, Any], layout: Mapping[str, Any], device: torch.device | int
-) -> dict[str, torch.Tensor]:
-    """Give every rank of the tensor-parallel group its first rank's batch.
-
-    Args:
-        batch: Tensors by name, on the first rank.
-        layout: Shape and type of each.
-        device: Where they lie.
-    """
-    source = mpu.get_tensor_model_parallel_src_rank()
-    group = mpu.get_tensor_model_parallel_group()
-    received = {}
-    for key, (shape, dtype) in layout.items():
-        tensor = batch.get(key)
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-        tensor = tensor.contiguous()
-        torch.distributed.broadcast(tensor, source, group=group)
-        received[key] = tensor
-    return received
+    """What is needed of this rank's micro-batch, in the static layout."""
+    size, rank = args.context_parallel_size, mpu.get_context_parallel_rank()
+    layout = static_layout(pack_limits(args), size)
+    return read_micro_batch(
+        data_iterator,
+        {key: layout[key] for key in sorted(needed)},
+        lambda sample: for_context_parallel_rank(sample, size, rank),
+    )
 
 
 class Stage(NamedTuple):

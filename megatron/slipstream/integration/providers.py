@@ -145,16 +145,10 @@ def _batch(data_iterator: Optional[Iterator[Any]], vp_stage: Optional[int]) -> d
     if not _at_an_end(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
     args = get_args()
-    batch: dict[str, Any] = dict.fromkeys(_BATCH_KEYS)
-    device = torch.cuda.current_device()  # the CPU shims answer the CPU
-    if mpu.get_tensor_model_parallel_rank() == 0:
-        assert data_iterator is not None, "the first tensor-parallel rank reads the data"
-        loaded = next(data_iterator)
-        for key in _BATCH_KEYS:
-            if key in loaded:
-                batch[key] = loaded[key].to(device, non_blocking=True)
-    if mpu.get_tensor_model_parallel_world_size() > 1:
-        batch.update(packed_sequences.broadcast(batch, _layout(args), device))
+    batch = {
+        **dict.fromkeys(_BATCH_KEYS),
+        **packed_sequences.read_micro_batch(data_iterator, _layout(args)),
+    }
     if args.context_parallel_size > 1:
         batch = compat.slice_for_context_parallel(batch, mpu.get_context_parallel_group())
     return batch
