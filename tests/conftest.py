@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Shared by all tests: GPU tests run where there are enough GPUs and are skipped elsewhere."""
+"""Configuration of all tests: GPU tests are skipped where there are too few GPUs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 
 from tools.shared_gpus import num_places, num_tests_per_gpu
 
-# Without these, two runs of the same model on a GPU differ, and Transformer Engine does not hand
-# its saved tensors over. It reads both when it is imported.
+# Without these, two runs of the same model on a GPU differ, and Transformer Engine does not expose
+# its saved tensors. It reads both when it is imported.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
-# Some tests fork, and a child hangs in its first parallel loop if its parent has had one.
+# Some tests fork, and a child hangs in its first parallel loop if its parent has run one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NUM_GPUS_OF_MARKER = {"gpu": 1, "gpus2": 2, "gpus4": 4}
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         for item in items
     }
-    # torch takes seconds to import: not for a run that asks for no GPU.
+    # torch takes seconds to import, so it is not imported for runs without a GPU.
     if not any(needs.values()):
         return
     num_there = num_places()
@@ -46,28 +46,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Imports of test files stay: the garbage collector need not go through them."""
+    """Freeze imported objects, so that the garbage collector skips them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """``-n auto`` with GPU tests: as many processes as the memory of a GPU is enough for."""
+    """``-n auto`` with GPU tests: as many processes as fit into a GPU's memory."""
     if "gpu" not in config.option.markexpr or not num_places():
         return None
     return min(os.cpu_count() or 1, num_tests_per_gpu())
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``--results-dir``, the process that shows results keeps a row per test."""
+    """With ``--results-dir``, the main process writes a row per test."""
     folder: Path | None = config.getoption("--results-dir")
     if folder is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_TestRows(folder / "tests.jsonl"))
 
 
 class _TestRows:
-    """Appends a row per test that has run: name, outcome, seconds."""
+    """Appends a row per test: name, outcome, seconds."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -82,7 +82,7 @@ class _TestRows:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ours."""
+    """Add the project's options."""
     parser.addoption(
         "--results-dir",
         type=Path,
@@ -109,7 +109,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _device_memory_is_returned() -> Iterator[None]:
-    """Processes that share a GPU do not keep what torch's allocator caches after a test."""
+    """Processes that share a GPU empty the cache of torch's allocator after a test."""
     yield
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -118,7 +118,7 @@ def _device_memory_is_returned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _messages_as_they_were() -> Iterator[None]:
-    """Handlers that show messages to users would keep them from the tests that come next."""
+    """Remove handlers that show messages to users: they would hide messages from later tests."""
     package = logging.getLogger("megatron.slipstream")
     handlers, propagates, level = list(package.handlers), package.propagate, package.level
     yield

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Megatron-Bridge's own code on its page's lines: ``./run test-frameworks megatron-bridge``."""
+"""Megatron-Bridge's own code with its page's lines: ``./run test-frameworks megatron-bridge``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _run_page(block: str) -> Any:
 
 
 def _train(rank: int, world_size: int, port: int) -> list[int]:
-    """Trains a model without, and two with, the page's lines; gives the bytes that those move."""
+    """Trains a model without and two with the page's lines. Returns the bytes that the two move."""
     from megatron.slipstream import OffloadConfig, install, report
     from megatron.slipstream.integration.install import installed
 
@@ -103,7 +103,7 @@ def _checked(rank: int, world_size: int, port: int) -> tuple[dict[str, Any], dic
     by_field.finalize()
     with pytest.raises(AttributeError, match="offload_module'"):
         _provider().apply_overrides_and_finalize(overrides={"offload_module": []})
-    # What assignment would not notice.
+    # A value that assignment does not check.
     with pytest.raises(ValueError, match="add 'core_attn'"):
         apply_overrides(checked, {"offload_modules": ["attn_proj"]})
     return tuple(
@@ -128,7 +128,7 @@ def _overridden(rank: int, world_size: int, port: int) -> list[str]:
     initialize(CASE)
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
-    # The words stand in the text, not in a block.
+    # The words are in the text, not in a block.
     text = (framework_pages.FOLDER / "megatron-bridge.md").read_text()
     (line,) = [part for part in text.split("`") if part.startswith("model.fine_grained")]
     container = process_config_with_overrides(Container(_provider()), cli_overrides=line.split())

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""ms-swift's and mcore-bridge's own code on the lines of their page: ``./run test-frameworks
+"""ms-swift's and mcore-bridge's own code with the lines of their page: ``./run test-frameworks
 ms-swift``."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ print(json.dumps([json_parse_to_dict(args.megatron_extra_kwargs), args.external_
 
 
 def _python(code: str, *arguments: str) -> str:
-    """In a process of its own: the CPU shims and ms-swift's parser do not go together."""
+    """In a separate process: the CPU shims and ms-swift's parser are incompatible."""
     quiet = os.environ | {"PYTHONWARNINGS": "ignore"}
     return last_line(code, *arguments, environment=quiet)
 
@@ -89,13 +89,13 @@ def _hf_config() -> Any:
 
 
 def _initialize() -> None:
-    """Its modules first: they do not import under the CPU shims."""
+    """Import its modules first: they do not import with the CPU shims."""
     importlib.import_module("swift.megatron.model.utils")
     initialize(CASE)
 
 
 def _config(extra: dict[str, Any], **arguments: Any) -> Any:
-    """ms-swift's parsed arguments; those that matter here are given, others not."""
+    """ms-swift's parsed arguments, only those that matter here."""
     from swift.megatron.model.utils import get_mcore_model_config
 
     given: dict[str, Any] = defaultdict(
@@ -124,7 +124,7 @@ def _configs(rank: int, world_size: int, port: int) -> list[Any]:
     given = {name: getattr(_config(OPTIONS), name) for name in OPTIONS}
     with pytest.raises(TypeError, match="offload_module'"):
         _config({"offload_module": ["core_attn"]})
-    # An empty list among its arguments does not arrive, one in the extra ones does.
+    # An empty list among its arguments is dropped, one among the extra arguments is not.
     dropped = _config({}, recompute_modules=[]).recompute_modules
     arrived = _config({"recompute_modules": []}).recompute_modules
     return [given, dropped, arrived]
@@ -138,7 +138,7 @@ def test_the_options_arrive_and_empty_lists_of_arguments_do_not() -> None:
 
 
 def _train(rank: int, world_size: int, port: int) -> list[int]:
-    """Trains mcore-bridge's model; gives the bytes that move, and those without seen calls."""
+    """Trains mcore-bridge's model. Returns the bytes that move with and without install()."""
     _initialize()
     from mcore_bridge.model.gpt_model import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""NeMo-RL's own code on the lines of its page, wherever NeMo-RL is installed (not from PyPI)."""
+"""NeMo-RL's own code with the lines of its page, if NeMo-RL is installed (not from PyPI)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _setup() -> Any:
 
 
 def _apply(config: dict[str, Any], **model: Any) -> dict[str, Any]:
-    """NeMo-RL's changes to a model's configuration that offloads already."""
+    """NeMo-RL's changes to a configuration that already offloads."""
     target = SimpleNamespace(
         gated_linear_unit=True, num_moe_experts=None, **{SWITCH: True, "offload_modules": ["x"]}
     )
@@ -106,7 +106,7 @@ def test_the_switch_of_transformer_engine_is_a_string_as_ray_wants_it() -> None:
 
 
 def _guarded(rank: int, world_size: int, port: int) -> list[Any]:
-    """Log-probabilities behind NeMo-RL's guard between training steps; ends with the figures."""
+    """Log-probabilities with NeMo-RL's guard between training steps. Returns the figures."""
     from megatron.slipstream import OffloadConfig, install
     from megatron.slipstream.integration.install import installed
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""verl's own code on the lines of its page: ``./run test-frameworks verl``."""
+"""verl's own code with the lines of its page: ``./run test-frameworks verl``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OVERRIDES = {
 
 
 def _compose(*overrides: str) -> Any:
-    """verl's configuration with what a command line of the page changes in it."""
+    """verl's configuration with the changes of a command line of the page."""
     from hydra import compose, initialize_config_dir
 
     folder = Path(verl.__file__).parent / "trainer" / "config"
@@ -88,7 +88,7 @@ def test_the_reference_inherits_and_can_only_be_given_all_again() -> None:
 
 
 def _overrides_in_list() -> list[str]:
-    """Those of a command that stands in a list of the page, indented."""
+    """The words of an indented command in a list of the page."""
     text = (framework_pages.FOLDER / "verl.md").read_text()
     block = text.split("  ```bash\n")[1].split("  ```")[0]
     return shlex.split(block.replace("\\\n", " "))
@@ -99,7 +99,7 @@ def test_rays_workers_get_the_variables_of_the_page() -> None:
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
     cfg = _compose(*_overrides_on_page("runtime_env"))
-    # As main_ppo puts the two together.
+    # As main_ppo merges the two.
     merged = OmegaConf.merge(get_ppo_ray_runtime_env(cfg), cfg.ray_kwargs.ray_init.runtime_env)
     variables = framework_pages.variables("verl", "export VERL_USE_EXTERNAL_MODULES")
     for name in ("NVTE_CPU_OFFLOAD_V1", "VERL_USE_EXTERNAL_MODULES"):

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The cases of ``test_cases``: whole trainings through ``pretrain_gpt.py``, on a CPU and on GPUs.
+"""Runs ``test_cases``: whole trainings through ``pretrain_gpt.py``, on a CPU and on GPUs.
 
-Each is compared with its golden values, and bit by bit with itself without offloading, which has a
+Each is compared with its golden values, and bitwise with a run without offloading, which has a
 higher peak. On a CPU only one of them runs unless ``--all-cases`` is given, since they take
-minutes; ``./run functional-tests`` gives it. ``--record`` writes what a case measures as its golden
+minutes; ``./run functional-tests`` gives it. ``--record`` writes the measured values as golden
 values.
 """
 

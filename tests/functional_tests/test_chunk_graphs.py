@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Chunk graphs of real models: losses, gradients, randomness and metrics are those without."""
+"""Chunk graphs of real models give the losses, gradients, randomness and metrics of eager runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPERT_BIAS = {
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
 FP8 = RECIPES["tensorwise"]
-"""Without a GPU the quantization is imitated."""
+"""Without a GPU the quantization is simulated."""
 ONE_RANK = {
     "dense": ModelCase("dense", overrides=DROPOUT),
     "dense, bf16": ModelCase("dense", bf16=True, overrides=DROPOUT),
@@ -107,7 +107,7 @@ def test_offloading_inside_the_graphs(name: str) -> None:
         assert min(result.moved_bytes) > 0
         assert result.host_bytes[0] > sum(result.moved_bytes)
         assert result.host_bytes[1] == 0
-        # What iterations before the capture have had is not held beside it.
+        # Host memory of the iterations before the capture is not held in addition.
         assert result.eager_host_bytes == 0
 
 
@@ -178,7 +178,7 @@ def on_gpu(case: ModelCase, **overrides: Any) -> ModelCase:
 
 
 FUSED_ROPE = {"apply_rope_fusion": True}
-"""Rotation of packed sequences that does not ask the GPU for their lengths."""
+"""Rotation of packed sequences that does not read their lengths from the GPU."""
 PACKED = {
     "dense": on_gpu(ModelCase(is_packed=True), hidden_dropout=0.1, **FUSED_ROPE),
     "MLA": on_gpu(ModelCase("mla", is_packed=True), **MLA_SIZES, rope_type="yarn", **FUSED_ROPE),
@@ -306,7 +306,7 @@ def test_closed_graphs_are_gone() -> None:
 
 @pytest.mark.gpus2
 def test_process_groups_can_go_though_graphs_have_communicated() -> None:
-    """With graphs still there it would run into the time limit: NCCL waits for them."""
+    """With graphs left it would reach the time limit, because NCCL waits for them."""
     check_leaving(2, ModelCase(**{**vars(ON_GPU["dense"]), "tp": 2}))
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""That training is bit by bit the same with graphs rests on kernels that do not depend on the time
-at which they run: in a graph others run beside them that without one are over by then."""
+"""Attention kernels are deterministic at any timing. Bitwise equality with graphs needs this: in a
+graph, kernels run concurrently that run one after another in an eager step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _values(*shape: int) -> torch.Tensor:
 
 
 def _backward_of_attention(dims: tuple[int, int]) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Attention over packed sequences: what runs it and returns the gradients of q, k and v."""
+    """A function that runs packed attention and returns the gradients of q, k and v."""
     from transformer_engine.pytorch import DotProductAttention
 
     qk_dim, v_dim = dims

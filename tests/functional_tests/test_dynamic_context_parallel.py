@@ -2,9 +2,8 @@
 
 """Dynamic context parallelism on GPUs, through Transformer Engine's attention and NCCL.
 
-What a size computes is what megatron-core computes with that static size, bit by bit, and in
-whatever order sizes come. Between sizes, sums are made in another order, in bfloat16. With graphs
-of each size it is the same bit by bit as without.
+Each size gives the same bits as megatron-core with that static size, in any order of sizes. Between
+sizes, sums have another order, in bfloat16. Graphs of each size give the same bits as eager runs.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from tiny_gpt import DENSE_MODULES, ModelCase
 
 from megatron.slipstream.context_parallel.limits import RankLimits
 
-# Up to two minutes with two GPUs to themselves. Longer than run_ranks waits, which can tell what is
-# late.
+# Up to two minutes with exclusive use of two GPUs. Longer than the timeout of run_ranks, whose
+# error names the late rank.
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 LOSS_TOLERANCE = 0.01
-"""Of the mean loss, which is about 7."""
+"""Tolerance of the mean loss, which is about 7."""
 GRADIENT_TOLERANCE = 0.05
-"""Of all gradients together, relative to their length. Positions of another group make the
-difference as long as the gradient."""
+"""Tolerance of all gradients together, relative to their norm. With the positions of another group
+the difference is as large as the gradient."""
 
 TOKENS_PER_RANK = 512
 DENSE = ModelCase(
@@ -78,8 +77,8 @@ CASES = {
     ),
 }
 
-# None is a multiple of what groups need, and one is but a token. With room for 6 and a buffer of
-# 2048 tokens, cuDNN's deterministic backward pass still finds its workspace.
+# No length is a multiple of the alignment of groups, and one is a single token. With room for 6 and
+# a buffer of 2048 tokens, cuDNN's deterministic backward pass still finds its workspace.
 LENGTHS = (301, 99, 377, 1, 150, 511)
 MAX_SEQUENCES = 6
 ON_RANKS: dict[int, dict[int, Sizes]] = {
@@ -90,7 +89,7 @@ ON_RANKS: dict[int, dict[int, Sizes]] = {
         4: [(4, [0, 1, 2, 3, 4, 5])],
     },
 }
-"""By number of ranks and size; the same documents for every size."""
+"""Micro-batches by number of ranks and size; the same documents for every size."""
 
 
 def setting_of(name: str, num_ranks: int) -> Setting:
@@ -100,7 +99,7 @@ def setting_of(name: str, num_ranks: int) -> Setting:
 
 @functools.cache
 def found_on(num_ranks: int, name: str) -> list[Found]:
-    """Results of each rank; the processes of a case are started once."""
+    """Results of each rank; the processes of a case start once."""
     return run_ranks(num_ranks, compare_sizes, setting_of(name, num_ranks))
 
 
@@ -146,7 +145,7 @@ def test_two_stages_have_the_losses_of_one(name: str) -> None:
 # Graphs of each size.
 
 FUSED = "MLA, yarn, fused"
-"""The only rotation of multi-latent attention that does not ask the GPU for lengths."""
+"""The only rotation of multi-latent attention that does not read lengths from the GPU."""
 GRAPHED: dict[str, ModelCase] = {
     "dense": replace(DENSE, overrides={**DENSE.overrides, "hidden_dropout": 0.1}),
     "dense, core attention recomputed": CASES["dense, core attention recomputed"],
@@ -159,7 +158,7 @@ GRAPHED: dict[str, ModelCase] = {
 }
 NUM_STEPS = 50
 FLAT_BYTES = 1 << 20
-"""By so much the memory of tensors may vary in the second half of a training."""
+"""Tolerance of the memory of tensors in the second half of a training."""
 
 
 def check_bank(
@@ -169,7 +168,7 @@ def check_bank(
     wrapper: Optional[dict[str, Any]] = None,
     offload_modules: Sequence[str] = (),
 ) -> list[Banked]:
-    """Train on so many GPUs, of which those of a tensor-parallel or pipeline group share data."""
+    """Train on ``num_ranks`` GPUs; those of a tensor-parallel or pipeline group share data."""
     num_sharing = num_ranks // (case.tp * case.pp)
     limits = RankLimits(num_sharing, TOKENS_PER_RANK, MAX_SEQUENCES)
     setting = Setting(case, limits, LENGTHS, ON_RANKS[num_sharing])

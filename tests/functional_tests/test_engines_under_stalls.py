@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Slipstream under stalled copy streams; and, on record, the engine built into megatron-core.
+"""Slipstream and megatron-core's built-in engine under stalled copy streams.
 
-The suspected faults of the built-in engine were found by reading. Here the same runs show which of
-them appear. Only Slipstream's outcome is asserted; the other engine's is written down as it is.
+The suspected faults of the built-in engine were found by reading its code. These runs show which of
+them occur. Only Slipstream's outcome is asserted; the other engine's is recorded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Loss and every gradient of real models are, bit by bit, those of the engine switched off."""
+"""Loss and every gradient of real models bitwise equal those of the engine switched off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiny_gpt import (
 from megatron.slipstream.integration import compat
 from megatron.slipstream.patches import releases
 
-# With every release the backend under which a missing wait shows.
+# For every release, the backend on which a missing wait changes results.
 BACKENDS = ["cpu", pytest.param("cpu-lazy", marks=pytest.mark.releases)]
 
 ONE_RANK = {
@@ -111,7 +111,7 @@ def test_norms_are_discarded_while_copies_read_them(lag: int) -> None:
     "name, counts", [("moe", (2, 2, 2)), ("moe", (2, 2, 1, 2)), ("hybrid", (2, 2, 1, 2))], ids=str
 )
 def test_the_peak_drops_as_planned(name: str, counts: tuple[int, ...]) -> None:
-    """After the longer counts, the engine reads the memory of the very step that is measured."""
+    """With the longer counts, the engine reads the memory of the same step that is measured."""
     case = ONE_RANK[name]
     (result,) = _check(case, _modules(case), "cpu", counts, reads_memory=True)
     assert result.peak_drop_bytes == result.planned_drop_bytes > 0
@@ -125,7 +125,7 @@ def test_the_peak_drops_as_planned(name: str, counts: tuple[int, ...]) -> None:
 def test_what_is_claimed_after_one_iteration_is_what_the_peak_falls_by(
     name: str, modules: tuple[str, ...]
 ) -> None:
-    """As a test of megatron-core's engine asks: gradients of the first iteration stay."""
+    """As in a test of megatron-core's engine: gradients of the first iteration stay allocated."""
     (result,) = _check(
         ONE_RANK[name], modules, "cpu", (2,), reads_memory=True, keeps_gradients=True
     )
@@ -144,7 +144,7 @@ def test_layers_that_predict_further_tokens_move_as_any_other() -> None:
 
 def test_what_lingers_moves_if_the_peak_lies_elsewhere_once_gradients_stay() -> None:
     """The gradients of the first iteration put its peak at the end of backward, when some layers'
-    queries, keys and values are back. Later iterations need them away."""
+    queries, keys and values are reloaded. Later iterations need them offloaded."""
     overrides = {
         "num_moe_experts": 4,
         "moe_router_topk": 2,
@@ -240,7 +240,7 @@ KEPT_BYTES = 50_000
 
 @pytest.mark.releases
 def test_later_stages_keep_more() -> None:
-    """The second of two stages keeps whole groups, until they have what the option names."""
+    """The second of two stages keeps whole groups, until they have the option's bytes."""
     if not releases.models_pass_their_rank():
         pytest.skip(f"{releases.release()} has no delta_offload_bytes_across_pp_ranks")
     case, counts = TWO_RANKS["PP2"][0], (4, 4, 4)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A rank that fails ends the training: it does not wait for the others, who wait for it."""
+"""A rank that fails ends the training: it does not wait for the others, which wait for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAGS = """
     --fine-grained-activation-offloading --offload-modules core_attn
 """.split()
 MUCH_S = 150
-"""It takes a fifth of that. NCCL's own time limit is ten minutes."""
+"""Timeout; the test takes a fifth of it. NCCL's own timeout is ten minutes."""
 
 
 @pytest.mark.gpus2

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The same equality on a GPU, through Transformer Engine, and what it saves."""
+"""The same equality on a GPU, through Transformer Engine, and the memory that offloading saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.releases
 TIMED_COUNTS = (2,) * 22
 GIB = 1 << 30
 ALLOCATOR_TOLERANCE = 0.01
-"""Relative, of what is allocated rather than asked for: blocks are up to 1 MiB too large."""
+"""Relative tolerance of allocated instead of requested bytes: blocks are up to 1 MiB too large."""
 
 
 def _check(case: ModelCase, modules: tuple[str, ...], counts: tuple[int, ...]) -> Any:
@@ -36,7 +36,7 @@ def _check(case: ModelCase, modules: tuple[str, ...], counts: tuple[int, ...]) -
 
 
 def _selections(names: tuple[str, ...], fused: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Each module alone, then all. ``fused``: part of the next linear layer, not marked alone."""
+    """Each module alone, then all. ``fused``: part of the next linear layer, so not marked."""
     alone = [name for name in names if name not in fused]
     single = [("core_attn", name) if name == "attn_proj" else (name,) for name in alone]
     return [*single, names]
@@ -87,7 +87,7 @@ def test_moe_options(overrides: dict[str, Any]) -> None:
     ids=["as given", "cost", "memory"],
 )
 def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
-    """As many iterations as it takes to plan again three times, all of them bit-equal."""
+    """Enough iterations to rebuild the plan three times, all of them bitwise equal."""
     modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
     case = ModelCase(**{**vars(case), "num_layers": 4})
     result = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, {**MIN_NUMEL, **goal})
@@ -103,7 +103,7 @@ def test_plans_made_from_times(case: ModelCase, goal: dict[str, float]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [DENSE, MOE, MLA], ids=lambda case: case.kind)
 def test_hooks_in_cpp(case: ModelCase) -> None:
-    """As in Python: the same bits, the peak as planned, host buffers where they were computed."""
+    """As in Python: the same bits, the planned peak, the computed layout of host buffers."""
     modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
     case = ModelCase(**{**vars(case), "num_layers": 4})
     options = {**MIN_NUMEL, "offload_native": "auto"}
@@ -122,10 +122,10 @@ def test_hooks_in_cpp(case: ModelCase) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.exclusive  # the target is of the whole device, other processes' memory included
+@pytest.mark.exclusive  # the target counts the whole device, including other processes' memory
 @pytest.mark.parametrize("case", [DENSE, MOE], ids=lambda case: case.kind)
 def test_the_peak_keeps_to_the_memory_that_is_allowed(case: ModelCase) -> None:
-    """Half of what could be saved is asked for, so that a plan which ignores that is noticed."""
+    """The target is half of what could be saved, so that a plan which ignores it is noticed."""
     modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
     given = compare(0, 1, 0, case, modules, "cuda", TIMED_COUNTS, dict(MIN_NUMEL))
     target_bytes = given.reported_baseline_bytes - given.peak_drop_bytes // 2
@@ -148,7 +148,7 @@ def test_layers_that_predict_further_tokens(case: ModelCase) -> None:
 
 @pytest.mark.gpu
 def test_fused_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Transformer Engine's operations, which save what they need on their own."""
+    """Like Transformer Engine's operations, which save tensors themselves."""
     if not releases.models_pass_their_rank():
         pytest.skip(f"{releases.release()} has no fused_group_mlp")
     monkeypatch.setenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")
@@ -161,7 +161,7 @@ def test_fused_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [DENSE, MOE], ids=lambda case: case.kind)
 def test_the_host_waits_too(case: ModelCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does where copies are slowed down: here for all that moves, out and back."""
+    """As with slow copies, but for all moving groups, at release and at use."""
     events: list[Event] = []
     outlast = CudaBackend.outlast
 
@@ -183,8 +183,8 @@ def test_the_host_waits_too(case: ModelCase, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [DENSE, MLA], ids=lambda case: case.kind)
 def test_what_others_hold_is_not_copied(case: ModelCase) -> None:
-    """The output of core_attn, which the next layer saves too, in the last layer as in all others:
-    plans made from times move that one as well."""
+    """In the last layer too, plans made from times move the output of core_attn, which the next
+    layer saves as well."""
     result = compare(0, 1, 0, case, ("core_attn",), "cuda", TIMED_COUNTS, dict(MIN_NUMEL))
     print(f"{case.kind}: {result}")
     assert result.difference is None
@@ -195,7 +195,7 @@ def test_what_others_hold_is_not_copied(case: ModelCase) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8(recipe: str) -> None:
-    """Quantized weights, which modules keep, stay; what forward quantized moves."""
+    """Quantized weights, which modules keep, stay; tensors that forward quantized move."""
     skip_without_recipe(RECIPES[recipe])
     case = ModelCase(**{**vars(DENSE), "overrides": RECIPES[recipe]})
     result = _check(case, DENSE_MODULES, (2, 2, 2))

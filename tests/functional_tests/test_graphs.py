@@ -2,8 +2,8 @@
 
 """Transformer Engine's CUDA graphs with offloading inside and outside of them, on a GPU.
 
-Whatever is captured and whatever moves, losses and gradients equal those of the eager model without
-the engine bit by bit.
+For every captured scope and set of moving modules, losses and gradients bitwise equal those of the
+eager model without the engine.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize("kind, scope", SCOPES, ids=str)
 def test_graphs_without_the_engine(kind: str, scope: tuple[str, ...]) -> None:
-    """That the comparison is fair: graphs alone change nothing either."""
+    """The baseline is valid: graphs alone change nothing either."""
     _assert_equal(_train(with_graphs(CASES[kind], scope))[0], _eager(kind))
 
 
@@ -140,7 +140,7 @@ def _record_equality(
 MLA = replace(gpu_models.MLA, num_layers=5)
 RECOMPUTED = {"recompute_granularity": "selective"}
 MORE = {
-    # name: (the model, its options, which parts are captured, what moves, what moves in graphs)
+    # name: (the model, its options, captured parts, moving modules, those that move in graphs)
     "norms of dense layers": (
         replace(DENSE, has_own_norms=True),
         {},
@@ -268,7 +268,7 @@ def test_pipeline_stages(kind: str, scope: tuple[str, ...], stages: str, record_
     graphed_bytes = [result.graphed_bytes for result in results]
     record_row("graph_stages", case=kind, scope=scope, stages=stages, graphed_bytes=graphed_bytes)
     assert [result.difference for result in results] == [None, None]
-    # The last stage's backward follows at once; with two chunks, not that of its first one.
+    # The last stage's backward follows directly; with two chunks, not that of its first one.
     assert graphed_bytes[0] > 0
 
 
@@ -282,7 +282,7 @@ def test_pipeline_stages(kind: str, scope: tuple[str, ...], stages: str, record_
 def test_tensor_parallel_ranks(
     kind: str, scope: tuple[str, ...], sequence_parallel: bool, record_row: Row
 ) -> None:
-    """Experts are trained with sequence parallelism only: megatron-core asks for it."""
+    """Experts are trained with sequence parallelism only: megatron-core requires it."""
     options = {**CASES[kind].overrides, "sequence_parallel": sequence_parallel}
     case = replace(CASES[kind], tp=2, overrides=options)
     results = run_ranks(2, compare, case, scope, ("qkv_linear", "core_attn"), 2)
@@ -304,10 +304,10 @@ LARGE = ModelCase(**{**vars(DENSE), "num_layers": 8, "hidden_size": 2048, "seq_l
 @pytest.mark.exclusive
 @pytest.mark.parametrize("modules", [("core_attn", "attn_proj"), DENSE_MODULES], ids=str)
 def test_the_graphs_need_less_memory(modules: tuple[str, ...], record_row: Row) -> None:
-    """By what is away at once: what a replay moves, but for one layer's that is back already.
+    """Memory drops by the bytes offloaded at once: those of a replay except one reloaded layer.
 
-    In a process of its own: how well the allocator packs the graphs' tensors depends on what it has
-    had before.
+    In a separate process: how well the allocator packs the graphs' tensors depends on its
+    history.
     """
     ((sizes, moved),) = run_ranks(1, graph_memory, with_graphs(LARGE, ()), modules, OFFLOAD)
     per_layer = moved // (LARGE.num_layers - 1)
@@ -317,7 +317,7 @@ def test_the_graphs_need_less_memory(modules: tuple[str, ...], record_row: Row) 
 
 @pytest.mark.parametrize("direction", ["copy_out", "copy_in"])
 def test_late_copies_in_graphs(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sleep is captured before every copy, so that what does not wait for it reads too early."""
+    """A sleep is captured before every copy, so that a read without a wait is too early."""
     original = getattr(CopyStreams, direction)
 
     def sleeping(streams: CopyStreams, *arguments: Any, **options: Any) -> Any:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Offloading beside ``overlap_moe_expert_parallel_comm``: layers of two micro-batches in turn."""
+"""Offloading with ``overlap_moe_expert_parallel_comm``: layers of two micro-batches alternate."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _compare(modules: tuple[str, ...], backend: str, recomputes: bool) -> list[I
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_loss_and_gradients_are_those_without_the_engine(recomputes: bool) -> None:
     for result in _compare(MOE_MODULES, "cpu-lazy", recomputes):
-        # What is recomputed of a norm is no input of the linear layer that could move.
+        # The recomputed output of a norm is not an input of the linear layer that could move.
         assert set(result.moved_modules) >= set(MOE_MODULES) - {"qkv_linear"}
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("module", ["attn_norm", "mlp_norm"])
 def test_memory_that_nodes_keep_is_taken(module: str, recomputes: bool) -> None:
-    """A node keeps its input, and the one before it its output: without this nothing is saved."""
+    """Nodes keep their inputs and outputs: unless these are released, nothing is freed."""
     for result in _compare((module,), "cpu", recomputes):
         assert result.moved_modules == (module,)
         print(result)

@@ -67,7 +67,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def train_without(
     corpus: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int, list[str]], list[Any]]:
-    """Trains a layout without the engine and without graphs; once, however many tests ask."""
+    """Trains a layout without the engine and without graphs, once for all tests."""
 
     @functools.cache
     def train(num_ranks: int, flags: str) -> list[dict[str, Any]]:

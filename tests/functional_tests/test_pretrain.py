@@ -34,7 +34,7 @@ MOE = """
 DENSE_MODULES = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 MOE_MODULES = [*DENSE_MODULES, "expert_fc1", "moe_act"]
 TWO_MICRO_BATCHES = ["--global-batch-size", "4"]
-"""Where nothing but the accumulation of gradients depends on their number."""
+"""Layouts in which only the accumulation of gradients depends on the number of micro-batches."""
 
 LAYOUTS = {
     "GPT, bf16, dropout": (
@@ -75,7 +75,7 @@ def _offload(modules: list[str], *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def train_without(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """Trains a layout without the engine; once, however many tests ask."""
+    """Trains a layout without the engine, once for all tests."""
 
     @functools.cache
     def train(layout: str) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Recomputation beside offloading: the same bits, and modules move or the report says why not.
+"""Recomputation with offloading: the same bits, and modules move or the report says why not.
 
-By default each module that is recomputed meets all modules that move, and each module that moves
-meets all that are recomputed. ``SLIPSTREAM_WHOLE_MATRIX=1`` runs all pairs, in pipelines too.
+By default each recomputed module is combined with all moving modules, and each moving module with
+all recomputed ones. ``SLIPSTREAM_WHOLE_MATRIX=1`` runs all pairs, in pipelines too.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RECOMPUTED = {
     "moe": ("core_attn", "layernorm", "moe", "moe_act", "shared_experts"),
     "mla": ("core_attn", "layernorm", "mla_up_proj", "mlp"),
 }
-"""All that megatron-core 0.19.2 recomputes of such a model. What is left, gdn_norm_out, is of
-another attention: see test_gated_delta_net."""
+"""All modules that megatron-core 0.19.2 recomputes in such a model, except gdn_norm_out, which
+belongs to another attention: see test_gated_delta_net."""
 INSIDE_EXPERTS = ("expert_fc1", "moe_act")
 
 EXPLAINED = {
@@ -38,12 +38,12 @@ EXPLAINED = {
     ("core_attn", "core_attn"): "no group",
     # The group saves the norm's output.
     ("qkv_linear", "layernorm"): "it is discarded in forward and recomputed in backward",
-    # Of other attention.
+    # Modules of other attention.
     ("qkv_linear", "gdn_norm_out"): "no group",
     ("core_attn", "gdn_norm_out"): "no group",
     ("attn_proj", "gdn_norm_out"): "no group",
 }
-"""Why a module does not move beside one that is recomputed."""
+"""The reason why a module does not move together with a recomputed one."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Pair:
 
 def pairs(kind: str, is_whole: bool) -> Iterator[Pair]:
     recomputed = RECOMPUTED[kind]
-    # megatron-core refuses to move a part of what is recomputed as a whole.
+    # megatron-core refuses to move a part of a module that is recomputed as a whole.
     together = tuple(name for name in recomputed if name != "moe")
     names = MOE_MODULES if kind == "moe" else DENSE_MODULES
     alone = [("core_attn", "attn_proj") if name == "attn_proj" else (name,) for name in names]
@@ -121,7 +121,7 @@ def check(pair: Pair, result: Comparison, kind: str) -> None:
         }
         assert explained, f"{pair}: {name} stays: {reasons}"
         assert explained & set(reasons), pair
-    # The bytes count for the group that saved them first, which may be another than moves too.
+    # Bytes count for the group that saved them first, which may be another moving group.
     assert {*result.moved_modules} <= {*pair.moved} - result.why_not.keys(), pair
     assert result.moved_modules or not {*pair.moved} - result.why_not.keys(), pair
 
@@ -182,7 +182,7 @@ GPU_CASES = {
 @pytest.mark.parametrize("kind", GPU_CASES)
 def test_one_gpu(kind: str) -> None:
     for pair in pairs(kind, IS_WHOLE):
-        # Transformer Engine fuses a norm with the linear after it, which leaves nothing of its own.
+        # Transformer Engine fuses a norm with the linear layer after it, so the norm saves nothing.
         fused = {"dense": {"attn_norm", "mlp_norm"}, "moe": {"attn_norm"}, "mla": {"mlp_norm"}}
         moved = tuple(name for name in pair.moved if name not in fused[kind])
         if not moved:

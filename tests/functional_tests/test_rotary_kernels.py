@@ -16,13 +16,13 @@ from megatron.slipstream.patches.table import Feature
 pytestmark = [pytest.mark.gpu, pytest.mark.releases]
 
 OFFSETS = (0, 608, 808, 2032, 2032, 2032, 2048)
-"""Of the sequences of two ranks, of which this is the first."""
+"""Offsets of the sequences of two ranks; this is the first rank."""
 NUM_TOKENS = OFFSETS[-1] // 2
 NUM_LAUNCHES = 300
 
 
 def _positions() -> torch.Tensor:
-    """Of the rank's tokens: of each sequence it has the first and the last of four parts."""
+    """Positions of the rank's tokens: the first and the last of four parts of each sequence."""
     parts = []
     for start, end in itertools.pairwise(OFFSETS):
         quarter = (end - start) // 4
@@ -33,7 +33,7 @@ def _positions() -> torch.Tensor:
 def _rotated_forward(
     values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Pairs of neighbours become a left and a right half."""
+    """Deinterleave: even elements to the left half, odd ones to the right."""
     first, second = values[..., 0::2], values[..., 1::2]
     half = first.shape[-1]
     left = first * cos[..., :half] - second * sin[..., :half]
@@ -42,7 +42,7 @@ def _rotated_forward(
 
 
 def _expected(name: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """In float32, by torch; backward is the derivative of forward."""
+    """Reference in float32 by torch; its backward is the derivative of forward."""
     nope = x.shape[-1] - cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
     rotated = x[..., nope:].float().requires_grad_()

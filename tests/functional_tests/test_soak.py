@@ -35,7 +35,7 @@ MAX_STALL_CYCLES = 4_000_000
 
 
 class RandomStalls:
-    """Puts sleeps of random length into the copy streams, now and then, before copies."""
+    """Puts sleeps of random length into the copy streams before some copies."""
 
     def __init__(self, store: Any, seed: int) -> None:
         self._random = random.Random(seed)
