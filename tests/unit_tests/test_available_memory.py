@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""How much host memory a process may pin by default, on machines and in containers of any kind."""
+"""The host memory that a process may pin by default, on machines and in containers of any kind."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ IN_V1 = {"proc/self/cgroup": "9:name=systemd:/\n4:cpuset,memory:/jobs/one\n1:cpu
     "files",
     [
         IN_V2 | group_v2("jobs/one", 50 * GIB, 30 * GIB, cache=10 * GIB),
-        # A limit of the group above holds too.
+        # A limit of the parent group applies too.
         IN_V2 | group_v2("jobs/one", "max", 30 * GIB) | group_v2("jobs", 40 * GIB, 10 * GIB),
-        # In a container the mount point is its own group, whatever the host calls it.
+        # In a container the mount point is its own group, under any name on the host.
         IN_V2 | group_v2("", 31 * GIB, 1 * GIB),
         IN_V1 | group_v1("jobs/one", 50 * GIB, 30 * GIB, cache=10 * GIB),
         IN_V1 | group_v1("jobs/one", (1 << 63) - 4096, 5) | group_v1("", 32 * GIB, 2 * GIB),

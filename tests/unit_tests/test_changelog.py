@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The changelog keeps its form, and is of the version that the package has."""
+"""The changelog keeps its format, and covers the package's version."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_newest_section_is_of_the_version_that_the_package_has() -> None:
     (_, _, unreleased), *released = sections()
     if released and Version(released[0][0]) == Version(__version__):
         return
-    # Then that version is what comes next, and it is told what is new in it.
+    # Then that version is the next release, and the section lists its changes.
     assert all(Version(version) < Version(__version__) for version, *_ in released)
     assert f"this will be {__version__}" in unreleased
     assert "- " in unreleased

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The ``slipstream`` command shows reports and plans, and says how to mend what is wrong."""
+"""The ``slipstream`` command shows reports and plans, and its errors say what to do."""
 
 from __future__ import annotations
 

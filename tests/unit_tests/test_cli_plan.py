@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""``slipstream plan`` of a configuration: what it shows, what it needs, and what it refuses."""
+"""``slipstream plan`` of a configuration: output, requirements and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def row_of(output: str, first: str) -> list[str]:
-    """The cells of the table's row that begins so."""
+    """The cells of the table's row with this start."""
     (line,) = (line for line in output.splitlines() if re.match(rf"{re.escape(first)}\s", line))
     return re.split(r"\s{2,}", line)
 
@@ -148,7 +148,7 @@ def test_a_module_that_no_layer_has_is_told(
 def test_a_rank_without_a_chosen_module_is_shown_all_the_same(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # The first pipeline rank of this model has its dense layers only.
+    # The first pipeline rank of this model has only dense layers.
     arguments = ("--seq-length", 4096, "--pp", 2, "--decoder-first-pipeline-num-layers", 3)
     options = ("--ep", 64, "--offload-modules", "expert_fc1", "--rank", 0)
     assert show("--hf-config", EXAMPLES / "deepseek_v3.json", *arguments, *options) == 0
@@ -284,7 +284,7 @@ def test_flags_without_megatron_core_say_what_is_missing(
     tmp_path: Path, arguments: list[str], needing: str
 ) -> None:
     (tmp_path / "flags.txt").write_text("--num-layers 2")
-    # As where it is not installed: a folder that comes first has none of it.
+    # As if it were not installed: a folder earlier on the path shadows it.
     code = (
         "import sys\n"
         "sys.modules['torch'] = None\n"
@@ -317,7 +317,7 @@ def test_a_config_is_planned_without_importing_torch(small: Path) -> None:
 
 
 def without_files(command: list[str]) -> list[str]:
-    """Arguments of the command, its files those of the repository and none of them written."""
+    """Arguments of the command, with the repository's files, and no output files."""
     if "--frontier" in command:
         place = command.index("--frontier")
         command = command[:place] + command[place + 2 :]
@@ -325,7 +325,7 @@ def without_files(command: list[str]) -> list[str]:
 
 
 def missing_part(example: str, output: str) -> str:
-    """The first part of an example, between lines of dots, that is not next in the output."""
+    """The first part of an example, between lines of dots, that is missing in the output."""
     rest = " ".join(output.split())
     for part in re.split(r"^\.\.\.$", example, flags=re.MULTILINE):
         words = " ".join(part.split())
@@ -346,7 +346,7 @@ EXAMPLES_WITH_OUTPUT = [
 def test_every_output_of_the_planning_page_is_that_of_a_command() -> None:
     outputs = [block for block in PLANNING if block.language == "text"]
     assert [output for _, output in EXAMPLES_WITH_OUTPUT] == outputs
-    # No heading, and so no other subject, is between the two.
+    # There is no heading, and so no other topic, between the two.
     for command, output in EXAMPLES_WITH_OUTPUT:
         assert output.line == command.line + command.text.count("\n") + 3
     text = "".join(command.text for command, _ in EXAMPLES_WITH_OUTPUT)

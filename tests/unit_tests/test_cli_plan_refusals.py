@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""``slipstream plan`` refuses what it would ignore, and exits with what became of a goal."""
+"""``slipstream plan`` refuses options without effect, and its exit status reports the goal."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_goal_that_a_trace_cannot_decide_has_a_status_of_its_own(
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The only line of a command that is refused."""
+    """The single line of output of a refused command."""
     assert main(["plan", *arguments]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

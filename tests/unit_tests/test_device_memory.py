@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A measurement of device memory fails, and says why, where other processes take the memory."""
+"""A measurement of device memory fails with a reason if other processes use the memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 
 class _Gpu:
-    """Of 140 GiB, of which other processes have 100 and this one 10."""
+    """A device of 140 GiB, of which other processes use 100 and this one 10."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_retries = 3

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The documentation says what the code does, and its links lead somewhere."""
+"""The documentation matches the code, and its links work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_pages(root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def copy_of_sources(folder: Path) -> Path:
-    """Copy what the generated pages come from, and the pages."""
+    """Copy the pages, and the sources of generated pages."""
     for name in ("megatron/slipstream", "tools", "docs/user-guide"):
         for path in (path for glob in ("*.py", "*.md") for path in (ROOT / name).rglob(glob)):
             copy = folder / path.relative_to(ROOT)

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron" / "slipstream"
 
 
 def texts(tree: ast.AST) -> Iterator[str]:
-    """Strings of a source, with '…' for what a run fills in."""
+    """Strings of a source, with '…' for values filled in at run time."""
     inner = {id(n) for s in ast.walk(tree) if isinstance(s, ast.JoinedStr) for n in ast.walk(s)}
     for node in ast.walk(tree):
         match node:

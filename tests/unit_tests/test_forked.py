@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Commands leave the tests' process alone, and are seen as from a shell."""
+"""Commands do not affect the tests' process, and behave as from a shell."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The rooms import one way, and the namespace stays shared.
+"""The packages import in one direction, and the namespace stays shared.
 
 The rules are read from the source, so that an import inside a function, under TYPE_CHECKING or by
 name counts as much as one at the top of a file. Every rule is also shown to fail on a copy of the
@@ -42,13 +42,13 @@ ROOMS = (
 """Left to right: a room may import itself, the rooms to its left, and what is in `SHARED`."""
 
 SHARED = frozenset({"config", "launcher", "rules", "__version__"})
-"""Of the package's top level, what every file may import."""
+"""Top-level modules that every file may import."""
 
 PREFLIGHT_READERS = frozenset({"preflight", "patches", "integration"})
-"""Who may ask for the facts of the process, beside the front."""
+"""Packages that may read the facts of the process, besides the front."""
 
 MEGATRON_READERS = frozenset({"patches", "integration"})
-"""Who may import megatron-core or megatron.training."""
+"""Packages that may import megatron-core or megatron.training."""
 
 PURE = frozenset({"plan", "estimate"})
 
@@ -61,14 +61,14 @@ COPYRIGHT = (
 
 
 def imported_names(path: Path, module: str) -> tuple[tuple[int, str], ...]:
-    """Line and absolute dotted name of everything that the file imports, in any way."""
+    """Line and absolute dotted name of every import of the file."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     return names_imported_by(path.read_text(), package)
 
 
 @functools.cache
 def names_imported_by(source: str, package: str) -> tuple[tuple[int, str], ...]:
-    """The same of a text. Each test reads the whole package, of which it has changed one file."""
+    """The same for a text; cached, since each test reads the whole package and changes one file."""
     return tuple(_names_imported_by(source, package))
 
 
@@ -97,7 +97,7 @@ def within(name: str, package: str) -> bool:
 
 
 def import_violations(root: Path) -> list[str]:
-    """Give every import under ``root``/megatron/slipstream that goes against the one way."""
+    """Yield every import under ``root``/megatron/slipstream against that direction."""
     found = []
     package_dir = root / "megatron" / "slipstream"
     for path in sorted(package_dir.rglob("*.py")):
@@ -112,7 +112,7 @@ def import_violations(root: Path) -> list[str]:
 
 
 def why_not(room: str, name: str) -> str:
-    """Say why a file of ``room`` may not import ``name``; empty when it may."""
+    """The reason why a file of ``room`` may not import ``name``; empty if it may."""
     if within(name, PACKAGE):
         target = name.removeprefix(PACKAGE).strip(".").partition(".")[0]
         if room in FRONT or target in SHARED:
@@ -228,7 +228,7 @@ def test_an_import_along_the_way_is_allowed(tmp_path: Path, file: str, line: str
 
 def test_every_third_party_import_of_the_library_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    # What of the library needs one of these is optional, and says so if it is missing.
+    # Code of the library that needs one of these is optional, and says so if it is missing.
     optional = project["optional-dependencies"]
     requirements = project["dependencies"] + optional["te"] + optional["plot"]
     declared = {re.split(r"[\[<>=!~ ]", text)[0].replace("-", "_") for text in requirements}
@@ -245,7 +245,7 @@ def test_every_third_party_import_of_the_library_is_a_declared_dependency() -> N
 
 
 def loaded_by_import(root: Path) -> set[str]:
-    """Import the package from ``root`` in a new process; give the names of all loaded modules."""
+    """Import the package from ``root`` in a new process. Returns the loaded modules."""
     code = (
         f"import sys, {PACKAGE}\nprint(sys.modules[{PACKAGE!r}].__file__, *sys.modules, sep='\\n')"
     )

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Models of one process after another leave nothing behind, and what they are trained on."""
+"""Models trained in sequence in one process leave nothing behind; and their training data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_packs_hold_documents_of_varying_length() -> None:
 
 
 def test_every_pack_counts_some_label() -> None:
-    """One that holds no document has no mean loss."""
+    """A pack without documents has no mean loss."""
     case = ModelCase(is_packed=True, seq_length=1024, micro_batch_size=1)
     counted = [batch["loss_mask"].sum() for batch in micro_batches(case, step=0, count=2000)]
     assert min(counted) > 0

@@ -2,7 +2,7 @@
 
 """Contents of a release: the wheel has the package and nothing else, the sdist everything.
 
-Both are built from a copy of this repository without a network, by the setuptools that is here.
+Both are built from a copy of this repository without a network, by the installed setuptools.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ getattr(build_meta, f"build_{sys.argv[1]}")(sys.argv[2])
 
 def build(source: Path, kind: str) -> Path:
     """Build a 'wheel' or an 'sdist' of the project in ``source``."""
-    # In a copy: setuptools leaves folders of its own, which the next build would find.
+    # In a copy: setuptools leaves folders that the next build would find.
     copy = shutil.copytree(source, source.with_name(f"{source.name} {kind}"))
     out = source.with_name(f"{source.name} {kind} built")
     out.mkdir()
@@ -66,14 +66,14 @@ def build(source: Path, kind: str) -> Path:
 
 
 def files_in(folder: Path) -> set[str]:
-    """Every file below a folder, without what Python leaves beside sources."""
+    """Every file below a folder, without Python's caches."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return {str(path) for path in paths if "__pycache__" not in path.parts}
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository, with what must not ship planted in it."""
+    """A copy of the repository, with planted files that must not ship."""
     folder = tmp_path_factory.mktemp("packaging") / "source"
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -102,7 +102,7 @@ def sdist(source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def site(wheel: zipfile.ZipFile, source: Path) -> Path:
-    """A folder to put into the path: the installed wheel."""
+    """The folder of the installed wheel, for the path."""
     folder = source.with_name("site")
     wheel.extractall(folder)
     return folder
@@ -169,7 +169,7 @@ def test_the_command_of_the_wheel_starts(
 
 
 def test_an_installed_wheel_and_megatron_core_resolve_together(site: Path, tmp_path: Path) -> None:
-    # Not importorskip: importing megatron-core takes ten seconds, and finding it none.
+    # Not importorskip: importing megatron-core takes ten seconds, finding it takes none.
     if importlib.util.find_spec("megatron.core") is None:
         pytest.skip("needs megatron-core installed")
     code = (
@@ -187,7 +187,7 @@ def test_an_installed_wheel_and_megatron_core_resolve_together(site: Path, tmp_p
 
 def test_the_sdist_holds_all_of_the_repository_and_nothing_stale(sdist: Path, source: Path) -> None:
     names = {name for name in files_in(sdist) if not name.startswith(MADE_BY_SETUPTOOLS)}
-    # Of the namespace only the package is ours.
+    # Only this package of the namespace is ours.
     assert names == files_in(source) - {"megatron/other/__init__.py"}
     assert not list(sdist.rglob("__pycache__"))
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Facts of the process are those that megatron-core will meet."""
+"""Facts of the process are those that megatron-core will see."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_module_that_was_put_in_place_is_installed(
 
 @pytest.fixture
 def failing_import(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
-    """The error to raise where Transformer Engine is imported."""
+    """The error to raise on import of Transformer Engine."""
     errors: list[Exception] = []
 
     def fail(_: str) -> types.ModuleType:
@@ -100,7 +100,7 @@ def test_a_transformer_engine_without_the_switch_is_all_right(
 def test_whatever_keeps_transformer_engine_from_importing_is_told(
     failing_import: list[Exception], error: Exception, message: str
 ) -> None:
-    # megatron-core imports it as soon as there is one, so it would stop at the same error.
+    # megatron-core imports it if it is installed, so it would fail with the same error.
     failing_import.append(error)
     assert preflight._transformer_engine_switch() == (None, message)
 
@@ -139,7 +139,7 @@ def test_graphs_need_newer_versions(torch: str, te: str | None, wrong: list[str]
         assert finding.cure.startswith("install")
 
 
-# What becomes of findings.
+# Handling of findings.
 
 
 def test_a_finding_is_one_sentence_with_its_cure() -> None:

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch.distributed import TCPStore
 
 _kept: list[TCPStore] = []
-"""As torch keeps the store of the process group."""
+"""Keeps the store like torch's process group."""
 
 
 def _last_one_asks_late(rank: int, num_ranks: int, port: int) -> bytes:

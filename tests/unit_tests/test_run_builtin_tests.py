@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""tools/run_builtin_tests.py, on a file that asks of the seam what Megatron-LM's tests ask."""
+"""tools/run_builtin_tests.py, on a file that uses the interface like Megatron-LM's tests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_fails():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Stands for a checkout of Megatron-LM."""
+    """Replaces a checkout of Megatron-LM."""
     path = tmp_path / TESTS
     path.parent.mkdir(parents=True)
     for package in (path.parent, path.parents[1], path.parents[2]):

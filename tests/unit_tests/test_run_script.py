@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""``./run`` finds a Python 3.12 that works, and makes its environment once and whole."""
+"""``./run`` finds a working Python 3.12, and creates its environment once and completely."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_script(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
-    """Give the environment variables of a machine whose only python3.12 is a broken shim."""
+    """The environment variables of a machine whose only python3.12 is a broken shim."""
     make_script(tmp_path / "shims" / "python3.12", BROKEN_SHIM)
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -82,7 +82,7 @@ def run(
 
 
 def link_to_this_python(path: Path) -> Path:
-    """Put this process's Python at ``path``; a link would look for its library beside itself."""
+    """Put this process's Python at ``path``; a link would search its library next to itself."""
     return make_script(path, f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
 
 
@@ -159,7 +159,7 @@ def test_a_named_python_that_does_not_work_is_an_error_and_never_replaced(
 
 @pytest.fixture
 def clone(machine: dict[str, str], tmp_path: Path) -> Path:
-    """Give the script of a clean clone, on a machine with a (fake) Python 3.12."""
+    """The script of a clean clone, on a machine with a (fake) Python 3.12."""
     make_script(tmp_path / "shims" / "python3.12", FAKE_PYTHON)
     folder = tmp_path / "a clone"
     folder.mkdir()
@@ -169,7 +169,7 @@ def clone(machine: dict[str, str], tmp_path: Path) -> Path:
 
 
 def installs(env: dict[str, str]) -> int:
-    """Count, and forget, the editable installs since the last call."""
+    """Count the editable installs since the last call."""
     calls = Path(env["CALLS"])
     count = calls.read_text().count("|--no-build-isolation|-e|") if calls.exists() else 0
     calls.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Ranks share GPUs where they are told to, and nowhere else."""
+"""Ranks share GPUs only if they are told to."""
 
 from __future__ import annotations
 

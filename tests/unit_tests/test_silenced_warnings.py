@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""``./run`` silences what others say and a user can do nothing about, and nothing else."""
+"""``./run`` silences only warnings of other packages that a user cannot act on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for name, text in NOTICES.items():
 
 
 def said(shows: str | None, **environment: str) -> str:
-    """Output under ``./run python`` of a script that prints all that is silenced, and more."""
+    """Output under ``./run python`` of a script that prints all silenced warnings, and others."""
     kept = {name: value for name, value in os.environ.items() if name != VARIABLE}
     kept |= {"SLIPSTREAM_USE_CURRENT_ENV": "1", "PYTHON": sys.executable} | environment
     if shows is not None:
@@ -73,7 +73,7 @@ def test_help_names_the_switch() -> None:
 
 
 def folder_of(package: str) -> Path:
-    """Where a package lies, which is not imported."""
+    """The folder of a package, found without importing it."""
     found = importlib.util.find_spec(package)
     assert found is not None
     assert found.submodule_search_locations is not None
@@ -82,7 +82,7 @@ def folder_of(package: str) -> Path:
 
 @pytest.mark.parametrize("text", WARNINGS)
 def test_a_silenced_warning_is_one_that_megatron_core_has(text: str) -> None:
-    """One that is gone, or reads otherwise, is to leave the list."""
+    """A warning that no longer exists, or has another text, must be removed from the list."""
     files = folder_of("megatron.core").rglob("*.py")
     assert any(text in file.read_text(encoding="utf-8") for file in files)
 

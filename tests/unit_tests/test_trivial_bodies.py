@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The bodies that ``find_unobserved`` puts in place of a function's own."""
+"""The bodies with which ``find_unobserved`` replaces a function's own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The guide for taking Slipstream into megatron-core names every module, and places that exist."""
+"""The guide for moving Slipstream into megatron-core names every module, and existing targets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_PLACE = ("stays here", "goes away", "the same package")
 
 
 def rows() -> list[tuple[list[str], str]]:
-    """Of each row of the tables: the modules, and where they would land."""
+    """For each row of the tables, the modules and their targets."""
     lines = [line for line in GUIDE.read_text().splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     assert all(len(row) == 3 for row in cells)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The comparison of attach() with other ways: what it measures without a GPU."""
+"""The comparison of attach() with alternatives: what it measures without a GPU."""
 
 from __future__ import annotations
 

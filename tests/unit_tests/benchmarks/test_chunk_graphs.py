@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The comparison of chunk graphs runs on any machine, and compares what it says it compares."""
+"""The comparison of chunk graphs runs on any machine, and compares the stated variants."""
 
 from __future__ import annotations
 

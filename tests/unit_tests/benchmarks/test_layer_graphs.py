@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The comparison of layer graphs runs on any machine, and compares what it says it compares."""
+"""The comparison of layer graphs runs on any machine, and compares the stated variants."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL_OPTIONS = {
 }  # fmt: skip
 MEGATRON = "graph+megatron"
 ALL = 6
-"""Ways there are."""
+"""All variants."""
 
 
 def test_the_smoke_case_measures_what_needs_no_gpu_in_turn(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_delaying_is_measured_where_something_moves_outside_of_graphs() -> None:
 
 
 def _small(case: Case) -> Case:
-    """The case with a model of the same kind for a CPU."""
+    """The case, with a model of the same kind that runs on a CPU."""
     overrides = {**case.model.overrides}
     overrides |= {key: value for key, value in SMALL_OPTIONS.items() if key in overrides}
     model = dataclasses.replace(case.model, **SMALL, overrides=overrides)
@@ -78,16 +78,16 @@ def _small(case: Case) -> Case:
 
 @dataclasses.dataclass
 class _Outcome:
-    """Records of :func:`_measure_eagerly`."""
+    """The records of :func:`_measure_eagerly`."""
 
     rows: list[Row] = dataclasses.field(default_factory=list)
     captured: list[str] = dataclasses.field(default_factory=list)
-    """Of each way with graphs: its parts, whose layers they are, and what is put off."""
+    """For each variant with graphs: its parts, the owner of its layers, and delayed modules."""
     num_deleted: int = 0
     num_models: int = 0
-    """That differ in a parameter."""
+    """Ranks that differ in a parameter."""
     failed: str = ""
-    """The way that ended the process."""
+    """The variant that ended the process."""
 
 
 LIMITS = Limits(
@@ -98,9 +98,9 @@ LIMITS = Limits(
 def _measure_eagerly(
     rank: int, world_size: int, port: int, name: str, failing: str, path: Path
 ) -> _Outcome:
-    """All of a case on a small model, with nothing in the place of Transformer Engine's capture.
+    """All variants of a case on a small model, without Transformer Engine's capture.
 
-    A way called ``failing`` fails in it.
+    A variant called ``failing`` fails in it.
     """
     outcome = _Outcome()
 
@@ -179,7 +179,7 @@ def test_ways_share_weights_and_differ_in_what_their_names_say(
 
 
 def test_the_engine_that_is_not_ours_keeps_its_layers() -> None:
-    """They join its copies to the end of graphs; ours would not."""
+    """megatron-core's layers join its copies to the end of graphs; Slipstream's would not."""
     assert find_case("graphs_small").captured == ()
     ((built, captured),) = run_ranks(1, _build_for_megatron)
     assert (built, captured) == (THEIRS, ["attn", "mlp"])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The command: what it measures without a GPU, and what it says of what it cannot."""
+"""The command: what it measures without a GPU, and how it reports what it cannot measure."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_ranks_of_a_pipeline_are_started_and_one_bad_option_does_not_end_the_run
 
 
 def failing_job(path: Path, statuses: list[int], failing: list[str]) -> tuple[run.Job, Callable]:
-    """A job, and ranks that end with ``statuses``, the first ones after an engine's failure."""
+    """A job whose ranks end with ``statuses``, the first ones after a failure of an engine."""
     path.touch()
     job = run.Job(find_case("smoke"), (), (), {}, Limits(), path, "run", ())
 
@@ -316,7 +316,7 @@ def test_no_time_is_told_of_ranks_that_share_a_gpu(share_a_gpu: bool, tmp_path: 
 
 
 class Constant(Way):
-    """Runs nothing. Its losses are given."""
+    """A variant that runs nothing and has given losses."""
 
     def __init__(self, label: str, loss: float) -> None:
         self.label, self.loss, self.is_closed = label, loss, False
@@ -329,7 +329,7 @@ class Constant(Way):
 
 
 class Constants:
-    """Ways with losses by label; what has none cannot be built."""
+    """Variants with losses by label; a variant without losses fails to build."""
 
     def __init__(self, **losses: float) -> None:
         self._losses, self.ways = losses, []

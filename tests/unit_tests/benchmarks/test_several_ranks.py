@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A case on several ranks: the peak of each, and gradients that they reduce."""
+"""A case on several ranks: the peak of each rank, and reduced gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.table import render
 SMOKE = "smoke_ep2_pp2_vpp2"
 NUM_RANKS = 4
 LAYER_BYTES = 2 * 32 * 64 * 4
-"""Saved by qkv_linear of one layer of the smoke case: [s, b, h] in FP32."""
+"""Bytes that qkv_linear of one layer of the smoke case saves: [s, b, h] in FP32."""
 
 
 def measure_smoke(rank: int, num_ranks: int, port: int, rows: Path) -> int:
@@ -67,7 +67,7 @@ def test_the_smoke_case_tells_every_ranks_saving(tmp_path: Path) -> None:
 
 
 def reduce_with_engines(rank: int, num_ranks: int, port: int) -> dict[str, Any]:
-    """Gradients of an iteration without the engine, and with it, of dense parameters."""
+    """Gradients of dense parameters in an iteration without the engine, and with it."""
     from megatron.core import parallel_state
     from megatron_models import initialize
 
@@ -108,6 +108,6 @@ def test_all_engines_reduce_gradients_over_data_parallel_ranks() -> None:
         for rank in (first, second):
             for (name, off), (_, with_engine) in zip(rank["off"], rank["slipstream"], strict=True):
                 assert (off == with_engine).all(), name
-    # With data of their own; otherwise there would be nothing to reduce.
+    # Each rank has its own data; otherwise reduction would change nothing.
     assert ranks[2]["off losses"] != ranks[3]["off losses"]
     assert ranks[2]["off losses"] == ranks[2]["slipstream losses"]

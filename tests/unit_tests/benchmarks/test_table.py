@@ -87,7 +87,7 @@ def test_table_and_plots_come_from_rows(tmp_path: Path, capsys: pytest.CaptureFi
         "52.0 / - | 7 | 42 |"
     ) in text
     assert "| core_attn attn_proj | off | 100.00 | - | - | 900 | - | - |" in text
-    # Columns that say nothing are left out, and so is what they would mean.
+    # Empty columns are left out, and so are their explanations.
     assert "| modules | engine | step ms | time | bound | act MiB | saved MiB | D2H MiB |" in text
     assert "- `small`: the number of" in text
     assert "mallocs" not in text

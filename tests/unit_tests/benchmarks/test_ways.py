@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The order in which ways to run a model take turns."""
+"""The order in which variants are interleaved."""
 
 from __future__ import annotations
 

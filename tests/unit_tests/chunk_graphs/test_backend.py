@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A measured pass takes as much memory as a recorded one."""
+"""A measured pass needs as much memory as a captured one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _one_by_one(sent: torch.Tensor, received: torch.Tensor, other: int) -> list[
 def _exchanged_tensors_that_live(
     rank: int, num_ranks: int, port: int
 ) -> list[tuple[int, int, list[float]]]:
-    """For each way of exchanging: how many live inside, and outside; and what came."""
+    """For each kind of exchange: tensors alive inside and outside, and the received values."""
     initialize(ModelCase(pp=2), rank, num_ranks, port)
     found = []
     for exchange in (_batched, _one_by_one):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A bank of graphs: each micro-batch runs by those of its size, in memory that sizes share."""
+"""A bank of graphs: each micro-batch replays those of its size, in memory that sizes share."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megatron.slipstream.chunk_graphs.slot_memory import Static, copy_to
 
 SIZES = (1, 2, 4)
 SCHEDULES = ["FB", "FFBB", "FFBFBB", "FFFBFBFBBB", "FB", "FFFBBB"]
-"""Of one iteration each; never more than three in flight."""
+"""Schedules of one iteration each, with at most three micro-batches in flight."""
 
 
 class _Sizes:
-    """Those of a toy: the size itself is an argument, and decides the length of a table."""
+    """Sizes of a toy: the size is an argument, and decides the length of a table."""
 
     sizes = SIZES
 
@@ -54,7 +54,7 @@ def _table(size: int) -> torch.Tensor:
 
 
 class _CaptureHooks:
-    """Counts how often it is closed."""
+    """Counts calls of close()."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -69,7 +69,7 @@ class _CaptureHooks:
 
 
 class _Offloading:
-    """As far as the engine asks for it; moves nothing."""
+    """The interface that the engine uses; moves nothing."""
 
     moved_bytes = host_bytes = 0
 
@@ -88,9 +88,9 @@ class Sized(Training):
     """A toy chunk whose micro-batches have sizes: that of number ``n`` is ``SIZES[n % 3]``.
 
     Args:
-        num_slots: None trains eagerly.
-        backend: Makes the graphs.
-        offloading: Stands for that of every size.
+        num_slots: Number of slots; None to train eagerly.
+        backend: Captures the graphs.
+        offloading: Offloading of every size.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ def test_at_the_end_of_a_training_graphs_of_all_sizes_go_though_they_are_in_use(
 
 
 class _FailsAt(EagerGraphs):
-    """Cannot record any more after so many times."""
+    """Fails to capture after a number of captures."""
 
     def __init__(self, num_records: int) -> None:
         self.num_left = num_records
@@ -323,7 +323,7 @@ def test_if_one_size_cannot_be_captured_all_are_given_up(
     state = [buffer.clone() for buffer in training.module.buffers()]
     with pytest.raises(RuntimeError, match="out of memory"):
         training.begin_iteration()
-    # The others are told, or they would wait.
+    # The other ranks are told; otherwise they would wait.
     assert str(training.sizes.told[-1][1]) == "out of memory"
     assert log.count("made") == log.count("closed") == num_slots_made
     assert not any(graphs._slots for graphs in of_size(training).values())
@@ -331,7 +331,7 @@ def test_if_one_size_cannot_be_captured_all_are_given_up(
     assert all(torch.equal(one, other) for one, other in zip(state, after, strict=True))
 
 
-# When two sizes have been tried; when two have been captured.
+# After two sizes have been run; after two have been captured.
 @pytest.mark.parametrize("step, num_slots_made", [(2, 0), (5, 4)])
 def test_if_another_rank_fails_this_one_gives_up_what_it_has(
     step: int, num_slots_made: int
@@ -377,7 +377,7 @@ class _Device(EagerGraphs):
 
 
 def test_sizes_need_no_more_room_than_one() -> None:
-    training = trained(2, ["FB", "FB"], backend=_Device(5 * 2**29))  # All are tried first.
+    training = trained(2, ["FB", "FB"], backend=_Device(5 * 2**29))  # All sizes run first.
     slot_bytes = [figures.slot_bytes for figures in training.bank.figures.values()]
     assert slot_bytes == [2**30 + 2**26, 2**27, 2**27]
     with pytest.raises(ValueError, match=r"2 slots of 1.0 GiB are 2.0 GiB, and 1.5 GiB are free"):

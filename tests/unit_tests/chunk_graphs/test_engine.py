@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Chunk graphs, on graphs that are imitated without a GPU: the same to the bit as without them."""
+"""Chunk graphs, with eager graphs instead of a GPU: bitwise the same results as without."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 
 SCHEDULES = ["FB", "FFBB", "FFBFBB", "FFFBFBFBBB", "FB"]
-"""Of one iteration each; never more than three in flight."""
+"""Schedules of one iteration each, with at most three micro-batches in flight."""
 
 
 def trained(num_slots: Optional[int], schedules: list[str] = SCHEDULES, **options: Any) -> Training:
@@ -28,7 +28,7 @@ def trained(num_slots: Optional[int], schedules: list[str] = SCHEDULES, **option
 
 
 def captured(num_slots: int) -> Training:
-    """In its second iteration: graphs are there, and no micro-batch has run."""
+    """A training in its second iteration: captured, before any micro-batch."""
     training = Training(num_slots)
     training.iteration("FB")
     training.begin_iteration()
@@ -46,13 +46,13 @@ def test_losses_gradients_state_and_randomness_are_those_without_graphs(
 
 
 def test_data_decides_the_results() -> None:
-    """Else the equality above could be one of constants."""
+    """Otherwise the equality above could compare constants."""
     assert not equal(trained(3), trained(None, seed=1))
     assert len({float(result) for result in trained(3).results if result.numel() == 1}) > 10
 
 
 def iterated(num_slots: Optional[int], num_iterations: int) -> Training:
-    """After iterations of one micro-batch each."""
+    """A training after iterations of one micro-batch each."""
     training = Training(num_slots)
     for number in range(num_iterations):
         training.iteration("FB", number)
@@ -276,7 +276,7 @@ def test_a_chunk_returns_hidden_states_only() -> None:
 
 
 class _Watched(EagerGraphs):
-    """Notes how often a module has been run before each graph is recorded."""
+    """Notes the number of runs of a module before each capture."""
 
     module: ToyChunk
 
@@ -293,7 +293,7 @@ class _Watched(EagerGraphs):
 
 
 def test_what_is_captured_has_been_run_and_then_measured() -> None:
-    """First-use work can't be captured, and is no part of a pass's memory."""
+    """First-use work cannot be captured, and does not count as a pass's memory."""
     backend = _Watched()
     training = Training(1, backend=backend)
     backend.module = training.module

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Captures of a slot move what was planned, in the slot memory's host memory.
+"""Captures of a slot follow the plan, in the slot memory's host memory.
 
-Nothing is captured here: a pass is run in the same order, on the imitated devices.
+Nothing is captured here: a pass runs in the same order, on the CPU backends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rig:
     def __init__(self, backend: str) -> None:
         (self.chunk,) = make_chunks(1)
         self.engines: list[PipelineOffloadManager] = []
-        """Those that were made."""
+        """The engines that were made."""
         self._backend = backend
         self._engine: Optional[PipelineOffloadManager] = None
         self._x = micro_batch(0)
@@ -151,5 +151,5 @@ def test_a_slot_without_a_plan_moves_nothing() -> None:
 def test_all_slots_together_keep_to_a_limit_of_host_memory(
     limit_bytes: Optional[int], held_bytes: int, expected: Optional[int]
 ) -> None:
-    # An eighth more than the plan needs is held.
+    # The pool holds an eighth more than the plan needs.
     assert share_of_host_memory(limit_bytes, held_bytes, 4) == expected

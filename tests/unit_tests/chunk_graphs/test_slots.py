@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Slots are what megatron-core's own schedules hold at once, for every number of micro-batches."""
+"""Slots suffice for megatron-core's own schedules with any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def slots(layout: PipelineLayout) -> tuple[int, ...]:
 
 
 def layouts(pp_sizes: range, vp_sizes: list[Optional[int]]) -> list[PipelineLayout]:
-    """Every rank of every pipeline; groups as small as they may be, odd, and twice the stages."""
+    """Every rank of every pipeline; groups of minimal size, odd size, and twice the stages."""
     return [
         PipelineLayout(pp_size, pp_rank, vp_size, group)
         for pp_size in pp_sizes
@@ -43,7 +43,7 @@ def layouts(pp_sizes: range, vp_sizes: list[Optional[int]]) -> list[PipelineLayo
 
 
 class _Stage:
-    """A pipeline of which only this rank exists: whatever it receives is there at once."""
+    """A pipeline of which only this rank exists: it receives everything immediately."""
 
     def __init__(self, layout: PipelineLayout) -> None:
         group = SimpleNamespace(size=lambda: layout.pp_size, rank=lambda: layout.pp_rank)
@@ -130,13 +130,13 @@ def test_passes_come_in_the_order_in_which_megatron_core_runs_them(
             assert len(set(expected)) == 2 * count * layout.num_chunks
 
 
-# --- enough for every number of micro-batches, and not one too many -------------------------------
+# --- enough for any number of micro-batches, and no more ------------------------------------------
 
 
 def in_flight_by_counting(layout: PipelineLayout, num_micro_batches: int) -> list[int]:
-    """The most passes forward that backward has not followed, from the schedule's description.
+    """The most passes between forward and backward, computed from the schedule's description.
 
-    Written without the code under test: the chunk of a forward pass by its place in the table,
+    Independent of the code under test: a forward pass's chunk follows from its table index, with
     groups of ``g`` micro-batches a chunk and a smaller group last; backward mirrors it.
     """
     g, v = layout.group, layout.num_chunks

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The arguments of a chunk, taken apart into tensors and their form."""
+"""The arguments of a chunk, flattened into tensors and other values."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_other_values_are_no_difference() -> None:
 
 
 def flat_arguments(**changed: Any) -> dict[str, Any]:
-    """Without containers, as those of packed sequences are."""
+    """Arguments without containers, as with packed sequences."""
     offsets = torch.arange(3)
     packed = Packed(offsets, changed.pop("padded", offsets), **changed.pop("fields", {}))
     return {"mask": None, "table": torch.ones(4, 2), "scale": 1, "packed": packed, **changed}

@@ -29,7 +29,7 @@ from megatron.slipstream.rules import Rule, always, check_rules, option_rule, re
 
 CURES = ("set ", "add ", "remove ")
 
-# One entry per rule, in the table's order: what breaks this rule and no other.
+# One entry per rule, in the table's order: options that break only this rule.
 BREAKS_RULE: list[dict[str, Any]] = [
     {"offload_engine": "slipsteam"},
     {"offload_backend": "gpu"},
@@ -60,7 +60,7 @@ BREAKS_MODEL_RULE: list[dict[str, Any]] = [
 
 
 def model_facts(**changed: Any) -> SimpleNamespace:
-    """Give megatron-core's options as a valid model with offloading on has them."""
+    """megatron-core's options of a valid model with offloading."""
     return SimpleNamespace(**{**VALID_MODEL, **changed})
 
 
@@ -171,7 +171,7 @@ def test_model_values_at_the_edge_of_a_rule_are_accepted(changed: dict[str, Any]
 
 
 class _Part(enum.Enum):
-    """As megatron-core has them."""
+    """Options with megatron-core's names and defaults."""
 
     attn = 1
     mlp = 2

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A cure that a rule's message gives is accepted, by that rule and by all others."""
+"""The cure in a rule's message is accepted by that rule and by all others."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ RANK_CAPACITY = {
 
 
 class Case(NamedTuple):
-    """Options that break a rule, and all cures that its message offers."""
+    """Options that break a rule, and all cures in its message."""
 
     broken: Options
     cures: Sequence[Options]
 
 
 def off(option: str, value: Any = True, **beside: Any) -> Case:
-    """An option that is to be left out."""
+    """An option to leave out."""
     return Case({option: value, **beside}, [{option: None}])
 
 
 def either(option: str, value: Any, **cures: Any) -> Case:
-    """An option whose value is to be one of these, by any name."""
+    """An option to set to one of these values, under any name."""
     return Case({option: value}, [{option: cure} for cure in cures.values()])
 
 
@@ -214,7 +214,7 @@ def _accept_attached(facts: SimpleNamespace) -> None:
 
 
 class Backend(enum.Enum):
-    """As megatron-core has them."""
+    """Options with megatron-core's names and defaults."""
 
     fused = 2
     unfused = 3
@@ -353,7 +353,7 @@ class Table(NamedTuple):
     rules: Sequence[Rule]
     cases: Sequence[Case]
     valid: Options
-    """A configuration that they look at and accept."""
+    """A configuration that the rules accept."""
     accept: Any
 
 
@@ -393,12 +393,12 @@ def test_every_cure_is_accepted(table: Table, rule: Rule, case: Case) -> None:
 
 @pytest.mark.parametrize("table, rule, case", _all_cases())
 def test_every_option_that_a_cure_names_is_set_here(table: Table, rule: Rule, case: Case) -> None:
-    """A message that offers more than is tried above is found."""
+    """A message with a cure that is not tried above is found."""
     tried = {option for cure in case.cures for option in cure}
     known = {other.name for name in TABLES for other in TABLES[name].rules} | EXPERTS.keys()
     known |= RANK_CAPACITY.keys() | {"cuda_graph_granularity", "dynamic_context_parallel"}
     words = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", rule.cure))
-    # Sizes that other options follow from, and names of what is chosen.
+    # Sizes that determine other options, and names of choices.
     assert words & known <= tried | case.broken.keys() | {"offload_modules"}
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A value of another type, or a launcher's variable that is none, is one error that names it."""
+"""A value of a wrong type, or an invalid launcher variable, is one error that names it."""
 
 from __future__ import annotations
 

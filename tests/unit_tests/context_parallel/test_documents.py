@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Samples of a corpus: ranks of a group have all of its tokens between them, and none twice."""
+"""Samples of a corpus: the ranks of a group together have each of its tokens once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUM_MICRO_BATCHES = 3
 
 
 class Documents:
-    """Documents of 1 to 150 tokens; every token of the corpus is another number."""
+    """Documents of 1 to 150 tokens; all tokens of the corpus are distinct."""
 
     def __init__(self, num_documents: int = 60) -> None:
         pick = np.random.RandomState(4)
@@ -71,7 +71,7 @@ def index_of(corpus: Documents, num_slots: Optional[int], seed: int = 1) -> Grou
 
 
 def samples_of_ranks(corpus: Documents, index: GroupIndex, context_parallel_size: int) -> Any:
-    """Of each of the four ranks its samples, as megatron's sampler deals them."""
+    """The samples of each of the four ranks, as assigned by megatron's sampler."""
     data_parallel_size = RANKS.num_ranks // context_parallel_size
     result = []
     for rank in range(RANKS.num_ranks):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Flags of dynamic context parallelism: what they do not go together with is refused."""
+"""Flags of dynamic context parallelism: incompatible options are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.slipstream.rules import require
 
 
 def arguments(**options: Any) -> SimpleNamespace:
-    """Parsed arguments of a run on 8 ranks; no more than the rules need on every release."""
+    """Parsed arguments of a run on 8 ranks; only those that the rules need on every release."""
     given: dict[str, Any] = {
         **dataclasses.asdict(PackingOptions(sequence_packing="balanced")),
         **dataclasses.asdict(DynamicContextParallelOptions(dynamic_context_parallel=True)),

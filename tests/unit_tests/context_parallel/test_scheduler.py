@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Properties of schedules of any documents, and how near they come to the optimum."""
+"""Properties of schedules of any documents, and their distance from the optimum."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ any_documents = settings(max_examples=150, deadline=None, derandomize=True)
 
 LAYER = CostModel.of_layer(num_weights=12 * 512**2, attention_width=512)
 ATTENTION = CostModel(linear=1, attention=1)
-"""Of which attention is nearly everything, so that load balancing has most to do."""
+"""Costs dominated by attention, so that load balancing matters most."""
 
 
 @st.composite
@@ -45,7 +45,7 @@ def all_limits(draw: st.DrawFn) -> RankLimits:
     return RankLimits(num_ranks, tokens_per_rank, draw(st.integers(1, 12)), small, large)
 
 
-# As parts of what the largest group holds: mostly short, some as long as possible.
+# Fractions of the largest group's capacity: mostly short, some as long as possible.
 parts = st.lists(
     st.one_of(st.floats(0.001, 0.1), st.floats(0.001, 1.0), st.just(1.0)), min_size=1, max_size=60
 )
@@ -125,7 +125,7 @@ def test_load_balancing_never_costs_more_than_groups_as_small_as_possible(
 
 
 class _NoLoadBalancing:
-    """Stands for :class:`LoadBalancing`, and leaves groups as they were collected."""
+    """Replaces :class:`LoadBalancing`; does not change the collected groups."""
 
     def __init__(self, groups: list[Any], *_: Any) -> None:
         self._groups = groups
@@ -135,7 +135,7 @@ class _NoLoadBalancing:
 
 
 def _most_level(micro_batches: Sequence[MicroBatch], cost: Cost) -> int:
-    """Cost of the same groups when the most expensive ones run side by side."""
+    """Cost of the same groups if the most expensive ones run concurrently."""
     by_cost = sorted(
         (
             (cost(size, attention_work(pack)), size)
@@ -171,7 +171,7 @@ def test_a_document_that_would_cost_its_ranks_too_much_gets_more() -> None:
     (groups,) = schedule(pieces, limits, ATTENTION)
     (of_the_long,) = (group for group in groups if pieces[0] in group.pack)
     assert of_the_long.size == 4
-    # But not where talking to each other costs more than that.
+    # But not where communication costs more than that.
     (groups,) = schedule(pieces, limits, CostModel(linear=1, attention=1, exchange=100))
     (of_the_long,) = (group for group in groups if pieces[0] in group.pack)
     assert of_the_long.size == 1
@@ -235,7 +235,7 @@ def test_batches_hold_every_document_once_and_the_oldest_is_never_put_off(
         check_micro_batches(batch, limits)
         taken = all_pieces(batch)
         assert left[0] in taken
-        # And none overtakes more than what may wait.
+        # And no piece overtakes more pieces than may wait.
         last = max(left.index(piece) for piece in taken)
         assert last + 1 - len(taken) < look_ahead
         left = [piece for piece in left if piece not in taken]
@@ -260,11 +260,11 @@ def test_larger_groups_are_taken_where_the_smallest_would_stay_empty() -> None:
     assert num_tokens > 0.85 * 4 * 16 * 256
 
 
-# --- how near to the best -------------------------------------------------------------------------
+# --- distance from the optimum --------------------------------------------------------------------
 
 
 def corpus(num_ranks: int, tokens_per_rank: int, seed: int) -> list[int]:
-    """Lengths of documents of which half are short and a few fill every rank."""
+    """Lengths of documents: half are short, and a few fill every rank."""
     pick = random.Random(seed)
     most = num_ranks * tokens_per_rank
     return [max(1, min(most, int(pick.lognormvariate(6.5, 1.6)))) for _ in range(20_000)]
@@ -289,9 +289,9 @@ def test_costs_are_near_their_lower_bound_and_buffers_are_full(
 def best_cost(
     pieces: Sequence[Piece], limits: RankLimits, model: CostModel, num_micro_batches: int
 ) -> float:
-    """The least that any schedule costs, by integer programming; infinite if there is none.
+    """The minimal cost of any schedule, by integer programming; infinite if there is none.
 
-    For each micro-batch and each block of ranks that could be a group: whether it is one, and which
+    For each micro-batch and each possible group of ranks: whether it is a group, and which
     pieces it has.
     """
     blocks = [(size, first) for size in limits.sizes for first in range(0, limits.num_ranks, size)]

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The examples in the documentation work: Python runs, commands and flags are those that exist.
+"""The examples in the documentation work: Python runs, and commands and flags exist.
 
-A page's ``python`` blocks run one after another in one namespace, without a GPU. What cannot says
-why in the line before it: ``<!-- not run: needs a GPU -->``.
+A page's ``python`` blocks run in order in one namespace, without a GPU. A block that cannot run has
+the reason in the line before it: ``<!-- not run: needs a GPU -->``.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ OTHER_FLAGS = {
     *("--rm", "--runtime-env-json", "--shm-size", "--standalone", "--stat", "--ulimit"),
     "--wheel-dir",
 }
-"""Of programs that are not ours."""
+"""Flags of other programs."""
 
 
-# In a process of their own: install() and the shims are for a process.
+# In a separate process: install() and the shims change the process.
 _TRY = """
 import argparse, json, os, pathlib, sys, tempfile, traceback
 given = json.loads(pathlib.Path(sys.argv[1]).read_text())
@@ -99,7 +99,7 @@ class Tried(NamedTuple):
     refused: dict[str, str]
     """Examples whose flags the training script refuses, with its error."""
     options: list[str]
-    """Those of the training script."""
+    """Flags of the training script."""
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def flags_in(*patterns: str) -> set[str]:
 
 
 def problem_of(words: Sequence[str]) -> str:
-    """Why a command cannot be meant; empty if it can."""
+    """The error in a command; empty if there is none."""
     match ["python" if word == "python3" else word for word in words]:
         case ["./run", name, *_] if name not in sub_commands():
             return f"./run has no sub-command {name}"

@@ -36,7 +36,7 @@ PAGES_OF_OPTIONS = {
     "DynamicContextParallelOptions": ("dynamic-context-parallel.md",),
     "ChunkGraphOptions": ("chunk-cuda-graphs.md",),
 }
-"""The pages that say what a group of options is not supported with."""
+"""The pages that list incompatible options of each group."""
 
 
 def test_every_option_that_a_rule_refuses_is_on_the_page_of_its_feature() -> None:
@@ -91,7 +91,7 @@ def test_messages_that_troubleshooting_quotes_are_in_the_source() -> None:
 
 
 def is_said(quote: str) -> bool:
-    """Whether one file has every piece of it; '…' stands for what differs."""
+    """Whether one file has every part of the text; '…' replaces variable parts."""
     pieces = re.split(r"\s*…\s*", quote.removeprefix("attach(): "))
     return any(all(piece in texts for piece in pieces) for texts in texts_of_the_package())
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The site is built from the pages as they are, and a link that leads nowhere ends the build.
+"""The site is built from the unchanged pages, and a broken link fails the build.
 
 The whole site is built by ``./run docs``; here it is one of two pages, with the same settings.
 """
@@ -101,7 +101,7 @@ def build(
 
 
 def _options_of_run_docs() -> list[str]:
-    """Options that ``./run docs`` gives to Sphinx, so that this is as strict."""
+    """The options that ``./run docs`` passes to Sphinx, so that this build is as strict."""
     found = re.search(r"-m sphinx (.*?) \. ", (ROOT / "run").read_text(), re.S)
     assert found is not None
     return found[1].replace("\\\n", " ").split()

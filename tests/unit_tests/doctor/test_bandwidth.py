@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Copies are measured on memory that is given back, and what goes wrong is told, not raised."""
+"""Copies are measured with memory that is freed again, and errors are reported, not raised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.slipstream.plan.trace import Bandwidth
 
 
 class CountingBackend(TimedBackend):
-    """Copies take a millisecond each, later rounds less, and host memory is counted."""
+    """A backend whose copies take a millisecond, later ones less, and that counts host memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_best_of_all_rounds_counts_and_host_memory_is_given_back() -> None:
     backend = CountingBackend()
     found = bandwidth.measure_bandwidth(backend)
-    # Half of the buffer, in the time of the last and shortest round.
+    # Half of the buffer, in the time of the last round, which is the shortest.
     last = (1 << 19) / (backend.ms_per_event * 1e6)
     assert found.d2h_gb_per_s == pytest.approx(last, rel=0.05)
     first = (1 << 19) / 1e6

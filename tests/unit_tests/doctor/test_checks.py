@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Each problem is found where it is there, found nowhere else, and comes with its cure."""
+"""Each problem is found where it exists and nowhere else, with its cure."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ MOVED = PatchTarget(
 
 
 class Case(NamedTuple):
-    """A machine with a problem, and machines that all but have it."""
+    """A machine with a problem, and machines that almost have it."""
 
     severity: str
     sick: Facts
     words: tuple[str, ...]
-    """Of message and cure."""
+    """Values in the message and the cure."""
     healthy: tuple[Facts, ...] = ()
 
 
@@ -71,7 +71,7 @@ CASES = {
         "error",
         facts({"torch": "2.7.1"}),
         ("torch 2.7.1 is not supported", ">=2.8", "pip install"),
-        # A container's build of what is to become a version.
+        # A container's build of an unreleased version.
         (facts({"torch": "2.8.0a0+5228986c39.nv25.5"}),),
     ),
     "torch-without-cuda": Case(
@@ -130,7 +130,7 @@ CASES = {
         "error",
         with_command(facts({"te_offload_v1": False, "te_offload_v1_environment": "0"}), OFFLOADING),
         ("NVTE_CPU_OFFLOAD_V1=0", "set NVTE_CPU_OFFLOAD_V1=1"),
-        # What Transformer Engine has read counts, not what the environment says now.
+        # The value that Transformer Engine has read counts, not the current environment.
         (
             with_command(facts({"te_offload_v1_environment": "0"}), OFFLOADING),
             with_command(facts({"te_offload_v1": None}), OFFLOADING),
@@ -190,7 +190,7 @@ CASES = {
         "error",
         replace(environment(CUDA_VISIBLE_DEVICES=""), torch=NO_GPU),
         ("torch sees no GPU", "CUDA_VISIBLE_DEVICES=''", "unset CUDA_VISIBLE_DEVICES"),
-        # That is not what is wrong then.
+        # Then the problem is another one.
         (replace(HEALTHY, torch=Torch(None, None, False)), replace(HEALTHY, torch=None)),
     ),
     "slow-copies": Case(
@@ -199,7 +199,7 @@ CASES = {
         ("copies back reach 20.0 GB/s, 32%", "NUMA"),
         (
             first_gpu(bandwidth=Bandwidth(45.0, 45.0, 40.0, 40.0)),
-            # A link that is not PCIe.
+            # The link is not PCIe.
             first_gpu(link=None, bandwidth=Bandwidth(20.0, 20.0, 20.0, 20.0)),
         ),
     ),
@@ -216,7 +216,7 @@ CASES = {
             replace(HEALTHY, cpus=frozenset(range(8)), gpus=HEALTHY.gpus[:1]),
             replace(HEALTHY, cpus=frozenset(range(9))),
             replace(first_gpu(node=None), cpus=frozenset(range(8, 16))),
-            # Each rank is bound for its own GPU.
+            # Each rank is bound to its own GPU.
             replace(environment(LOCAL_RANK="0"), cpus=frozenset(range(8))),
         ),
     ),
@@ -264,7 +264,7 @@ CASES = {
         (host(shm_bytes=1 * GIB),),
     ),
 }
-"""By the problem's name."""
+"""Cases by the problem's name."""
 
 OF_THE_COMMAND = {
     command.REFUSED_BY_MEGATRON.name,
@@ -314,7 +314,7 @@ def test_a_check_finds_only_what_it_declares() -> None:
                 assert problems <= names, check.label
 
 
-# How bad it is depends on what is trained.
+# The severity depends on the training.
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_a_check_finds_only_what_it_declares() -> None:
     [
         (None, "0", "warning"),
         (OFFLOADING, "0", "error"),
-        # pretrain_gpt.py sets what is not set.
+        # pretrain_gpt.py sets unset variables.
         (OFFLOADING, None, "warning"),
         (Command((), 1), "0", "warning"),
     ],
@@ -379,7 +379,7 @@ def test_a_row_is_as_bad_as_its_worst_finding() -> None:
     assert worst(()) == "ok"
 
 
-# What could not be looked at is said, with the reason.
+# A skipped check says why.
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_a_skipped_check_is_a_note(machine: Facts, label: str, why: str) -> None
     assert why in row.findings[0].message
 
 
-# What is shown where nothing is wrong.
+# The output without problems.
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The system's answers are read as they are meant, and optional parts may be missing."""
+"""Facts of the system are parsed correctly, and optional parts may be missing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Of a training command the flags are taken, whatever starts it, and what they break is told."""
+"""The flags of a training command are checked, for any launcher."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FLAGS = ("--num-layers", "2", "--data-path", "folder/of.py")
         ("numactl -m 0 torchrun --nproc-per-node 4 -m my.training", 4, 1),
         ("./run python -m torch.distributed.run --nproc-per-node 3 -m my.training", 3, 1),
         ("srun --nodes 2 torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py", 8, 2),
-        # Words and ranges do not tell a number.
+        # Words and ranges do not give a number.
         ("torchrun --nproc-per-node gpu --nnodes 1:4 pretrain_gpt.py", None, 1),
     ],
 )

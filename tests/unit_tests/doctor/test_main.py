@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[3]
 SICK = replace(
     facts({"torch": "2.7.1"}), gpus=first_gpu(bandwidth=None, bandwidth_error="busy").gpus
 )
-"""With an error, a warning and a note."""
+"""A machine with an error, a warning and a note."""
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The facts that the doctor is given; what it is asked for is appended."""
+    """Replaces the doctor's facts, and notes its requests."""
     given: list[Any] = [HEALTHY]
 
     def collect(request: reading.Request, progress: reading.Progress) -> Facts:
@@ -97,7 +97,7 @@ def test_a_file_that_cannot_be_written_is_2(
         cure = "name a file in a folder that can be written"
         assert shown.err == f"error: --json={path} {wrong}; {cure}\n"
         assert shown.out == ""
-    # Nor is time spent on measuring.
+    # And nothing is measured.
     assert len(machine) == 1
 
 

@@ -81,7 +81,7 @@ def test_what_cannot_be_written_is_refused_early(tmp_path: Path, name: str, wron
 
 
 def test_a_folder_in_which_no_file_can_be_made_is_refused_early() -> None:
-    # Whoever asks: root has the permission, and the file system refuses.
+    # Also for root: it has the permission, but the file system refuses.
     with pytest.raises(ValueError, match="cannot be opened: permission denied; name a file in"):
         require_writable("--html", Path("/proc/new/page.html"))
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The plans of a sweep, and which of them no other one beats."""
+"""The plans of a sweep, and which of them are Pareto-optimal."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_point_is_named_as_the_command_line_names_it() -> None:
     for p in points:
         flag, text = p.flag.split(" ")
         flags[p.option] = flag
-        # What is read of it is the value itself, not one nearby.
+        # Parsing the flag gives exactly the value.
         typed = float(text)
         assert (int(typed * 2**30) if flag == "--target-memory" else typed) == p.value
     assert flags == {

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The config.json of a model gives the model's shape; what it does not say is asked for."""
+"""The config.json of a model gives the model's shape; missing numbers are errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_windows(tmp_path: Path) -> None:
     qwen["use_sliding_window"] = True
     assert load(tmp_path, "qwen2", **qwen)["window_size"] == 32
     assert load(tmp_path, "qwen2", **qwen, max_window_layers=0)["window_size"] == 32
-    # The layers before that have none, and a shape has one window for all.
+    # Earlier layers have no window, and a shape has one window for all layers.
     assert load(tmp_path, "qwen2", **qwen, max_window_layers=2)["window_size"] is None
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Operations are counted as usual, and GPUs are as fast as their table says."""
+"""Operations are counted by the usual formula, and GPUs have the speed of the table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATENT = replace(LLAMA, latent_attention=LatentAttention(1536, 512, 128, 64, 128
 
 
 def flops(shape: ModelShape) -> float:
-    """Of matrix products in forward, attention's scores left out."""
+    """Operations of matrix products in forward, without attention's scores."""
     return sum(cost.flops for cost in head_costs(shape).values()) + sum(
         cost.flops
         for layer in range(shape.num_layers)

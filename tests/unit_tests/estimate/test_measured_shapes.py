@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Computed shapes are those measured on H200s: the rows of benchmarks/results."""
+"""Computed shapes match the measurements on H200s in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trace_of(shape: ModelShape, modules: tuple[str, ...], count: int, rank: int 
     return synthetic_trace(Workplan(shape, H200, modules, count), rank)
 
 
-# --- equality_h200: bytes that left in an iteration, by set of modules ----------------------------
+# --- equality_h200: bytes offloaded in an iteration, by set of modules ----------------------------
 
 # The models of tests/functional_tests/test_gpu.py.
 DENSE = ModelShape(
@@ -83,7 +83,7 @@ FP32 = replace(
     attention_backend="unfused",
 )
 PP2, PP2_VPP2 = Parallelism(pp=2), Parallelism(pp=2, vpp=2)
-# By the model's name in the rows: its shape, and the micro-batches of the iteration.
+# For each model name in the rows: its shape, and the micro-batches of an iteration.
 EQUALITY_MODELS: dict[str, tuple[ModelShape, int]] = {
     "dense": (DENSE, 2),
     "moe": (MOE, 2),
@@ -102,7 +102,7 @@ EQUALITY_MODELS: dict[str, tuple[ModelShape, int]] = {
 
 
 def equality_rows() -> Iterator[tuple[str, tuple[str, ...], int, int]]:
-    """Model, modules, rank and bytes; of expert-parallel ranks the mean, as routing is uneven."""
+    """Model, modules, rank and bytes; the mean of expert-parallel ranks, as routing is uneven."""
     found = rows(RESULTS / "equality_h200_202611.jsonl")
     for row in found:
         model, rank = row["model"], row.get("rank", 0)
@@ -135,7 +135,7 @@ def test_as_much_leaves_as_left(
 ) -> None:
     shape, count = EQUALITY_MODELS[model]
     trace = trace_of(shape, modules, count, rank)
-    # The engine of that day counted marks, and moved the model's input for nothing.
+    # The engine at that time counted marks, and moved the model's input without need.
     storages = tuple(replace(item, lingers_until=0) for item in trace.storages)
     trace = replace(trace, storages=storages, step_ms=(), bandwidth=None)
     moved = build_plan(trace, PolicyOptions()).moved_nbytes
@@ -175,7 +175,7 @@ SUMMARIES = [
 
 
 def summaries(engine: str) -> list[Any]:
-    """One row of each case, variant and rank, since the others are repeats of it."""
+    """One row of each case, variant and rank, since the others are repetitions."""
     found = {}
     for row in SUMMARIES:
         if row["engine"] == engine:
@@ -199,14 +199,14 @@ def test_activations_peak_where_they_did(row: Row) -> None:
 
 @pytest.mark.parametrize("row", summaries("off"))
 def test_weights_and_gradients_take_what_they_took(row: Row) -> None:
-    # Both in 16 bits there, and no optimizer. Buffers of the libraries are in what was measured.
+    # Weights and gradients in 16 bits, no optimizer. The measurement includes library buffers.
     nbytes = 4 * num_parameters(benchmark_shape(row["case"]), row["rank"]).total
     assert 0.94 * row["resident_bytes"] < nbytes <= row["resident_bytes"]
 
 
 @pytest.mark.parametrize("row", summaries("megatron"))
 def test_the_built_in_engine_copied_what_each_group_saves(row: Row) -> None:
-    """It copies each group by itself, twice what two of them save, and keeps a last layer."""
+    """It copies each group separately, shared storages twice, and keeps a last layer."""
     shape = benchmark_shape(row["case"])
     modules = row["variant"].split("+")
     each = [
@@ -222,7 +222,7 @@ def test_the_built_in_engine_copied_what_each_group_saves(row: Row) -> None:
     chunks = shape.chunks_of(row["rank"])
     count = find_case(row["case"]).num_micro_batches
     copied = count * sum(sum(each[layer] for layer in chunk.layers) for chunk in chunks)
-    # At the end of the pipeline backward follows at once, so the last layer stays; elsewhere it
+    # At the end of the pipeline backward follows directly, so the last layer stays; elsewhere it
     # stays in one micro-batch, the last.
     kept = count if chunks[-1].is_last else 1
     copied -= kept * each[-1]

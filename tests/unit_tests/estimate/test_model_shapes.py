@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Saved bytes scale as the shape does, and shapes that do not go together are refused."""
+"""Saved bytes scale with the shape, and inconsistent shapes are refused."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_ranks_that_share_an_expert_take_in_the_same_rows_and_divide_its_width()
 @some
 @given(shapes())
 def test_every_marked_module_is_a_part_that_saves(shape: ModelShape) -> None:
-    # What follows a recomputed norm may save nothing: its input is emptied.
+    # The operation after a recomputed norm may save nothing: its input is discarded.
     shape = replace(shape, recompute_modules=shape.recompute_modules - {"layernorm"})
     marked = marked_modules(shape, 0)
     saved = saved_tensors(shape, 0)

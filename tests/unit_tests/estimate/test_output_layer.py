@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Marks of no group let memory go as late as the loss needs it, and come back right after it."""
+"""With marks of no group, memory is freed right before the loss and reloaded right after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.slipstream.plan.walk import simulate
 
 NUM_LAYERS = 5
 COPY_MS = 4.5
-"""Of a storage; a layer takes 2."""
+"""Copy time of a storage in ms; a layer takes 2 ms."""
 LOSS_BYTES = 50 * DEFAULT_NBYTES
 MS_FROM = {
     StepKind.FORWARD_COMMIT: 2.0,  # The last one.
@@ -33,7 +33,7 @@ MS_FROM = {
 
 
 def _trace(has_output: bool, peak_at: StepKind, copy_ms: float = COPY_MS) -> Trace:
-    """Memory is highest after a mark of no group; without such marks, between last and first."""
+    """Memory peaks after a mark of no group, or without such marks after the last commit."""
     trace = one_pass(Model(num_layers=NUM_LAYERS, has_output=has_output))
     last = 2 * NUM_LAYERS - 1
     times = [1.0] * len(trace.steps)
@@ -57,7 +57,7 @@ def _plan(trace: Trace) -> Plan:
 
 
 def _waits_ms(plan: Plan) -> tuple[float, float]:
-    """For room, and for what comes back."""
+    """Bytes that must be free, and bytes to reload."""
     stalls = simulate(plan).stalls
     room = sum(
         stall.ms
@@ -106,7 +106,7 @@ def test_copies_come_back_as_soon_as_the_loss_leaves_room(
 
 
 def test_the_bound_knows_better_where_the_peak_is() -> None:
-    """Without the marks it may lie at either end of all that is between the groups."""
+    """Without the marks, the peak may be at either end of the interval between the groups."""
     plans = [_plan(_trace(has_output, StepKind.OUTPUT_START, 3.5)) for has_output in (False, True)]
     bounds = [physical_bound_ms(plan) for plan in plans]
     assert bounds[1] - bounds[0] == pytest.approx(1.0)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Pipeline schedules keep as much in flight, and wait as long, as the papers say."""
+"""Pipeline schedules have the passes in flight and the bubbles that the papers give."""
 
 from __future__ import annotations
 

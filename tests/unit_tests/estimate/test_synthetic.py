@@ -47,7 +47,7 @@ def pipeline(**fields: int) -> ModelShape:
 
 
 def saved_by(trace: Trace, group: int) -> list[tuple[int, bool, int]]:
-    """Bytes, whether something else holds them, and how many groups do, of the first pass."""
+    """For each storage of the first pass: bytes, whether something else holds it, its holders."""
     return [
         (item.nbytes, item.held_outside, len(item.holders))
         for item in (trace.storages[index] for index in trace.groups[group].storages)

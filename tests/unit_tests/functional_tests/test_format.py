@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Cases and recipes are read as Megatron-LM's scripts read theirs, and compared as they compare."""
+"""Cases and recipes are read and compared like those of Megatron-LM's scripts."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ for words in json.loads(pathlib.Path(sys.argv[1]).read_text()):
 
 
 def test_the_training_script_knows_every_flag_of_every_case(tmp_path: Path) -> None:
-    """Those for a GPU too, which CI does not run."""
+    """All cases, including those for a GPU, which CI does not run."""
     script, lines = tmp_path / "parse.py", tmp_path / "words.json"
     script.write_text(_PARSE)
     lines.write_text(json.dumps([command_line(arguments_of(job), {}) for job in load_jobs()]))
@@ -157,7 +157,7 @@ NUM_ITERATIONS = 4
 def result_of(
     peak: int = 100, moved: int = 0, num_ranks: int = 2, first: int = 1, pool: int = 0
 ) -> Result:
-    """Of a training in which a rank's figures tell which rank and iteration they are of."""
+    """Records of a training whose values encode rank and iteration."""
     steps = range(first, NUM_ITERATIONS + 1)
     records: list[dict[str, Any]] = [
         {

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Any PyTorch model, with chosen sub-modules attached, computes what it computes without."""
+"""Any PyTorch model computes the same with chosen sub-modules attached."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_those_without(
 
 
 def test_a_wait_that_is_missing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the comparisons here could fail."""
+    """The comparisons here can fail."""
     expected = train(make(Decoder), one_backward_each)
     monkeypatch.setattr(CopyStreams, "before_use", lambda *_: None)
     model = make(Decoder, "layers.*", "cpu-lazy")
@@ -135,11 +135,11 @@ def test_memory_falls_by_what_moves() -> None:
     plain_bytes, _ = peak_bytes(None)
     attached_bytes, freed_bytes = peak_bytes("layers.*")
     assert freed_bytes > 0.6 * plain_bytes
-    # At the peak one layer computes, and the one beside it is on its way.
+    # At the peak one layer computes, and the next one is being copied.
     assert attached_bytes < plain_bytes - 0.7 * freed_bytes
 
 
-# --- what modules take and return -----------------------------------------------------------------
+# --- inputs and results of modules ----------------------------------------------------------------
 
 
 @dataclass
@@ -235,13 +235,13 @@ def test_what_other_hooks_of_a_module_save_belongs_to_its_group(when: str) -> No
         train(model, one_backward_each)
         return counters(attached)["layers.*.mlp"].freed_bytes
 
-    # tanh saves its result, which no other operation does.
+    # tanh saves its result, and no other operation does.
     result_bytes = 2 * 8 * WIDTH * 4
     assert moved_bytes(lambda x: x.tanh() * 2) - moved_bytes(lambda x: x * 2) == 3 * result_bytes
 
 
 def test_what_backward_does_not_reach_stays() -> None:
-    """Not so if a module were found by an input that it passes on, which backward does reach."""
+    """This fails if a module is found by an input that it returns, which backward does reach."""
 
     class Monitors(torch.nn.Module):
         def __init__(self) -> None:
@@ -299,7 +299,7 @@ class ChangesWeight(Layer):
 def test_a_saved_tensor_may_not_be_changed_in_place(
     patterns: Any, size: int, changes: type[Layer]
 ) -> None:
-    """As without hooks, which take this check of autograd away, in regions and outside of them."""
+    """As without hooks, which disable this check of autograd, in regions and outside of them."""
     model = make(Decoder, patterns, LAZY, min_offloaded_tensor_size=size)
     for layer in model.layers:
         layer.__class__ = changes
@@ -308,7 +308,7 @@ def test_a_saved_tensor_may_not_be_changed_in_place(
 
 
 def test_a_pass_without_backward_leaves_nothing_behind() -> None:
-    """Not even a result that its own operation saves."""
+    """Even for a result that its own operation saves."""
 
     class Ends(Decoder):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -454,7 +454,7 @@ def test_an_iteration_ends_with_its_backward_and_before_the_optimizer() -> None:
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dropped", "kept"])
 def test_a_forward_for_a_metric_does_not_change_the_plan(keeps: bool) -> None:
-    """With gradients on, without the ``no_grad`` it should have."""
+    """With gradients enabled, although it should run under ``no_grad``."""
     kept: list[torch.Tensor] = []
 
     def step(model: torch.nn.Module, iteration: int) -> list[torch.Tensor]:
@@ -543,7 +543,7 @@ def test_two_losses_with_a_backward_each() -> None:
 
 
 def test_backward_inside_of_forward() -> None:
-    """As in models of forces, which are gradients of their energies."""
+    """As in models of forces, which are gradients of energies."""
 
     class Force(Decoder):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -564,7 +564,7 @@ def test_backward_inside_of_forward() -> None:
 
 
 def test_a_part_of_the_model_called_without_the_model() -> None:
-    """As by trainers that compute the loss from hidden states."""
+    """As in trainers that compute the loss from hidden states."""
 
     def step(model: torch.nn.Module, iteration: int) -> list[torch.Tensor]:
         return one_backward_each(model.decoder, iteration)
@@ -597,7 +597,7 @@ def test_a_model_that_calls_itself_is_one_pass() -> None:
 
 
 def _groups_of_passes(attached: Any) -> list[int]:
-    """How many groups each pass of the last iteration had."""
+    """The number of groups of each pass of the last iteration."""
     passes = [group.key.chunk_pass for group in attached.engine.plan.trace.groups]
     return [passes.count(number) for number in sorted(set(passes))]
 
@@ -807,7 +807,7 @@ def test_a_trace_for_the_planner(tmp_path: Path) -> None:
 
 
 def test_a_model_and_its_engine_go_without_the_garbage_collector() -> None:
-    """With them goes host memory, which is scarce."""
+    """Removing them frees host memory, which is scarce."""
     model, attached = make_attached(partial(Decoder, checkpointing=False), ["layers.*", "head"])
     train(model, one_backward_each)
     references = [weakref.ref(model), weakref.ref(attached.engine)]

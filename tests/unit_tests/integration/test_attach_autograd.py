@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""An attached model may do all that autograd allows a model."""
+"""An attached model may do everything that autograd allows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def equal_in_three_iterations(
     step: Callable[[torch.nn.Module], list[torch.Tensor]],
     backend: str,
 ) -> bool:
-    """Whether ``step`` gives the same with a chain of ``part`` attached; something must move."""
+    """Check that ``step`` gives the same with a chain of ``part`` attached; something must move."""
     plain = make(lambda: Chain(part))
     model, attached = make_attached(lambda: Chain(part), "parts.*", backend)
     results = [(step(plain), step(model)) for _ in range(3)]
@@ -46,7 +46,7 @@ def equal_in_three_iterations(
 
 
 class Recurrent(torch.nn.Module):
-    """Has a state that it changes between two uses, the first of which the loss does not need."""
+    """Changes a state between two uses; the loss does not need the first one."""
 
     def __init__(self, uses_both: bool = False) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_a_saved_tensor_that_backward_reads_may_not_change_in_place(backend: str
 
 
 def test_a_change_in_place_after_the_model_is_refused_as_without(backend: str) -> None:
-    """Also where the bytes were copied before, and the memory is still there."""
+    """Also if the bytes were copied before and the memory still exists."""
 
     def step(model: torch.nn.Module) -> None:
         hidden = numbers(0, 4, WIDTH).requires_grad_().exp()
@@ -117,7 +117,7 @@ class Force(torch.nn.Module):
 def test_gradients_inside_of_forward_while_the_weights_change_between_graphs(
     backend: str, keeps: bool
 ) -> None:
-    """Gradients of gradients save the weights as plain tensors, and the optimizer changes those."""
+    """Gradients of gradients save weights as plain tensors, which the optimizer changes."""
     alive: list[torch.Tensor] = []
 
     def step(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -146,7 +146,7 @@ class Block(torch.nn.Module):
 
 
 def dual_numbers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Backward through a forward with tangents, which are used after their level, too."""
+    """Backward through a forward with tangents, which are also used after their level ends."""
     model.zero_grad()
     x = numbers(1, 4, WIDTH)
     with forward_ad.dual_level():
@@ -186,7 +186,7 @@ def test_a_transform_inside_of_a_module(backend: str) -> None:
 def test_a_model_inside_of_a_transform_is_left_alone(
     backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tensors allocated there have no memory of their own, so the host memory cannot be there."""
+    """Tensors allocated there have no memory, so host memory cannot be allocated there."""
 
     def transformed(model: torch.nn.Module) -> list[torch.Tensor]:
         model.zero_grad()
@@ -202,13 +202,13 @@ def test_a_model_inside_of_a_transform_is_left_alone(
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
         "attach(): the model runs in a transform of torch.func, so nothing of it moves"
     ]
-    # Outside of it everything moves as ever.
+    # Outside of it everything moves as before.
     for _ in range(2):
         assert equal(backward(model), backward(plain))
     assert counters(attached)["parts.*"].num_groups_moved > 0
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 def test_a_group_of_small_tensors_stays_for_an_option_with_a_name(backend: str) -> None:
@@ -221,7 +221,7 @@ def test_a_group_of_small_tensors_stays_for_an_option_with_a_name(backend: str) 
 
 
 def test_lazy_copies_would_show() -> None:
-    """So the comparisons above could fail: a read that does not wait is wrong here."""
+    """The comparisons above can fail: a read without a wait gives a wrong result here."""
     model, attached = make_attached(lambda: Chain(Block), "parts.*", LAZY)
     plain = make(lambda: Chain(Block))
     attached.engine.store.copy_streams.before_use = lambda *_: None

@@ -110,7 +110,7 @@ def test_one_checkpoint_around_several_chosen_modules(reentrant: bool) -> None:
 
 @REENTRANT
 def test_inputs_that_are_also_saved_before_the_checkpoint_leave_the_device(reentrant: bool) -> None:
-    """All that holds them must release them."""
+    """Every holder must release them."""
 
     class Between(Decoder):
         def run(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_only_what_a_checkpoint_saves_is_taken_for_its_input(reentrant: bool) ->
             x = first = self.embedding(ids)
             for layer in self.layers:
                 x = self.run(layer, x)
-            # tanh saves its result, so the checkpoint has saved all it does.
+            # tanh saves its result, so the checkpoint has saved everything that tanh does.
             return self.head(torch.tanh(x) * first)
 
     attached = train_as_plain(partial(Skips, checkpointing=reentrant), "layers.*")
@@ -158,7 +158,7 @@ def test_hooks_lie_around_the_model_only_where_checkpoints_are_seen() -> None:
     model = make(Looks, "layers.*", LAZY)
     for model.checkpointing in (None, None, False, False, None, None):
         one_backward_each(model, 0)
-    # In the first pass nothing is known; after that, what the pass before showed.
+    # The first pass knows nothing; later passes know the previous one.
     assert seen == [True, *[False] * 4, *[True] * 4, *[False] * 3]
 
 
@@ -251,7 +251,7 @@ def test_checkpoints_of_passes_whose_forwards_come_first() -> None:
     ],
 )
 def test_compiled_modules(what: str, first: str) -> None:
-    """With a compiler that does not fuse: one that does computes a model in pieces differently."""
+    """With a compiler that does not fuse: fusion would change the results of a split model."""
 
     def run(patterns: Any) -> list[torch.Tensor]:
         torch._dynamo.reset()
@@ -310,8 +310,8 @@ def test_the_engine_is_not_compiled_with_a_training_step(checkpointing: Optional
     assert equal(run("layers.*"), expected)
     codes = [code for reference in input_codes.seen if (code := reference()) is not None]
     own = [code.co_name for code in codes if code.co_filename.startswith(ENGINE)]
-    # A finaliser has no effect that a compiler could change, and runs where it happens to. A hook
-    # only asks whether it may cut the graph, and cuts it there.
+    # A finaliser has no effect that a compiler could change, and runs at any time. A hook only asks
+    # whether it may break the graph, and breaks it there.
     assert {name for name in own if not name.endswith("__call__") and "___call___" not in name} <= {
         "__del__"
     }

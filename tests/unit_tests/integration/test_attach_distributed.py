@@ -67,12 +67,12 @@ def _run(
 
 
 def _check(rank: int, case: dict[str, Any], whole_bytes: int) -> str:
-    """Faults that were found; empty if there are none.
+    """The faults found; empty if none.
 
     Args:
         rank: This rank.
-        case: Of :data:`CASES`.
-        whole_bytes: What moves of the model as it is, without a wrapper.
+        case: One of :data:`CASES`.
+        whole_bytes: Bytes that move without a wrapper.
     """
     expected, _ = _run(rank, None, False, **case)
     for backend, attach_first in zip(BACKENDS, (False, True), strict=True):
@@ -112,12 +112,12 @@ def _rank_main(rank: int, folder: str, cases: list[dict[str, Any]], sender: Any)
             sender.send(traceback.format_exc())
             break
     sender.close()
-    os._exit(0)  # The other rank's threads may still be at work.
+    os._exit(0)  # The other rank's threads may still be running.
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Results of each rank for each case. The processes are started once, which takes longest."""
+    """Results of each rank for each case. The processes start once, which takes longest."""
     if not torch.distributed.is_gloo_available():
         pytest.skip("torch was built without gloo")
     context: Any = multiprocessing.get_context("fork")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The lines of docs/user-guide/any-pytorch-model.md run, in order, as they are printed."""
+"""The lines of docs/user-guide/any-pytorch-model.md run in order, unchanged."""
 
 from __future__ import annotations
 

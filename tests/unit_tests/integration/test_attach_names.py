@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Which modules a pattern means, and what is refused with which words."""
+"""The modules that a pattern matches, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_names_are_those_without_wrappers() -> None:
     for patterns in (["layers.*"], [Layer]):
         matches = find_modules(whole, patterns)
         assert [match.name for match in matches] == ["layers.0", "layers.1"]
-        # The wrapper: what it does belongs to the group.
+        # The wrapper: its operations belong to the group.
         assert [match.module for match in matches] == list(model.layers)
 
 
@@ -142,7 +142,7 @@ def test_a_value_out_of_range_is_refused(options: dict[str, Any]) -> None:
 
 
 def _on_gpus(model: Decoder, *indices: int) -> Decoder:
-    """Makes the model's parameters look as if they lay on these GPUs."""
+    """Makes the model's parameters appear to be on these GPUs."""
     tensors = [SimpleNamespace(is_cuda=True, device=torch.device("cuda", i)) for i in indices]
     model.parameters = lambda recurse=True: iter(tensors)
     return model
@@ -156,7 +156,7 @@ def test_a_model_on_several_gpus_is_refused() -> None:
 def test_a_model_on_another_gpu_than_the_current_one_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its operations are on another stream than the one that copies would wait for."""
+    """Its operations run on another stream than the one that copies would wait for."""
     model = Decoder(1)
     attach_to(model, "layers.*")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Random odd models in random odd programs compute the same with and without ``attach()``.
+"""Random models in random programs compute the same with and without ``attach()``.
 
-Always the same seeds, or new ones (``SLIPSTREAM_RANDOM_MODELS``), or one again
-(``SLIPSTREAM_RANDOM_SEED``): see CONTRIBUTING.md.
+Seeds are fixed, or new (``SLIPSTREAM_RANDOM_MODELS``), or a given one (``SLIPSTREAM_RANDOM_SEED``):
+see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_a_seed_again() -> None:
     compare(int(AGAIN or ""))
 
 
-# --- the tester finds what is broken --------------------------------------------------------------
+# --- the comparison finds faults ------------------------------------------------------------------
 
 
 def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_false_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a memory is refused where one saved tensor of it was changed."""
+    """A whole storage is refused if one of its saved tensors was changed."""
     is_overwritten = SavedStorage.is_overwritten
 
     def is_any_overwritten(storage: SavedStorage, _: int) -> bool:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""An attached model in several threads: one trains, and what the others run changes nothing."""
+"""An attached model in several threads: one trains, and the others do not affect it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ TIMEOUT_S = 60
 
 
 class Other:
-    """A second thread that runs the model while the first one is amid its forward.
+    """A second thread that runs the model while the first one is in its forward.
 
-    The first one comes to layer 1 and waits; the second one runs to layer 2 and waits; the first
+    The first one reaches layer 1 and waits; the second one runs to layer 2 and waits; the first
     one ends its forward; the second one ends its own.
     """
 
@@ -84,7 +84,7 @@ def beside(model: Any, run: Callable[[], Any]) -> Iterator[Other]:
 
 
 def step_beside(other: Other) -> Callable[[Any, int], list[torch.Tensor]]:
-    """A forward while the other thread is amid its own, then backward once that has ended."""
+    """A forward while the other thread is in its own, then backward after that has ended."""
 
     def step(model: Any, iteration: int) -> list[torch.Tensor]:
         loss = loss_of(model, iteration)
@@ -230,7 +230,7 @@ def test_a_thread_that_ended_amid_its_forward_makes_room_for_another(
     expected = train(make(Decoder), one_backward_each)
     model, attached = make_attached(Decoder, "layers.*")
 
-    # torch tells no hook of SystemExit.
+    # torch calls no hook for SystemExit.
     with monkeypatch.context() as patch:
         patch.setattr(model.layers[2].mlp, "forward", lambda _: sys.exit())
 
@@ -239,7 +239,7 @@ def test_a_thread_that_ended_amid_its_forward_makes_room_for_another(
                 model(micro_batch(0))
 
         in_a_thread(run)
-    # A part without the model: its iteration ends with its backward only if no model runs.
+    # A part alone: its iteration ends with its backward only if no model runs.
     model.layers[0](torch.ones(2, 8, 32)).sum().backward()
     assert attached.report().ranks[0].num_iterations == 1
     model.zero_grad()

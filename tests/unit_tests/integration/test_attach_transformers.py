@@ -45,7 +45,7 @@ def make(build: Any, checkpointing: Optional[bool]) -> Any:
 
 
 def train(model: Any, num_iterations: int = 3) -> list[torch.Tensor]:
-    """Losses and gradients of a plain loop: padded sequences, two micro-batches an iteration."""
+    """Losses and gradients of a plain loop: padded sequences, two micro-batches per iteration."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     results = []
     for iteration in range(num_iterations):
@@ -73,7 +73,7 @@ def test_plain_loop(build: Any, checkpointing: Optional[bool], backend: str) -> 
     assert equal(train(model), expected)
     report = attached.report().ranks[0]
     assert (report.num_iterations, report.num_plans, report.total.num_late) == (6, 1, 0)
-    # Of the first layer the model holds the input itself, as long as its forward runs.
+    # The model itself holds the first layer's input as long as its forward runs.
     inputs_bytes = 2 * 2 * 16 * SIZES["hidden_size"] * 4
     if checkpointing is None:
         assert report.total.num_groups_moved == 3

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Other transforms of torch on an attached model: it steps aside, and moves again afterwards."""
+"""Other transforms of torch on an attached model: nothing moves in them, all moves afterwards."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def mlp() -> torch.nn.Module:
 chain = partial(Chain, mlp)
 X = numbers(3, 4, WIDTH)
 
-# Autograd looks for devices at the first backward, and finds one more while torch traces: then no
-# process that is forked from this one could run a backward.
+# Autograd detects devices at the first backward, and finds one more while torch traces: then no
+# process forked from this one could run a backward.
 torch.ones(1, requires_grad=True).sum().backward()
 
 
@@ -211,7 +211,7 @@ def test_weights_that_are_used_detached_are_no_activations() -> None:
     model, attached = make_attached(partial(Chain, Frozen), "parts.*")
     x = X.clone().requires_grad_()
     model(x).sum().backward()
-    # In the first iteration everything moves that is taken for an activation.
+    # In the first iteration everything that counts as an activation moves.
     assert counters(attached)["parts.*"].d2h_bytes == 3 * X.nbytes
 
 

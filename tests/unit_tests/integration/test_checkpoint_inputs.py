@@ -57,7 +57,7 @@ def test_inputs_of_checkpoints_move(case: ModelCase) -> None:
 
 @pytest.mark.parametrize("shape", [(2, None), (2, 2)], ids=str)
 def test_inputs_of_checkpoints_move_in_pipelines(shape: tuple[int, Any]) -> None:
-    """Stages send the outputs of checkpoints, which have to be no views."""
+    """Stages send the outputs of checkpoints, which must not be views."""
     pp, vpp = shape
     case = ModelCase(num_layers=8, pp=pp, vpp=vpp, overrides=_full("uniform", 1))
     results = compare_on_ranks(pp, case, ("core_attn",), "cpu-lazy", (4, 4, 4), OPTION)

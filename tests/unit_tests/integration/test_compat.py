@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Replacements for parts that some releases of megatron-core lack do what those parts do."""
+"""Replacements for functions that some releases of megatron-core lack behave like them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_offloading_in_graphs_of_layers_is_refused_on_no_release() -> None:
 
 
 def _build_twice(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
-    """Arguments that megatron's builder of GPT models and ours pass to the model."""
+    """The arguments that megatron's builder of GPT models and ours pass to the model."""
     from megatron.core import parallel_state
     from megatron.core.models import gpt as core_gpt
     from megatron.training.argument_utils import gpt_config_from_args
@@ -124,7 +124,7 @@ def test_each_context_parallel_rank_gets_an_early_and_a_late_part() -> None:
 
 
 def _train_shallow_then_deep(rank: int, world_size: int, port: int) -> list[int]:
-    """How many losses there were of a step of each of two models with experts."""
+    """The number of losses of a step of each of two models with experts."""
     counts = []
     for num_layers in (2, 4):
         case = ModelCase("moe", num_layers=num_layers)

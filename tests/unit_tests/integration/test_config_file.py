@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Settings from a file: everything in it is a setting of the right type, or it is refused."""
+"""Settings from a file: unknown settings and wrong types are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Write = Callable[[str], Path]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Writes the file and has the variable name it."""
+    """Writes the file and sets the variable to its path."""
 
     def write(text: str) -> Path:
         path = tmp_path / "slipstream.yaml"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The meter that stands for ``torch.cuda.max_memory_allocated`` where there is no GPU."""
+"""The meter that replaces ``torch.cuda.max_memory_allocated`` without a GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_host_buffers_are_excluded_for_good() -> None:
 
 
 def test_moving_saved_tensors_to_the_host_lowers_the_peak() -> None:
-    """The meter shows that an offloaded activation is gone between forward and backward."""
+    """The meter shows that an offloaded activation is freed between forward and backward."""
     num_layers, floats = 16, 8 * FLOATS_PER_KIB
     peaks = {}
     for offload in (False, True):

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The shims that let megatron-core run without a GPU replace what exists, and nothing in silence.
+"""The shims that let megatron-core run without a GPU replace existing names only, never silently.
 
-Replacing changes the whole process, so everything that installs runs in processes of its own.
+Replacing changes the whole process, so installs run in separate processes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ print("FACTS" + json.dumps(facts))
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """State of a process that has installed the shims."""
+    """The state of a process that has installed the shims."""
     script = tmp_path_factory.mktemp("facts") / "facts.py"
     script.write_text(_FACTS)
     done = run_script(script)

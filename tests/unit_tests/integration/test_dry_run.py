@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A dry run finds in a training's flags all that training would refuse, one after the other.
+"""A dry run finds all flags that training would refuse one after the other.
 
 The shims stay in the forked process that each case runs in.
 """
@@ -41,8 +41,8 @@ OFFLOAD = "--fine-grained-activation-offloading --offload-modules".split()
 
 
 def in_child(folder: Path, work: Callable[[], dict[str, Any]], **variables: str) -> dict[str, Any]:
-    """The answer of ``work`` in a forked process; also what it printed, and whether variables and
-    arguments are as before.
+    """The result of ``work`` in a forked process, its output, and whether variables and arguments
+    are unchanged.
 
     Warnings and logs of the modules that are imported there count as printed.
     """
@@ -104,7 +104,7 @@ def test_every_broken_rule_is_found_at_once(tmp_path: Path) -> None:
     flags += "--transformer-impl transformer_engine --offload-backend cuda".split()
     flags += "--num-attention-heads 5 --thd-max-tokens 7".split()
     result = check(tmp_path, [*MODEL, *flags])
-    # One for each flag; the last is that there is no data.
+    # One finding for each flag; the last one is about missing data.
     beginnings = (
         "offload_modules contains 'core_atn'",
         "offload_modules contains 'mlp_nrm'",
@@ -153,7 +153,7 @@ def test_flags_that_cannot_be_parsed_are_one_refusal(
 
 
 def test_what_megatrons_configuration_refuses_is_found_too(tmp_path: Path) -> None:
-    # Of its TransformerConfig, not of its arguments.
+    # A rule of its TransformerConfig, not of its arguments.
     flags = "--recompute-granularity selective --recompute-modules no_module".split()
     result = check(tmp_path, [*MODEL, *MOCK, *flags])
     assert result["rules"] == ["refused-by-megatron"]

@@ -2,7 +2,7 @@
 
 """From a corpus on disk through megatron's schedules to gradients, in groups of changing size.
 
-Whatever the layout of ranks, the gradients are those of the same documents one by one.
+For any layout of ranks, the gradients are those of the same documents one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.releases
 TOKENS_PER_RANK = 64
 NUM_MICRO_BATCHES = 3
 TOLERANCE = 5e-6
-"""Of the loss, which is about 5, and of gradients relative to the largest; in float32."""
+"""Tolerances of the loss (about 5), and of gradients relative to the largest; in float32."""
 
 PER_TOKEN = {"calculate_per_token_loss": True}
 ROUTER = {
@@ -43,7 +43,7 @@ ROUTER = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
-"""Auxiliary losses are those of a micro-batch, so without. For the bias, routers count tokens."""
+"""No auxiliary losses, which depend on the micro-batch. Routers count tokens for the bias."""
 
 
 @pytest.fixture(scope="module")
@@ -126,17 +126,17 @@ class Trained(NamedTuple):
     """State of a rank after the forward and backward passes of an iteration."""
 
     loss: float
-    """Mean over all labels; 0 but on the last stage."""
+    """Mean over all labels; 0 except on the last stage."""
     gradients: dict[str, np.ndarray]
-    """Of the mean loss, by the number of the layer and the name of the parameter."""
+    """Gradients of the mean loss, by layer number and parameter name."""
     pieces: list[Piece]
-    """Of all micro-batches and ranks."""
+    """Number of labels of all micro-batches and ranks."""
     sizes: Counter[int]
-    """How many parts of micro-batches are of which size."""
+    """Number of parts of micro-batches, by size."""
     work: Any
     """Number of tokens and sum of squared lengths of the batch, as megatron logs its throughput."""
     num_routed: int
-    """Tokens that this rank's routers counted, each as often as it has experts."""
+    """Tokens counted by this rank's routers, once per expert."""
 
 
 def _train(
@@ -213,7 +213,7 @@ def _train(
 def _alone(
     rank: int, num_ranks: int, port: int, corpus: str, case: ModelCase, pieces: list[Piece]
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Mean loss of documents one by one, and its gradients, with megatron-core's own attention."""
+    """Mean loss and gradients of documents one by one, with megatron-core's own attention."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     overrides = {key: case.overrides[key] for key in ROUTER if key in case.overrides}
@@ -350,7 +350,7 @@ def test_tensor_parallel_ranks_have_one_batch_and_groups_of_their_own(
 
 
 def _different_corpora(rank: int, num_ranks: int, port: int, corpus: str, cache: Path) -> list[str]:
-    """Answers of a rank whose documents differ from its neighbour's, with a check and without."""
+    """Errors of a rank whose documents differ from its neighbour's, with the check and without."""
     initialize(case_of(), rank, num_ranks, port)
     args = set_arguments(case_of(), seed=5 + rank)
     train, *_ = dynamic_batches.datasets((8, 2, 0), base_config(corpus, cache=cache / str(rank)))

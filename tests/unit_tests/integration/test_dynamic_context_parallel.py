@@ -3,7 +3,7 @@
 """Micro-batches in groups of changing size train like the same documents on one rank.
 
 Two or four processes without a GPU; core attention gathers keys and values. Numbers are close and
-not equal, since sums are made in another order.
+not equal, since sums have another order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 
 TOLERANCE = 5e-6
-"""Of the loss, which is about 5, and of gradients relative to the largest; in float32."""
+"""Tolerances of the loss (about 5), and of gradients relative to the largest; in float32."""
 
 TOKENS_PER_RANK = 32
 LENGTHS = (100, 17, 61, 1, 29, 9, 32, 30, 20, 3)
@@ -98,7 +98,7 @@ def alone(sizes_of_micro_batches: list[Sizes]) -> list[Sizes]:
 def _differences(
     rank: int, num_ranks: int, port: int, limits: RankLimits, micro_batches: list[Sizes]
 ) -> dict[str, float]:
-    """From the documents one by one, for each model of RECOMPUTED."""
+    """Results of the documents one by one, for each model of RECOMPUTED."""
     found = {}
     initialize(DENSE, rank, num_ranks, port)
     groups = context_parallel_groups(limits)
@@ -126,7 +126,7 @@ def test_documents_train_alike_in_groups_of_any_size(num_ranks: int, name: str) 
         assert found[name] <= TOLERANCE
 
 
-# --- what megatron-core does by itself ------------------------------------------------------------
+# --- megatron-core's own behaviour ----------------------------------------------------------------
 
 
 def fused_rotation(
@@ -137,7 +137,7 @@ def fused_rotation(
     cp_rank: int = 0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """As Transformer Engine's kernel rotates packed sequences, which checks no sizes."""
+    """Rotates packed sequences like Transformer Engine's kernel, which checks no sizes."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     positions = torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64)
@@ -179,13 +179,13 @@ def test_megatron_core_rotates_by_positions_of_the_static_group() -> None:
     for found in run_ranks(2, _as_is):
         for name in ("megatron's, 1 ranks", "ours, 1 ranks", "ours, 2 ranks"):
             assert found[name] <= TOLERANCE
-        # If one of these fails, megatron-core asks the micro-batch, and DynamicGroupMixin can go.
+        # If one of these fails, megatron-core reads the micro-batch: delete DynamicGroupMixin.
         assert found["megatron's, 2 ranks"] > 100 * TOLERANCE
         assert "split_sizes" in found["unfused"]
 
 
 def _static(rank: int, num_ranks: int, port: int) -> dict[str, Any]:
-    """A static size of 2: as megatron-core has it, and with sizes 1 and 2 taking turns."""
+    """A static size of 2: in megatron-core, and with sizes 1 and 2 alternating."""
     from megatron.core import parallel_state
 
     initialize(DENSE, rank, num_ranks, port, context_parallel_size=2)
@@ -204,7 +204,7 @@ def _static(rank: int, num_ranks: int, port: int) -> dict[str, Any]:
         alike = train(build(case, with_changing_groups), ONE, alone(shared), texts, groups)
         found[f"{case.kind}, alone"] = difference(alike, expected)
         train(dynamic, TWO, ON_TWO, texts, groups, in_flight=2)
-        # Afterwards it is as it was, and works without being told a group.
+        # Afterwards it is restored, and works without a group.
         found[f"{case.kind}, afterwards"] = difference(expected, train(dynamic, TWO, shared, texts))
         found[f"{case.kind}, group is back"] = all(
             layer.self_attention.pg_collection.cp is static_group

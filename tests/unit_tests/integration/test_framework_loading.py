@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The places where frameworks name code to run: each gets the engine ready, and no more."""
+"""The hooks through which frameworks load code: each installs the engine, and no more."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_flags_that_were_added_to_megatrons_parser_are_the_settings() -> None:
 def test_a_switch_that_was_set_too_late_ends_the_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Transformer Engine reads it once, at import; what the environment says later is no matter."""
+    """Transformer Engine reads it once, at import; later changes do not matter."""
     monkeypatch.setenv(preflight.TE_SWITCH, "1")
     facts = preflight.collect()
     late = SimpleNamespace(**vars(facts) | {"te_offload_v1": False, "te_import_error": None})
@@ -122,7 +122,7 @@ def test_a_process_without_megatron_core_is_told_and_left_alone(
     """A driver or a sampler may have no Transformer Engine that works, and needs none."""
     importlib.import_module(f"{FRAMEWORKS}.on_import")
     install.uninstall()
-    # Its messages go to stderr from then on, and no further.
+    # Its messages then go to stderr only.
     logging.getLogger("megatron.slipstream").addHandler(caplog.handler)
     monkeypatch.setitem(sys.modules, f"{FRAMEWORKS}.loading", None)
     on_import = importlib.reload(sys.modules[f"{FRAMEWORKS}.on_import"])
@@ -211,7 +211,7 @@ def _model(how: str, args: Any, spec: Any) -> torch.nn.Module:
 def _train_with_spec(
     rank: int, world_size: int, port: int, how: str, more: list[str]
 ) -> list[dict[str, Any]]:
-    """With megatron's own spec and with ours: what is in the model, and what moves."""
+    """With megatron's own spec and with ours: the layers of the model, and the bytes that move."""
     from megatron.slipstream.integration.validation import parse_and_validate
 
     args = parse_and_validate(GPT + more)
@@ -264,7 +264,7 @@ def test_a_spec_makes_the_same_model_whoever_reads_it(how: str, more: list[str])
 
 
 def _build_by_flag(rank: int, world_size: int, port: int) -> tuple[bool, str, str]:
-    """As ``megatron.training`` 0.19 does with the flag."""
+    """Handles the flag like ``megatron.training`` 0.19."""
     from megatron.core import parallel_state
 
     from megatron.slipstream.integration.validation import parse_and_validate
@@ -373,7 +373,7 @@ def test_a_hook_binds_the_model_that_it_is_given() -> None:
 
 
 def _pre_wrap_hook(rank: int, world_size: int, port: int) -> bool:
-    """In the list that a model configuration of ``megatron.training`` has for it."""
+    """In the list of hooks of a model configuration of ``megatron.training``."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
 

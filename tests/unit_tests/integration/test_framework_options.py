@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Options as frameworks take them: three values, nothing unknown, nothing past the rules."""
+"""Options in the form of frameworks: three values, no unknown ones, all rules apply."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def transformer_config(**options: Any) -> Any:
     return TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, **options)
 
 
-# What is given and what is not.
+# Given and missing options.
 
 
 def test_what_is_left_out_leaves_the_configuration_alone() -> None:
@@ -93,7 +93,7 @@ def test_a_list_of_another_kind_becomes_a_plain_one() -> None:
     }
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_the_options_and_their_defaults_are_those_of_the_release() -> None:
     if releases.models_pass_their_rank():
         assert facts.known_options == DEFAULTS.keys() == get_type_hints(OffloadOptions).keys()
     assert facts.options == {name: DEFAULTS[name] for name in facts.known_options}
-    # What the installed release has, it takes.
+    # Options of the installed release are accepted.
     changed = {SWITCH: True, "offload_modules": ["core_attn"], "min_offloaded_tensor_size": 7}
     apply_overrides(config, to_transformer_overrides(changed, facts))
     assert {name: getattr(config, name) for name in changed} == changed
@@ -203,7 +203,7 @@ def test_a_configurations_own_rules_are_run_again() -> None:
         revalidate(config)
     setattr(config, SWITCH, False)
     config.offload_modules = before["offload_modules"]
-    # A rule that only megatron-core knows of.
+    # A rule that only megatron-core has.
     with pytest.raises(ValueError, match="half must be"):
         apply_overrides(config, ON | {"recompute_granularity": "half"})
     assert vars(config) == before, "a refusal changes nothing"
@@ -218,7 +218,7 @@ def test_a_bare_assertion_becomes_an_error_for_the_user() -> None:
 
 
 def test_a_provider_is_finished_not_made_again() -> None:
-    """As Megatron-Bridge's are: their rules run when they are finalised."""
+    """Like Megatron-Bridge's: their rules run when they are finalised."""
 
     @dataclasses.dataclass
     class Provider:

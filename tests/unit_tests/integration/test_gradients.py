@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The gradients that parameters hold, and those that appear."""
+"""Gradients that parameters hold, and new ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Models of megatron-core with graphs of each context-parallel size, imitated without a GPU.
+"""Models of megatron-core with eager graphs of each context-parallel size, without a GPU.
 
-Two or four processes; a replay runs the layers again, with all that they exchange.
+Two or four processes; a replay runs the layers again, with their communication.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RECOMPUTED = {
 
 
 def on_four(case: ModelCase) -> Setting:
-    """In one kind of micro-batch groups of different sizes are side by side."""
+    """One kind of micro-batch has groups of different sizes."""
     return Setting(
         case,
         FOUR,
@@ -122,7 +122,7 @@ def test_sizes_share_the_host_memory_of_a_place() -> None:
 
 
 def _after_eviction(rank: int, num_ranks: int, port: int) -> int:
-    """Replays, of layers that could make no rotary table if they had none."""
+    """Replays layers that cannot compute a rotary table."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     setting = on_two(ModelCase("mla", **SMALL, overrides=PER_TOKEN))
@@ -141,11 +141,11 @@ def test_graphs_do_not_need_the_tables_that_megatron_core_keeps() -> None:
     assert run_ranks(2, _after_eviction) == [4, 4]
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def _refusals(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Errors for micro-batches that no graph can run, and whether the rank goes on then."""
+    """Errors for micro-batches that no graph can run, and whether the rank continues."""
     setting = on_two(ModelCase(**SMALL, overrides=PER_TOKEN))
     initialize(setting.case, rank, num_ranks, port)
     training = Training(setting, True, {})
@@ -200,7 +200,7 @@ def test_what_no_graph_can_run_is_refused_with_its_figures() -> None:
 
 
 def _abort(rank: int, num_ranks: int, port: int, failing_rank: int) -> dict[str, Any]:
-    """One rank has no room for the second size: what each is told, has left, and does next."""
+    """One rank has no room for the second size: each rank's error, graphs and next iteration."""
     from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 
     setting = on_two(ModelCase(tp=2, **SMALL, overrides=PER_TOKEN))
@@ -230,7 +230,7 @@ def _abort(rank: int, num_ranks: int, port: int, failing_rank: int) -> dict[str,
 
 @pytest.mark.parametrize("failing_rank", [0, 3])
 def test_if_one_rank_cannot_capture_all_give_up_and_say_so(failing_rank: int) -> None:
-    """With two tensor-parallel ranks: one of the four has no group in common with the first."""
+    """With two tensor-parallel ranks: one of the four shares no group with the first."""
     for rank, found in enumerate(run_ranks(4, _abort, failing_rank)):
         if rank == failing_rank:
             assert found["told"] == "ValueError: no room"
@@ -248,7 +248,7 @@ def test_if_one_rank_cannot_capture_all_give_up_and_say_so(failing_rank: int) ->
 
 
 def _disagreement(rank: int, num_ranks: int, port: int) -> tuple[str, int]:
-    """One rank of two is about to replay the graphs of another size."""
+    """One rank of two would replay the graphs of another size."""
     from megatron.slipstream.integration.context_parallel_groups import check_agreement
 
     setting = on_two(ModelCase(**SMALL, overrides=PER_TOKEN))

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""megatron-core's layers as they are captured, without a GPU: each call of a capture runs at once.
+"""megatron-core's layers under capture, without a GPU: each call of a capture runs immediately.
 
-What Transformer Engine does, warming up, capturing forward layer by layer and then backward, is
-done here by hand; what it would replay is what this computes.
+The steps of Transformer Engine (warm-up, capture of forward layer by layer, then of backward) are
+done here by hand; a replay would compute the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _case(kind: str, scope: Sequence[str]) -> ModelCase:
 
 @contextlib.contextmanager
 def _as_on_a_gpu(events: list[str]) -> Iterator[None]:
-    """CUDA and Transformer Engine as the layers call them; ``events`` notes what is recorded."""
+    """CUDA and Transformer Engine as the layers call them; ``events`` notes recorded events."""
     from megatron.core.transformer import transformer_layer
 
     def event(**options: Any) -> Any:
@@ -54,7 +54,7 @@ def _as_on_a_gpu(events: list[str]) -> Iterator[None]:
 def _captured(
     layers: Sequence[Any], x: torch.Tensor, grad: torch.Tensor, events: list[str]
 ) -> list[torch.Tensor]:
-    """Outputs, then gradients of the inputs, of layers that are captured one after another."""
+    """Outputs and then input gradients of layers that are captured in order."""
     from megatron.core.transformer import cuda_graphs
 
     options = {"attention_mask": _mask(x)}
@@ -158,7 +158,7 @@ def _replay(rank: int, world_size: int, port: int) -> Any:
             x, engine = torch.randn(shape), dict.fromkeys(TRANSFORMER_ENGINE, MagicMock())
             for layer in layers:
                 layer.cuda_graphs = [graph]
-                with patch.dict(sys.modules, engine):  # It is asked for its version only.
+                with patch.dict(sys.modules, engine):  # Only its version is read.
                     layer(x, attention_mask=_mask(x))
                 layer.cuda_graphs = []
         without, with_copies = handed_on[: len(layers)], handed_on[len(layers) :]
@@ -227,7 +227,7 @@ def test_captured_layers_compute_what_eager_ones_do(scope: tuple[str, ...], back
     # All layers but the last one's, whose backward follows.
     assert moved["core_attn"] == 2
     assert moved["qkv_linear"] == 2
-    # Others may go on before the graph's own copies are joined to its end.
+    # Other streams may continue before the graph's own copies are joined to its end.
     assert events == ["go on", "forward ends"] * 3 + ["go on", "backward ends"] * 3
 
 
@@ -237,8 +237,8 @@ def test_graphs_with_copies_are_replayed_on_one_stream_and_each_tells_when_to_go
     assert on_one_stream
     assert are_theirs == [True] * 3
     assert num_events == 3
-    # What the last layer puts off has no next graph to wait for. Where no layer is known to be the
-    # last one, the end of the iteration is.
+    # Copies delayed by the last layer have no next graph. If no layer is known to be the last,
+    # they run at the end of the iteration.
     assert flushed == [3] * 3 + [6] * 3
 
 
@@ -273,7 +273,7 @@ def test_a_capture_names_what_is_too_old_for_it() -> None:
 def _marked_norms(
     rank: int, world_size: int, port: int, kind: str, scopes: Sequence[tuple[str, ...]]
 ) -> list[str]:
-    """Of each scope, the norms that a layer marks."""
+    """The norms that a layer marks, for each scope."""
     norms, marked = ("attn_norm", "mlp_norm"), []
     initialize(ModelCase(kind), rank, world_size, port)
     with _as_on_a_gpu([]):

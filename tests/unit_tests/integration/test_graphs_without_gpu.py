@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Without a GPU, options of CUDA graphs are refused, or imitated, by training and doctor alike."""
+"""Without a GPU, training and doctor refuse options of CUDA graphs, or use eager graphs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A training shows its own progress; what megatron says goes to a file that it names."""
+"""A training shows its own progress; megatron's output goes to a file that it names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def library() -> logging.Logger:
-    """A logger without a handler: pytest gives its own to those that there are before a test."""
+    """A logger without a handler: pytest adds its own to loggers that exist before a test."""
     logger = logging.Logger("a.library")  # noqa: LOG001
     logger.propagate = False
     return logger

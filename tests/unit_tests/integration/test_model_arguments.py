@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Megatron's own parser gives the shape of a model, and what cannot be planned is refused."""
+"""Megatron's own parser gives the shape of a model, and unsupported options are refused."""
 
 from __future__ import annotations
 

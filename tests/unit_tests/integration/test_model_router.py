@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Several models in one process: each has its own engine, whatever order they run in."""
+"""Several models in one process: each has its own engine, in any order of runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Micro = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def micro_batches(case: ModelCase, seed: int, count: int) -> list[Micro]:
-    """Tokens and positions ``[b, s]``, and a mask of what attention may not see."""
+    """Tokens and positions ``[b, s]``, and an attention mask."""
     generator = torch.Generator().manual_seed(seed)
     shape = (case.micro_batch_size, case.seq_length)
     mask = torch.ones(1, 1, case.seq_length, case.seq_length, dtype=torch.bool).triu(1)
@@ -65,7 +65,7 @@ class Model:
         inside_loss: Callable[[], Any] = lambda: 0.0,
         before_forward: Callable[[], Any] = lambda: None,
     ) -> list[torch.Tensor]:
-        """One call of the schedule. Returns its losses and the gradients that are there then."""
+        """Call the schedule once. Returns its losses and the gradients afterwards."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward_step(data: Iterator[Micro], model: Any) -> Any:
@@ -99,7 +99,7 @@ class Model:
         return [p.grad.clone() for p in parameters if p.grad is not None]
 
     def log_probabilities(self, seed: int) -> torch.Tensor:
-        """As a reference model is run: through the schedule, without gradients."""
+        """Run like a reference model: through the schedule, without gradients."""
         with torch.no_grad():
             return self.run(seed, count=1, forward_only=True)[0]
 
@@ -119,7 +119,7 @@ def alternate(policy: Model, critic: Model, reference: Model, step: int) -> list
 def reference_inside_the_loss(
     policy: Model, critic: Model, reference: Model, step: int
 ) -> list[torch.Tensor]:
-    """With a schedule of its own, which ends in the middle of the policy's iteration."""
+    """With its own schedule, which ends in the middle of the policy's iteration."""
     first = policy.run(step, inside_loss=lambda: reference.log_probabilities(step))
     return [*first, *critic.run(step, inside_loss=lambda: policy.log_probabilities(step))]
 
@@ -135,7 +135,7 @@ def reference_called_inside_the_loss(
 def critic_trained_inside_the_loss(
     policy: Model, critic: Model, reference: Model, step: int
 ) -> list[torch.Tensor]:
-    """Not what anybody should do, but nothing may be lost by it."""
+    """Unusual, but it must not break anything."""
     inner: list[list[torch.Tensor]] = []
 
     def train_critic() -> torch.Tensor:
@@ -166,7 +166,7 @@ def others_between_micro_batches(
 def critic_called_inside_a_forward(
     policy: Model, critic: Model, reference: Model, step: int
 ) -> list[torch.Tensor]:
-    """A model that holds the other one, as far as anybody can see from outside."""
+    """A model that appears to contain the other one."""
     micro = micro_batches(critic.case, step, 1)[0]
     inner: list[torch.Tensor] = []
 
@@ -184,7 +184,7 @@ def critic_called_inside_a_forward(
 def passes_of_both_before_backward_of_either(
     policy: Model, critic: Model, reference: Model, step: int
 ) -> list[torch.Tensor]:
-    """A loop of one's own, which tells the engine itself that an iteration has ended."""
+    """A custom loop that tells the engine when an iteration has ended."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         FineGrainedActivationOffloadingInterface as Facade,
     )
@@ -217,7 +217,7 @@ Order = Callable[[Model, Model, Model, int], list[torch.Tensor]]
 
 
 def _run_order(rank: int, world_size: int, port: int, order: Order) -> list[dict[str, Any]]:
-    """Figures of policy and critic; fails where a bit differs from the engine switched off."""
+    """Figures of policy and critic; fails if a bit differs from the engine switched off."""
     initialize(POLICY)
     plain = [Model(POLICY), Model(CRITIC), Model(POLICY, seed=1)]
     expected = [order(*plain, step) for step in range(STEPS)]
@@ -273,7 +273,7 @@ def test_models_that_take_turns_keep_to_their_plans(order: Order) -> None:
 
 
 def _stages(rank: int, world_size: int, port: int, own_configs: bool) -> list[int]:
-    """How many chunks each engine serves, with two models of two virtual stages on each rank."""
+    """The number of chunks of each engine, with two models of two virtual stages on each rank."""
     case = ModelCase("dense", pp=2, vpp=2)
     initialize(case, rank, world_size, port)
     plain = [Model(case), Model(case, seed=1)]
@@ -336,7 +336,7 @@ def router() -> Iterator[Any]:
 def test_bound_chunks_are_one_model(router: Any) -> None:
     first, second = Chunk(0, 2), Chunk(1, 2)
     others = [Chunk(0, 2), Chunk(1, 2)]
-    # Called in an order that does not show which belong together.
+    # Called in an order that does not show which chunks form a model.
     router.bind([first, second])
     router.bind(others)
     assert router.managers == [router.default], "what is not trained needs no engine"
@@ -460,11 +460,11 @@ def test_suspending_covers_every_model(router: Any) -> None:
     with install.suspended():
         assert not first.do_offload
         assert not second.do_offload
-        # A model that begins to train in the meantime.
+        # A model that starts to train in the meantime.
         assert not router.manager_of(late := Chunk()).do_offload
     assert first.do_offload
     assert second.do_offload
-    # As NeMo-RL does: with whichever engine is in megatron's place.
+    # As NeMo-RL does: with the engine that is installed in megatron.
     second.disable_offload()
     assert not first.do_offload
     second.enable_offload()
@@ -483,7 +483,7 @@ def test_graphs_and_a_second_model_are_refused(router: Any) -> None:
     assert len(router.managers) == 1
 
 
-# What is called, and by whom.
+# Callers of the engine.
 
 
 def _calls(rank: int, world_size: int, port: int) -> None:
@@ -514,7 +514,7 @@ def _calls(rank: int, world_size: int, port: int) -> None:
     assert "__call__" not in vars(LanguageModule)
     expected = plain.run(3)
     install.install(OffloadConfig(offload_backend="cpu-lazy"))
-    # A forward that does not tell the engine that a pass begins, as mcore-bridge's models have.
+    # A forward that does not announce a pass to the engine, as in mcore-bridge's models.
     chunk: Any = moved.chunks[0]
     own_forward = type(chunk).forward
 

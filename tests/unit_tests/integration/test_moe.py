@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Dispatch without waits: the same map as megatron-core's, and small copies that jump the queue."""
+"""Dispatch without waits: megatron-core's map, and small copies that bypass the queue."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_values_arrive_and_stay_as_long_as_they_are_referenced(
         del moved
     for moved, expected in kept:
         assert torch.equal(torch.as_tensor(moved), expected)
-    # One for each that is kept, and one that went from hand to hand.
+    # One for each token that is kept, and one that was passed on.
     assert sum(map(len, copies._free.values())) + len(copies._in_use) <= len(kept) + 1
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""When pipeline stages exchange something, the host waits for shapes at most, and for no copies."""
+"""At an exchange of pipeline stages, the host waits at most for shapes, and never for copies."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.releases
 CASE = ModelCase("dense", pp=2)
 WIDTH = 8
 COPY_NBYTES = 1 << 30
-"""Each way: 20 ms for an exchange that takes one."""
+"""Bytes of copies each way: 20 ms, during an exchange that takes one."""
 COMPUTE_CYCLES = 40_000_000
-"""Some 20 ms before each exchange."""
+"""Cycles of computation before each exchange: about 20 ms."""
 NUM_TRIES = 3
-"""The host may be busy elsewhere for longer than that."""
+"""Retries, since a busy host may take longer than that."""
 
 
 class Seen(NamedTuple):
@@ -42,13 +42,13 @@ class Seen(NamedTuple):
     received: list[torch.Tensor]
     num_device_waits: int
     ends_with_copies: bool
-    """Whether copies that began before an exchange had always ended with it."""
+    """Whether copies that started before an exchange had always ended after it."""
     ends_with_compute: bool
-    """Whether what the current stream had to do before an exchange had."""
+    """Whether earlier work of the current stream had ended after it."""
 
 
 class _Load:
-    """Large copies both ways, on streams of their own; and compute, if asked for."""
+    """Large copies both ways, on separate streams; optionally with computation."""
 
     def __init__(self, has_compute: bool) -> None:
         self._has_compute = has_compute and use_gpu()
@@ -60,7 +60,7 @@ class _Load:
         self.copies_have_ended = self.compute_has_ended = True
 
     def beside(self, exchange: Callable[[], Any]) -> Any:
-        """Do an exchange while it runs."""
+        """Run an exchange during the copies."""
         torch.cuda.synchronize()
         torch.distributed.barrier()
         for to_device, (device, host, stream) in enumerate(self._pairs):
@@ -94,7 +94,7 @@ def _exchange(
 
 def _pass_two(communicator: Any, rank: int, is_variable: bool) -> Seen:
     """Two micro-batches pass both stages, as in 1F1B."""
-    # Where lengths vary the host waits for shapes, and so for all that compute has to do first.
+    # With varying lengths the host waits for shapes, and so for earlier computation.
     load, waits = _Load(has_compute=not is_variable), 0
     first, second = _sent(is_variable)
     shapes = [tuple(first.shape), tuple(second.shape)]
@@ -146,7 +146,7 @@ def _check(is_variable: bool, is_installed: bool) -> list[Seen]:
 @pytest.mark.parametrize("is_variable", [False, True], ids=["one length", "any length"])
 def test_stages_get_what_was_sent_and_wait_for_no_device(is_variable: bool) -> None:
     assert all(seen.num_device_waits == 0 for seen in _check(is_variable, is_installed=True))
-    # What it is there for: three exchanges, of shapes too where they vary.
+    # Three exchanges, plus those of shapes if they vary.
     num_waits = 6 if is_variable else 3
     seen = _check(is_variable, is_installed=False)
     assert all(one.num_device_waits == num_waits for one in seen)
@@ -156,7 +156,7 @@ def test_stages_get_what_was_sent_and_wait_for_no_device(is_variable: bool) -> N
 @pytest.mark.parametrize("is_variable", [False, True], ids=["one length", "any length"])
 def test_copies_go_on_while_stages_exchange(is_variable: bool) -> None:
     of_first, of_last = run_ranks(2, _exchange, is_variable, True)
-    # The first try makes NCCL's connections, which takes longer than the copies.
+    # The first attempt opens NCCL's connections, which takes longer than the copies.
     assert not all(seen.ends_with_copies for seen in of_first[1:])
     assert not all(seen.ends_with_copies for seen in of_last[1:])
     for seen in run_ranks(2, _exchange, is_variable, False):
@@ -194,7 +194,7 @@ def test_the_configuration_is_as_it_was_afterwards(syncs: bool, is_ring: bool) -
 def test_stages_of_a_trained_model_do_not_wait(
     is_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend says whether copies run beside compute."""
+    """The backend says whether copies overlap with computation."""
     monkeypatch.setattr(model_router, "CudaBackend", CpuBackend if is_on_gpu else type(None))
     manager = install.install(OffloadConfig(offload_backend="cpu"))
     config = SimpleNamespace(batch_p2p_sync=True, use_ring_exchange_p2p=False)

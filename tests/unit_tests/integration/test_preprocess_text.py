@@ -48,7 +48,7 @@ def text_file(tmp_path: Path) -> Path:
 
 
 def _documents(prefix: Path) -> list[str]:
-    """The decoded text of a dataset, without the ends of documents."""
+    """The decoded text of a dataset, without end-of-document tokens."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from tokenizers import Tokenizer
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Replays of layers in FP8 use the weights that there are, and add all gradients."""
+"""Replays of layers in FP8 use the current weights, and accumulate all gradients."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megatron.slipstream.integration.quantized_weights import quantize_weights_i
 
 WIDTH, TOKENS = 8, 6
 SCHEDULES = ["FB", "FFBB", "FBFBFB", "FB"]
-"""Of one iteration each."""
+"""Schedules of one iteration each."""
 
 
 class CapturedAsFirst(MarksBakedIn):
-    """Imitated graphs that are recorded with layers in their first micro-batch."""
+    """Eager graphs that are captured with layers in their first micro-batch."""
 
     def record(self, work: Work, pool: Any) -> Recorded:
         for layer in self._layers:
@@ -37,10 +37,10 @@ class Training:
     """Trains two layers whose first micro-batch is marked as by megatron-core.
 
     Args:
-        num_slots: None trains eagerly, and layers keep their quantized weights.
-        keeps_weights: Let layers keep them in graphs too.
-        backend: Makes graphs.
-        evaluates: After each iteration.
+        num_slots: Number of slots; None to train eagerly with cached quantized weights.
+        keeps_weights: Whether layers cache them in graphs too.
+        backend: Captures graphs.
+        evaluates: Whether to evaluate after each iteration.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Training:
             )
 
     def parameters(self) -> list[Any]:
-        """All of the model's."""
+        """All parameters of the model."""
         return list(self.module.parameters())
 
     def mark_first(self) -> None:
-        """The next micro-batch is the first one."""
+        """Make the next micro-batch the first one."""
         for layer in self.module.modules():
             if isinstance(layer, QuantizedLinear):
                 layer.is_first_microbatch = True
@@ -84,7 +84,7 @@ class Training:
         return (output * torch.randn(TOKENS, 1, WIDTH, generator=generator)).sum()
 
     def iteration(self, schedule: str, first: int = 0) -> None:
-        """One iteration, its optimizer step, and maybe an evaluation.
+        """One iteration with its optimizer step, optionally with an evaluation.
 
         Args:
             schedule: ``F`` is the forward of the next micro-batch, ``B`` the oldest one's backward.
@@ -115,7 +115,7 @@ def trained(num_slots: Optional[int], schedules: list[str] = SCHEDULES, **how: A
 
 
 def equal(left: Training, right: Training) -> bool:
-    """Whether all results are the same to the bit, and none is missing."""
+    """Whether all results are bitwise equal, and none is missing."""
     pairs = zip(left.results, right.results, strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
 
@@ -129,7 +129,7 @@ def test_losses_gradients_and_evaluation_are_those_without_graphs(evaluates: boo
 
 @pytest.mark.parametrize("backend", [MarksBakedIn, CapturedAsFirst])
 def test_kept_weights_would_be_wrong_whatever_pass_is_captured(backend: type[MarksBakedIn]) -> None:
-    """Else the equality above would show nothing."""
+    """Otherwise the equality above would show nothing."""
     with_graphs = trained(2, keeps_weights=True, backend=backend, evaluates=False)
     assert not equal(with_graphs, trained(None, evaluates=False))
     assert equal(trained(2, backend=backend, evaluates=False), trained(None, evaluates=False))
@@ -161,7 +161,7 @@ def test_layers_that_cannot_be_told_to_keep_nothing_are_refused() -> None:
 def test_flags_of_other_graphs_do_not_reach_what_is_captured(
     is_in_class: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With Transformer Engine's module of either form in its place."""
+    """With either form of Transformer Engine's module in its place."""
     flag = torch.ones(1)
     state = SimpleNamespace(skip_fp8_weight_update_tensor=flag)
     manager = state if is_in_class else SimpleNamespace(quantization_state=state)

@@ -2,7 +2,7 @@
 
 """A plan from a configuration has the sizes that megatron-core's layers save, group by group.
 
-Every model is built and run on the CPU, in one process of its own.
+All models are built and run on the CPU, in one separate process.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ def test_each_group_saves_what_was_computed(recordings: dict[str, Recording], na
                 computed.append((module, sum(movable)))
     groups = _groups_of_second_pass(trace)
     assert [group.name for group in groups] == [module for module, _ in computed]
-    # The last layer never moves, so what else holds its tensors is not found out.
+    # The last layer never moves, so other holders of its tensors are not detected.
     for group, (module, nbytes) in zip(groups[: len(groups) // 2], computed, strict=False):
         storages = [trace.storages[index] for index in group.storages]
         recorded = sum(item.nbytes for item in storages if not item.held_outside)
         if shape.recomputes("layernorm") and module == "qkv_linear":
-            recorded = 0  # The norm's output is emptied after the group has saved it.
+            recorded = 0  # The norm's output is discarded after the group has saved it.
         assert nbytes == pytest.approx(recorded, rel=TOLERANCE), f"{group.key} {module}"
 
 
@@ -120,7 +120,7 @@ def test_marks_come_in_the_order_in_which_layers_make_them(
     recordings: dict[str, Recording], name: str
 ) -> None:
     shape, trace, _, _ = recordings[name]
-    # Where backward leaves a group is a mark of real layers only.
+    # Only real layers mark where backward leaves a group.
     recorded = tuple(step for step in trace.steps if step.kind is not StepKind.BACKWARD_END)
     assert _synthetic(shape, name).steps == recorded
 
@@ -146,7 +146,7 @@ def test_one_more_layer_saves_what_all_parts_of_it_do(
 
 
 def _saved_bytes(recording: Recording, name: str) -> int:
-    """Kept by a pass, parts without marks included."""
+    """Bytes that a pass keeps, including parts without marks."""
     return _workplan(recording.shape, name).chunks[0, 0].saved_bytes
 
 
@@ -159,7 +159,7 @@ def _synthetic(shape: ModelShape, name: str) -> Trace:
 
 
 def _as_followed(trace: Trace) -> Trace:
-    """As a CPU runs it: without times, and the model's input, which lingers, kept for nothing."""
+    """As on a CPU: without times, and the model's input, which lingers, stays."""
     storages = (
         replace(item, held_outside=item.held_outside or item.lingers_until > 0)
         for item in trace.storages

@@ -18,7 +18,7 @@ from megatron.slipstream.integration.rotary_tables import RotaryTables
 
 
 class _Group:
-    """Stands for a context-parallel group of one rank."""
+    """Replaces a context-parallel group of one rank."""
 
     def size(self) -> int:
         return 1

@@ -52,7 +52,7 @@ sys.exit(training.main(sys.argv[1:]))
 AN_HOUR_PASSES = "sys.modules['megatron.training.training']._TRAIN_START_TIME -= 3600"
 SIGTERM = "os.kill(os.getpid(), signal.SIGTERM)"
 ENDS: dict[str, tuple[str, list[str], int, int]] = {
-    # What happens in the fourth iteration, flags, exit code, iterations that are recorded.
+    # Event in the fourth iteration, flags, exit code, recorded iterations.
     "at an interval": ("pass", ["--exit-interval", "3"], 0, 3),
     "after a time": (AN_HOUR_PASSES, ["--exit-duration-in-mins", "5"], 0, 4),
     "on a signal": (SIGTERM, ["--exit-signal-handler"], 0, 4),
@@ -89,7 +89,7 @@ def test_the_files_are_there_however_a_training_ends(end: str, tmp_path: Path) -
     assert rank.num_iterations == num_iterations
     assert rank.d2h_bytes > 0
     assert load_trace(tmp_path / "trace.json").groups
-    # Amid an iteration the weights are no result.
+    # In the middle of an iteration the weights are not a result.
     assert ("weights_sha256" in record) == (code == 0)
     paths = "offload_report_path=report.json, offload_trace_path=trace.json, run_record_path="
     assert (f"written: {paths}record.json" in output) == (end != "killed"), output

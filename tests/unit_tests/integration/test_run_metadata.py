@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A report tells the options and versions of its run, as JSON can hold them."""
+"""A report has the options and versions of its run, converted for JSON."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_installed_engines_report_has_both() -> None:
 
 
 class Engine:
-    """As the training entry sees one."""
+    """Parsed arguments as in the training entry."""
 
     def __init__(self, rank: int) -> None:
         self._run = make_run(rank=rank)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The seam is what megatron-core's wheel uses today; a difference is named before it bites."""
+"""The interface is the one that the installed megatron-core uses; differences are reported."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_wheel_uses_of_chunks_what_we_know_of() -> None:
 
 
 def test_models_that_pass_no_rank_are_of_a_release_whose_marks_get_no_name() -> None:
-    """One fact of the facade stands for both in ``compat``."""
+    """One fact of the facade decides both in ``compat``."""
     calls = [
         node
         for node in _facade_nodes()
@@ -164,7 +164,7 @@ VALUES = {
     "activation_offload_fraction": 0.5,
     "max_inflight_offloads": 4,
 }
-"""Of what models say when a pass begins; an argument that is new is not among them."""
+"""Arguments of models at the start of a pass; new arguments are not among them."""
 
 
 def _begin_pass(**changed: object) -> None:
@@ -269,7 +269,7 @@ def test_uninstalling_gives_megatrons_own_marks_back(manager: PipelineOffloadMan
 def test_marks_of_megatrons_own_engine_are_its_own(
     manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine put in the place of ours without uninstall() gets its marks as before."""
+    """An engine that replaces ours without uninstall() gets its marks as before."""
     ended = []
     mark = SimpleNamespace(on_group_commit_forward=lambda *arguments: ended.append(arguments))
     other = SimpleNamespace(cur_forward_chunk=lambda: mark)
@@ -309,7 +309,7 @@ def test_suspended_ends_as_it_began() -> None:
 
 
 def test_the_guard_that_nemo_rl_puts_around_forward_only_passes_works() -> None:
-    """It reaches for OFFLOAD_MGR, do_offload, disable_offload() and enable_offload()."""
+    """It uses OFFLOAD_MGR, do_offload, disable_offload() and enable_offload()."""
     install.install(OffloadConfig(offload_backend="cpu"))
     try:
         engine = install.mcore_offload.PipelineOffloadManager.OFFLOAD_MGR

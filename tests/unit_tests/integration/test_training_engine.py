@@ -26,7 +26,7 @@ def test_what_moves_inside_graphs_is_offloaded_too() -> None:
 
 
 def test_graphs_are_released_before_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL keeps a communicator as long as a graph has collectives of it, and waits for that."""
+    """NCCL keeps a communicator as long as a graph has its collectives, and waits for the graph."""
 
     class Captured:
         is_captured = True
@@ -48,7 +48,7 @@ def test_graphs_are_released_before_process_groups(monkeypatch: pytest.MonkeyPat
 
 
 class _Wrapper(torch.nn.Module):
-    """As much of the data parallel wrapper around a chunk as its graphs ask for."""
+    """The part of a chunk's data parallel wrapper that its graphs use."""
 
     def __init__(self) -> None:
         super().__init__()

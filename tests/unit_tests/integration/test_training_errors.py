@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A user's mistake is one line before training, exit code 2, and nothing written.
+"""A user's mistake gives a one-line error before training, exit code 2, and no files.
 
 The shims and megatron's global variables stay in the forked process that each case runs in.
 """
@@ -195,7 +195,7 @@ def test_megatron_s_own_attention_on_a_gpu_takes_no_packed_sequences(
         assert findings == []
 
 
-# What an older release does not have
+# Options that an older release lacks
 
 LATER: dict[str, tuple[Callable[[], bool], list[str], list[str]]] = {
     "fraction": (
@@ -263,7 +263,7 @@ def test_training_with_a_tokenizer_file(folder: Path) -> None:
 
 
 def _write_tokenizer(folder: Path) -> str:
-    """A tokenizer whose end of a document is token 0, beside the folder that training sees."""
+    """A tokenizer whose end-of-document token is 0, outside of the training's folder."""
     path = folder.parent / "tokenizer.json"
     special = {"content": "<|endoftext|>", "id": 0}
     path.write_text(json.dumps({"model": {"vocab": {"a": 63}}, "added_tokens": [special]}))
@@ -292,7 +292,7 @@ def test_a_switch_that_transformer_engine_read_counts_whatever_the_environment_s
 ) -> None:
     flags = [*MODEL, *MOCK, *OFFLOAD, "core_attn", "--num-attention-heads", "5"]
     outcome = _train(folder, flags, lambda: _pretend_transformer_engine(True, "0"))
-    # Past our check: what stops it is megatron's.
+    # Our check accepts it; megatron refuses it.
     _assert_refused(outcome, folder, "num_attention_heads")
 
 
@@ -463,7 +463,7 @@ def test_a_disk_that_is_full_at_the_end_is_told_and_loses_one_file(folder: Path)
 
 @pytest.mark.releases
 def test_training_runs_and_says_so(folder: Path) -> None:
-    """The same flags without a mistake train: what is refused above is the mistake."""
+    """The same flags without a mistake train, so the mistake causes the refusals above."""
     record = ["--run-record-path", "record.json", "--offload-report-path", "report.json"]
     outcome = _train(folder, [*MODEL, *MOCK, *record, *OFFLOAD, "core_attn", "attn_proj"])
     assert outcome.code == 0, outcome.output

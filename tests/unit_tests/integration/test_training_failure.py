@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A rank that fails ends at once where NCCL would have it wait, and raises anywhere else."""
+"""A failing rank exits immediately where NCCL would make it wait, and raises otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.slipstream.integration import training
 
 
 class Ended(BaseException):
-    """In place of the process's end."""
+    """Replaces the exit of the process."""
 
 
 class Writer:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A micro-batch of packed sequences: its shapes are the same, and its padding is marked as such."""
+"""A micro-batch of packed sequences has static shapes, and its padding is marked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = PackLimits(max_tokens=16, max_sequences=4)
 
 
 def texts_of(*lengths: int) -> list[np.ndarray]:
-    """Documents of so many readable tokens; every token is another number."""
+    """Documents with these numbers of readable tokens; all tokens are distinct."""
     begin, texts = 100, []
     for length in lengths:
         texts.append(np.arange(begin, begin + length + 1, dtype=np.uint16))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Packed samples of a corpus: every token once an epoch, and the same samples every time."""
+"""Packed samples of a corpus: every token once per epoch, and the same samples every time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ corpora = st.lists(st.integers(0, 90), min_size=1, max_size=40).filter(lambda c:
 
 
 class Corpus:
-    """Documents in memory. A token says which document it is of, and which token of it."""
+    """Documents in memory. A token encodes its document and its index there."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.sequence_lengths = np.array(lengths, dtype=np.int32)
@@ -63,7 +63,7 @@ def samples_of(index: PackIndex) -> list[list[tuple[int, int, int]]]:
     return [[tuple(piece) for piece in index[number]] for number in range(len(index))]
 
 
-# --- what is in an epoch --------------------------------------------------------------------------
+# --- contents of an epoch -------------------------------------------------------------------------
 
 
 @any_corpus

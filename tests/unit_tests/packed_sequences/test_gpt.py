@@ -3,7 +3,7 @@
 """Packed documents train like the same documents one by one, and padding trains nothing.
 
 Against documents one by one the numbers are close and not equal, since matrices of other shapes
-are multiplied. What padding holds must not change a bit.
+are multiplied. The contents of padding must not change a bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.slipstream.patches.table import Feature
 pytestmark = pytest.mark.releases
 
 TOLERANCE = 5e-6
-"""Of losses (which are about 5) and, relative to the largest, of gradients; in float32."""
+"""Tolerances of losses (about 5), and of gradients relative to the largest; in float32."""
 
 LENGTHS = (17, 1, 9, 20)
 
@@ -53,7 +53,7 @@ MOE = ModelCase(
         "moe_router_enable_expert_bias": True,
     },
 )
-"""All of the router that could see padding."""
+"""All features of the router that could see padding."""
 MOE_STATIC = ModelCase(
     **vars(MOE)
     | {
@@ -131,7 +131,7 @@ def alone(text: np.ndarray) -> dict[str, Any]:
 
 
 def model_of(case: ModelCase, rank: int, num_ranks: int, port: int) -> torch.nn.Module:
-    # Memory that nothing was written to holds NaN, so that what is read of it shows.
+    # Uninitialized memory holds NaN, so that reads of it change results.
     torch.use_deterministic_algorithms(True)
     initialize(case, rank, num_ranks, port)
     table.apply(Feature.PADDED_ROUTING)
@@ -167,7 +167,7 @@ def _differences_from_documents_alone(
 def test_packed_documents_train_and_route_like_documents_one_by_one(case: ModelCase) -> None:
     (found,) = run_ranks(1, _differences_from_documents_alone, case)
     losses, _ = found.pop("")
-    assert losses > 0.01  # documents that see each other would show
+    assert losses > 0.01  # attention across documents changes losses
     for name, (losses, gradients) in found.items():
         assert losses <= TOLERANCE, (name, losses)
         if case.kind != "moe":  # its auxiliary losses are those of a micro-batch
@@ -206,7 +206,7 @@ def _count_padding() -> None:
 def _difference_by_an_empty_pack(
     rank: int, num_ranks: int, port: int, case: ModelCase, exclude: bool
 ) -> list[bool]:
-    """Of each gradient, whether it is the same with one more pack, without a document."""
+    """For each gradient, whether it is the same with one more pack, which has no document."""
     model = model_of(case, rank, num_ranks, port)
     if not exclude:
         _count_padding()
@@ -236,7 +236,7 @@ def test_routers_that_count_padding_spoil_gradients_with_a_pack_without_a_docume
 def _change_by_padding(
     rank: int, num_ranks: int, port: int, case: ModelCase, exclude: bool
 ) -> tuple[Optional[str], list[int]]:
-    """Results that differ in any bit if padding holds other tokens, and routers' token counts."""
+    """Results that differ in any bit if padding has other tokens, and routers' token counts."""
     model = model_of(case, rank, num_ranks, port)
     if not exclude:
         _count_padding()

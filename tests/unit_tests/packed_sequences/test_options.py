@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Flags of packed training: what they do not go together with is refused, with the cure."""
+"""Flags of packed training: incompatible options are refused with a cure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.slipstream.rules import require
 
 
 def arguments(**options: Any) -> SimpleNamespace:
-    """Parsed arguments of a packed run; no more than the rules need on every release."""
+    """Parsed arguments of a packed run; only those that the rules need on every release."""
     given: dict[str, Any] = {
         **dataclasses.asdict(PackingOptions(sequence_packing="greedy")),
         "seq_length": 128,
@@ -36,7 +36,7 @@ def arguments(**options: Any) -> SimpleNamespace:
 
 
 class Backend(enum.Enum):
-    """As megatron-core has them."""
+    """Options with megatron-core's names and defaults."""
 
     unfused = 3
     auto = 5

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Properties of packs of any documents: nothing lost, nothing too full, and known order."""
+"""Properties of packs of any documents: none lost, no pack too full, and known order."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_balanced_packs_of_common_documents_cost_nearly_the_same(max_sequences: 
 
 
 def test_what_no_pack_can_level_the_ranks_share() -> None:
-    # Every twentieth document fills a pack by itself, and costs several times the mean.
+    # Every twentieth document fills a whole pack, and costs several times the mean.
     pick = random.Random(1)
     limits = PackLimits(4096, 512)
     lengths = [4096 if pick.random() < 0.05 else pick.randrange(20, 300) for _ in range(6000)]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""tools/show_packing.py shows what training would do with a corpus."""
+"""tools/show_packing.py shows how training would pack a corpus."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tool() -> Any:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Eighty documents, of which every fourth fills a buffer and the others a quarter of one."""
+    """Eighty documents: every fourth fills a buffer, the others a quarter of one."""
     documents = [np.arange(101 if number % 4 == 0 else 26) for number in range(80)]
     return write_corpus(tmp_path_factory.mktemp("corpus"), documents)
 

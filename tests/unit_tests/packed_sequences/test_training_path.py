@@ -31,7 +31,7 @@ NUM_MICRO_BATCHES = 4
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prefix of a corpus of 60 documents, most of them short, that end with token 0."""
+    """Prefix of a corpus of 60 documents, mostly short, that end with token 0."""
     pick = np.random.RandomState(2)
     documents = []
     for _ in range(60):
@@ -78,7 +78,7 @@ class Trained(NamedTuple):
     """State of a rank after the forward and backward passes of an iteration."""
 
     losses: list[tuple[float, float]]
-    """Summed loss and number of labels of each micro-batch; none but on the last stage."""
+    """Summed loss and number of labels of each micro-batch; empty except on the last stage."""
     num_routed: list[int]
     """Tokens that each MoE layer's router counted."""
     work: tuple[float, float]
@@ -148,7 +148,7 @@ def test_every_stage_sees_documents_and_padding(
 def _packed_and_alone(
     rank: int, num_ranks: int, port: int, corpus: str, cache: Path
 ) -> list[tuple[list[float], list[float]]]:
-    """For some batches the summed loss and number of labels: packed; document by document."""
+    """Summed loss and number of labels of some batches, packed and document by document."""
     initialize(case_of(), rank, num_ranks, port)
     set_arguments(case_of())
     train, *_ = packed_sequences.datasets((8, 2, 0), base_config(corpus, cache=cache))
@@ -227,7 +227,7 @@ def _batch_of_each_rank(
 def test_tensor_parallel_ranks_share_a_batch(corpus: str, tmp_path: Path) -> None:
     first, second = run_ranks(2, _batch_of_each_rank, corpus, tmp_path)
     masks, other_masks = first.pop("masks"), second.pop("masks")
-    # With sequence parallelism each rank is told of its own tokens, unless the model divides them.
+    # With sequence parallelism each rank gets its own tokens, unless the model divides them.
     assert masks.pop("GPT, True") == other_masks.pop("GPT, True") == first["padding_mask"][0]
     for where, mask in masks.items():
         assert mask + other_masks[where] == first["padding_mask"][0], where
@@ -302,7 +302,7 @@ def _mock_and_refused(rank: int, num_ranks: int, port: int, corpus: str) -> list
     base, mock = base_config(corpus), base_config(blend=None, split=None)
     train, _, test = packed_sequences.datasets((8, 2, 0), mock)
     said = [f"{len(train)} mock samples"]
-    assert len(test) == 1  # none was asked for, but megatron wants one
+    assert len(test) == 1  # none was requested, but megatron needs one
     try:
         packed_sequences.dataset_config(base_config(corpus, corpus), set_arguments(case_of()))
     except ValueError as error:

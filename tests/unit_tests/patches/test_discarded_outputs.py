@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The engine hears of what megatron-core discards, before it does."""
+"""The engine is notified before megatron-core discards an output."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The engine is told where backward leaves a group, and graphs have no node more for that."""
+"""The engine is told where backward leaves a group, without an additional graph node."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Patches are applied all or none, once, and undone when no user is left."""
+"""Patches are applied all or none, once, and undone with their last user."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Choices of Triton's tuner; that results are right is tested on a GPU."""
+"""Choices of Triton's autotuner; results are tested on a GPU."""
 
 from __future__ import annotations
 

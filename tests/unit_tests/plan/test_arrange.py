@@ -53,7 +53,7 @@ def test_memory_goes_at_the_first_step_after_the_copy_and_its_margin() -> None:
     # The copy of group 0 runs from 1 to 1.9 ms: with the margin it has ended by step 2.
     iteration = layers(4, gb_per_s=1 / 0.9)
     assert steps_of(arrange(iteration, all_but_last(iteration)))[0][0] == 2
-    # It ends at 2 ms sharp: that is too close to step 2.
+    # It ends at exactly 2 ms, which is too close to step 2.
     iteration = layers(4)
     assert steps_of(arrange(iteration, all_but_last(iteration)))[0][0] == 3
 
@@ -100,7 +100,7 @@ def test_nothing_is_waited_for_without_a_limit_where_the_link_is_fast_enough() -
 
 
 def test_a_limit_makes_memory_go_before_its_copy_has_ended() -> None:
-    # 3.5 ms a copy out: the last of four has left when the last group commits, at 15 ms.
+    # 3.5 ms per copy out: the last of four ends when the last group commits, at 15 ms.
     trace = layers(8).trace
     iteration = IterationModel(replace(trace, bandwidth=Bandwidth(1 / 3.5, 10.0, 1 / 3.5, 10.0)))
     moving = frozenset(GroupKey(0, group) for group in range(4))
@@ -201,7 +201,7 @@ def test_by_time_the_peak_is_next_to_no_higher_and_waiting_no_longer_than_by_cou
     by_time = build_plan(iteration.trace, options)
     check_plan(by_time)
     counted, planned = simulate(by_count), simulate(by_time)
-    # Longer waits are the price of memory that counting does not save.
+    # Longer waits are the cost of memory that counting does not save.
     drop_bytes = iteration.present_bytes.max(initial=0.0) - planned.peak_device_bytes
     more_bytes = counted.peak_device_bytes - planned.peak_device_bytes
     more_share = more_bytes / drop_bytes + MAX_SHARE_GIVEN_UP if more_bytes > 0 else 0.0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Before anything is timed, groups are away where the peak lies, if a mark allows it."""
+"""Before any timing, groups are offloaded at the peak, if a mark allows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_LAYERS = 4
 
 
 def _trace(peak: tuple[StepKind, int], with_ends: bool = True) -> Trace:
-    """One pass of four groups, with the peak right behind one mark."""
+    """One pass of four groups, with the peak right after one mark."""
     trace = one_pass(Model(num_layers=NUM_LAYERS))
     steps: list[Step] = []
     for step in trace.steps:
@@ -45,7 +45,7 @@ def test_a_copy_back_waits_for_the_end_of_the_group_that_has_the_peak() -> None:
     end = trace.step_index[StepKind.BACKWARD_END, GroupKey(0, 3)]
     assert plan.group_by_key[GroupKey(0, 2)].h2d_step == end
     assert plan.peak_drop_bytes == 3 * DEFAULT_NBYTES
-    # The others start where backward comes to the group before.
+    # The others start where backward reaches the previous group.
     before = trace.step_index[StepKind.BACKWARD_USE, GroupKey(0, 2)]
     assert plan.group_by_key[GroupKey(0, 1)].h2d_step == before
 
@@ -64,6 +64,6 @@ def test_memory_goes_before_the_peak_of_the_next_group() -> None:
     start = trace.step_index[StepKind.FORWARD_START, GroupKey(0, 3)]
     assert plan.group_by_key[GroupKey(0, 2)].free_step == start
     assert plan.peak_drop_bytes == 3 * DEFAULT_NBYTES
-    # Where there is no peak, the copy out has the time of a whole group.
+    # Without a peak, the copy out has the time of a whole group.
     commit = trace.step_index[StepKind.FORWARD_COMMIT, GroupKey(0, 2)]
     assert plan.group_by_key[GroupKey(0, 1)].free_step == commit

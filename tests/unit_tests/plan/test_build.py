@@ -129,7 +129,7 @@ def test_without_lag_a_copy_out_comes_before_its_free() -> None:
 
 
 def test_copies_back_of_one_step_come_in_the_order_of_their_use() -> None:
-    # They share a stream: the one that backward waits for must not queue behind the others.
+    # They share a stream: the copy that backward waits for must not queue behind the others.
     trace = trace_of(one_f_one_b(2, 0, 2), Model(num_layers=3))
     plan = build_plan(trace, PolicyOptions(prefetch_depth=2))
     first_use = trace.step_index[StepKind.BACKWARD_USE, GroupKey(0, 2)]
@@ -207,8 +207,8 @@ def test_a_group_none_of_whose_storages_moves_stays(model: Model, reason: str) -
 def test_a_shared_storage_stays_if_it_is_needed_before_all_have_let_go(
     lag: int, depth: int
 ) -> None:
-    # Each of the two groups has time to move by itself. But the storage is released by the second
-    # pass only after the first pass's backward has asked for it.
+    # Each of the two groups alone has time to move. But the second pass releases the storage only
+    # after the first pass's backward needs it.
     model = Model(num_layers=3, saves={0: ("table", "own")}, one_for_all_passes=("table",))
     options = PolicyOptions(release_lag=lag, prefetch_depth=depth)
     plan = build_plan(trace_of(one_f_one_b(1, 0, 2), model), options)
@@ -235,7 +235,7 @@ def test_a_group_that_encloses_others_is_let_go_after_its_own_commit() -> None:
     plan = plan_one_pass(model)
     norm, core = (plan.group_by_key[GroupKey(0, group)] for group in (0, 1))
     assert core.commit_step < core.free_step == norm.commit_step < norm.free_step
-    # Backward meets it first, so it returns first.
+    # Backward reaches it first, so it is reloaded first.
     assert norm.h2d_step < core.h2d_step == norm.use_step < core.use_step
 
 
@@ -262,13 +262,13 @@ PEAKS = [10_000 + nbytes for nbytes in (0, 1000, 1000, 2000, 2000, 3300, 3000, 2
 def test_the_planned_peak_takes_off_what_is_away_at_each_step() -> None:
     trace = with_readings(one_pass(Model(num_layers=3)), PEAKS, [0] * 9)
     plan = build_plan(trace, PolicyOptions())
-    # Step 5 had the peak; with 2000 bytes away there, it is in step 6 or 7.
+    # The peak was at step 5; with 2000 bytes offloaded there, it is at step 6 or 7.
     assert plan.peak_bytes() == (13_300, 12_000)
     assert plan.peak_drop_bytes == 1_300
 
 
 def test_a_recorded_iteration_that_moved_is_put_back_first() -> None:
-    # The same iteration, read while the engine had these bytes on the host.
+    # The same iteration, measured while the engine had these bytes on the host.
     absent = [0, 0, 0, 900, 900, 1800, 900, 0, 0]
     read = [peak - away for peak, away in zip(PEAKS, absent, strict=True)]
     trace = with_readings(one_pass(Model(num_layers=3)), read, absent)
@@ -292,7 +292,7 @@ def test_a_peak_outside_the_managed_groups_drops_by_nothing() -> None:
     assert build_plan(trace, PolicyOptions()).peak_drop_bytes == 0
 
 
-# Odd iterations.
+# Unusual iterations.
 
 
 def test_an_empty_iteration_has_an_empty_plan() -> None:

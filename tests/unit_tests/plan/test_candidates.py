@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Each policy keeps the groups it says it keeps, with its reason, and no others."""
+"""Each policy keeps exactly its groups, with its reason."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_with_one_stage_the_last_layer_of_every_micro_batch_stays() -> None:
 
 @pytest.mark.parametrize("pp_rank", range(4))
 def test_of_a_1f1b_pipeline_only_the_last_stage_keeps_its_last_layer(pp_rank: int) -> None:
-    # An earlier stage has another micro-batch in between to hide the copies behind.
+    # On an earlier stage another micro-batch in between hides the copies.
     trace = trace_of(one_f_one_b(4, pp_rank, 8), Model(num_layers=2))
     kept = keep_where_backward_follows(trace, all_keys(trace))
     expected = set().union(*(keys(index, {1}) for index in range(8))) if pp_rank == 3 else set()
@@ -112,7 +112,7 @@ def test_a_layer_stays_exactly_where_its_pass_turns_around(
 
 
 def test_a_module_of_an_early_layer_only_stays_too() -> None:
-    # By name: a module that one layer alone has is never hidden by another layer's.
+    # By name: copies of a module that only one layer has are never hidden by another layer's.
     model = Model(num_layers=1, modules=("moe_act", "core_attn", "qkv_linear"))
     trace = one_pass(model)
     assert set(keep_where_backward_follows(trace, all_keys(trace))) == keys(0, {0, 1, 2})
@@ -123,7 +123,7 @@ def test_only_groups_that_still_move_are_kept() -> None:
     assert keep_where_backward_follows(trace, [GroupKey(0, 0)]) == {}
 
 
-# Groups with nothing to move, or no time to move it back for.
+# Groups with nothing to move, or without a use in backward.
 
 
 def test_a_group_without_storages_stays() -> None:
@@ -162,7 +162,7 @@ def test_an_iteration_without_groups_moves_nothing() -> None:
         (0.75, 4, 1),
         (0.5, 4, 2),
         (0.0, 4, 4),
-        # What is kept is rounded down: a part of a group moves as a whole one.
+        # The number of kept groups is rounded down: a fraction of a group moves as a whole one.
         (0.5, 5, 2),
         (0.51, 4, 1),
         (0.9, 4, 0),
@@ -286,7 +286,7 @@ def test_every_group_either_moves_or_stays_for_one_reason() -> None:
 
 
 def test_bytes_that_others_hold_count_neither_for_the_fraction_nor_for_the_delta() -> None:
-    """They stay anyway: a group with nothing else to move must not use up what may stay."""
+    """They stay anyway, so such a group must not count towards the bytes to keep."""
     trace = one_pass(Model(num_layers=4))
     held = replace(trace, storages=tuple(replace(s, held_outside=True) for s in trace.storages))
     keys = [group.key for group in held.groups]

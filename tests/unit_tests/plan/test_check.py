@@ -96,7 +96,7 @@ def assert_refused(plan: Plan, rule: SafetyProperty, action: str, *edges: EdgeRu
     return error
 
 
-# What a group's actions may be.
+# The actions of a group.
 
 
 def test_a_plan_has_no_group_that_the_trace_has_not() -> None:
@@ -138,7 +138,7 @@ def test_a_group_is_used_when_the_trace_uses_it() -> None:
 
 
 def test_a_group_that_moves_is_used_at_all() -> None:
-    # Nothing would bring it back before the iteration ends.
+    # It would not be reloaded before the iteration ends.
     steps = FOUR_LAYERS.trace.steps[:-1] + FOUR_LAYERS.trace.steps[-2:-1]
     trace = dataclasses.replace(FOUR_LAYERS.trace, steps=steps)
     plan = dataclasses.replace(FOUR_LAYERS, trace=trace)
@@ -179,7 +179,7 @@ def test_a_shared_storage_does_not_come_back_before_its_last_group_let_go() -> N
 def test_nothing_of_a_group_leaves_once_backward_has_reached_it(
     commit_step: int, action: str
 ) -> None:
-    # At its own use the engine would start no copy out, nor release.
+    # At its own use the engine would neither copy out nor release.
     plan = change_group(FOUR_LAYERS, FIRST, commit_step=commit_step, free_step=11, h2d_step=11)
     assert_refused(plan, SafetyProperty.LEAVES_BEFORE_USE, f"0.0.core_attn:{action}")
 
@@ -201,7 +201,7 @@ def test_a_storage_does_not_move_twice_for_two_entries_of_its_own() -> None:
     assert_refused(plan, SafetyProperty.ONCE, "0.0.core_attn:D2H")
 
 
-# Who holds a storage.
+# The holders of a storage.
 
 
 def test_a_storage_is_not_moved_while_a_group_that_holds_it_stays() -> None:
@@ -231,7 +231,7 @@ def test_a_storage_that_something_else_holds_is_not_moved() -> None:
     assert_refused(plan, SafetyProperty.HELD_OUTSIDE, "0.1.core_attn:D2H")
 
 
-# What the plan states.
+# The statements of the plan.
 
 
 @pytest.mark.parametrize("name", ["nbytes", "d2h_step", "free_step", "h2d_step", "use_step"])
@@ -266,8 +266,8 @@ def without(edge_id: str) -> tuple[EdgeRule, ...]:
 
 
 def test_the_edges_are_those_of_the_engine() -> None:
-    # E7 orders the host, once everything has ended; E8 the allocator, where there are more streams
-    # than a plan knows of; E9 is of CUDA graphs, in which no plan is followed.
+    # E7 orders the host, once everything has ended; E8 the allocator, with more streams than a plan
+    # knows; E9 is for CUDA graphs, which follow no plan.
     others = (Edge.E7, Edge.E8, Edge.E9)
     assert [edge.id for edge in EDGES] == [edge.name for edge in Edge if edge not in others]
 
@@ -305,7 +305,7 @@ def test_a_copy_in_needs_no_edge_to_its_own_copy_out() -> None:
 
 
 def test_a_plan_whose_buffers_serve_once_is_proved_without_their_edge() -> None:
-    # The proof asks for what a plan needs, not for a list of edges.
+    # The proof requires the edges that a plan needs, not a fixed list.
     assert not any(b.used_before for b in derive_schedule(FOUR_LAYERS).buffers.values())
     check_plan(FOUR_LAYERS, without("E2"))
 
@@ -315,7 +315,7 @@ def test_no_queue_waits_for_what_is_issued_later() -> None:
     assert_refused(FOUR_LAYERS, SafetyProperty.NO_CYCLE, "0.0.core_attn:D2H", *EDGES, circle)
 
 
-# What is derived.
+# Derived operations.
 
 
 def issued(plan: Plan) -> list[str]:
@@ -341,7 +341,7 @@ def test_the_operations_of_three_layers() -> None:
         "5 RELEASE 1",
         "6 START_IN 1",
         "6 COPY_IN 1",
-        # The mark comes before what it announces: a copy back is on its way before the reading.
+        # The mark precedes the use that it announces: a copy back is started before the read.
         "7 START_IN 0",
         "7 COPY_IN 0",
         "7 USE 1",
@@ -384,7 +384,7 @@ def test_a_buffer_names_all_that_had_bytes_of_it_before() -> None:
 
 
 def test_a_host_buffer_that_is_lent_while_another_copy_reads_it_is_found() -> None:
-    # The pool's word for who had the bytes before is not trusted.
+    # The pool's list of earlier users of the bytes is not trusted.
     class ForgetfulLedger(HostLedger):
         def allocate(self, nbytes: int) -> HostBuffer:
             return super().allocate(nbytes)._replace(used_before=())
@@ -421,7 +421,7 @@ def test_a_host_buffer_that_is_lent_twice_at_once_is_found(shift: int) -> None:
 
 
 def test_the_facts_of_four_layers() -> None:
-    # Layers 0 to 2 leave one layer after their own and are back one before, so that there are
+    # Layers 0 to 2 are freed one layer after their own and reloaded one before, so that there are
     # never more than two. Each has five operations that move it, a write and a use.
     facts = check_plan(FOUR_LAYERS)
     assert facts == PlanFacts(

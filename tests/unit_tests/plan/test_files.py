@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Files are read back as they were written; any other content is refused, in one error."""
+"""Files are read back as written; any other content is refused with one error."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def refused(load: Callable[[Path], object], path: Path) -> str:
     return message
 
 
-# --- what no writer of ours wrote -----------------------------------------------------------------
+# --- files not written by Slipstream --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,11 @@ def test_a_missing_file_is_an_error_of_the_system(tmp_path: Path) -> None:
         load_trace(tmp_path / "none.json")
 
 
-# --- what does not fit together -------------------------------------------------------------------
+# --- inconsistent content -------------------------------------------------------------------------
 
 
 def change(data: dict[str, Any], place: str, value: object) -> None:
-    """Set ``data`` at a dotted place; a value of ``...`` deletes what is there."""
+    """Set ``data`` at a dotted path; a value of ``...`` deletes the entry."""
     *parents, last = (int(part) if part.isdigit() else part for part in place.split("."))
     at: Any = data
     for part in parents:
@@ -290,7 +290,7 @@ def plan_or_error(path: Path) -> Plan | ValueError:
 def test_no_single_changed_value_gets_further_than_an_error(
     folder: Path, data: st.DataObject
 ) -> None:
-    # Whatever is read can be planned, or its plan was proved; all else is our error.
+    # A trace that is read can be planned, and a plan was proved; any other exception is a bug.
     path = folder / "changed.json"
     save_plan(the_plan(), path)
     content = json.loads(path.read_bytes())

@@ -27,7 +27,7 @@ from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.trace import GroupKey, Trace
 
 BUFFER = 8192
-"""The buffer of every storage here that has no other size."""
+"""Buffer size of every storage without another size."""
 SIZES = {f"own {group}": BUFFER for group in range(64)}
 
 
@@ -90,7 +90,7 @@ def test_host_memory_is_counted_in_whole_buffers() -> None:
 
 def test_host_memory_is_lent_from_the_copy_out_until_the_copy_back_starts() -> None:
     free = plan(one_pass(Model(num_layers=3, nbytes=SIZES)), None)
-    # Groups 0 and 1 leave at steps 1 and 3, and come back at steps 7 and 6.
+    # Groups 0 and 1 are copied out at steps 1 and 3, and back at steps 7 and 6.
     intervals = [
         HostInterval(s.index, size_class_bytes(s.nbytes), s.d2h_step, s.h2d_step)
         for s in free.storages
@@ -100,7 +100,7 @@ def test_host_memory_is_lent_from_the_copy_out_until_the_copy_back_starts() -> N
 
 
 def test_memory_that_has_come_back_serves_the_next_micro_batch() -> None:
-    # With one stage each micro-batch is back before the next one starts.
+    # With one stage each micro-batch is reloaded before the next one starts.
     trace = trace_of(one_f_one_b(1, 0, 4), Model(num_layers=4, nbytes=SIZES))
     assert kept(plan(trace, 3 * BUFFER)) == set()
     assert kept(plan(trace, 2 * BUFFER)) == {GroupKey(index, 2) for index in range(4)}
@@ -111,13 +111,13 @@ def test_in_a_pipeline_every_micro_batch_keeps_as_many() -> None:
     free = plan(trace, None)
     limited = plan(trace, free.needed_host_bytes // 2)
     numbers = [sum(key.chunk_pass == index for key in kept(limited)) for index in range(12)]
-    # Of those that have another one behind them; the last ones run into an emptying pipeline.
+    # Micro-batches that are followed by another one; the last ones run while the pipeline drains.
     assert max(numbers[:8]) - min(numbers[:8]) <= 1
     assert sum(numbers) > 0
 
 
 def test_a_group_that_stays_keeps_its_storage_from_others() -> None:
-    # Groups 5 and 6 hold one storage together. It is 5 that copies it out, and has no room.
+    # Groups 5 and 6 hold one storage. Group 5 copies it out, and has no room.
     trace = one_pass(Model(num_layers=8, saves={5: ("x",), 6: ("x",)}, nbytes={**SIZES, "x": 8192}))
     limited = plan(trace, 5 * BUFFER)
     assert limited.group_by_key[GroupKey(0, 5)].reason == HOST_MEMORY

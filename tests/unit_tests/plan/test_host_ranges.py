@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Free host memory: no byte in use twice, none lost, and each with the copies to wait for."""
+"""Free host memory: no byte is used twice or lost, and each has the copies to wait for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.slipstream.plan.host_layout import FreeRanges, Span
 
 
 class PerByte:
-    """The same memory byte by byte: who has each, and the event of its last copy."""
+    """A reference model, byte by byte: the user of each byte, and the event of its last copy."""
 
     def __init__(self) -> None:
         self.slabs: list[list[object]] = []
@@ -50,7 +50,7 @@ class PerByte:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_order_of_taking_and_putting_back(seed: int) -> None:
-    # Not drawn by hypothesis: its lists are short, and it takes many operations to mix up memory.
+    # Not drawn by hypothesis: its lists are too short to fragment the memory.
     rng = random.Random(seed)
     free, model = FreeRanges(), PerByte()
     slabs = [rng.randint(20, 80) for _ in range(rng.randint(1, 3))]
@@ -70,7 +70,7 @@ def test_any_order_of_taking_and_putting_back(seed: int) -> None:
         if span is not None:
             assert span.stop - span.start == nbytes
             assert before[span.slab, span.start] == min(fitting)
-            # Exactly the copies of these bytes: none forgotten, no neighbour's.
+            # Exactly the copies of these bytes: none missing, none of neighbouring bytes.
             assert set(span.events) == model.take(span)
             assert len(set(span.events)) == len(span.events)
             num_events[len(span.events)] += 1
@@ -82,7 +82,7 @@ def test_any_order_of_taking_and_putting_back(seed: int) -> None:
             model.put(back, event)
             if rng.random() < 0.3:
                 break
-        # Free memory side by side is one range.
+        # Adjacent free memory is one range.
         assert free.ranges() == model.free_ranges()
     assert max(num_events) > 1
     for back in out:

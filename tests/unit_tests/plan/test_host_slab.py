@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The slab that is said to be enough is: the pool allocates all buffers of a plan from it."""
+"""A slab of the computed size suffices: the pool allocates all buffers of a plan from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.slipstream.plan.operations import OpKind, Schedule, derive_schedul
 
 
 def plan_of(seed: int, num_micro_batches: int = 4) -> Plan:
-    """With buffers of many sizes, some of them of several groups, and some that stay longer."""
+    """Plans with buffers of many sizes, some shared by groups, some with longer lifetimes."""
     draw = random.Random(seed)
     pp_size, vp_size = draw.choice([(1, 1), (2, 1), (4, 1), (2, 2)])
     schedule = (
@@ -38,7 +38,7 @@ def plan_of(seed: int, num_micro_batches: int = 4) -> Plan:
 
 
 def run(pool: HostPool, schedule: Schedule) -> None:
-    """Borrow and give back as the iteration does."""
+    """Allocate and free as the iteration does."""
     in_use = {}
     for operation in schedule.operations:
         for storage in operation.storages:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""``max_inflight_offloads``: how many copies out of a module compute may be ahead of."""
+"""``max_inflight_offloads``: the number of copies out of a module that compute may run ahead of."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_iteration_before_the_first_plan_keeps_to_it(limit: int | None) -> N
             if storage.residence is Residence.OFFLOADING
         )
         most |= leaving
-    # With a lag of three groups there are two of one module, or one and the other's.
+    # With a lag of three groups, two of them are of one module, or one of each.
     assert most == Counter(core_attn=2, mlp_norm=2) & Counter(
         core_attn=2 if limit is None else limit, mlp_norm=2 if limit is None else limit
     )

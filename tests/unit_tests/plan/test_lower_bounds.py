@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The physical bound of hand-made traces. That no plan beats it is for ``test_search``."""
+"""The physical bound of hand-made traces. ``test_search`` tests that no plan is below it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def three_layers(
 ) -> Trace:
     """Layers of 1 ms and a loss, during which memory is at its peak.
 
-    Groups 0 and 1 are there to move: they commit 2.0 and 1.0 ms before the loss, and group 2 right
+    Groups 0 and 1 can move: they commit 2.0 and 1.0 ms before the loss, and group 2 right
     before it. After the last layer's backward all others have time.
     """
     sizes = {f"own {group}": size for group, size in enumerate((*nbytes, 1000))}
@@ -60,7 +60,7 @@ def test_where_copies_have_time_the_bound_is_compute() -> None:
 
 
 def test_what_is_away_at_the_peak_has_gone_and_has_to_come_back() -> None:
-    # In no time. One of four groups is being computed or used; in the plan, one more is leaving.
+    # Without stalls. One of four groups is computed or used; in the plan, one more is copied out.
     trace = with_saved_bytes_as_memory(timed(one_pass(Model(num_layers=4)), 0.0))
     assert waits_ms(trace) == pytest.approx(3 * 1.0 + 3 * 2.0)
     assert waits_ms(build_plan(trace, OPTIONS)) == pytest.approx(2 * 1.0 + 2 * 2.0)
@@ -84,7 +84,7 @@ def test_what_is_used_first_has_the_least_time_to_return() -> None:
 
 
 def test_the_time_of_the_peak_serves_copies_out_or_back_but_not_both() -> None:
-    # Out 1.0 + 0.4 ms of 1.6, back 0.4 + 1.0 of 3.2; to leave the 0.4 to both is too good.
+    # Out 1.0 + 0.4 ms of 1.6, back 0.4 + 1.0 of 3.2; the bound counts the 0.4 ms for both.
     plan = moving_two(three_layers((500, 1600), loss_ms=0.4, first_backward_ms=1.0))
     assert waits_ms(plan) == pytest.approx(1.6 + 3.2 - (1.0 + 0.4 + 1.0))
 

@@ -2,8 +2,8 @@
 
 """``derive_schedule`` gives the operations that the engine issues when it follows the plan.
 
-The proof of ``check`` and the times of ``simulate`` are of a schedule that is derived without the
-engine. Here it is compared with what the engine puts on its queues, noted without the schedule.
+The proof of ``check`` and the times of ``simulate`` use a schedule that is derived without the
+engine. Here it is compared with the operations that the engine puts on its queues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.slipstream.plan.operations import (
 
 
 def issued_by_engine(backend: WatchedBackend) -> Queues:
-    """Without the storages that stay, of which a schedule says nothing."""
+    """An entry without the storages that stay, which a schedule does not contain."""
     moved = backend.addresses.keys()
     return {
         queue: [
@@ -70,7 +70,7 @@ def issued_by_schedule(schedule: Schedule, parts: Sequence[Operation]) -> Queues
 def split(operations: Sequence[Operation], engine: Queues) -> list[Operation]:
     """The engine's operations storage by storage, so that the waits of each are compared.
 
-    Storages are used in the order in which autograd asks for them, and abandoned in any.
+    Storages are used in the order in which autograd reads them, and abandoned in any order.
     """
     parts = [
         operation._replace(storages=storages)
@@ -92,7 +92,7 @@ def split(operations: Sequence[Operation], engine: Queues) -> list[Operation]:
     return found
 
 
-# An iteration that follows a plan from its first step to its last.
+# An iteration that follows a plan from its first to its last step.
 
 
 class Case(NamedTuple):
@@ -158,14 +158,14 @@ class Followed(NamedTuple):
 
 
 def follow(case: Case, num_iterations: int = 1, is_read: bool = True) -> Followed:
-    """Record an iteration, and follow its plan that many times, of which the last is watched.
+    """Record an iteration, and follow its plan repeatedly; the last iteration is watched.
 
-    The pool is empty when the first of them begins, as the planner's ledger is.
+    The pool is empty when the first of them starts, like the planner's ledger.
     """
     manager = WatchedManager(release_lag=case.release_lag, prefetch_depth=case.prefetch_depth)
 
     def announce(chunk_pass: int, _: torch.Tensor) -> None:
-        """The marks of a backward pass in which autograd asks for nothing."""
+        """The marks of a backward pass in which autograd reads nothing."""
         for group in reversed([g for g in manager.committed if g.key.chunk_pass == chunk_pass]):
             manager.use_group(group)
 
@@ -183,7 +183,7 @@ def follow(case: Case, num_iterations: int = 1, is_read: bool = True) -> Followe
 
 
 def assert_is_followed(followed: Followed) -> None:
-    """Each action came at its step, and what moving groups saved is what the trace says."""
+    """Each action was at its step, and moving groups saved the trace's storages."""
     plan, _, backend = followed
     due = [(step, str(action)) for step, due in enumerate(plan.actions) for action in due]
     assert backend.performed == due
@@ -202,7 +202,7 @@ def assert_issues_the_same(followed: Followed) -> None:
 
 
 def assert_abandons_the_same(followed: Followed) -> None:
-    """The same where backward reads nothing; what has returned goes when the iteration ends."""
+    """The same if backward reads nothing; reloaded memory is released when the iteration ends."""
     plan, schedule, backend = followed
     last = len(plan.trace.steps) - 1
     operations = [
@@ -279,7 +279,7 @@ def test_memory_that_a_later_group_saves_again_is_let_go_earlier_and_after_the_s
         assert real.waited[Queue.D2H] >= own
 
 
-# That the comparison would find a difference.
+# The comparison finds differences.
 
 
 def test_the_cases_have_in_them_what_is_to_be_compared() -> None:

@@ -43,11 +43,11 @@ def test_the_drop_is_that_between_the_peaks(trace: Trace) -> None:
 
 
 def test_each_module_answers_for_what_is_away_at_the_peak(trace: Trace) -> None:
-    # As high at every step, so that the plan's peak lies where least is away.
+    # The same height at every step, so that the plan's peak is where the least is offloaded.
     level = tuple(MemoryReading(9000, 9000, 0) for _ in trace.steps)
     plan = _plan(replace(trace, memory=level))
     assert peak_drop(plan).by_module == {"core_attn": 0, "mlp_norm": 0}
-    # Nothing but one step counts: all that is away then, by module.
+    # Only one step counts: the bytes offloaded then, by module.
     step = max(range(len(trace.steps)), key=plan.absent_bytes.__getitem__)
     peak = tuple(
         MemoryReading(9000, 50_000 if at == step else 9000, 0) for at in range(len(trace.steps))
@@ -64,7 +64,7 @@ def test_each_module_answers_for_what_is_away_at_the_peak(trace: Trace) -> None:
 def test_what_the_peak_moves_by_is_shared_out(trace: Trace) -> None:
     plan = _plan(with_saved_bytes_as_memory(trace))
     step = plan.absent_bytes.index(max(plan.absent_bytes))
-    other = 0  # Before the first commit nothing is away.
+    other = 0  # Before the first commit nothing is offloaded.
     levels = [100 * (at == step) for at in range(len(trace.steps))]
     levels[step], levels[other] = 10_000, 9_000
     memory = tuple(MemoryReading(level, level, 0) for level in levels)

@@ -3,9 +3,9 @@
 """Thousands of models, schedules and options: every plan is proved safe, and none deadlocks.
 
 The cases are the same in every run: 4,000, or as many thousands as
-``SLIPSTREAM_RANDOM_PLANS`` says. They come in chunks, each with a seed of its own, so that a
-chunk stays far below the time limit of a test. Most are small, since what can go wrong between
-groups can go wrong between few; some are as large as the ranges allow within :data:`LARGE`.
+``SLIPSTREAM_RANDOM_PLANS`` says. They run in chunks, each with its own seed, so that a chunk
+stays far below the time limit of a test. Most are small, since few groups suffice for most faults;
+some are as large as the ranges allow within :data:`LARGE`.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ MODULES = (
 
 
 class Case(NamedTuple):
-    """One drawn case. What is not here follows from ``details``, a seed."""
+    """One drawn case. Everything else follows from ``details``, a seed."""
 
     pp_size: int
     pp_rank: int
     vp_size: int
     """1 is the non-interleaved schedule."""
     num_rounds: int
-    """Micro-batches; where the schedule is interleaved, in multiples of ``pp_size``."""
+    """Micro-batches; with an interleaved schedule, a multiple of ``pp_size``."""
     num_layers: int
     num_modules: int
     encloses: bool
@@ -73,7 +73,7 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draw within a budget of groups: what one factor takes, the next ones cannot."""
+    """Draw within a budget of groups, which all factors share."""
     budget = LARGE if draw(st.integers(0, LARGE_EVERY - 1)) == LARGE_EVERY - 1 else SMALL
     pp_size = draw(st.integers(1, 8))
     pp_rank = draw(st.integers(0, pp_size - 1))
@@ -139,7 +139,7 @@ def model_of(case: Case, rng: random.Random) -> Model:
 def plan_of(case: Case, rng: random.Random) -> Plan:
     trace = trace_of(schedule_of(case), model_of(case, rng), case.pp_rank)
     options = PolicyOptions(case.fraction, case.delta_bytes, case.release_lag, case.prefetch_depth)
-    # A goal is planned for in many rounds, so that these cases take half of the test's time.
+    # Plans for a goal take many rounds, so these cases take half of the test's time.
     if rng.random() < 0.2:
         trace, options = with_times(trace, options, rng)
     plan = build_plan(trace, options)
@@ -152,7 +152,7 @@ def plan_of(case: Case, rng: random.Random) -> Plan:
 def with_times(
     trace: Trace, options: PolicyOptions, rng: random.Random
 ) -> tuple[Trace, PolicyOptions]:
-    """For a planner that goes by time: times and memory readings, and a target or none."""
+    """Times and memory readings for the timed planner, with or without a target."""
     step_ms = [rng.choice([0.0, 0.1, 1.0, 10.0]) for _ in trace.steps]
     trace = timed(trace, step_ms, rng.choice([0.1, 1.0, 25.0, 400.0]))
     trace = with_saved_bytes_as_memory(trace, rng.randint(0, 1 << 30))
@@ -166,7 +166,7 @@ def with_times(
 
 
 def assert_safe(plan: Plan) -> None:
-    """Proved, and the facts agree with what the plan says of itself."""
+    """Check that the plan is proved, and that the facts agree with its statements."""
     facts = check_plan(plan)
     present = device_bytes(plan.trace, ())
     with_plan = [b - absent for b, absent in zip(present, plan.absent_bytes, strict=True)]
@@ -176,10 +176,10 @@ def assert_safe(plan: Plan) -> None:
 
 
 def assert_ends(plan: Plan, rng: random.Random) -> None:
-    """It runs to its end at any speeds, in a time within the bounds of what it has to do."""
+    """Check that it runs to its end at any speeds, within the bounds of its work."""
     step_ms = tuple(rng.choice([0.0, 0.1, 1.0, 10.0]) for _ in plan.trace.steps)
     d2h, h2d = (rng.choice([0.1, 1.0, 25.0, 400.0, math.inf]) for _ in range(2))
-    share = rng.choice([0.5, 0.8, 1.0])  # Of each direction's rate, while both are busy.
+    share = rng.choice([0.5, 0.8, 1.0])  # Fraction of each direction's rate while both are busy.
     bandwidth = Bandwidth(d2h, h2d, share * d2h, share * h2d)
     trace = replace(plan.trace, step_ms=step_ms, bandwidth=bandwidth)
     simulation = simulate(replace(plan, trace=trace))
@@ -195,7 +195,7 @@ def assert_ends(plan: Plan, rng: random.Random) -> None:
     slack = 1e-6 * simulation.total_ms + 1e-9
     assert simulation.total_ms >= max(sum(step_ms), d2h_ms, h2d_ms) - slack
     assert simulation.total_ms <= sum(step_ms) + d2h_ms + h2d_ms + slack
-    # Backward needs every copy, so that compute ends last; it computes or it stalls.
+    # Backward needs every copy, so compute ends last; it always computes or stalls.
     assert simulation.total_ms == pytest.approx(sum(step_ms) + simulation.stall_ms, **near)
     if math.isinf(d2h) and math.isinf(h2d):
         assert simulation.stalls == ()
@@ -231,7 +231,7 @@ def test_every_plan_is_safe_and_ends(chunk: int) -> None:
         max_examples=CASES_PER_CHUNK,
         deadline=None,
         database=None,
-        # To shrink a plan takes long; the case as it is found names all that it needs.
+        # Shrinking a plan takes long; the case as found has all that is needed to reproduce it.
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

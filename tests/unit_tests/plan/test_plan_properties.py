@@ -88,7 +88,7 @@ def test_a_storage_is_copied_freed_returned_and_used_in_this_order(plan: Plan) -
         assert first_commit <= storage.d2h_step <= storage.free_step
         assert storage.free_step < storage.h2d_step <= storage.use_step == first_use
         for key in holders:
-            # Whoever saves it last still finds it, so that it cannot leave before that.
+            # The last group to save it must still find it, so it cannot be freed before that.
             assert index[StepKind.FORWARD_COMMIT, key] <= storage.free_step
 
 
@@ -121,7 +121,7 @@ def test_bytes_add_up(plan: Plan) -> None:
     assert len({storage.index for storage in plan.storages}) == len(plan.storages)
     assert min(plan.absent_bytes) >= 0
     assert max(plan.absent_bytes) <= plan.moved_nbytes
-    # Whatever left has returned before the iteration ends.
+    # Everything that was offloaded is reloaded before the iteration ends.
     assert plan.absent_bytes[-1] == 0
 
 
@@ -165,7 +165,7 @@ def follow(plan: Plan) -> tuple[list[int], Counter[int]]:
 @any_plan
 @given(plan=plans)
 def test_carried_out_a_plan_does_what_it_says(plan: Plan) -> None:
-    # Plan.storages says what becomes of each storage; the engine only ever sees Plan.actions.
+    # Plan.storages describes each storage; the engine reads only Plan.actions.
     absent, copies_out = follow(plan)
     assert absent == list(plan.absent_bytes)
     assert copies_out == Counter(storage.index for storage in plan.storages)

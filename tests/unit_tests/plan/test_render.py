@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A drawn plan shows what the plan says."""
+"""A drawn plan shows the plan's steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def heading(plan: Plan, width: int) -> str:
 
 
 def residence(plan: Plan, group: GroupPlan, step: int) -> str:
-    """The legend's sign for where a group's bytes are, from the plan's step numbers alone."""
+    """The legend's sign for the place of a group's bytes, from the plan's step numbers alone."""
     start = plan.trace.step_index[StepKind.FORWARD_START, group.key]
     bounds = [start, group.commit_step, group.free_step, group.h2d_step, group.use_step]
     return " #>.<#"[sum(bound <= step for bound in bounds)] if step <= group.use_step else " "

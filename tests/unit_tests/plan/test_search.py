@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Groups that move for a memory target or an allowed overhead, and how far from the best that is.
+"""Groups that move for a memory target or an allowed overhead, and their distance from the optimum.
 
 As in ``test_arrange``, most traces are passes of layers with one group of 1 MB each, 1 ms a step.
 """
@@ -66,7 +66,7 @@ from megatron.slipstream.plan.walk import simulate
 EXAMPLE_MODELS = Path(__file__).resolve().parents[3] / "examples" / "models"
 MB = 10**6
 OTHER_BYTES = 10 * MB
-"""Device memory beside saved storages."""
+"""Device memory other than saved storages."""
 
 
 def layers(num_layers: int, gb_per_s: float, micro_batches: int = 1) -> Trace:
@@ -103,7 +103,7 @@ def peak(plan: Plan) -> int:
 @pytest.mark.parametrize("num_away", [1, 2, 4, 6])
 def test_a_target_moves_as_little_as_it_takes(num_away: int) -> None:
     plan = for_memory(layers(8, gb_per_s=5.0), OTHER_BYTES + (8 - num_away) * MB)
-    # Those that are away for the longest time.
+    # Those that are offloaded for the longest time.
     assert moving(plan) == set(range(num_away))
     assert peak(plan) == OTHER_BYTES + (8 - num_away) * MB
     assert simulate(plan).stalls == ()
@@ -205,7 +205,7 @@ def test_in_time_the_last_layer_moves_if_its_copies_hide_and_that_lowers_the_pea
     step_ms[loss] = 20.0
     plan = build_plan(timed(trace, step_ms, 2.0), PolicyOptions())
     assert moving(plan) == {0, 1}
-    # A mark in between, such as another module's, gives it time to go and to come back.
+    # A mark in between, such as another module's, gives time to free and reload it.
     model = Model(num_layers=3, modules=("core_attn", "mlp_norm"), nbytes={"own 4": MB})
     trace = one_pass(model)
     readings = tuple(
@@ -233,7 +233,7 @@ def test_with_a_fraction_the_last_layer_stays() -> None:
     assert moving(plan) == {0, 1, 2}
 
 
-# What costs most of the time and saves next to nothing, where no option asks for more or less.
+# Moves that cost most of the time and save almost nothing, without a target.
 
 
 def by_count(trace: Trace) -> Plan:
@@ -308,7 +308,7 @@ def test_where_compute_waits_everywhere_everything_moves_to_the_lowest_peak() ->
 
 
 def test_the_same_groups_leave_a_mark_later_if_that_ends_most_of_the_waiting() -> None:
-    # Group 57 commits when the peak comes, and is used long after it. That group 58 is used before
+    # Group 57 commits at the peak, and is used long after it. That group 58 is used before
     # its copies have ended costs less than it would be worth to keep it.
     trace = layers(60, 1.0)
     index = trace.step_index
@@ -331,10 +331,10 @@ def test_the_same_groups_leave_a_mark_later_if_that_ends_most_of_the_waiting() -
 
 
 def first_of_two_stages(step_ms: float) -> Trace:
-    """Passes whose last group commits when the peak comes, and is used long after it.
+    """Passes whose last group commits at the peak, and is used long after it.
 
-    By counting marks it would have to be back, one use before its own, before it could have left,
-    one commit after its own. The memory readings are those of eight groups of 1 MB.
+    By counting marks it would have to be reloaded, one use before its own, before it is freed, one
+    commit after its own. The memory readings are those of eight groups of 1 MB.
     """
     model = Model(num_layers=8, nbytes={f"own {group}": MB for group in range(8)})
     trace = trace_of(one_f_one_b(2, 0, 4), model)
@@ -526,7 +526,7 @@ def test_no_plan_is_faster_than_is_physically_possible(
     target_bytes = int(target * max(reading.peak_bytes for reading in trace.memory))
     for options in (PolicyOptions(), PolicyOptions(target_memory_bytes=target_bytes)):
         plan = build_plan(trace, options)
-        # The same peak costs the same however little else moves.
+        # The same peak costs the same if less else moves.
         assert physical_bound_ms(plan) <= simulate(plan).total_ms + 1e-6
 
 
@@ -563,7 +563,7 @@ def test_a_large_iteration_is_planned_in_seconds(kind: str, gb_per_s: float) -> 
         PolicyOptions(max_overhead_percent=1.0),
     ):
         seconds = math.inf
-        for _ in range(2):  # What else runs on the machine slows one of them down, at times.
+        for _ in range(2):  # Other load on the machine may slow one of them down.
             begin = time.process_time()
             plan = build_plan(trace, options)
             seconds = min(seconds, time.process_time() - begin)
@@ -576,7 +576,7 @@ def test_a_large_iteration_is_planned_in_seconds(kind: str, gb_per_s: float) -> 
         assert seconds < MAX_SECONDS
 
 
-# Where the host sets the pace.
+# Launch-bound models.
 
 
 def test_groups_that_cost_host_time_are_chosen_by_their_bytes_as_long_as_they_fit() -> None:
@@ -646,7 +646,7 @@ def test_a_simulated_iteration_takes_longer_by_what_its_groups_cost() -> None:
     assert more > 2.0 * len(moving(plan))
 
 
-# What the search tries beside its first guess.
+# Candidates of the search other than its first guess.
 
 
 def sharing_layers(seed: int) -> Trace:
@@ -676,7 +676,7 @@ def test_groups_that_hold_a_storage_together_are_taken_in_and_out_together() -> 
 def test_a_group_that_asks_for_no_copy_of_its_own_does_not_keep_what_another_moves(
     percent: float, peak_mb: int
 ) -> None:
-    # The first holder of a storage copies it; if the second stays for nothing, nothing moves.
+    # The first holder of a storage copies it; if the second stays without need, nothing moves.
     groups = range(16)
     model = Model(
         num_layers=8,
@@ -800,7 +800,7 @@ def test_of_plans_with_the_lowest_peak_the_one_that_moves_least_is_taken(
     trace = passes_of_layers(seed)
     lean = for_time(trace, 0.0)
     assert lean.moved_nbytes == moved_mb * MB
-    # The set with which the search came to that peak.
+    # The set with which the search reached that peak.
     monkeypatch.setattr(search._Search, "_leanest", lambda self, choice, budget_ms: choice)
     found = for_time(trace, 0.0)
     assert found.moved_nbytes == moved_mb_without * MB

@@ -35,13 +35,13 @@ def measured(trace: Trace, ms: float = 1.0) -> Trace:
 
 
 def with_readings(trace: Trace) -> Trace:
-    """A device that holds 100 MB more and more, measured while 1 MB was away."""
+    """A device whose memory grows by 100 MB per step, measured while 1 MB was offloaded."""
     memory = (MemoryReading(99 * MB + i, 100 * MB + i, MB) for i in range(len(trace.steps)))
     return dataclasses.replace(trace, memory=tuple(memory))
 
 
 def late_plan() -> Plan:
-    """Made without times, so that nothing keeps its copies from being late."""
+    """A plan made without times, so its copies may be late."""
     plan = build_plan(trace_of(one_f_one_b(2, 0, 3), MODEL), PolicyOptions())
     return dataclasses.replace(plan, trace=measured(plan.trace))
 
@@ -76,7 +76,7 @@ def test_slices_of_a_track_do_not_overlap_and_fill_compute() -> None:
         for event, following in zip(slices, slices[1:], strict=False):
             end = event["ts"] + event["dur"]
             assert end <= following["ts"] + 1e-6
-            # What compute does not compute it stalls.
+            # Compute either computes or stalls.
             assert queue is not Queue.COMPUTE or end == pytest.approx(following["ts"])
 
 
@@ -104,7 +104,7 @@ def test_device_memory_is_what_was_measured_if_anything_was() -> None:
     memory = device_memory(plan)
     assert memory.is_measured
     assert not device_memory(PLAN).is_measured
-    # What was away while it was measured is put back.
+    # Bytes that were offloaded during the measurement are added.
     assert memory.without_plan[:2] == (101 * MB, 101 * MB + 1)
     assert (max(memory.without_plan), max(memory.with_plan)) == plan.peak_bytes()
 

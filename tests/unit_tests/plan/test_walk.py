@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Simulated times, against times that were worked out by hand.
+"""Simulated times, compared with times computed by hand.
 
 One pass of three layers has nine steps. Groups 0 and 1 move; their storages of 1e6 bytes take 1 ms
 at 1 GB/s. Copies out start at steps 1 and 3 and are waited for at 3 and 5; copies back start at
@@ -96,7 +96,7 @@ def test_a_slower_copy_back_stalls_at_the_use() -> None:
 
 
 def test_copies_of_one_direction_queue_behind_each_other() -> None:
-    # With more depth both copies back start at step 6; the second ends at 12 ms all the same.
+    # With more depth both copies back start at step 6; the second still ends at 12 ms.
     plan = build_plan(THREE_LAYERS.trace, PolicyOptions(prefetch_depth=2))
     assert run(plan, h2d=1 / 3).total_ms == pytest.approx(13.0)
 
@@ -147,7 +147,7 @@ def test_memory_over_time() -> None:
 
 @pytest.mark.parametrize("gb_per_s", [0.1, 1.0, math.inf])
 def test_the_peaks_are_those_of_the_check_at_any_speed(gb_per_s: float) -> None:
-    # Memory is released and taken at places of the compute queue, not at times.
+    # Memory is released and allocated at points of the compute queue, not at times.
     simulation, facts = run(d2h=gb_per_s, h2d=gb_per_s), check_plan(THREE_LAYERS)
     assert simulation.peak_device_bytes == facts.peak_device_bytes
     assert simulation.peak_host_bytes == facts.peak_host_bytes
@@ -289,7 +289,7 @@ def test_a_copy_that_starts_slows_the_one_that_runs() -> None:
     assert shared.total_ms > alone.total_ms
 
 
-# --- what happened when ---------------------------------------------------------------------------
+# --- times of operations --------------------------------------------------------------------------
 
 
 def test_spans_are_the_steps_and_the_copies() -> None:

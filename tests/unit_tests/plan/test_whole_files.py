@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Output files: whole or not at all. Links, devices and pipes at their paths stay what they are."""
+"""Output files are written atomically. Links, devices and pipes at their paths are kept."""
 
 from __future__ import annotations
 

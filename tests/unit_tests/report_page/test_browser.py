@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The page in a real browser: nothing leaves it, nothing fails, and what can be clicked works.
+"""The page in a real browser: no requests, no errors, and working controls.
 
 Needs ``pip install playwright`` and a Chromium: playwright's own, or one on PATH.
 """
@@ -49,7 +49,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
-    """Opens the page of runs. At the end, nothing may have left it and nothing failed in it."""
+    """Opens the page of runs. At the end, there must have been no requests and no errors."""
     requests: list[str] = []
     troubles: list[str] = []
     contexts = []
@@ -86,14 +86,14 @@ def texts(page: Opened, selector: str) -> list[str]:
 
 
 def column(page: Opened, title: str) -> list[str]:
-    """Of the rows that are shown."""
+    """The texts of the visible rows."""
     table = "section.rank:visible .sortable"
     place = texts(page, f"{table} thead th").index(title) + 1
     return texts(page, f"{table} tbody td:nth-child({place}):visible")
 
 
 def views(page: Opened) -> list[tuple[float, float]]:
-    """Of the iteration, what each chart shows: from where, and how much."""
+    """The visible part of the iteration in each chart: start and width."""
     parts = page.locator("section.rank:visible .plot").evaluate_all(
         "plots => plots.map(plot => [plot.scrollLeft, plot.clientWidth, plot.scrollWidth])"
     )
@@ -101,12 +101,12 @@ def views(page: Opened) -> list[tuple[float, float]]:
 
 
 def near(*views: tuple[float, float]) -> list[Any]:
-    """The same views, to a pixel, for both charts."""
+    """Both charts show the same part, to a pixel."""
     return [pytest.approx(view, abs=0.001) for view in views] * (2 // len(views))
 
 
 def settle(page: Opened) -> None:
-    """Until the next picture has been drawn."""
+    """Wait until the next frame has been drawn."""
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done, 0)))")
 
 
@@ -451,7 +451,7 @@ def test_without_the_script_all_ranks_are_shown(open_page: Callable[..., Opened]
 def test_ranks_are_not_laid_out_before_one_is_chosen(
     open_page: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Of many ranks that takes seconds.
+    # With many ranks this takes seconds.
     read = page_module._file
     monkeypatch.setattr(page_module, "_file", lambda name: "" if name == "page.js" else read(name))
     page = open_page(slow_run(), slow_run(1))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Paths have every bar and every byte at its place."""
+"""Paths have every bar and every byte at its position."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""``slipstream report --html`` brings reports and traces together, and says what does not fit."""
+"""``slipstream report --html`` combines reports and traces, and refuses those that do not match."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = PolicyOptions(activation_offload_fraction=0.5)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Reports and traces of two ranks, as a run leaves them."""
+    """Reports and traces of two ranks, as a run writes them."""
     for rank, trace in TRACES.items():
         suffix = f".rank{rank}" if rank else ""
         make_run(trace, rank, OPTIONS).report.save(tmp_path / f"report{suffix}.json")
@@ -47,7 +47,7 @@ def test_traces_belong_to_the_reports_in_the_same_places(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = folder / "page.html"
-    # Not in the order of ranks: it is the places that count.
+    # Not in the order of ranks: the order of the arguments counts.
     reports = [folder / "report.rank1.json", folder / "report.json"]
     traces = [folder / "trace.rank1.json", folder / "trace.json"]
     assert run(*reports, "--trace", *traces, "--html", page) == 0

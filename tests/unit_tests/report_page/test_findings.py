@@ -194,7 +194,7 @@ def test_a_run_that_never_began_has_nothing_wrong() -> None:
 
 
 def test_the_example_of_these_tests_moves() -> None:
-    # Or "nothing is found" would be said of a run that does nothing.
+    # Otherwise "nothing is found" would be tested on a run that does nothing.
     assert good_rank().d2h_bytes > 0
     assert one_pass(Model()).steps
 

@@ -41,7 +41,7 @@ NASTY = (
     "a\u2028b&lt;{{ 7 * 7 }}{% raw %}",
 )
 VOID = frozenset("meta link path rect line circle br input".split())
-# SVG is XML's child: what has no content closes itself there.
+# As in XML, SVG elements without content are self-closing.
 
 
 class Page(HTMLParser):
@@ -91,12 +91,12 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        """All that is read."""
+        """The text of the page."""
         return " ".join(" ".join(self.texts).split())
 
     @property
     def data(self) -> list[dict[str, object]]:
-        """The figures that the script reads, by rank."""
+        """The data that the script reads, by rank."""
         kind = "application/json"
         return [json.loads(text) for attrs, text in self.scripts if attrs.get("type") == kind]
 
