@@ -143,7 +143,7 @@ def behind_the_seam(manager: Any, chunks: Chunks = ()) -> Iterator[None]:
         chunks: Those that run inside.
     """
     from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-    from megatron.slipstream.integration.p2p_sync import let_host_run_ahead
+    from megatron.slipstream.integration.p2p_sync import disable_p2p_host_sync
     from megatron.slipstream.patches import table
     from megatron.slipstream.patches.table import Feature
 
@@ -152,7 +152,7 @@ def behind_the_seam(manager: Any, chunks: Chunks = ()) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     if use_gpu() and isinstance(manager, PipelineOffloadManager):
         table.apply(Feature.ENGINE_ON_GPU)
-        undo = [let_host_run_ahead(chunk) for chunk in chunks]
+        undo = [disable_p2p_host_sync(chunk) for chunk in chunks]
     try:
         yield
     finally:

@@ -56,7 +56,7 @@ def missing_pass_arguments() -> tuple[int, ...]:
 # CUDA graphs of layers
 
 
-def keep_what_graphs_hand_on(layer: Any) -> None:
+def unmark_norms_at_graph_edges(layer: Any) -> None:
     """Do not mark norms of a new layer whose input one of its graphs takes in or gives out.
 
     A graph keeps that memory; and where the router ends a graph, the group of the norm before it

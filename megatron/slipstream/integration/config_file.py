@@ -58,7 +58,7 @@ def load_config(path: str | Path) -> OffloadConfig:
     values = _read(path)
     for name in values:
         if name not in hints:
-            raise ValueError(f"{path}: {name!r} is not a setting; {_instead(name, hints)}")
+            raise ValueError(f"{path}: {name!r} is not a setting; {_suggestion(name, hints)}")
     try:
         return OffloadConfig(**values)
     except ValueError as error:
@@ -104,7 +104,7 @@ def _read(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def _instead(name: object, hints: dict[str, Any]) -> str:
+def _suggestion(name: object, hints: dict[str, Any]) -> str:
     if name in MEGATRON_OPTIONS:
         return "it is an option of megatron-core's: give it to the model's configuration"
     near = difflib.get_close_matches(str(name), hints, n=1)

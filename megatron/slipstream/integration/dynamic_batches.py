@@ -153,11 +153,11 @@ def forward(
     device = params.cu_seqlens_q.device
     batch = {key: loaded[key].to(device, non_blocking=True) for key in stage.needed}
     if stage.is_ranks_first:
-        _count_work(params, int(args.context_parallel_size))
+        _report_sequence_lengths(params, int(args.context_parallel_size))
     return packed_sequences.run_model(model, batch, params, stage, args)
 
 
-def _count_work(params: PackedSeqParams, static_size: int) -> None:
+def _report_sequence_lengths(params: PackedSeqParams, static_size: int) -> None:
     """Tell megatron the lengths of the sequences, as often as it takes them to be the same.
 
     It adds up what all ranks say, and divides by the static size. Every rank has to say something,
@@ -168,4 +168,4 @@ def _count_work(params: PackedSeqParams, static_size: int) -> None:
     times = max(1, static_size // size) if rank < static_size else 0
     lengths = params.cu_seqlens_q
     for _ in range(max(1, times)):
-        packed_sequences.count_work(lengths if times else torch.zeros_like(lengths))
+        packed_sequences.report_sequence_lengths(lengths if times else torch.zeros_like(lengths))

@@ -38,7 +38,7 @@ class GraphOffloadMixin(torch.nn.Module):
         self._vp_stage: int = options.get("vp_stage") or 0
         self._graph_event: Optional[torch.cuda.Event] = None
         """Recorded in each graph of the layer when only copies are left to do."""
-        compat.keep_what_graphs_hand_on(self)
+        compat.unmark_norms_at_graph_edges(self)
 
     def _set_offload_modules(self) -> None:
         super()._set_offload_modules()  # type: ignore[misc]

@@ -108,7 +108,7 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
             logger.error("megatron's own output before the error is in %s", self._path)
         elif failed:
             self._stdout.write(self._held.getvalue())
-        self._stream.tell_repeated()
+        self._stream.write_repeat_counts()
         self._stack.close()
 
 
@@ -133,7 +133,7 @@ class _Stream(io.TextIOBase):
                 return len(text)
         return self.target.write(text)
 
-    def tell_repeated(self) -> None:
+    def write_repeat_counts(self) -> None:
         """Write how often each warning came."""
         for text, count in self._warnings.items():
             if count > 1:

@@ -31,7 +31,7 @@ from megatron.slipstream.fine_grained_activation_offload.cuda_backend import Cud
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.gradients import Gradients
-from megatron.slipstream.integration.p2p_sync import let_host_run_ahead
+from megatron.slipstream.integration.p2p_sync import disable_p2p_host_sync
 from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 from megatron.slipstream.plan.trace import StepKind
 
@@ -92,7 +92,7 @@ class _Model:
         """A chunk of this model; its host runs ahead if ``copies_beside_compute``."""
         self._chunks.append(weakref.ref(chunk))
         if copies_beside_compute:
-            self._undo.append(let_host_run_ahead(chunk))
+            self._undo.append(disable_p2p_host_sync(chunk))
         output_layer = getattr(chunk, "output_layer", None)
         # Engines that take turns with one model, as in benchmarks, share its hooks.
         if (
@@ -104,7 +104,7 @@ class _Model:
                 output_layer.register_forward_hook(_output_ends).remove,
             ]
 
-    def forget_chunks(self) -> None:
+    def remove_hooks(self) -> None:
         """Leave no hook on any of them, and their configurations as they were."""
         while self._undo:
             self._undo.pop()()
@@ -114,7 +114,7 @@ class _Model:
         """Those that still exist."""
         return [chunk for chunk in (reference() for reference in self._chunks) if chunk is not None]
 
-    def lacks(self, chunk: Any) -> bool:
+    def can_add(self, chunk: Any) -> bool:
         """Whether ``chunk`` can be one of its virtual pipeline stages."""
         return all(
             _num_stages(other) == _num_stages(chunk) and _stage(other) != _stage(chunk)
@@ -138,7 +138,7 @@ class Router:
         self._steps_before: dict[RoutedManager, int] = {}
         """Where each engine was when a chunk was called last."""
         self.begins_pass = True
-        """Whether a model that says that a pass begins is to be believed."""
+        """False where a model that says that a pass begins is ignored."""
         self.default = make_manager(self)
         """The engine of the first model."""
         self.default.store.backend.gradients = Gradients(lambda: self.chunks)
@@ -166,7 +166,7 @@ class Router:
         """Make ``chunks`` one model."""
         known = [self._model_of[chunk] for chunk in chunks if chunk in self._model_of]
         if not known:
-            self._forget_models_that_are_gone()
+            self._drop_dead_models()
             self._models.append(_Model())
         model = known[0] if known else self._models[-1]
         for chunk in chunks:
@@ -178,13 +178,13 @@ class Router:
         """The engine of the model that ``chunk`` is of, made if there is none.
 
         A chunk that is not bound is a model of its own. A virtual pipeline stage belongs to the
-        newest model that lacks it, first of those built from the same configuration.
+        newest model without that stage, first of those built from the same configuration.
 
         Raises:
             ValueError: It cannot be trained beside the other models of the process.
         """
         if chunk not in self._model_of:
-            candidates = [model for model in reversed(self._models) if model.lacks(chunk)]
+            candidates = [model for model in reversed(self._models) if model.can_add(chunk)]
             config: Any = chunk.config
             alike = [m for m in candidates if any(other.config is config for other in m.chunks)]
             siblings = [*alike, *candidates][:1]
@@ -219,7 +219,7 @@ class Router:
         """Around a call of ``chunk``."""
         manager = self.manager_of(chunk) if self.is_training else None
         seam = mcore_offload.PipelineOffloadManager
-        before, believed = seam.OFFLOAD_MGR, self.begins_pass
+        before, began = seam.OFFLOAD_MGR, self.begins_pass
         self.note_call()
         self._calls.append(manager)
         try:
@@ -232,7 +232,7 @@ class Router:
             self.begins_pass = False
             yield
         finally:
-            self.begins_pass = believed
+            self.begins_pass = began
             self._calls.pop()
             if any(outer is not None for outer in self._calls):
                 seam.OFFLOAD_MGR = before
@@ -261,12 +261,12 @@ class Router:
         if gradients is not None:
             gradients.end()
         for model in self._models:
-            model.forget_chunks()
+            model.remove_hooks()
 
     # The life of models.
 
     def _new_manager(self, chunk: Any) -> RoutedManager:
-        self._forget_models_that_are_gone()
+        self._drop_dead_models()
         trained = [model for model in self._models if model.manager is not None]
         others = [other for model in trained for other in model.chunks]
         for one in (chunk, *others) if trained else ():
@@ -290,7 +290,7 @@ class Router:
             pool.limit_bytes = max(share, pool.allocated_bytes)
             left_bytes = max(0, left_bytes - pool.limit_bytes)
 
-    def _forget_models_that_are_gone(self) -> None:
+    def _drop_dead_models(self) -> None:
         for model in list(self._models):
             if model.chunks or (model.manager is not None and model.manager.is_needed):
                 continue

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def let_host_run_ahead(chunk: Any) -> Callable[[], None]:
+def disable_p2p_host_sync(chunk: Any) -> Callable[[], None]:
     """Set ``batch_p2p_sync=False``, which stages read at every exchange.
 
     Not with ``use_ring_exchange_p2p``, whose streams are not PyTorch's.

@@ -329,7 +329,7 @@ def forward(
         batch["cu_seqlens"][0], batch["cu_seqlens_padded"][0], pack_limits(args).max_tokens
     )
     if stage.is_ranks_first:
-        count_work(params.cu_seqlens_q)
+        report_sequence_lengths(params.cu_seqlens_q)
     return run_model(model, batch, params, stage, args)
 
 
@@ -370,7 +370,7 @@ def _padding_mask_for(mask: torch.Tensor, is_first: bool, args: Any) -> torch.Te
     return parts[mpu.get_tensor_model_parallel_rank()].contiguous()
 
 
-def count_work(cu_seqlens: torch.Tensor) -> None:
+def report_sequence_lengths(cu_seqlens: torch.Tensor) -> None:
     """Tell megatron the lengths of the sequences, for the throughput that it logs.
 
     Once per micro-batch and rank, in training. Otherwise it takes each micro-batch for one

@@ -51,7 +51,7 @@ class RunFiles:
         if report is not None and self._rank == 0:
             logger.info("%s", report.render())
         self._write_own(monitor, is_end=True, report=report)
-        self._tell()
+        self._log_written()
 
     def write_alone(self, monitor: Monitor) -> None:
         """Write what this rank knows where others may not come: it fails, or is interrupted.
@@ -63,7 +63,7 @@ class RunFiles:
             self._write_own(monitor, is_end=False, report=report)
         except Exception:
             logger.exception("the files of the training are incomplete")
-        self._tell()
+        self._log_written()
 
     def _write_own(self, monitor: Monitor, is_end: bool, report: Optional[Report] = None) -> None:
         """Write this rank's files; with ``report`` the first rank writes its page, too."""
@@ -102,7 +102,7 @@ class RunFiles:
         else:
             self._written.append(f"{option}={path}")
 
-    def _tell(self) -> None:
+    def _log_written(self) -> None:
         if self._written and self._rank == 0:
             logger.info("written: %s", ", ".join(self._written))
 

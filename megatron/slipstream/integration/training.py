@@ -85,10 +85,10 @@ def _parse_and_train(
     try:
         run(args, config, pretrain)
     except Exception:
-        if not _others_wait():
+        if not _has_nccl_peers():
             raise
         traceback.print_exc()
-        _end_at_once()
+        _exit_without_cleanup()
     return 0
 
 
@@ -114,7 +114,7 @@ def _refuse(error: ValueError) -> int:
     return 2
 
 
-def _others_wait() -> bool:
+def _has_nccl_peers() -> bool:
     """Whether NCCL connects this rank to others."""
     distributed = torch.distributed
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
@@ -122,7 +122,7 @@ def _others_wait() -> bool:
     return "nccl" in distributed.get_backend()
 
 
-def _end_at_once() -> NoReturn:
+def _exit_without_cleanup() -> NoReturn:
     """End this rank, which has failed and said so, without the interpreter's own shutdown.
 
     NCCL's communicators would wait there for ranks that wait for this one, for minutes between

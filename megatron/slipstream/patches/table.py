@@ -42,7 +42,7 @@ _ROUTER = f"{_CORE}.transformer.moe.router"
 _LOOP = "megatron.training.training"
 
 
-def _late(module: str, name: str) -> Callable[[Any], Any]:
+def _lazy(module: str, name: str) -> Callable[[Any], Any]:
     """``name`` of a module of this room, imported when it is called.
 
     Those modules import megatron-core, which must not load before its CPU stand-ins.
@@ -55,31 +55,31 @@ def _late(module: str, name: str) -> Callable[[Any], Any]:
     return replace
 
 
-def _ask(module: str, name: str, *arguments: Any) -> Callable[[], bool]:
-    return partial(_late(module, name), *arguments)
+def _condition(module: str, name: str, *arguments: Any) -> Callable[[], bool]:
+    return partial(_lazy(module, name), *arguments)
 
 
 CALLS = (
     Patch(
         f"{_CORE}.models.common.language_module.language_module.LanguageModule.__call__",
-        _late("model_calls", "call_through_router"),
+        _lazy("model_calls", "call_through_router"),
         "marks do not say which model they are of, so two trained models would share one plan",
     ),
     Patch(
         f"{_CORE}.models.gpt.gpt_model.GPTModel.build_schedule_plan",
-        _late("model_calls", "build_through_router"),
+        _lazy("model_calls", "build_through_router"),
         "the same where the layers of two micro-batches run in turn",
-        is_needed=_ask("model_calls", "can_run_in_nodes"),
+        is_needed=_condition("model_calls", "can_run_in_nodes"),
     ),
 )
 
 ROTATION = tuple(
     Patch(
         f"{_CORE}.fusions.fused_mla_yarn_rope_apply.{name}",
-        _late("rotary_kernels", "restrict_autotune_configs"),
+        _lazy("rotary_kernels", "restrict_autotune_configs"),
         "some block sizes that Triton may choose compute wrong gradients",
         (4640, 7103),
-        is_needed=_ask("rotary_kernels", "is_tuned", name),
+        is_needed=_condition("rotary_kernels", "is_tuned", name),
     )
     for name in (
         *("rotary_fwd_q_kernel", "rotary_bwd_q_kernel"),
@@ -90,13 +90,13 @@ ROTATION = tuple(
 GROUPS = (
     Patch(
         f"{_FACADE}.fine_grained_offloading_group_start",
-        _late("marks", "tell_group_input"),
+        _lazy("marks", "tell_group_input"),
         "the engine would not know where backward leaves a group",
         parameters=("tensor", "name"),
     ),
     Patch(
         f"{_FACADE}.FineGrainedOffloadingGroupCommitFunction",
-        _late("marks", "EndByEngine"),
+        _lazy("marks", "EndByEngine"),
         "a Python function would run at each group's end, forward and backward",
     ),
 )
@@ -105,19 +105,19 @@ COPIES = (
     Patch(
         f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput"
         ".discard_output_and_register_recompute",
-        _late("marks", "tell_discarded_outputs"),
+        _lazy("marks", "tell_discarded_outputs"),
         "a copy to the host would read memory that has been discarded to be recomputed",
         parameters=("self", "hook_tensor"),
     ),
     Patch(
         f"{_CORE}.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
-        _late("d2h_by_kernel", "D2HByKernel"),
+        _lazy("d2h_by_kernel", "D2HByKernel"),
         "the host would wait for token counts behind the copies of activations",
         parameters=("tensor", "as_numpy", "record_stream"),
     ),
     Patch(
         f"{_CORE}.pipeline_parallel.p2p_communication.P2PCommunicator._communicate_shapes",
-        _late("p2p_shapes", "exchange_by_kernels"),
+        _lazy("p2p_shapes", "exchange_by_kernels"),
         "the host would wait for shapes of varying lengths behind the copies of activations",
         parameters=("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
     ),
@@ -126,13 +126,13 @@ COPIES = (
 CHECKPOINTS = (
     Patch(
         f"{_CORE}.tensor_parallel.random.CheckpointFunction.apply",
-        _late("marks", "run_in_a_group"),
+        _lazy("marks", "run_in_a_group"),
         "no marks lie around a checkpoint, so its inputs would stay",
         (5218,),
     ),
     Patch(
         "transformer_engine.pytorch.distributed._CheckpointFunction.apply",
-        _late("marks", "run_in_a_group"),
+        _lazy("marks", "run_in_a_group"),
         "the same for checkpoints of Transformer Engine",
         is_needed=lambda: preflight.is_installed("transformer_engine"),
     ),
@@ -141,25 +141,25 @@ CHECKPOINTS = (
 PADDING = (
     Patch(
         f"{_ROUTER}.TopKRouter.routing",
-        _late("padded_routing", "pass_mask_on"),
+        _lazy("padded_routing", "pass_mask_on"),
         "the functions below would not see the padding mask",
         parameters=("self", "logits", "padding_mask"),
     ),
     Patch(
         f"{_ROUTER}.TopKRouter._apply_expert_bias",
-        _late("padded_routing", "count_without_padding"),
+        _lazy("padded_routing", "count_without_padding"),
         "the router raises, since mask and routing map have shapes that do not match",
         parameters=("self", "routing_map", "padding_mask"),
     ),
     Patch(
         f"{_ROUTER}.apply_router_token_dropping",
-        _late("padded_routing", "drop_padding_first"),
+        _lazy("padded_routing", "drop_padding_first"),
         "padding would compete for the capacity of experts",
         parameters=("routing_probs", "routing_map"),
     ),
     Patch(
         f"{_ROUTER}.get_tokens_per_expert_and_token_count",
-        _late("padded_routing", "count_at_least_one"),
+        _lazy("padded_routing", "count_at_least_one"),
         "a buffer of nothing but padding would make all gradients NaN",
     ),
 )
@@ -167,7 +167,7 @@ PADDING = (
 EXCHANGES = tuple(
     Patch(
         f"torch.distributed.{module}{name}",
-        _late("exchanged_tensors", "keep_tensors"),
+        _lazy("exchanged_tensors", "keep_tensors"),
         "a measured pass would free tensors that the recorded one keeps",
         parameters=("tensor",),
     )
@@ -177,12 +177,12 @@ EXCHANGES = tuple(
 
 EVALUATE_FIRST = Patch(
     f"{_LOOP}.train",
-    _late("training_loop", "evaluate_first"),
+    _lazy("training_loop", "evaluate_first"),
     "`--eval-before-training`: the loop has no call-out before its first iteration",
 )
 FINALIZE = Patch(
     f"{_LOOP}.finalize_model_grads",
-    _late("training_loop", "finalize_through"),
+    _lazy("training_loop", "finalize_through"),
     "progress and run record: the loop does not take the function from the configuration",
     releases="0.17, 0.18",
     is_needed=lambda: not has_gpt_builder(),
@@ -190,7 +190,7 @@ FINALIZE = Patch(
 INITIALIZE = (
     Patch(
         f"{_LOOP}.initialize_megatron",
-        _late("training_loop", "take_arguments"),
+        _lazy("training_loop", "take_arguments"),
         "the loop would parse and validate the command line once more",
         releases="0.17",
         is_needed=pretrain_parses,
@@ -198,7 +198,7 @@ INITIALIZE = (
     *(
         Patch(
             f"megatron.training.initialize.{name}",
-            _late("training_loop", "do_nothing"),
+            _lazy("training_loop", "do_nothing"),
             "the same",
             releases="0.17",
             is_needed=pretrain_parses,

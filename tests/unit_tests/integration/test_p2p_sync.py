@@ -20,7 +20,7 @@ from tiny_gpt import ModelCase, initialize, make_config, use_gpu
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.integration import install, model_router
-from megatron.slipstream.integration.p2p_sync import let_host_run_ahead
+from megatron.slipstream.integration.p2p_sync import disable_p2p_host_sync
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 
@@ -88,7 +88,7 @@ def _exchange(
     communicator = P2PCommunicator(group, config)
     with applied(table.COPIES if is_installed else ()):
         if is_installed:
-            let_host_run_ahead(_chunk(config))
+            disable_p2p_host_sync(_chunk(config))
         return [_pass_two(communicator, rank, is_variable) for _ in range(NUM_TRIES)]
 
 
@@ -182,9 +182,9 @@ def _chunk(config: SimpleNamespace) -> Any:
 def test_the_configuration_is_as_it_was_afterwards(syncs: bool, is_ring: bool) -> None:
     config = SimpleNamespace(batch_p2p_sync=syncs, use_ring_exchange_p2p=is_ring)
     chunk = _chunk(config)
-    restore = let_host_run_ahead(chunk)
+    restore = disable_p2p_host_sync(chunk)
     assert config.batch_p2p_sync is (syncs and is_ring)
-    let_host_run_ahead(_chunk(config))()  # another one with the same configuration
+    disable_p2p_host_sync(_chunk(config))()  # another one with the same configuration
     assert config.batch_p2p_sync is (syncs and is_ring)
     restore()
     assert config.batch_p2p_sync is syncs
@@ -209,7 +209,7 @@ def test_a_chunk_that_its_own_configuration_refers_to_is_not_kept() -> None:
     config = SimpleNamespace(batch_p2p_sync=True, use_ring_exchange_p2p=False)
     chunk = _chunk(config)
     config.no_sync_func = chunk.forward  # as megatron's training loop sets
-    restore, gone = let_host_run_ahead(chunk), weakref.ref(chunk)
+    restore, gone = disable_p2p_host_sync(chunk), weakref.ref(chunk)
     del chunk, config
     gc.collect()
     assert gone() is None

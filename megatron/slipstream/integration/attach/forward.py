@@ -177,7 +177,7 @@ class ForwardHooks:
         self._ran: dict[str, set[_Role]] = {match.label: set() for match in matches}
         """Roles of calls by label, until the first pass has ended."""
         self._is_first_pass = True
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._handles: list[Any] = []
         # By default compiled code assumes that modules have the hooks that the first one of their
         # kind had when it was compiled. It is compiled again, with a guard on hooks.
@@ -243,7 +243,7 @@ class ForwardHooks:
     def _becomes_trainer(self) -> bool:
         """Whether this thread is the trainer from here on."""
         if not self._is_trainer_free():
-            self._tell(_TWO_TRAIN)
+            self._warn_once(_TWO_TRAIN)
             return False
         self._forget_trainer()
         self._trainer = self._here
@@ -259,18 +259,20 @@ class ForwardHooks:
     # The model.
 
     def _enter_model(self, hooked: _Hooked, module: Any, args: Any, kwargs: Any) -> None:
-        if not self._is_the_one(hooked, module):
+        if not self._is_hooked(hooked, module):
             return
-        self._undo_calls_that_never_end()
+        self._undo_interrupted_calls()
         role = _Role.SKIPPED
         calls = self._here.calls
         if self._engine.is_training_forward and all(c.role is not _Role.PASS for c in calls):
             if _top_pack_hook() is None:
                 role = _Role.PASS if self._becomes_trainer() else _Role.SKIPPED
             else:
-                self._tell("the model runs under other saved-tensor hooks, so nothing of it moves")
+                self._warn_once(
+                    "the model runs under other saved-tensor hooks, so nothing of it moves"
+                )
         elif is_transformed():
-            self._tell("the model runs in a transform of torch.func, so nothing of it moves")
+            self._warn_once("the model runs in a transform of torch.func, so nothing of it moves")
         call = _Call(hooked, role)
         if role is _Role.PASS:
             _check_current_gpu(module)
@@ -281,7 +283,7 @@ class ForwardHooks:
     def _leave_model(
         self, hooked: _Hooked, module: Any, args: Any, kwargs: Any, output: Any
     ) -> None:
-        call = self._take(hooked, module)
+        call = self._pop_call(hooked, module)
         if call is None or call.role is not _Role.PASS:
             return
         self._inputs.stop()
@@ -289,14 +291,14 @@ class ForwardHooks:
         self._engine.end_forward(failed=has_raised)
         if self._is_first_pass and not has_raised:
             self._is_first_pass = False
-            self._tell_of_labels_without_groups()
+            self._warn_of_labels_without_groups()
 
     # A chosen module.
 
     def _enter(self, hooked: _Hooked, module: Any, args: Any, kwargs: Any) -> None:
-        if not self._is_the_one(hooked, module):
+        if not self._is_hooked(hooked, module):
             return
-        self._undo_calls_that_never_end()
+        self._undo_interrupted_calls()
         call = _Call(hooked, self._role_of_module())
         if call.role is _Role.WITHOUT_GRADIENTS:
             self._inputs.enter_without_gradients()
@@ -314,7 +316,7 @@ class ForwardHooks:
         self._here.calls.append(call)
 
     def _leave(self, hooked: _Hooked, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        call = self._take(hooked, module)
+        call = self._pop_call(hooked, module)
         if call is None or call.role is _Role.SKIPPED:
             return
         if call.role is _Role.WITHOUT_GRADIENTS:
@@ -326,7 +328,7 @@ class ForwardHooks:
         if not has_raised and not self._engine.commit_region(
             hooked.label, nodes_of(output, (args, kwargs))
         ):
-            self._tell(
+            self._warn_once(
                 f"no result is found in what {hooked.label} ({type(module).__name__}) returns, a "
                 f"{type(output).__name__}, so what it saves comes back late and slows training "
                 "down; let it return tensors, or tuples, dictionaries or data classes of them"
@@ -342,12 +344,14 @@ class ForwardHooks:
         is_model_training = any(call.role is _Role.PASS for call in here.calls)
         return _Role.WITHOUT_GRADIENTS if is_model_training else _Role.SKIPPED
 
-    def _tell_of_labels_without_groups(self) -> None:
+    def _warn_of_labels_without_groups(self) -> None:
         for label, roles in self._ran.items():
             if not roles:
-                self._tell(f"no module of {label!r} ran in the model's forward, so nothing moves")
+                self._warn_once(
+                    f"no module of {label!r} ran in the model's forward, so nothing moves"
+                )
             elif _Role.REGION not in roles and label not in self._inputs.labels:
-                self._tell(
+                self._warn_once(
                     f"modules of {label!r} ran only where nothing is kept of them (in "
                     "torch.utils.checkpoint or without gradients), so nothing of them moves; name "
                     "the modules that are checkpointed, and their inputs move"
@@ -355,7 +359,7 @@ class ForwardHooks:
 
     # Calls.
 
-    def _is_the_one(self, hooked: _Hooked, module: Any) -> bool:
+    def _is_hooked(self, hooked: _Hooked, module: Any) -> bool:
         """Whether the call is one of the module that was chosen, rather than of a copy.
 
         Raises:
@@ -371,7 +375,7 @@ class ForwardHooks:
             )
         return False
 
-    def _take(self, hooked: _Hooked, module: Any) -> Optional[_Call]:
+    def _pop_call(self, hooked: _Hooked, module: Any) -> Optional[_Call]:
         """The call that ends; None if its beginning was not seen, since another hook raised."""
         here = self._here
         if not hooked.is_of(module) or all(call.hooked is not hooked for call in here.calls):
@@ -380,7 +384,7 @@ class ForwardHooks:
             self._undo(here.calls.pop(), here)
         return here.calls.pop()
 
-    def _undo_calls_that_never_end(self) -> None:
+    def _undo_interrupted_calls(self) -> None:
         """See [Note: Calls that never end]."""
         here = self._here
         while here.calls and not here.calls[-1].is_running:
@@ -396,10 +400,10 @@ class ForwardHooks:
             self._inputs.stop(is_here)
             self._engine.end_forward(failed=True)
 
-    def _tell(self, text: str) -> None:
+    def _warn_once(self, text: str) -> None:
         """Warn once."""
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._warned:
+            self._warned.add(text)
             logger.warning("attach(): %s", text)
 
 
