@@ -80,14 +80,11 @@ def _of_size(size: int, everyone: Group, lists: Sequence[Sequence[int]]) -> Grou
     existing = _existing(size, everyone)
     if existing is not None:
         return existing
-    mine: Optional[Group] = None
-    for ranks in lists:
-        for begin in range(0, len(ranks), size):
-            block = list(ranks[begin : begin + size])
-            name = f"DYNAMIC_CONTEXT_PARALLEL_GROUP_{size}"
-            group = parallel_state.create_group(block, group_desc=name)
-            if torch.distributed.get_rank() in block:
-                mine = group
+    blocks = [
+        ranks[begin : begin + size] for ranks in lists for begin in range(0, len(ranks), size)
+    ]
+    name = f"DYNAMIC_CONTEXT_PARALLEL_GROUP_{size}"
+    mine, _ = torch.distributed.new_subgroups_by_enumeration(blocks, group_desc=name)
     assert mine is not None
     return mine
 

@@ -21,9 +21,8 @@ import dataclasses
 import difflib
 import logging
 from collections.abc import Iterable, Mapping
-from functools import cache
 from types import SimpleNamespace
-from typing import Any, Optional, TypedDict, get_type_hints
+from typing import Any, Optional, TypedDict
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -196,7 +195,7 @@ def revalidate(config: Any) -> None:
 
 def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with plain values of the right types."""
-    checked = {}
+    given = {}
     for name, value in options.items():
         if name not in DEFAULTS:
             near = difflib.get_close_matches(str(name), DEFAULTS, n=1, cutoff=0.5)
@@ -205,19 +204,15 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name!r} is not an offloading option; {hint}Options: {', '.join(DEFAULTS)}"
             )
         # OmegaConf, among others, has lists of its own.
-        if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)):
-            value = list(value)
-        try:
-            checked[name] = _adapter(name).validate_python(value, strict=True)
-        except ValidationError as error:
-            expected = error.errors()[0]["msg"].removeprefix("Input should be ")
-            raise ValueError(f"{name}={value!r} has the wrong type; set {expected}") from error
-    return checked
-
-
-@cache
-def _adapter(name: str) -> TypeAdapter[Any]:
-    return TypeAdapter(get_type_hints(OffloadOptions)[name])
+        is_list = isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
+        given[name] = list(value) if is_list else value
+    try:
+        TypeAdapter(OffloadOptions).validate_python(given, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, expected = str(first["loc"][0]), first["msg"].removeprefix("Input should be ")
+        raise ValueError(f"{name}={given[name]!r} has the wrong type; set {expected}") from error
+    return given
 
 
 def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
