@@ -80,9 +80,7 @@ def _of_size(size: int, everyone: Group, lists: Sequence[Sequence[int]]) -> Grou
     existing = _existing(size, everyone)
     if existing is not None:
         return existing
-    blocks = [
-        ranks[begin : begin + size] for ranks in lists for begin in range(0, len(ranks), size)
-    ]
+    blocks = [ranks[i : i + size] for ranks in lists for i in range(0, len(ranks), size)]
     name = f"DYNAMIC_CONTEXT_PARALLEL_GROUP_{size}"
     mine, _ = torch.distributed.new_subgroups_by_enumeration(blocks, group_desc=name)
     assert mine is not None

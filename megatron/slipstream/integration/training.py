@@ -116,10 +116,8 @@ def _refuse(error: ValueError) -> int:
 
 def _has_nccl_peers() -> bool:
     """Whether NCCL connects this rank to others."""
-    distributed = torch.distributed
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return False
-    return "nccl" in distributed.get_backend()
+    group = torch.distributed
+    return group.is_initialized() and group.get_world_size() > 1 and "nccl" in group.get_backend()
 
 
 def _exit_without_cleanup() -> NoReturn:
@@ -177,14 +175,11 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     step = partial(providers.forward_step, monitor=monitor)
     update_wrapper(step, providers.forward_step)
     try:
-        with (
-            contextlib.ExitStack() as at_end,
-            _writing_at_end(files, monitor),
-            monitor,
-            applied(patches),
-        ):
+        with contextlib.ExitStack() as stack:
             if manager is not None:
-                at_end.callback(install.uninstall)
+                stack.callback(install.uninstall)
+            for context in (_writing_at_end(files, monitor), monitor, applied(patches)):
+                stack.enter_context(context)
             pretrain(providers.datasets, step, monitor.finalizing)
     except SystemExit:
         _leave_process_groups()
