@@ -8,7 +8,16 @@ import sys
 # Transformer Engine reads this once, when it is imported; later is too late.
 os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 
-from megatron.slipstream.integration.training import main
+from megatron.slipstream.integration.flag_names import refuse_misspelt_flags
+from megatron.slipstream.launcher import refuse
 
 if __name__ == "__main__":
+    try:
+        refuse_misspelt_flags(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(refuse(error))
+
+    # After that, since this import takes seconds.
+    from megatron.slipstream.integration.training import main
+
     sys.exit(main())

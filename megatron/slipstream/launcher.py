@@ -9,6 +9,7 @@ import itertools
 import os
 import socket
 import sys
+import time
 
 LOCAL_RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
 """Set by torchrun."""
@@ -72,6 +73,16 @@ def check_launcher() -> None:
     """
     for variable in _LAUNCHER:
         launcher_number(variable, 1, at_least=int("SIZE" in variable))
+
+
+def refuse(error: ValueError) -> int:
+    """Say what the user got wrong, once per machine; returns the exit code."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
+    else:
+        # torchrun ends all ranks when one exits; let the first one speak.
+        time.sleep(2)
+    return 2
 
 
 FIRST_PORT, NUM_PORTS = 10_000, 22_000

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import logging
 import os
 import sys
@@ -26,6 +25,7 @@ from megatron.slipstream.config import MODULE_NAMES, OffloadConfig
 from megatron.slipstream.context_parallel.options import DynamicContextParallelOptions
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.config_file import config_from_environment
+from megatron.slipstream.integration.flag_names import did_you_mean
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.packed_sequences.options import PackingOptions
 
@@ -218,8 +218,7 @@ def _nearest_flags(parser: argparse.ArgumentParser, message: str) -> str:
     known = [flag for action in parser._actions for flag in action.option_strings]
     words = [word.rstrip(":,").split("=")[0] for word in message.split() if word[:2] == "--"]
     unknown = [word for word in words if word not in known]
-    near = [match for word in unknown for match in difflib.get_close_matches(word, known, n=1)]
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    return did_you_mean(unknown, known)
 
 
 def print_help(everything: bool) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, update_wrapper
@@ -31,7 +30,13 @@ from megatron.slipstream.integration.monitor import Monitor, progress_kind
 from megatron.slipstream.integration.run_files import RunFiles
 from megatron.slipstream.integration.run_metadata import settings
 from megatron.slipstream.integration.validation import parse_and_validate, refused_by_megatron
-from megatron.slipstream.launcher import check_launcher, free_port, launcher_number, rank
+from megatron.slipstream.launcher import (
+    check_launcher,
+    free_port,
+    launcher_number,
+    rank,
+    refuse,
+)
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.table import Feature
@@ -64,7 +69,7 @@ def main(
         check_launcher()
         output = MegatronOutput(arguments, launcher_number("RANK", 0))
     except ValueError as error:
-        return _refuse(error)
+        return refuse(error)
     with output:
         return _parse_and_train(arguments, model_config, output)
 
@@ -81,7 +86,7 @@ def _parse_and_train(
         pretrain = _bind_pretrain(args, model_config)
         output.keep()
     except ValueError as error:
-        return _refuse(error)
+        return refuse(error)
     try:
         run(args, config, pretrain)
     except Exception:
@@ -102,16 +107,6 @@ def _set_single_process_environment() -> None:
     defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
     for name, value in {**defaults, "MASTER_PORT": free_port()}.items():
         os.environ.setdefault(name, str(value))
-
-
-def _refuse(error: ValueError) -> int:
-    """Say what the user got wrong, once per machine; returns the exit code."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
-    else:
-        # torchrun ends all ranks when one exits; let the first one speak.
-        time.sleep(2)
-    return 2
 
 
 def _has_nccl_peers() -> bool:
