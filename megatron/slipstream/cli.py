@@ -13,6 +13,7 @@ from typing import Optional
 from megatron.slipstream import __version__
 from megatron.slipstream.cli_plan.main import add_plan
 from megatron.slipstream.doctor.main import add_doctor
+from megatron.slipstream.integration.flag_names import did_you_mean
 from megatron.slipstream.report_page.main import add_report
 
 
@@ -26,7 +27,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
         # By the command's own parser, whose usage helps; argparse would show the one above it.
-        hint = getattr(options, "hint_for_unknown", "")
+        known = [flag for action in options.parser._actions for flag in action.option_strings]
+        flags = [word.partition("=")[0] for word in unknown if word[:2] == "--"]
+        hint = did_you_mean(flags, known) + getattr(options, "hint_for_unknown", "")
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         status = options.run(options) or 0

@@ -448,6 +448,9 @@ def check_module_names(names: Iterable[str]) -> list[Finding]:
         if name not in MODULE_NAMES:
             near = difflib.get_close_matches(name, MODULE_NAMES, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
+            parts = name.replace(",", " ").split()
+            if len(parts) > 1 and set(parts) <= MODULE_NAMES.keys():
+                hint = f"separate names by spaces: {' '.join(parts)}. "
             findings.append(_UNKNOWN_MODULE.found(name=name, hint=hint))
     return findings
 

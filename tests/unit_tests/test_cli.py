@@ -378,6 +378,23 @@ def test_an_unknown_option_shows_how_its_command_is_used(
     assert ("put the flags of a training after '--'" in error) == (command == "doctor")
 
 
+@pytest.mark.parametrize(
+    "arguments, meant",
+    [
+        (["report", "file.json", "--hml=page.html"], "--html"),
+        (["plan", "--targt-memory", "3"], "--target-memory"),
+        (["doctor", "--jsn", "file.json"], "--json"),
+    ],
+    ids=lambda value: value[0],
+)
+def test_the_nearest_option_is_named(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert f"; did you mean {meant}?" in capsys.readouterr().err
+
+
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     trace = ROOT / "examples" / "traces" / "dense_8b_pp4_rank0.json"
     command = [sys.executable, "-u", "-m", "megatron.slipstream.cli", "plan", str(trace)]

@@ -224,3 +224,38 @@ def test_what_takes_long_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch)
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize("names", [("output", "timeline"), ("timeline", "frontier")])
+def test_two_outputs_in_one_file_are_refused(
+    names: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "one.json"
+    assert show(*(word for name in names for word in (f"--{name}", str(path)))) == 2
+    message = f"--{names[1]}={path} is not supported with --{names[0]}={path} because each would"
+    assert message in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_a_plan_does_not_replace_the_trace_that_it_is_made_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    save_trace(make_trace(), trace)
+    before = trace.read_bytes()
+    assert main(["plan", str(trace), "--output", str(tmp_path / "." / "trace.json")]) == 2
+    assert "not supported with TRACE=" in capsys.readouterr().err
+    assert trace.read_bytes() == before
+
+
+def test_a_rate_that_is_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show("--tflops", "100") == 0
+    assert show("--tflops", "100", "--achieved-share", "0.5") == 2
+    error = capsys.readouterr().err
+    assert "--achieved-share=0.5 is not supported with --tflops=100.0 because" in error
+
+
+def test_module_names_with_commas_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show("--offload-modules", "core_attn,attn_proj") == 2
+    assert "separate names by spaces: core_attn attn_proj. Known" in capsys.readouterr().err
+    assert show("--offload-modules", "core_attn", "attn_proj") == 0

@@ -102,12 +102,11 @@ def _refuse(options: argparse.Namespace, names: tuple[str, ...], given: str, has
 
 def _check_files(options: argparse.Namespace) -> None:
     """Check the output files before minutes of planning."""
-    from megatron.slipstream.estimate.file_errors import require_writable
+    from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
 
-    for name in ("output", "timeline", "frontier"):
-        path = getattr(options, name)
-        if path is None:
-            continue
+    names = ("output", "timeline", "frontier")
+    paths = {name: path for name in names if (path := getattr(options, name)) is not None}
+    for name, path in paths.items():
         require_writable(f"--{name}", path)
         drawn = {"timeline": ".html", "frontier": ".png"}.get(name)
         if drawn and path.suffix not in (drawn, ".json"):
@@ -115,6 +114,8 @@ def _check_files(options: argparse.Namespace) -> None:
                 f"--{name}={path} is not supported because only {drawn} and .json are written; "
                 f"name a {drawn} or a .json file"
             )
+    read = {"TRACE": Path(options.words[0])} if len(options.words) == 1 else {}
+    require_distinct({**read, **{f"--{name}": path for name, path in paths.items()}})
 
 
 # A trace

@@ -18,6 +18,7 @@ from megatron.slipstream.estimate.training_setup import (
     default_micro_batches,
     usable_modules,
 )
+from megatron.slipstream.integration.flag_names import refuse_misspelt_flags
 
 _PLAN_ONLY = frozenset(
     "--" + name.replace("_", "-")
@@ -50,6 +51,7 @@ def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configur
             "flags, ahead of '--'"
         )
     command = split_command(list(words))
+    refuse_misspelt_flags(command.flags)
     try:
         from megatron.slipstream.integration.model_arguments import configured_by_flags
     except ImportError as error:
@@ -149,7 +151,7 @@ def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
     """The speed of the GPU that the options name.
 
     Raises:
-        ValueError: It is not known, or not known for this precision.
+        ValueError: It is not known, not known for this precision, or given twice.
     """
     if configured.shape.precision == "fp32" and options.tflops is None:
         raise ValueError(
@@ -157,6 +159,11 @@ def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
             "rates; set --tflops to the rate of matrix products"
         )
     share = options.achieved_share
+    if share is not None and options.tflops is not None:
+        raise ValueError(
+            f"--achieved-share={share} is not supported with --tflops={options.tflops} because "
+            "that is already the rate that matrix products reach; leave one of them out"
+        )
     return find_speed(
         options.gpu or "h200",
         DEFAULT_ACHIEVED_SHARE if share is None else share,
