@@ -45,7 +45,8 @@ class PipelineOffloadManager(OffloadEngine):
         """Regions that have been entered and not left; None for one that is not watched."""
         self._delayed: list[DelayedCommit] = []
         """Commits to be carried out by :meth:`flush_delayed_groups`."""
-        self._has_told_of_others = False
+        self._has_warned_of_others = False
+        self._has_warned_of_no_groups = False
         self._cuda_graph_stream: Optional[Stream] = None
         self._cuda_graph_event: Optional[Event] = None
         self._in_replay = False
@@ -138,6 +139,7 @@ class PipelineOffloadManager(OffloadEngine):
         """The schedule has issued a whole forward-backward pass, or a forward-only one."""
         self.flush_delayed_groups()
         self.graphs.close()
+        self._warn_of_no_groups()
         self.end_iteration()
 
     def disable_offload(self) -> None:
@@ -226,6 +228,19 @@ class PipelineOffloadManager(OffloadEngine):
         hooks.__enter__()
         self._regions.append((region, hooks))
 
+    def _warn_of_no_groups(self) -> None:
+        now = self._now
+        is_empty = now.has_begun and not now.num_steps and not self.graphs.modules
+        if is_empty and now.trial is None and self.wanted_modules and self.do_offload:
+            if not self._has_warned_of_no_groups:
+                logger.warning(
+                    "rank %d: nothing moves, because no group of offload_modules=%s ran; name "
+                    "modules that its layers have",
+                    self.report.rank,
+                    ",".join(self.wanted_modules),
+                )
+            self._has_warned_of_no_groups = True
+
     def _others_save(self) -> bool:
         """Whether other saved-tensor hooks are active, which have to see the same tensors again.
 
@@ -235,8 +250,8 @@ class PipelineOffloadManager(OffloadEngine):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is None or getattr(hooks[0], "func", None) == self.store.pack:
             return False
-        if not self._has_told_of_others:
-            self._has_told_of_others = True
+        if not self._has_warned_of_others:
+            self._has_warned_of_others = True
             logger.warning(
                 "a group runs under other saved-tensor hooks (of a checkpoint, of save_on_cpu), so "
                 "nothing of it moves"

@@ -51,7 +51,12 @@ from megatron.slipstream.plan.build import build_plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanFacts, check_plan
 from megatron.slipstream.plan.peak import PeakDrop, peak_drop
-from megatron.slipstream.plan.render import format_bytes, render_plan, summarize
+from megatron.slipstream.plan.render import (
+    format_bytes,
+    render_plan,
+    summarize,
+    why_groups_stay,
+)
 from megatron.slipstream.plan.timeline import device_memory
 from megatron.slipstream.plan.trace import Bandwidth, Trace
 from megatron.slipstream.plan.walk import simulate
@@ -109,6 +114,8 @@ class Tuner:
         self._bandwidth: Optional[Bandwidth] = None
         self._told: set[str] = set()
         """Notes of plans that have been logged."""
+        self._has_moved = False
+        """Whether any plan moves a group."""
         self.resident_gradient_bytes: Optional[int] = None
         """Gradients at the beginning of the second iteration; None before it: then those that there
         are now are taken to stay."""
@@ -392,6 +399,20 @@ class Tuner:
 
     def _tell(self, plan: Plan) -> None:
         """Tell the user, once, what the options could not bring about."""
+        self._has_moved |= plan.moved_nbytes > 0
+        # Later plans may be of odd iterations, unless they are made from times.
+        is_judged = not self._has_moved or (plan.trace.step_ms and not plan.notes)
+        # Memory that the system refused has been warned about.
+        is_explained = self._store.host_pool.was_refused or "nothing" in self._told
+        if not plan.moved_nbytes and is_judged and not is_explained:
+            self._told.add("nothing")
+            logger.warning(
+                "rank %d: nothing moves. Of %d groups %s. Choose other modules, or set the option "
+                "named to another value",
+                self._report.rank,
+                len(plan.groups),
+                "; ".join(why_groups_stay(plan.groups)),
+            )
         for note in plan.notes:
             if note not in self._told and (plan.trace.step_ms or not self._will_be_timed):
                 self._told.add(note)

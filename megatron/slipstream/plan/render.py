@@ -81,12 +81,21 @@ def summarize(plan: Plan) -> str:
 def _rest(groups: Sequence[GroupPlan]) -> str:
     """One line for groups without a row: how many move, and why the others stay."""
     num_moving = sum(group.moves for group in groups)
+    stay = "".join(f"; {reason}" for reason in why_groups_stay(groups))
+    return f"... and {len(groups)} more groups, {num_moving} of which move{stay}"
+
+
+def why_groups_stay(groups: Sequence[GroupPlan]) -> list[str]:
+    """How many groups stay for each reason, most first, as text."""
     reasons = Counter(group.reason for group in groups if not group.moves)
-    stay = (
-        f"; {number} {'stays' if number == 1 else 'stay'}: {reason}"
+    # A group moves by name if all its storages stay because of others that hold them.
+    for group in groups:
+        if group.moves and not group.moved_nbytes:
+            reasons.update(set(group.kept_storages.values()))
+    return [
+        f"{number} {'stays' if number == 1 else 'stay'}: {reason}"
         for reason, number in reasons.most_common()
-    )
-    return f"... and {len(groups)} more groups, {num_moving} of which move{''.join(stay)}"
+    ]
 
 
 def _bound(bound: Bound) -> str:

@@ -25,6 +25,7 @@ without, and makes another.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Iterable
@@ -39,6 +40,8 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
     OffloadTensorGroup,
 )
+
+logger = logging.getLogger(__name__)
 
 MAX_LOST_PASSES = 16
 """Passes of an iteration whose graphs are gone without a backward: more of them are a loop over
@@ -113,6 +116,8 @@ class _Pass:
 
     def __init__(self) -> None:
         self._groups: list[tuple[OffloadTensorGroup, weakref.ref[BackwardHook]]] = []
+        self.is_hooked = False
+        """Whether a backward of the outputs would come to a group."""
 
     def add(self, group: OffloadTensorGroup, hook: BackwardHook) -> None:
         self._groups.append((group, weakref.ref(hook)))
@@ -126,10 +131,16 @@ class _Pass:
     @property
     def waits(self) -> bool:
         """Whether backward can still come to a group that it has not come to."""
-        return any(
-            group.state is GroupState.COMMITTED and hook() is not None
+        return bool(self.awaited_names)
+
+    @property
+    def awaited_names(self) -> set[str]:
+        """Names of such groups."""
+        return {
+            group.name
             for group, hook in self._groups
-        )
+            if group.state is GroupState.COMMITTED and hook() is not None
+        }
 
 
 class _Thread(threading.local):
@@ -173,6 +184,9 @@ class AttachedEngine(OffloadEngine):
         """The backward at whose end :meth:`_end_backward` will be called."""
         self._hooks: Optional[saved_tensors_hooks] = None
         """Set in a region, unless the plan keeps its group."""
+        self._num_lost = 0
+        """Passes in a row without a backward that could have come."""
+        self._has_warned_of_lost_passes = False
         self._is_closing = False
 
     @property
@@ -216,6 +230,11 @@ class AttachedEngine(OffloadEngine):
             if not any(own.waits or own.is_used for own in self._own_passes):
                 self._clear_iteration()
 
+    @property
+    def awaited_names(self) -> set[str]:
+        """Names of the newest pass's groups that backward can come to."""
+        return self._own_passes[-1].awaited_names if self._own_passes else set()
+
     # Groups. Regions do not nest.
 
     def begin_region(self, name: str) -> None:
@@ -256,6 +275,7 @@ class AttachedEngine(OffloadEngine):
             node.register_prehook(hook)
             is_hooked = True
         self._own_passes[-1].add(group, hook)
+        self._own_passes[-1].is_hooked |= is_hooked
         return is_hooked or not group.held
 
     def begin_inputs(self, name: str) -> Optional[OffloadTensorGroup]:
@@ -367,7 +387,15 @@ class AttachedEngine(OffloadEngine):
 
     def _clear_iteration(self) -> None:
         super()._clear_iteration()
+        self._num_lost += sum(own.is_hooked and not own.is_used for own in self._own_passes)
         self._own_passes.clear()
+        if self._num_lost > MAX_LOST_PASSES and not self._has_warned_of_lost_passes:
+            self._has_warned_of_lost_passes = True
+            logger.warning(
+                "attach(): the model ran %d times in a row with gradients and no backward, so what "
+                "moves is of no use; run it under torch.no_grad() where it is not trained",
+                self._num_lost,
+            )
 
     def close_when_done(self) -> None:
         """Return the host memory once no pass waits for backward."""
@@ -378,4 +406,5 @@ class AttachedEngine(OffloadEngine):
     def end_iteration(self) -> None:
         """The iteration has ended."""
         super().end_iteration()
+        self._num_lost = 0
         self._own_passes.clear()

@@ -149,11 +149,17 @@ class _Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+_has_warned_of_one_graph = False
+"""Since the last :func:`attach`. The compiler asks at every hook."""
+
+
 @torch._dynamo.assume_constant_result
 def _is_one_graph() -> bool:
     """Whether compiled code must become one graph, which no hook may cut. Run by the compiler."""
     compiled = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-    if compiled.one_graph:
+    global _has_warned_of_one_graph
+    if compiled.one_graph and not _has_warned_of_one_graph:
+        _has_warned_of_one_graph = True
         logger.warning(
             "attach(): modules are compiled with fullgraph=True, so nothing of them moves; leave "
             "fullgraph out, or compile the modules before attach()"
@@ -181,6 +187,8 @@ class ForwardHooks:
         self._handles: list[Any] = []
         # By default compiled code assumes that modules have the hooks that the first one of their
         # kind had when it was compiled. It is compiled again, with a guard on hooks.
+        global _has_warned_of_one_graph
+        _has_warned_of_one_graph = False
         torch._dynamo.config.skip_nnmodule_hook_guards = False
         torch._dynamo.reset()
         self._add(model, "", self._enter_model, self._leave_model)
@@ -201,6 +209,11 @@ class ForwardHooks:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
+
+    @property
+    def are_removed(self) -> bool:
+        """Whether :meth:`remove` was called."""
+        return not self._handles
 
     def remove(self) -> None:
         """Take the hooks off the modules.
@@ -310,6 +323,11 @@ class ForwardHooks:
                 self._here.is_in_region = True
             else:
                 call.role = _Role.SKIPPED
+                if all(outer.hooked.label for outer in self._here.calls):
+                    self._warn_once(
+                        f"a module of {hooked.label!r} runs outside of the model's forward and "
+                        "under other saved-tensor hooks, so nothing of it moves"
+                    )
                 self._inputs.enter(hooked.label, tensors_in((args, kwargs)))
         if self._is_first_pass:
             self._ran[hooked.label].add(call.role)
@@ -345,6 +363,7 @@ class ForwardHooks:
         return _Role.WITHOUT_GRADIENTS if is_model_training else _Role.SKIPPED
 
     def _warn_of_labels_without_groups(self) -> None:
+        awaited = self._engine.awaited_names
         for label, roles in self._ran.items():
             if not roles:
                 self._warn_once(
@@ -355,6 +374,12 @@ class ForwardHooks:
                     f"modules of {label!r} ran only where nothing is kept of them (in "
                     "torch.utils.checkpoint or without gradients), so nothing of them moves; name "
                     "the modules that are checkpointed, and their inputs move"
+                )
+            elif _Role.REGION in roles and label not in awaited:
+                self._warn_once(
+                    f"backward does not come to modules of {label!r}, so nothing of them moves: "
+                    "neither their inputs nor their parameters need gradients, or they compute "
+                    "nothing; name modules that are trained"
                 )
 
     # Calls.

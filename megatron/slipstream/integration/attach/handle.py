@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Optional, Union
@@ -26,6 +27,7 @@ from megatron.slipstream.integration.engine_setup import open_backend, policy_op
 from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
 from megatron.slipstream.plan import files
+from megatron.slipstream.plan.render import format_bytes, summarize
 from megatron.slipstream.rules import Rule, always, check_rules, is_one_of, require, unsupported
 
 logger = logging.getLogger(__name__)
@@ -147,9 +149,39 @@ class Attached:
         self.engine = engine
         self.modules = tuple(match.name for match in matches)
         """Qualified names of the chosen modules, in the model's order."""
+        self._model_name = type(model).__name__
+        self._labels = tuple(match.label for match in matches)
         self._hooked = weakref.WeakSet([model, *(match.module for match in matches)])
         self._hooks = ForwardHooks(engine, model, matches)
         _attached.update(self._hooked)
+
+    def __repr__(self) -> str:
+        """The chosen modules by pattern, and what moved in the last complete iteration."""
+        rank = self.report().ranks[0]
+        lines = [f"Attached to {self._model_name}, backend {self.engine.store.backend.name}"]
+        if self.is_detached:
+            lines[0] += ", detached"
+        labels = Counter(self._labels)
+        for label, count in labels.items():
+            moved = rank.modules.get(label)
+            lines.append(f"  {label}: {count} module{'s' * (count > 1)}")
+            if moved is not None:
+                lines[-1] += (
+                    f", {moved.num_groups_moved} of {moved.num_groups} groups and "
+                    f"{format_bytes(moved.d2h_bytes)} moved in the last iteration"
+                )
+        plan = self.engine.plan
+        if plan is None:
+            lines.append("  no plan yet: one is made of the first forward and backward")
+        else:
+            plan_line = f"{rank.num_iterations} iterations, plan: {summarize(plan)}"
+            lines.append("  " + plan_line.replace("\n", "\n  "))
+        return "\n".join(lines)
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether :meth:`detach` was called."""
+        return self._hooks.are_removed
 
     def detach(self) -> None:
         """Move nothing from here on. What has been moved still comes back for its backward.
