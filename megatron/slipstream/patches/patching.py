@@ -69,11 +69,11 @@ class _Applied(NamedTuple):
     name: str
     after: Any
     undo: Callable[[], None]
+    users: set[Hashable]
 
 
 _applied: dict[Patch, _Applied] = {}
 """In the order in which they were applied."""
-_users: dict[Patch, set[Hashable]] = {}
 
 
 def apply(patches: Iterable[Patch], user: Hashable) -> None:
@@ -96,21 +96,19 @@ def apply_all(wanted: Mapping[Hashable, Iterable[Patch]]) -> None:
     targets = {patch: patch.check() for patch in each if patch not in _applied}
     for patch, (owner, name) in targets.items():
         after = patch.replace(getattr(owner, name))
-        _applied[patch] = _Applied(owner, name, after, replace_on(owner, name, after))
+        _applied[patch] = _Applied(owner, name, after, replace_on(owner, name, after), set())
     for user, patches in needed.items():
         for patch in patches:
-            _users.setdefault(patch, set()).add(user)
+            _applied[patch].users.add(user)
 
 
 def undo(user: Hashable) -> None:
     """Undo what only this user needs, the last applied first."""
-    for patch in reversed(list(_applied)):
-        users = _users[patch]
-        users.discard(user)
-        if users:
+    for patch, change in reversed(list(_applied.items())):
+        change.users.discard(user)
+        if change.users:
             continue
-        del _users[patch]
-        change = _applied.pop(patch)
+        del _applied[patch]
         if vars(change.owner).get(change.name) is change.after:
             change.undo()
         else:

@@ -31,7 +31,5 @@ def init(args: Any) -> None:
             "--custom-megatron-init-path"
         )
         return
-    logger.info(
-        "fine_grained_activation_offloading=True offload_modules=%s",
-        getattr(args, "offload_modules", None),
-    )
+    modules = getattr(args, "offload_modules", None)
+    logger.info("fine_grained_activation_offloading=True offload_modules=%s", modules)
