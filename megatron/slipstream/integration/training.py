@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial, update_wrapper
 from typing import Any, NoReturn, Optional
 
@@ -45,16 +45,11 @@ from megatron.slipstream.patches.training_loop import bound
 logger = logging.getLogger(__name__)
 
 
-def main(
-    argv: Optional[Sequence[str]] = None,
-    model_config: Optional[Callable[[Any], Any]] = None,
-) -> int:
+def main(argv: Optional[Sequence[str]] = None) -> int:
     """Parse, check, train, report.
 
     Args:
         argv: Flags without the program's name; the process's own if None.
-        model_config: Makes the model configuration from the parsed arguments, of a type that
-            ``providers.model_config`` returns with this release; that function if None.
 
     Returns:
         The exit code: 0, or 2 for what the user got wrong (said in one line on stderr).
@@ -71,19 +66,15 @@ def main(
     except ValueError as error:
         return refuse(error)
     with output:
-        return _parse_and_train(arguments, model_config, output)
+        return _parse_and_train(arguments, output)
 
 
-def _parse_and_train(
-    arguments: Sequence[str],
-    model_config: Optional[Callable[[Any], Any]],
-    output: MegatronOutput,
-) -> int:
+def _parse_and_train(arguments: Sequence[str], output: MegatronOutput) -> int:
     try:
         _set_single_process_environment()
         args = parse_and_validate(arguments)
         config = OffloadConfig.of(args)
-        pretrain = _bind_pretrain(args, model_config)
+        pretrain = _bind_pretrain(args)
         output.keep()
     except ValueError as error:
         return refuse(error)
@@ -135,12 +126,11 @@ def _exit_without_cleanup() -> NoReturn:
 # Training
 
 
-def _bind_pretrain(args: Any, model_config: Optional[Callable[[Any], Any]]) -> compat.Pretrain:
+def _bind_pretrain(args: Any) -> compat.Pretrain:
     from megatron.slipstream.integration import providers
 
-    build = providers.model_config if model_config is None else model_config
     try:
-        return compat.bind_pretrain(args, build(args))
+        return compat.bind_pretrain(args, providers.model_config(args))
     except AssertionError as error:
         raise refused_by_megatron(error) from error
 
