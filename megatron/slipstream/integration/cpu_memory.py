@@ -26,9 +26,9 @@ class DeviceMemoryMeter(TorchDispatchMode):
     :meth:`excluded`.
 
     Limits: one thread, the one that entered it (autograd on the CPU runs there as well). A storage
-    that is resized in place keeps the size it had when it was created, unless :meth:`note_size` is
-    called. What gloo reduces or gathers lives for a tenth of a millisecond longer, held by a thread
-    of gloo's: a peak may be higher by that. Costs some ten microseconds per operation.
+    that is resized in place keeps its first size, unless :meth:`note_size` is called. A thread of
+    gloo's holds what it reduces or gathers for 0.1 ms longer, so a peak may be higher by that.
+    Costs some 10 us per operation.
     """
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ For tests, demonstrations and debugging: real models, real pipeline schedules an
 loop over gloo. Every replaced symbol is one patch of :data:`CORE_SHIMS` or :data:`TRAINING_SHIMS`
 with the reason beside it.
 
-``torch.cuda.is_available()`` stays False throughout: code that asks gets the truth.
+``torch.cuda.is_available()`` stays False.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
 
 
-# Stand-ins. On one device without streams every operation has finished when its call returns, so
-# ordering primitives have nothing left to order.
+# Stand-ins. Without streams every operation has finished when its call returns.
 
 
 class _InertStream:

@@ -2,8 +2,8 @@
 
 """The gradients that the parameters of a process's models hold as ``grad``.
 
-megatron-core's own data parallelism keeps them in buffers, which are there from the beginning, and
-``grad`` is None but for a moment.
+megatron-core's data parallelism keeps them in buffers that exist from the beginning, so ``grad`` is
+almost always None.
 """
 
 from __future__ import annotations

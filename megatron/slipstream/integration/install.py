@@ -1,12 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Putting the engine behind megatron-core's own offloading options.
+"""Puts the engine behind megatron-core's own offloading options.
 
 megatron-core sends every mark of its layers to the object in the class attribute
-``PipelineOffloadManager.OFFLOAD_MGR``. :func:`install` puts ours there, so that every model, flag
-and framework that speaks ``fine_grained_activation_offloading`` uses it with nothing added.
-:mod:`compat` says how the marks differ between releases; :mod:`model_router` gives each of several
-models its own engine.
+``PipelineOffloadManager.OFFLOAD_MGR``. :func:`install` puts ours there, so every model, flag and
+framework with ``fine_grained_activation_offloading`` uses it. :mod:`compat` has the differences
+between releases; :mod:`model_router` gives each of several models its own engine.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
         self._stack.enter_context(contextlib.redirect_stdout(self._stream))
         self._stack.callback(setattr, logging, "lastResort", logging.lastResort)
         logging.lastResort = handler
-        # Without a handler of its own, it gets one that drops everything.
+        # captureWarnings() would give a logger without a handler one that drops everything.
         of_python = logging.getLogger("py.warnings")
         of_python.addHandler(handler)
         self._stack.callback(of_python.removeHandler, handler)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Watch a training run from where megatron calls its caller: progress bar and record file.
+"""Progress and record of a training run, from the functions that megatron calls.
 
-Three call-outs exist in every schedule: the forward step, the loss function and the function that
-finalises the gradients after the last backward pass. Nothing of megatron is replaced.
+In every schedule these are the forward step, the loss function and the function that finalises
+gradients after the last backward pass. Nothing of megatron is replaced.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class RotaryTables:
         make = getattr(owner, name)
 
         def holding(*arguments: Any, **options: Any) -> Any:
-            if self._is_inside:  # One calls the other, whose table has no other user.
+            if self._is_inside:  # One method calls the other, whose table only it uses.
                 return make(*arguments, **options)
             asked = (name, arguments, tuple(sorted(options.items())))
             key = (asked, owner)
@@ -63,7 +63,7 @@ class RotaryTables:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a layer asks for a rotary table that it did not ask for before it was captured; "
-                "are its arguments other ones in every run?"
+                "do its arguments differ in every run?"
             )
         self._is_inside = True
         try:

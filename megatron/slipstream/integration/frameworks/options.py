@@ -9,9 +9,9 @@ flags for whatever has megatron's parser (slime, Megatron-LM). Both are pure, an
 torch or megatron-core.
 
 [Note: Three values of on and off]
-``fine_grained_activation_offloading`` left out leaves what the model's configuration has, False
-switches off and empties the list of modules, and True wants a list that is not empty. None is the
-same as left out for every option, since that is how YAML files write it.
+Without ``fine_grained_activation_offloading`` the model's configuration keeps its value, False
+switches off and empties the list of modules, and True needs a list that is not empty. An option
+that is None, as YAML files write it, is left out.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def to_transformer_overrides(
 
     Returns:
         A new dictionary of plain values. An option that the installed megatron-core lacks is left
-        out, with a message, where it is given as what it is without; else it is refused.
+        out if its value changes nothing, which is logged; else it is refused.
 
     Raises:
         ValueError: A key is no option, a value has the wrong type, or the options do not go
@@ -153,9 +153,9 @@ def to_cli(
 def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
     """Assign fields of a configuration and have its own rules checked again.
 
-    A configuration checks itself when it is made; an assignment later goes unchecked. Here the
-    rules of Slipstream and then those of the configuration (``finalize`` of a provider of
-    Megatron-Bridge, else ``__post_init__``) are run with the new values, first on a copy.
+    A configuration checks itself only when it is made. Here the rules of Slipstream and then those
+    of the configuration (``finalize`` of a provider of Megatron-Bridge, else ``__post_init__``) run
+    with the new values, first on a copy.
 
     Args:
         config: A ``TransformerConfig`` or a provider. Unchanged if this raises.
@@ -223,7 +223,7 @@ def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
             known[name] = value
         elif value == DEFAULTS[name]:
             logger.info(
-                "%s=%s is left out: the installed megatron-core has no such option, and does as "
+                "%s=%s is left out: the installed megatron-core has no such option and behaves as "
                 "with that value",
                 name,
                 value,
