@@ -60,7 +60,7 @@ def findings(report: Report) -> list[RunFinding]:
 
 
 def next_step(report: Report) -> str:
-    """What to try next: the cure of the first problem, or a use of the freed memory."""
+    """The next thing to try: the cure of the first problem, or a use of the freed memory."""
     for finding, _ in findings(report):
         if finding.severity == "warning":
             return f"{finding.message}. {finding.cure}".removesuffix(". ")
