@@ -141,17 +141,36 @@ def _check_types(config: OffloadConfig) -> None:
     Raises:
         ValueError: There is one. The message names the setting.
     """
+    for name, check in _type_checks().items():
+        _check_value(name, getattr(config, name), check)
+
+
+def check_type(name: str, value: object, expected: type) -> None:
+    """Refuse an argument of another type, as the settings' are refused.
+
+    Args:
+        name: Of the argument.
+        value: Its value.
+        expected: Its type.
+
+    Raises:
+        ValueError: It has another type.
+    """
+    from pydantic import TypeAdapter
+
+    _check_value(name, value, TypeAdapter(expected))
+
+
+def _check_value(name: str, value: object, check: Any) -> None:
     from pydantic import ValidationError
 
-    for name, check in _type_checks().items():
-        value = getattr(config, name)
-        try:
-            # Strictly: '2', 1.5 or True for a number is seldom what was meant.
-            check.validate_python(value, strict=True)
-        except ValidationError as error:
-            expected = (item["msg"].removeprefix("Input should be ") for item in error.errors())
-            cure = " or ".join(dict.fromkeys(expected))
-            raise ValueError(f"{name}={value!r} has the wrong type; set {cure}") from error
+    try:
+        # Strictly: '2', 1.5 or True for a number is seldom what was meant.
+        check.validate_python(value, strict=True)
+    except ValidationError as error:
+        expected = (item["msg"].removeprefix("Input should be ") for item in error.errors())
+        cure = " or ".join(dict.fromkeys(expected))
+        raise ValueError(f"{name}={value!r} has the wrong type; set {cure}") from error
 
 
 AUTO_OVERHEAD_PERCENT = 1.0
@@ -239,6 +258,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.offload_engine in ("slipstream", "megatron"),
         "offload_engine={offload_engine!r} is not an engine",
         "set 'slipstream' or 'megatron'",
+    ),
+    option_rule(
+        "offload_native",
+        always,
+        lambda c: c.offload_native in ("auto", "off"),
+        "offload_native={offload_native!r} is not a choice",
+        "set 'auto' or 'off'",
     ),
     option_rule(
         "offload_backend",

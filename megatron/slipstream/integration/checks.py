@@ -180,6 +180,28 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "set --eval-interval to the iterations between evaluations (with --eval-iters 0 there is "
         "none)",
     ),
+    option_rule(
+        "train_iters",
+        lambda f: not (f.skip_train or f.train_samples),
+        lambda f: f.train_iters is not None and f.train_iters > 0,
+        "train_iters={train_iters} is no number of iterations to train",
+        "set --train-iters to 1 or more, or --train-samples",
+    ),
+    option_rule(
+        "log_interval",
+        always,
+        lambda f: f.log_interval > 0,
+        "log_interval={log_interval} is not positive, and megatron-core divides by it",
+        "set --log-interval to 1 or more iterations",
+    ),
+    option_rule(
+        "data_path",
+        lambda f: f.mock_data,
+        lambda f: f.data_path is None,
+        "data_path={data_path} is not supported with mock_data=True because one source of data is "
+        "read",
+        "leave --mock-data out, or --data-path",
+    ),
     # Without a GPU our own core attention takes packed sequences; see cpu_modules.py.
     unsupported(
         "with sequence_packing={sequence_packing} on a GPU",

@@ -166,8 +166,13 @@ def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         The same chunks.
 
     Raises:
-        ValueError: The engine cannot be installed.
+        ValueError: The engine cannot be installed, or ``model_chunks`` is no list of modules.
     """
+    if not isinstance(model_chunks, Sequence) or not all(
+        isinstance(chunk, torch.nn.Module) for chunk in model_chunks
+    ):
+        shown = type(model_chunks).__name__
+        raise ValueError(f"model_chunks is a {shown}, not a list of modules; give [model]")
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     chunks = [

@@ -32,6 +32,7 @@ CURES = ("set ", "add ", "remove ")
 # One entry per rule, in the table's order: options that break only this rule.
 BREAKS_RULE: list[dict[str, Any]] = [
     {"offload_engine": "slipsteam"},
+    {"offload_native": "on"},
     {"offload_backend": "gpu"},
     {"offload_release_lag": -1},
     {"offload_prefetch_depth": -1},

@@ -45,6 +45,8 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the flags are tho
         ("offload_max_overhead_percent", True, "is no limit; set by how many percent"),
         ("offload_max_overhead_percent", float("inf"), "is no limit; set by how many percent"),
         ("offload_backend", None, "is not a backend; set 'auto'"),
+        ("offload_native", "on", "is not a choice; set 'auto' or 'off'"),
+        ("offload_native", True, "is not a choice; set 'auto' or 'off'"),
     ],
 )
 def test_a_value_of_another_type_is_an_error_that_names_it(

@@ -59,6 +59,7 @@ def test_a_group_is_called_after_its_pattern_or_type(model: Decoder) -> None:
         ("layers", r"only containers that never run \('layers' is a ModuleList\).*'layers\.\*'"),
         ([], r"patterns=\[\] chooses nothing"),
         ([3], r"patterns contains 3, which is neither a name pattern nor a module type"),
+        (b"layers.*", r"patterns contains b'layers\.\*', which is neither a name pattern"),
         (3, r"patterns contains 3, which is neither a name pattern nor a module type"),
         (["layers.*", "layers.*.mlp"], r"'layers\.\*\.mlp', which adds nothing .*leave one"),
         (["**.mlp", torch.nn.GELU], r"'GELU', which adds nothing"),
@@ -77,9 +78,29 @@ def test_a_pattern_that_chooses_nothing_is_an_error(
 def test_an_argument_of_another_type_is_an_error_that_names_it(model: Decoder) -> None:
     with pytest.raises(ValueError, match=r"model='layers' is no module"):
         attach("layers", "layers.*")
+    with pytest.raises(ValueError, match=r"^model=a list is no module; give the torch.nn.Module"):
+        attach([model], "layers.*")
     with pytest.raises(ValueError, match=r"config=\{'offload_verify': 1\} is no OffloadConfig"):
         attach(model, "layers.*", {"offload_verify": 1})
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_module_in_place_of_its_name_is_an_error_with_the_name(model: Decoder) -> None:
+    for patterns in (model.layers[1], [model.layers[1]]):
+        with pytest.raises(ValueError, match=r"a Layer itself, .* give its name, 'layers\.1', or"):
+            attach(model, patterns)
+    with pytest.raises(ValueError, match=r"a Layer itself, .* give text such as"):
+        attach(model, Layer())
+
+
+def test_a_detached_handle_is_no_context(model: Decoder) -> None:
+    attached = attach_to(Decoder(1), "layers.*")
+    attached.detach()
+    with (
+        pytest.raises(RuntimeError, match="is detached, .*; call attach"),
+        attached,
+    ):
+        pass
 
 
 def test_of_matches_inside_each_other_the_outer_counts() -> None:
@@ -134,7 +155,20 @@ def test_a_setting_that_cannot_be_followed_is_refused(options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    "options", [{"min_offloaded_tensor_size": -1}, {"activation_offload_fraction": 1.5}], ids=str
+    "options",
+    [
+        {"min_offloaded_tensor_size": -1},
+        {"min_offloaded_tensor_size": "1"},
+        {"min_offloaded_tensor_size": 1e6},
+        {"min_offloaded_tensor_size": True},
+        {"min_offloaded_tensor_size": None},
+        {"activation_offload_fraction": 1.5},
+        {"activation_offload_fraction": "0.5"},
+        {"activation_offload_fraction": None},
+        {"activation_offload_fraction": True},
+        {"activation_offload_fraction": float("nan")},
+    ],
+    ids=str,
 )
 def test_a_value_out_of_range_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))}="):

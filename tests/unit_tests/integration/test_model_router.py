@@ -652,3 +652,9 @@ def _own_outputs(rank: int, world_size: int, port: int) -> list[list[str]]:
 
 def test_backward_begins_whatever_a_model_returns_its_losses_in() -> None:
     assert run_ranks(1, _own_outputs) == [[["0.backward:BS"]] * 2]
+
+
+@pytest.mark.parametrize("chunks", [None, "model", ["model"], torch.nn.Identity()], ids=str)
+def test_what_is_no_list_of_modules_cannot_be_bound(chunks: Any) -> None:
+    with pytest.raises(ValueError, match=r"^model_chunks is .*, not a list of modules; give"):
+        install.bind(chunks)

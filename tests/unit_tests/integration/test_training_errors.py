@@ -121,6 +121,10 @@ REFUSALS = {
     ),
     "hybrid model": (["--hybrid-layer-pattern", "M*"], ["hybrid_layer_pattern='M*'"]),
     "tokenizer file": (["--tokenizer-json", "no.json"], ["tokenizer_json=no.json", "No such file"]),
+    "no iteration": (["--train-iters", "0"], ["train_iters=0", "set --train-iters to 1"]),
+    "fewer than none": (["--train-iters", "-3"], ["train_iters=-3", "set --train-iters to 1"]),
+    "a line every 0": (["--log-interval", "0"], ["log_interval=0", "set --log-interval to 1"]),
+    "two sources": (["--data-path", "text"], ["data_path=", "mock_data=True", "leave --mock-data"]),
     "YAML": (["--yaml-cfg", "no.yaml"], ["yaml_cfg", "give the settings as flags"]),
     "packed rows": (
         ["--sequence-packing", "greedy", "--micro-batch-size", "2"],
@@ -186,6 +190,11 @@ def test_megatron_s_own_attention_on_a_gpu_takes_no_packed_sequences(
         full_validation=False,
         skip_train=False,
         output_interval=0,
+        train_iters=1,
+        train_samples=None,
+        log_interval=1,
+        mock_data=False,
+        data_path=None,
     )
     findings = check_rules(checks.MACHINE_RULES, args)
     if refused:

@@ -18,7 +18,7 @@ from typing import Optional, Union
 
 import torch
 
-from megatron.slipstream.config import MODEL_RULES, OffloadConfig, check_is_config
+from megatron.slipstream.config import MODEL_RULES, OffloadConfig, check_is_config, check_type
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.attach.engine import AttachedEngine
 from megatron.slipstream.integration.attach.forward import ForwardHooks
@@ -102,17 +102,22 @@ def attach(
             several GPUs.
     """
     if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model={model!r} is no module; give the torch.nn.Module to attach to")
+        shown = repr(model) if len(repr(model)) < 80 else f"a {type(model).__name__}"
+        raise ValueError(f"model={shown} is no module; give the torch.nn.Module to attach to")
     config = OffloadConfig() if config is None else config
     check_is_config(config)
     require(check_rules(ATTACH_RULES, config))
+    check_type("min_offloaded_tensor_size", min_offloaded_tensor_size, int)
+    check_type("activation_offload_fraction", activation_offload_fraction, float)
     own = SimpleNamespace(
         fine_grained_activation_offloading=True,
         min_offloaded_tensor_size=min_offloaded_tensor_size,
         activation_offload_fraction=activation_offload_fraction,
     )
     require(check_rules((rule for rule in MODEL_RULES if rule.name in _OWN_OPTIONS), own))
-    if isinstance(patterns, (str, type)) or not isinstance(patterns, Iterable):
+    if isinstance(patterns, (str, bytes, type, torch.nn.Module)) or not isinstance(
+        patterns, Iterable
+    ):
         patterns = [patterns]
     matches = find_modules(model, patterns)
     _check_not_attached(model, matches)
@@ -230,6 +235,8 @@ class Attached:
         files.save_trace(self.engine.plan.trace, path)
 
     def __enter__(self) -> Attached:
+        if self.is_detached:
+            raise RuntimeError("the handle is detached, so nothing would move; call attach() again")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -118,9 +118,14 @@ def _matching(model: torch.nn.Module, pattern: Pattern, named: Sequence[_Named])
     elif isinstance(pattern, type) and issubclass(pattern, torch.nn.Module):
         hits = [entry for entry in named if isinstance(entry.module, pattern)]
     else:
+        shown, cure = repr(pattern), ""
+        if isinstance(pattern, torch.nn.Module):
+            shown = f"a {type(pattern).__name__} itself"
+            names = [repr(entry.name) for entry in named if entry.module is pattern]
+            cure = f"its name, {names[0]}, or " if names else ""
         raise ValueError(
-            f"patterns contains {pattern!r}, which is neither a name pattern nor a module type; "
-            "give text such as 'layers.*.mlp' or a type such as torch.nn.Linear"
+            f"patterns contains {shown}, which is neither a name pattern nor a module type; "
+            f"give {cure}text such as 'layers.*.mlp' or a type such as torch.nn.Linear"
         )
     hits = [entry for entry in hits if entry.name]
     able = [entry.name for entry in hits if _can_run(entry.module)]
