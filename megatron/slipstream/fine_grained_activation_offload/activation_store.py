@@ -18,6 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
+from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
     NUM_BARRIERS,
     CopyStreams,
@@ -74,6 +75,8 @@ class ActivationStore:
         """Of what autograd keeps in place of a tensor that may move."""
         self.make_group: Callable[[GroupLabel, int], OffloadTensorGroup] = OffloadTensorGroup
         """Makes a group, from its place and the fewest elements of a tensor that moves."""
+        self.make_pass: Callable[[int, int, int, int], ChunkOffloadHandler] = ChunkOffloadHandler
+        """Makes a pass, as ``ChunkOffloadHandler``."""
         self._native: Optional[Any] = None
         """The store in C++, if it is used: it does what is common."""
         if self._module is not None:
@@ -82,6 +85,7 @@ class ActivationStore:
             self._native.modules = self._modules
             self.saved_type = self._module.SavedTensor
             self.make_group = self._module.OffloadTensorGroup
+            self.make_pass = self._module.ChunkOffloadHandler
         self._max_known = MIN_KNOWN
         """Those that are gone are forgotten once there are more."""
         self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}
@@ -193,6 +197,17 @@ class ActivationStore:
         )
 
     # Marks in the autograd graph.
+
+    def start(self, engine: Any, tensor: torch.Tensor, name: str) -> bool:
+        """Start a group in C++, if nothing is out of the ordinary. Returns whether that is so."""
+        return self._module is not None and bool(self._module.start(engine, tensor, name))
+
+    def end(self, engine: Any, tensor: torch.Tensor, name: str) -> Optional[torch.Tensor]:
+        """End a group in C++, if nothing is out of the ordinary; None if something is."""
+        if self._module is None:
+            return None
+        marked: Optional[torch.Tensor] = self._module.end(engine, tensor, name)
+        return marked
 
     def mark(self, tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
         """``tensor``, with a node in the graph that calls ``come`` when backward comes to it."""

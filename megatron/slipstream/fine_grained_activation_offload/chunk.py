@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.group import (
@@ -24,9 +24,7 @@ class ChunkOffloadHandler:
         vp_stage: int,
         min_offloaded_tensor_size: int,
         micro_batch: int = 0,
-        make_group: Callable[[GroupLabel, int], OffloadTensorGroup] = OffloadTensorGroup,
     ) -> None:
-        self._make_group = make_group
         self.index = index
         """Its place among the forward passes of the iteration."""
         self.vp_stage = vp_stage
@@ -41,7 +39,8 @@ class ChunkOffloadHandler:
         self._num_layers: dict[str, int] = {}
         """How many groups of each name there are."""
         self._committed: list[OffloadTensorGroup] = []
-        self._num_outputs = 0
+        self.num_outputs = 0
+        """Calls of the output layer."""
         self._is_over = False
         """Whether backward has come to all groups, after forward has ended."""
 
@@ -51,17 +50,10 @@ class ChunkOffloadHandler:
         self._num_layers[name] = layer + 1
         key = GroupKey(self.index, len(self.groups))
         label = GroupLabel(key, name, layer, self.micro_batch, self.vp_stage)
-        group = self._make_group(label, self.min_offloaded_tensor_size)
+        group = OffloadTensorGroup(label, self.min_offloaded_tensor_size)
         self._is_over = False
         self.groups.append(group)
         return group
-
-    def mark_of_no_group(self, kind: StepKind) -> Step:
-        """The mark at which backward begins, or one of the newest call of the output layer."""
-        if kind is StepKind.BACKWARD_START:
-            return Step(kind, GroupKey(self.index, -1), BACKWARD)
-        self._num_outputs += kind is StepKind.OUTPUT_START
-        return Step(kind, GroupKey(self.index, -1 - self._num_outputs), OUTPUT_LAYER)
 
     def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
         """Commit the innermost open group called ``name``; None if there is none.
@@ -105,3 +97,11 @@ class ChunkOffloadHandler:
     def awaits_backward(self) -> bool:
         """Whether something that forward saved is still kept for backward."""
         return any(group.is_alive for group in self.groups)
+
+
+def mark_of_no_group(chunk: ChunkOffloadHandler, kind: StepKind) -> Step:
+    """The mark at which backward begins, or one of the newest call of the output layer."""
+    if kind is StepKind.BACKWARD_START:
+        return Step(kind, GroupKey(chunk.index, -1), BACKWARD)
+    chunk.num_outputs += kind is StepKind.OUTPUT_START
+    return Step(kind, GroupKey(chunk.index, -1 - chunk.num_outputs), OUTPUT_LAYER)

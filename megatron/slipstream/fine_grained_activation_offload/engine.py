@@ -23,7 +23,10 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
-from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
+from megatron.slipstream.fine_grained_activation_offload.chunk import (
+    ChunkOffloadHandler,
+    mark_of_no_group,
+)
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
@@ -168,13 +171,8 @@ class OffloadEngine:
             return
         if now.num_steps == 0:
             now.passes.clear()  # Without marks, or of an iteration that failed before its first.
-        now.chunk = ChunkOffloadHandler(
-            len(now.passes),
-            vp_stage,
-            min_numel,
-            sum(chunk.vp_stage == vp_stage for chunk in now.passes),
-            self.store.make_group,
-        )
+        micro_batch = sum(chunk.vp_stage == vp_stage for chunk in now.passes)
+        now.chunk = self.store.make_pass(len(now.passes), vp_stage, min_numel, micro_batch)
         now.passes.append(now.chunk)
 
     def start_group(self, name: str) -> None:
@@ -183,7 +181,6 @@ class OffloadEngine:
         if now.chunk is None or not self._is_training_forward():
             return
         group = now.chunk.open_group(name)
-        now.groups[group.key] = group
         now.started = group
         self.store.modules[name].num_groups += 1
         self._advance(StepKind.FORWARD_START, group)
@@ -328,7 +325,7 @@ class OffloadEngine:
         """
         chunk = self._marked_pass()
         if chunk is not None:
-            self._advance(kind, chunk.mark_of_no_group(kind))
+            self._advance(kind, mark_of_no_group(chunk, kind))
 
     def mark_gradient(self, kind: StepKind, tensors: Iterable[torch.Tensor]) -> None:
         """Mark where backward has the gradient of the first of these tensors, once.
@@ -339,7 +336,7 @@ class OffloadEngine:
         """
         chunk = self._marked_pass()
         if chunk is not None:
-            mark = chunk.mark_of_no_group(kind)
+            mark = mark_of_no_group(chunk, kind)
             at_first_gradient(tensors, partial(self._come_to, mark, chunk))
 
     def _come_to(self, mark: Step, chunk: ChunkOffloadHandler) -> None:
@@ -357,7 +354,7 @@ class OffloadEngine:
 
     def _is_current(self, group: OffloadTensorGroup) -> bool:
         """Whether the group is of this iteration: backward may outlive its iteration's end."""
-        return self._now.groups.get(group.key) is group
+        return self._now.find(group.key) is group
 
     def _is_training_forward(self) -> bool:
         # Inside a graph task a forward is a recomputation: what it saves is read at once.

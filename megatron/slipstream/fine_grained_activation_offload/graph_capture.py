@@ -107,7 +107,7 @@ class GraphCaptures:
         self._num_passes: Counter[int] = Counter()
         self._last_layers: dict[int, int] = {}
         """The number of the last captured layer of each model chunk."""
-        self._layer: Optional[GraphedLayer] = None
+        self.layer: Optional[GraphedLayer] = None
         """The layer whose graph is being captured."""
         self._pending: list[_Leaving] = []
         """Groups that were captured and not copied out: the next graph copies them."""
@@ -119,7 +119,7 @@ class GraphCaptures:
     @property
     def is_capturing(self) -> bool:
         """Whether marks belong to a graph now."""
-        return self._layer is not None
+        return self.layer is not None
 
     @property
     def moves_anything(self) -> bool:
@@ -239,7 +239,7 @@ class GraphCaptures:
         Args:
             let_others_go_on: Called when only copies are left to do in the graph.
         """
-        layer = self._layer
+        layer = self.layer
         assert layer is not None
         let_others_go_on()
         self._leave()
@@ -257,7 +257,7 @@ class GraphCaptures:
 
     def end_backward(self, let_others_go_on: Callable[[], None]) -> None:
         """The layer's backward operations have been captured."""
-        layer = self._layer
+        layer = self.layer
         assert layer is not None
         let_others_go_on()
         layer.before, layer.groups = None, []
@@ -271,7 +271,7 @@ class GraphCaptures:
         # The verifier lets the host wait, which no capture allows.
         store.host_pool, store.modules, store.verifier = self.pool, self.modules, None
         store.copy_streams.begin_graph()
-        self._layer = layer
+        self.layer = layer
         self._leaving, self._pending = self._pending, []
         for item in self._leaving:
             self._copy_out(item)
@@ -284,7 +284,7 @@ class GraphCaptures:
         store.copy_streams.end_graph()
         assert self._outside is not None
         store.host_pool, store.modules, store.verifier = self._outside
-        self._layer = self._outside = None
+        self.layer = self._outside = None
 
     def _pass_of(
         self, vp_stage: int, layer_number: int
@@ -293,13 +293,8 @@ class GraphCaptures:
         known = self._passes.get(vp_stage)
         if known is not None and known[1] < layer_number:
             return known[0], known[2]
-        chunk = ChunkOffloadHandler(
-            sum(self._num_passes.values()),
-            vp_stage,
-            self.min_numel,
-            self._num_passes[vp_stage],
-            self._store.make_group,
-        )
+        passes = (sum(self._num_passes.values()), self._num_passes[vp_stage])
+        chunk = self._store.make_pass(passes[0], vp_stage, self.min_numel, passes[1])
         self._num_passes[vp_stage] += 1
         return chunk, None
 
@@ -319,9 +314,9 @@ class GraphCaptures:
 
     def pop_forward_chunk(self, name: str) -> Optional[OffloadTensorGroup]:
         """A group begins. Returns it if what it saves is to be looked at."""
-        assert self._layer is not None
+        assert self.layer is not None
         group = self._chunk.open_group(name)
-        self._layer.groups.append(group)
+        self.layer.groups.append(group)
         self._store.modules[name].num_groups += 1
         return group if self._plans_of(group) else None
 
@@ -331,9 +326,9 @@ class GraphCaptures:
         """The group of that name has saved everything; None if none of that name is open."""
         group = self._chunk.commit_group(name)
         if group is not None and group.held:
-            assert self._layer is not None
+            assert self.layer is not None
             self._store.commit(group)
-            self._pending.append(_Leaving(group, self._layer))
+            self._pending.append(_Leaving(group, self.layer))
         return group
 
     def use_group(self, group: OffloadTensorGroup) -> None:

@@ -40,7 +40,6 @@ class Iteration:
     """So far."""
     passes: list[ChunkOffloadHandler] = field(default_factory=list)
     """In the order in which forward began them."""
-    groups: dict[GroupKey, OffloadTensorGroup] = field(default_factory=dict)
     unwatched: dict[GroupKey, Trace] = field(default_factory=dict)
     """Groups whose saved tensors were not looked at, since the plan that was followed at the time
     keeps them, with that plan's trace."""
@@ -48,3 +47,15 @@ class Iteration:
     """The pass that forward is in; None outside of training passes."""
     started: Optional[OffloadTensorGroup] = None
     """Started, but its region not yet entered."""
+
+    @property
+    def groups(self) -> dict[GroupKey, OffloadTensorGroup]:
+        """All groups by their keys, in the order in which they started."""
+        return {group.key: group for chunk in self.passes for group in chunk.groups}
+
+    def find(self, key: GroupKey) -> Optional[OffloadTensorGroup]:
+        """The group of that key; None if it has not started."""
+        if key.chunk_pass >= len(self.passes):
+            return None
+        groups = self.passes[key.chunk_pass].groups
+        return groups[key.group] if key.group < len(groups) else None

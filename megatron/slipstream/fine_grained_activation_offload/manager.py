@@ -164,6 +164,12 @@ class PipelineOffloadManager(OffloadEngine):
             self._now.started = self.graphs.pop_forward_chunk(name)
         self.start_group(name)
 
+    def start_on(self, tensor: torch.Tensor, name: str) -> None:
+        """The operations of a group called ``name`` follow, of which ``tensor`` is the input."""
+        if not self.store.start(self, tensor, name):
+            self.pop_forward_chunk(name)
+            self.mark_backward_end(tensor)
+
     def cur_forward_chunk(self) -> Optional[CommitMark]:
         """The object to mark the end of a group with; None outside of a training pass."""
         if self.graphs.is_capturing and self._is_training_forward():
@@ -191,7 +197,11 @@ class PipelineOffloadManager(OffloadEngine):
         Returns:
             ``tensor``, with a node in the graph that marks where backward needs the group.
         """
-        if is_delayed and self._in_replay:
+        is_delayed = is_delayed and self._in_replay
+        marked = None if is_delayed else self.store.end(self, tensor, name)
+        if marked is not None:
+            return marked
+        if is_delayed:
             self.push_offload_groups(mark.on_group_commit_forward, name, given_up)
         else:
             mark.on_group_commit_forward(name, given_up)

@@ -105,7 +105,7 @@ class PlanExecutor:
             self.perform(now, action)
         if index in now.host_sync_points:
             for key in now.host_sync_points[index]:
-                group = now.groups.get(key)
+                group = now.find(key)
                 if group is not None and group.state is not GroupState.OPEN:
                     self.store.outlast_copies(group)
         if probe is not None:
@@ -125,7 +125,7 @@ class PlanExecutor:
         planned, now.plan, now.has_layout = now.plan.trace.steps[:num_steps], None, False
         self._recorder.steps.extend(planned)
         commits = (step.key for step in planned if step.kind is StepKind.FORWARD_COMMIT)
-        self._fallback.adopt(now.groups[key] for key in commits)
+        self._fallback.adopt(filter(None, map(now.find, commits)))
 
     def stop_measuring(self, now: Iteration) -> None:
         """Measure no more of this iteration."""
@@ -184,7 +184,7 @@ class PlanExecutor:
         """Carry out an action of the plan that is followed, if it can be."""
         plan = now.plan
         assert plan is not None
-        group = now.groups.get(action.key)
+        group = now.find(action.key)
         if group is None or group.state is GroupState.OPEN:
             return
         backend = self.store.backend

@@ -39,10 +39,9 @@ def tell_group_input(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def start(tensor: torch.Tensor, name: str | None = None) -> Any:
         engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-        if not hasattr(engine, "mark_backward_end"):  # megatron-core's own
+        if not hasattr(engine, "start_on"):  # megatron-core's own
             return original(tensor, name)
-        engine.pop_forward_chunk(name=name)
-        engine.mark_backward_end(tensor)
+        engine.start_on(tensor, name)
         return tensor
 
     return start

@@ -18,6 +18,7 @@ import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes
 from megatron.slipstream.fine_grained_activation_offload.group import GroupState
+from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.hidden_leaves import (
     empty_if_hidden,
     refill,
@@ -26,8 +27,17 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostMe
 from megatron.slipstream.fine_grained_activation_offload.native.build import BuildError, load
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.plan.host_layout import size_class_bytes
+from megatron.slipstream.plan.trace import GroupKey, StepKind
 
 logger = logging.getLogger(__name__)
+
+KINDS_OF_MARKS = [
+    StepKind.FORWARD_START,
+    StepKind.FORWARD_COMMIT,
+    StepKind.BACKWARD_USE,
+    StepKind.BACKWARD_END,
+]
+"""Of a group, in the order of its life."""
 
 
 @functools.cache
@@ -51,5 +61,8 @@ def native_module() -> Optional[Any]:
         torch.nn.Parameter,
         size_class_bytes,
         HostMemoryFull,
+        GroupKey,
+        GroupLabel,
+        KINDS_OF_MARKS,
     )
     return module

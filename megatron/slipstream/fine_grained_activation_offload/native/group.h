@@ -11,23 +11,50 @@ namespace slipstream {
 class Group {
  public:
   Group(py::object label, int64_t min_numel)
+      : serial(next_serial_++), min_numel(min_numel), label_(std::move(label)) {
+    const auto fields = py::reinterpret_borrow<py::tuple>(label_);
+    const auto key = py::reinterpret_borrow<py::tuple>(py::object(fields[0]));
+    chunk_pass = key[0].cast<int64_t>();
+    index = key[1].cast<int64_t>();
+    name = fields[1];
+  }
+
+  Group(int64_t chunk_pass, int64_t index, py::object name, int64_t layer, int64_t micro_batch,
+        int64_t vp_stage, int64_t min_numel)
       : serial(next_serial_++),
-        label(std::move(label)),
-        key(this->label.attr("key")),
-        name(this->label.attr("name")),
-        min_numel(min_numel) {}
+        chunk_pass(chunk_pass),
+        index(index),
+        name(std::move(name)),
+        min_numel(min_numel),
+        layer_(layer),
+        micro_batch_(micro_batch),
+        vp_stage_(vp_stage) {}
 
   const int64_t serial;
-  py::object label, key, name;
+  // Its key: the pass, and its place there.
+  int64_t chunk_pass, index;
+  py::object name;
   GroupState state = GroupState::OPEN;
   int64_t min_numel;
   bool is_read_first = false;
+
+  // The `GroupLabel`, made when it is asked for.
+  const py::object& label() {
+    if (!label_) {
+      const py::object key = python->group_key(chunk_pass, index);
+      label_ = python->group_label(key, name, layer_, micro_batch_, vp_stage_);
+    }
+    return label_;
+  }
+
+  py::object key() { return label()[py::int_(0)]; }
 
   // A storage that the group saved. Autograd owns it.
   struct Held {
     std::weak_ptr<Storage> storage;
     int64_t serial;
-    py::object owner;
+    // The group that saved it first.
+    std::shared_ptr<Group> owner;
     // What a copy of it would move, as of the commit; -1 before.
     int64_t nbytes;
   };
@@ -36,7 +63,7 @@ class Group {
 
   void move_to(GroupState to) {
     if (static_cast<int>(to) != static_cast<int>(state) + 1) {
-      throw std::runtime_error("group " + std::string(py::str(label)) + " cannot go from " +
+      throw std::runtime_error("group " + std::string(py::str(label())) + " cannot go from " +
                                name_of(python->group_states[static_cast<int>(state)]) + " to " +
                                name_of(python->group_states[static_cast<int>(to)]));
     }
@@ -51,7 +78,12 @@ class Group {
   }
 
   void hold(const std::shared_ptr<Storage>& storage) {
-    held.push_back({storage, storage->serial, storage->owner.attr("key"), -1});
+    held.push_back({storage, storage->serial, storage->owner, -1});
+  }
+
+  bool is_alive() const {
+    return std::any_of(held.begin(), held.end(),
+                       [](const Held& item) { return !item.storage.expired(); });
   }
 
   std::vector<std::shared_ptr<Storage>> storages() const {
@@ -63,8 +95,12 @@ class Group {
   }
 
  private:
+  py::object label_;
+  int64_t layer_ = 0, micro_batch_ = 0, vp_stage_ = 0;
   static inline int64_t next_serial_ = 0;
 };
+
+inline const py::object& Storage::label() const { return owner->label(); }
 
 // What autograd keeps in place of a saved tensor. It has the Python object of the storage, so that
 // Python's weak references to that live as long as the storage.

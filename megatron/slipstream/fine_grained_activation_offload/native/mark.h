@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include <functional>
+
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -13,16 +15,20 @@
 
 namespace slipstream {
 
-// A Python function that a thread of autograd calls or drops, which need not hold the GIL.
+// A call, with the Python objects that it needs. A thread of autograd calls or drops it, which need
+// not hold the GIL.
 class Callback {
  public:
-  explicit Callback(py::object function) : function_(std::move(function)) {}
-  Callback(const Callback&) = delete;
-  Callback& operator=(const Callback&) = delete;
+  explicit Callback(std::function<void()> function) : function_(std::move(function)) {}
+  explicit Callback(py::object function)
+      : function_([function = std::move(function)] { function(); }) {}
+  Callback(Callback&&) = default;
+  Callback& operator=(Callback&&) = delete;
 
   ~Callback() {
+    if (!function_) return;
     py::gil_scoped_acquire gil;
-    function_ = py::object();
+    function_ = nullptr;
   }
 
   void operator()() const {
@@ -31,13 +37,13 @@ class Callback {
   }
 
  private:
-  py::object function_;
+  std::function<void()> function_;
 };
 
 // Passes the gradient on, after a call.
 class MarkNode : public torch::autograd::Node {
  public:
-  explicit MarkNode(py::object function) : callback_(std::move(function)) {}
+  explicit MarkNode(Callback callback) : callback_(std::move(callback)) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     call(callback_);
@@ -65,7 +71,7 @@ class MarkNode : public torch::autograd::Node {
 
 class MarkHook : public torch::autograd::FunctionPreHook {
  public:
-  explicit MarkHook(py::object function) : callback_(std::move(function)) {}
+  explicit MarkHook(Callback callback) : callback_(std::move(callback)) {}
 
   torch::autograd::variable_list operator()(
       const torch::autograd::variable_list& gradients) override {
@@ -77,11 +83,11 @@ class MarkHook : public torch::autograd::FunctionPreHook {
   Callback callback_;
 };
 
-// `tensor` with a node in the graph that calls `function` when backward comes to it.
-inline py::object mark(const py::object& object, py::object function) {
+// `object`, a tensor, with a node in the graph that calls when backward comes to it.
+inline py::object mark(const py::object& object, Callback callback) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return object;
-  auto node = std::shared_ptr<MarkNode>(new MarkNode(std::move(function)),
+  auto node = std::shared_ptr<MarkNode>(new MarkNode(std::move(callback)),
                                         torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(tensor));
   // Shares the version counter, so that changes in place show.
@@ -91,11 +97,10 @@ inline py::object mark(const py::object& object, py::object function) {
   return wrap(std::move(marked));
 }
 
-// Have `function` called when backward comes to the operation that computed `tensor`.
-inline void call_before(const py::object& object, py::object function) {
-  const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-  const auto& node = tensor.grad_fn();
-  if (node) node->add_pre_hook(std::make_unique<MarkHook>(std::move(function)));
+// Have a call made when backward comes to the operation that computed `object`, a tensor.
+inline void call_before(const py::object& object, Callback callback) {
+  const auto& node = THPVariable_Unpack(object.ptr()).grad_fn();
+  if (node) node->add_pre_hook(std::make_unique<MarkHook>(std::move(callback)));
 }
 
 }  // namespace slipstream

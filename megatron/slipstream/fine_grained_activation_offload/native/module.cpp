@@ -5,8 +5,7 @@
 #include <algorithm>
 #include <unordered_map>
 
-#include "mark.h"
-#include "steps.h"
+#include "marks.h"
 
 using namespace slipstream;
 
@@ -112,7 +111,7 @@ void bind_host_layout(py::module_& module) {
 void bind_storage(py::module_& module) {
   py::class_<Storage, std::shared_ptr<Storage>>(module, "SavedStorage")
       .def_readonly("serial", &Storage::serial)
-      .def_readonly("owner", &Storage::owner)
+      .def_property_readonly("owner", &Storage::label)
       .def_readonly("position", &Storage::position)
       .def_readonly("pool", &Storage::pool)
       .def_property_readonly("device",
@@ -184,15 +183,15 @@ void bind_group(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "OffloadTensorGroup")
       .def(py::init<py::object, int64_t>(), py::arg("label"), py::arg("min_numel") = 1)
       .def_readonly("serial", &Group::serial)
-      .def_readonly("label", &Group::label)
-      .def_readonly("key", &Group::key)
+      .def_property_readonly("label", &Group::label)
+      .def_property_readonly("key", &Group::key)
       .def_readonly("name", &Group::name)
       .def_property_readonly(
           "state",
           [](const Group& group) { return python->group_states[static_cast<int>(group.state)]; })
       .def_readwrite("min_numel", &Group::min_numel)
       .def_readwrite("is_read_first", &Group::is_read_first)
-      .def("__str__", [](const Group& group) { return py::str(group.label); })
+      .def("__str__", [](Group& group) { return py::str(group.label()); })
       .def("move_to",
            [](Group& group, const py::object& to) {
              group.move_to(static_cast<GroupState>(index_in(python->group_states, to)));
@@ -201,7 +200,7 @@ void bind_group(py::module_& module) {
                              [](const Group& group) {
                                py::dict held;
                                for (const auto& item : group.held) {
-                                 held[py::int_(item.serial)] = item.owner;
+                                 held[py::int_(item.serial)] = item.owner->key();
                                }
                                return held;
                              })
@@ -225,15 +224,34 @@ void bind_group(py::module_& module) {
              for (const auto& item : group.held) storages.append(item.storage.lock());
              return storages;
            })
-      .def_property_readonly("is_alive", [](const Group& group) {
-        return std::any_of(group.held.begin(), group.held.end(),
-                           [](const Group::Held& item) { return !item.storage.expired(); });
-      });
+      .def_property_readonly("is_alive", &Group::is_alive);
 
   py::class_<SavedTensor>(module, "SavedTensor")
       .def_readonly("storage", &SavedTensor::object)
       .def_readonly("group", &SavedTensor::group)
       .def_readonly("index", &SavedTensor::index);
+}
+
+void bind_pass(py::module_& module) {
+  py::class_<Pass>(module, "ChunkOffloadHandler")
+      .def(py::init<int64_t, int64_t, int64_t, int64_t>())
+      .def_readonly("index", &Pass::index)
+      .def_readonly("vp_stage", &Pass::vp_stage)
+      .def_readonly("min_offloaded_tensor_size", &Pass::min_numel)
+      .def_readonly("micro_batch", &Pass::micro_batch)
+      .def_readwrite("given_up_by", &Pass::given_up_by)
+      .def_readwrite("num_outputs", &Pass::num_outputs)
+      .def_property_readonly("groups",
+                             [](const Pass& chunk_pass) {
+                               py::list groups;
+                               for (const auto& group : chunk_pass.groups) groups.append(group);
+                               return groups;
+                             })
+      .def("open_group", &Pass::open_group)
+      .def("commit_group", &Pass::commit_group)
+      .def("used_before", &Pass::used_before)
+      .def_property_readonly("is_abandoned", &Pass::is_abandoned)
+      .def_property_readonly("awaits_backward", &Pass::awaits_backward);
 }
 
 void bind_store(py::module_& module) {
@@ -260,7 +278,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("configure", [](const py::list& residences, const py::list& group_states,
                              py::object bytes, py::object empty_if_hidden, py::object refill,
                              py::object parameter, py::object size_class_bytes,
-                             py::object host_memory_full) {
+                             py::object host_memory_full, py::object group_key,
+                             py::object group_label, const py::list& step_kinds) {
     python = new Python();
     for (int index = 0; index < kNumResidences; ++index) {
       python->residences[index] = residences[index];
@@ -274,15 +293,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     python->parameter = std::move(parameter);
     python->size_class_bytes = std::move(size_class_bytes);
     python->host_memory_full = std::move(host_memory_full);
+    python->group_key = std::move(group_key);
+    python->group_label = std::move(group_label);
+    python->forward_start = step_kinds[0];
+    python->forward_commit = step_kinds[1];
+    python->backward_use = step_kinds[2];
+    python->backward_end = step_kinds[3];
   });
   bind_waits(module);
   bind_host_layout(module);
   bind_storage(module);
   bind_group(module);
+  bind_pass(module);
   bind_store(module);
   py::class_<Steps>(module, "Steps")
       .def(py::init<const py::iterable&>())
       .def("come_to", &Steps::come_to);
-  module.def("mark", &mark);
-  module.def("call_before", &call_before);
+  module.def("mark", [](const py::object& tensor, py::object function) {
+    return mark(tensor, Callback(std::move(function)));
+  });
+  module.def("call_before", [](const py::object& tensor, py::object function) {
+    call_before(tensor, Callback(std::move(function)));
+  });
+  module.def("start", &Marks::start);
+  module.def("end", &Marks::end);
 }

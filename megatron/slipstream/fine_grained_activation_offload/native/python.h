@@ -26,6 +26,9 @@ constexpr int kNumGroupStates = 4;
 struct Python {
   py::object residences[kNumResidences], group_states[kNumGroupStates];
   py::object bytes, empty_if_hidden, refill, parameter, size_class_bytes, host_memory_full;
+  py::object group_key, group_label;
+  // Of `StepKind`: the marks of a group.
+  py::object forward_start, forward_commit, backward_use, backward_end;
 };
 inline Python* python = nullptr;
 
@@ -51,6 +54,25 @@ int index_in(const py::object (&members)[count], const py::object& member) {
   }
   throw py::type_error(std::string(py::repr(member)) + " is no state");
 }
+
+// `object.name`, without making a string of the name each time.
+inline py::object attribute(const py::handle& object, PyObject* name) {
+  PyObject* value = PyObject_GetAttr(object.ptr(), name);
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+inline void set_attribute(const py::handle& object, PyObject* name, const py::object& value) {
+  if (PyObject_SetAttr(object.ptr(), name, value.ptr()) != 0) throw py::error_already_set();
+}
+
+#define SLIPSTREAM_NAME(name)                                       \
+  [] {                                                              \
+    static PyObject* const interned = PyUnicode_InternFromString(name); \
+    return interned;                                                \
+  }()
+#define GET(object, name) ::slipstream::attribute(object, SLIPSTREAM_NAME(name))
+#define SET(object, name, value) ::slipstream::set_attribute(object, SLIPSTREAM_NAME(name), value)
 
 inline std::string name_of(const py::object& member) { return py::str(member.attr("name")); }
 

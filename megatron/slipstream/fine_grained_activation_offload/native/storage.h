@@ -83,9 +83,11 @@ struct Context {
   std::unordered_map<c10::StorageImpl*, class Storage*> by_memory;
 };
 
+class Group;
+
 class Storage : public std::enable_shared_from_this<Storage> {
  public:
-  Storage(const at::Tensor& tensor, py::object owner, int64_t position, py::object pool,
+  Storage(const at::Tensor& tensor, std::shared_ptr<Group> owner, int64_t position, py::object pool,
           std::shared_ptr<Context> context)
       : serial(next_serial_++),
         owner(std::move(owner)),
@@ -125,7 +127,8 @@ class Storage : public std::enable_shared_from_this<Storage> {
   std::shared_ptr<Storage> shared() { return weak_from_this().lock(); }
 
   const int64_t serial;
-  py::object owner;
+  // The group that saved it first.
+  std::shared_ptr<Group> owner;
   int64_t position;
   py::object pool;
 
@@ -150,6 +153,9 @@ class Storage : public std::enable_shared_from_this<Storage> {
   // Streams that computed or used the memory.
   std::vector<int> streams;
 
+  // The owner's.
+  const py::object& label() const;
+
   bool is_on_device() const {
     return residence == Residence::DEVICE || residence == Residence::OFFLOADING ||
            residence == Residence::STAYS;
@@ -157,7 +163,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
 
   void move_to(Residence to) {
     if (!may_go(residence, to)) {
-      throw std::runtime_error("storage of " + std::string(py::str(owner)) + " of " +
+      throw std::runtime_error("storage of " + std::string(py::str(label())) + " of " +
                                std::to_string(nbytes) + " bytes cannot go from " +
                                name(residence) + " to " + name(to));
     }
@@ -296,7 +302,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
 
   std::shared_ptr<HostAllocation> take_allocation() {
     if (!allocation) {
-      throw std::runtime_error("storage of " + std::string(py::str(owner)) +
+      throw std::runtime_error("storage of " + std::string(py::str(label())) +
                                " has no host buffer in " + name(residence));
     }
     return std::move(allocation);
@@ -317,7 +323,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
 
   py::object view_returned(int64_t index) {
     if (!returned) {
-      throw std::runtime_error("storage of " + std::string(py::str(owner)) + " is in " +
+      throw std::runtime_error("storage of " + std::string(py::str(label())) + " is in " +
                                name(residence));
     }
     const Saved& saved = saved_.at(index);

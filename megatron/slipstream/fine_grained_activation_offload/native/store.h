@@ -34,8 +34,9 @@ inline bool has_opted_out(PyObject* tensor) {
   return false;
 }
 
-inline void add_to(const py::object& counters, const char* name, int64_t amount) {
-  counters.attr(name) = py::int_(counters.attr(name).cast<int64_t>() + amount);
+inline void add_to(const py::object& counters, PyObject* name, int64_t amount) {
+  const int64_t before = attribute(counters, name).cast<int64_t>();
+  set_attribute(counters, name, py::int_(before + amount));
 }
 
 class Store {
@@ -71,8 +72,8 @@ class Store {
           extent_of(tensor).stop > static_cast<int64_t>(tensor.storage().nbytes())) {
         return keep(std::move(object), tensor);
       }
-      storage = std::make_shared<Storage>(tensor, group->label,
-                                          static_cast<int64_t>(group->held.size()), pool, context_);
+      storage = std::make_shared<Storage>(tensor, group, static_cast<int64_t>(group->held.size()),
+                                          pool, context_);
     }
     if (!group->holds(*storage)) group->hold(storage);
     storage->note_stream(driver().current());
@@ -123,13 +124,13 @@ class Store {
     if (leaving.empty()) return true;
     const py::object counters = modules[group.name];
     if (!allocate(leaving, planned)) {
-      add_to(counters, "num_kept_for_host_memory", 1);
+      add_to(counters, SLIPSTREAM_NAME("num_kept_for_host_memory"), 1);
       return true;
     }
     start_copies_out(leaving);
-    add_to(counters, "num_groups_moved", 1);
-    add_to(counters, "d2h_copies", static_cast<int64_t>(leaving.size()));
-    add_to(counters, "d2h_bytes", total_nbytes(leaving));
+    add_to(counters, SLIPSTREAM_NAME("num_groups_moved"), 1);
+    add_to(counters, SLIPSTREAM_NAME("d2h_copies"), static_cast<int64_t>(leaving.size()));
+    add_to(counters, SLIPSTREAM_NAME("d2h_bytes"), total_nbytes(leaving));
     return true;
   }
 
@@ -161,10 +162,10 @@ class Store {
     if (returning.empty()) return true;
     start_copies_in(returning);
     for (const auto& storage : returning) {
-      const py::object counters = modules[storage->owner.attr("name")];
-      add_to(counters, "h2d_copies", 1);
-      add_to(counters, "h2d_bytes", storage->nbytes);
-      add_to(counters, "freed_bytes", storage->nbytes);
+      const py::object counters = modules[storage->owner->name];
+      add_to(counters, SLIPSTREAM_NAME("h2d_copies"), 1);
+      add_to(counters, SLIPSTREAM_NAME("h2d_bytes"), storage->nbytes);
+      add_to(counters, SLIPSTREAM_NAME("freed_bytes"), storage->nbytes);
     }
     return true;
   }
@@ -191,7 +192,7 @@ class Store {
 
   bool can_move() const {
     return waits_->is_plain() && !is_verified && !crosses_streams &&
-           !recorder_.attr("reads_memory").cast<bool>();
+           !GET(recorder_, "reads_memory").cast<bool>();
   }
 
   static bool contains(const py::object& positions, size_t position) {
@@ -219,7 +220,7 @@ class Store {
     try {
       for (size_t index = 0; index < storages.size(); ++index) {
         Storage& storage = *storages[index];
-        const py::object layout = storage.pool.attr("layout");
+        const py::object layout = GET(storage.pool, "layout");
         if (!layout.is_none()) {
           storage.allocation = layout.cast<Layout&>().allocate(planned[index], storage.nbytes);
         }

@@ -1,0 +1,89 @@
+// Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+// The groups of one pass: `ChunkOffloadHandler` in chunk.py is the reference.
+
+#pragma once
+
+#include "group.h"
+
+namespace slipstream {
+
+class Pass {
+ public:
+  Pass(int64_t index, int64_t vp_stage, int64_t min_numel, int64_t micro_batch)
+      : index(index), vp_stage(vp_stage), min_numel(min_numel), micro_batch(micro_batch) {}
+
+  const int64_t index, vp_stage, min_numel, micro_batch;
+  py::object given_up_by = py::tuple();
+  int64_t num_outputs = 0;
+  std::vector<std::shared_ptr<Group>> groups;
+
+  std::shared_ptr<Group> open_group(const py::object& name) {
+    auto group = std::make_shared<Group>(index, static_cast<int64_t>(groups.size()), name,
+                                         next_layer(name), micro_batch, vp_stage, min_numel);
+    is_over_ = false;
+    groups.push_back(group);
+    return group;
+  }
+
+  // Commit the innermost open group of that name; null if there is none.
+  std::shared_ptr<Group> commit_group(const py::object& name) {
+    for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+      if ((*group)->state == GroupState::OPEN && is_same((*group)->name, name)) {
+        (*group)->move_to(GroupState::COMMITTED);
+        committed_.push_back(*group);
+        return *group;
+      }
+    }
+    return nullptr;
+  }
+
+  // The `depth` groups that backward most likely reaches right after `group`; null is its begin.
+  py::list used_before(const std::shared_ptr<Group>& group, int64_t depth) const {
+    auto place = std::find(committed_.begin(), committed_.end(), group) - committed_.begin();
+    py::list before;
+    while (place > 0 && depth-- > 0) before.append(committed_[--place]);
+    return before;
+  }
+
+  bool is_abandoned() {
+    if (is_over_) return false;
+    bool is_over = true, has_saved = false;
+    for (const auto& group : groups) {
+      if (group->state == GroupState::OPEN || group->state == GroupState::COMMITTED) {
+        is_over = false;
+        if (group->is_alive()) return false;
+        has_saved = has_saved || !group->held.empty();
+      }
+    }
+    is_over_ = is_over && !groups.empty();
+    return has_saved;
+  }
+
+  bool awaits_backward() const {
+    return std::any_of(groups.begin(), groups.end(),
+                       [](const std::shared_ptr<Group>& group) { return group->is_alive(); });
+  }
+
+  bool has(const Group& group) const {
+    return group.index >= 0 && group.index < static_cast<int64_t>(groups.size()) &&
+           groups[group.index].get() == &group;
+  }
+
+ private:
+  int64_t next_layer(const py::object& name) {
+    for (auto& [known, number] : num_layers_) {
+      if (is_same(known, name)) return number++;
+    }
+    num_layers_.emplace_back(name, 1);
+    return 0;
+  }
+
+  std::vector<std::shared_ptr<Group>> committed_;
+  // How many groups of each name there are.
+  std::vector<std::pair<py::object, int64_t>> num_layers_;
+  // Whether backward has come to all groups, after forward has ended.
+  bool is_over_ = false;
+};
+
+}  // namespace slipstream
