@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.engines import Engine
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
+from megatron.slipstream.fine_grained_activation_offload.native import native_module
 
 MANAGER_METHODS = (
     "init_model_chunk_offload_handler",
@@ -24,6 +25,7 @@ MANAGER_METHODS = (
     "cur_forward_chunk",
     "mark_backward_end",
     "end_group",
+    "start_on",
     "end_on",
     "__enter__",
     "__exit__",
@@ -73,7 +75,14 @@ class HostTimes:
                         stack.enter_context(patch.object(owner, name, method))
             enter = self._enter_with_timed_hooks(saved_tensors_hooks.__enter__)
             stack.enter_context(patch.object(saved_tensors_hooks, "__enter__", enter))
+            native = native_module() if getattr(manager, "store", None) is not None else None
+            if native is not None:
+                native.HostTime.nanoseconds, native.HostTime.is_taken = 0, True
             yield
+        if native is not None:
+            self.seconds["backward in C++"] = 1e-9 * native.HostTime.nanoseconds
+            self.calls["backward in C++"] = self.num_groups
+            native.HostTime.is_taken = False
 
     def _timed(self, name: str, function: Any) -> Any:
         # What an engine calls of itself is part of what was called from outside. Backward may run

@@ -6,10 +6,26 @@
 
 #pragma once
 
+#include <chrono>
+
 #include "mark.h"
 #include "steps.h"
 
 namespace slipstream {
+
+// Host time in calls that backward makes, which no Python function surrounds.
+struct HostTime {
+  static inline bool is_taken = false;
+  static inline int64_t nanoseconds = 0;
+
+  ~HostTime() {
+    if (!is_taken) return;
+    const auto passed = std::chrono::steady_clock::now() - begin;
+    nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(passed).count();
+  }
+
+  const std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+};
 
 class Marks {
  public:
@@ -83,6 +99,7 @@ class Marks {
 
   // Backward needs the group from here on.
   static void use(const py::object& engine, const std::shared_ptr<Group>& group) {
+    const HostTime time;
     const py::object now = GET(engine, "_now");
     if (group->state != GroupState::COMMITTED || !is_current(now, *group)) return;
     group->move_to(GroupState::IN_USE);
@@ -91,6 +108,7 @@ class Marks {
 
   // Backward has left the group.
   static void leave(const py::object& engine, const std::shared_ptr<Group>& group) {
+    const HostTime time;
     const py::object now = GET(engine, "_now");
     if (group->state != GroupState::IN_USE || !is_current(now, *group)) return;
     group->move_to(GroupState::DONE);

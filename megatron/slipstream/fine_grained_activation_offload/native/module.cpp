@@ -315,6 +315,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("call_before", [](const py::object& tensor, py::object function) {
     call_before(tensor, Callback(std::move(function)));
   });
+  py::class_<HostTime>(module, "HostTime")
+      .def_readwrite_static("is_taken", &HostTime::is_taken)
+      .def_readwrite_static("nanoseconds", &HostTime::nanoseconds);
   module.def("start", &Marks::start);
   module.def("end", &Marks::end);
 }
