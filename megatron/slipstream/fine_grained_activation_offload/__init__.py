@@ -1,3 +1,3 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Moving saved activations: the only code that touches streams, events and host staging memory."""
+"""Moves saved activations: the only code that uses streams, events and host staging memory."""

@@ -3,8 +3,8 @@
 """The interface between the engine and a device: streams, events, memory and copies.
 
 The engine never names ``torch.cuda``: everything it does to a device goes through a
-:class:`Backend`. :mod:`cuda_backend` is the real one; :mod:`cpu_backends` has two imitations in
-host memory.
+:class:`Backend`. :mod:`cuda_backend` is for GPUs; :mod:`cpu_backends` has two simulated
+devices in host memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 Stream = Any
 Event = Any
 Here = tuple[Hashable, Stream]
-"""A stream, with its id before it."""
+"""A stream's id, and the stream."""
 
 POISON_BYTE = 0xFF
 """A float whose bytes are all ones is NaN in every IEEE format, bf16 and both fp8 formats."""
@@ -45,7 +45,7 @@ class Bytes(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """Address of the first byte."""
         return self.storage.data_ptr() + self.start
 
     def first(self, nbytes: int) -> Bytes:
@@ -59,29 +59,29 @@ class Bytes(NamedTuple):
 
 
 Copy = tuple[Bytes, Bytes]
-"""Destination and source. One of them may be longer, as a host buffer is: then it begins with the
-bytes that are copied."""
+"""Destination and source. One of them may be longer, such as a host buffer: then the bytes at its
+start are copied."""
 
 
 def nbytes_of(copy: Copy) -> int:
-    """How many bytes it moves."""
+    """The number of bytes that it copies."""
     destination, source = copy
     return min(destination.nbytes, source.nbytes)
 
 
 class MemoryMeter(Protocol):
-    """Counts device memory where no GPU's allocator does."""
+    """Counts device memory without a GPU's allocator."""
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes alive now."""
+        """Bytes allocated now."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were alive at once since :meth:`reset_peak`."""
+        """The most bytes allocated at once since :meth:`reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Forget the peak so far."""
+        """Start a new peak."""
 
     def excluded(self) -> contextlib.AbstractContextManager[Any]:
         """Storages created inside are host memory and not counted."""
@@ -91,10 +91,10 @@ class GradientWatch(Protocol):
     """Knows the parameters of the models that train."""
 
     def count(self) -> int:
-        """Bytes of the gradients that the parameters have now."""
+        """Bytes of the parameters' current gradients."""
 
     def begin(self, come: Callable[[int], None]) -> None:
-        """Have ``come`` called with its bytes, once for each gradient that appears from now on."""
+        """Call ``come`` with its bytes, once for each gradient that appears from now on."""
 
     def end(self) -> None:
         """Undo :meth:`begin`."""
@@ -105,9 +105,9 @@ class Backend(ABC):
 
     name: str
     device_type: str
-    """Of the tensors whose memory the engine moves."""
+    """Device type of the tensors that the engine moves."""
     host_slab_bytes = 1 << 20
-    """The least host memory to ask :meth:`allocate_host` for."""
+    """The minimum size for :meth:`allocate_host`."""
     takes_time = False
     """Whether :meth:`timed_event` takes the time."""
     names_ranges = False
@@ -123,15 +123,15 @@ class Backend(ABC):
 
     @abstractmethod
     def manages(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in this backend's device memory."""
+        """Whether ``tensor`` is in this backend's device memory."""
 
     @abstractmethod
     def new_stream(self) -> Stream:
-        """A stream for copies that runs beside the compute stream."""
+        """A stream for copies that runs concurrently with the compute stream."""
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The stream that the caller's operations go to. Ask each time: it changes."""
+        """The stream of the caller's operations. Never cache it: it changes."""
 
     @abstractmethod
     def stream_id(self, stream: Stream) -> Hashable:
@@ -142,12 +142,12 @@ class Backend(ABC):
         return self.stream_id(self.current_stream())
 
     def here(self) -> Here:
-        """The current stream. Ask each time: it changes."""
+        """The current stream. Never cache it: it changes."""
         return self.current_stream_id(), self.current_stream()
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
-        """An event that completes when all work now in ``stream`` has."""
+        """An event that completes when all work now in ``stream`` has completed."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
@@ -159,7 +159,7 @@ class Backend(ABC):
 
     @abstractmethod
     def outlast(self, event: Event) -> None:
-        """Block the host until ``event`` has happened."""
+        """Block the host until ``event`` has completed."""
 
     @abstractmethod
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
@@ -167,7 +167,7 @@ class Backend(ABC):
 
     @abstractmethod
     def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """The tensor's memory is not allocated again before ``stream`` has come so far.
+        """The tensor's memory is not reallocated before ``stream`` has reached this point.
 
         Only for streams other than the one that the memory was allocated for.
         """
@@ -177,17 +177,17 @@ class Backend(ABC):
         """Uninitialised device memory that the current stream may use at once."""
 
     def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
-        """Device memory for measurements; None where there is none to spare, or nothing to time."""
+        """Device memory for measurements; None if there is too little, or nothing to time."""
         return None
 
     @abstractmethod
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised host memory that copies can run from and to asynchronously, uint8.
+        """Uninitialised uint8 host memory that asynchronous copies can use.
 
-        It begins on a page.
+        It is page-aligned.
 
         Raises:
-            RuntimeError: There is none (or ``MemoryError``).
+            RuntimeError: There is too little (or ``MemoryError``).
         """
 
     @abstractmethod
@@ -199,12 +199,12 @@ class Backend(ABC):
         """Put the operations that ``work`` calls into ``stream``."""
 
     def drop_device(self, storage: torch.UntypedStorage) -> None:
-        """The engine gives up its last reference to ``storage``, which the caller then deletes."""
+        """The caller deletes the engine's last reference to ``storage`` after this call."""
         if self.poisons_dropped and num_uses(storage) == 1:
             poison(storage)
 
     def empty_device(self, storage: torch.UntypedStorage) -> None:
-        """Return the memory of ``storage``, which others keep and read no longer."""
+        """Free the memory of ``storage``, which others reference but no longer read."""
         if self.poisons_dropped:
             poison(storage)
         storage.resize_(0)
@@ -213,24 +213,24 @@ class Backend(ABC):
         """The host buffers that ``copies``, now in ``stream``, have read are no longer needed."""
 
     def memory(self) -> Optional[tuple[int, int]]:
-        """Device bytes allocated now and at most, or None where nothing counts them."""
+        """Device bytes allocated now and at the peak; None if they are not counted."""
         return None
 
     def reset_peak_memory(self) -> None:
-        """From here on, :meth:`memory`'s peak is that of the time since."""
+        """Start a new peak for :meth:`memory`."""
         reading = self.memory()
         if reading is not None:
             self._past_peak_bytes = max(self._past_peak_bytes, reading[1])
             self._reset_peak()
 
     def _reset_peak(self) -> None:
-        """Begin a new peak at what is allocated now."""
+        """Start a new peak at the bytes allocated now."""
 
     def begin_peak(self) -> int:
-        """Begin a peak that goes on over :meth:`reset_peak_memory`, which ends any other.
+        """Start a peak that, unlike :meth:`memory`'s, continues over :meth:`reset_peak_memory`.
 
         Returns:
-            Device bytes allocated now; 0 where nothing counts them.
+            Device bytes allocated now; 0 if they are not counted.
         """
         self.reset_peak_memory()
         self._past_peak_bytes = 0
@@ -243,25 +243,25 @@ class Backend(ABC):
         return self._past_peak_bytes if reading is None else max(self._past_peak_bytes, reading[1])
 
     def obtainable_bytes(self) -> Optional[int]:
-        """Device bytes that the process has or could still get; None where there is no limit."""
+        """Device bytes that the process has or could still allocate; None without a limit."""
         return None
 
     def is_capturing(self) -> bool:
-        """Whether what is put into the current stream is captured in a CUDA graph."""
+        """Whether the current stream is captured in a CUDA graph."""
         return False
 
     def begin_graph(self) -> None:
         """Work that is put into streams from here on is captured in a CUDA graph."""
 
     def end_graph(self) -> None:
-        """Nothing is captured any more."""
+        """The capture has ended."""
 
     def profiler_range(self, label: str) -> contextlib.AbstractContextManager[Any]:
-        """Names the host work inside, in profiles."""
+        """Context that names its host work in profiles."""
         return contextlib.nullcontext()
 
     def timed_event(self, stream: Stream) -> Event:
-        """An event that takes the time; None where time on a stream means nothing."""
+        """An event with timing; None if time on a stream is meaningless."""
         return None
 
     def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
@@ -270,7 +270,7 @@ class Backend(ABC):
 
 
 def page_aligned(nbytes: int) -> torch.Tensor:
-    """Host memory that begins on a page, as pinning and placing it on a node want it."""
+    """Page-aligned host memory, as pinning and NUMA placement need it."""
     memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8)
     start = -memory.data_ptr() % mmap.PAGESIZE
     return memory[start : start + nbytes]

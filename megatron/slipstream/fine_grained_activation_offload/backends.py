@@ -15,10 +15,10 @@ from megatron.slipstream.fine_grained_activation_offload.cuda_backend import Cud
 
 
 def make_backend(name: str) -> Backend:
-    """The backend of that name; 'auto' is 'cuda' where torch sees a GPU, else 'cpu'.
+    """The backend of that name; 'auto' is 'cuda' if torch sees a GPU, else 'cpu'.
 
     Raises:
-        ValueError: 'cuda' was asked for and torch sees no GPU, or the name is unknown.
+        ValueError: The name is 'cuda' and torch sees no GPU, or the name is unknown.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,11 +3,11 @@
 """Bandwidth of the link while a model computes, from copies timed in its iterations.
 
 [Note: Rates beside computation]
-Bandwidth is measured between two iterations, where nothing else happens. During one, kernels use
-the same device memory, launches go over the same link, and other processes copy from the same host
-memory: in an expert model that keeps an H200 busy copies took 5 to 8% longer than measured, as much
-as makes compute wait where the copies of a pass nearly fill it. A plan that is made again from an
-iteration's times is made for the rates of that iteration's copies.
+Bandwidth is measured between two iterations, while the device is idle. During an iteration, kernels
+use the same device memory, launches use the same link, and other processes copy from the same host
+memory: in an expert model that keeps an H200 busy, copies took 5 to 8% longer than measured, enough
+to stall compute where copies nearly fill a pass. A plan that is rebuilt from an iteration's times
+uses the rates of that iteration's copies.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S
 from megatron.slipstream.plan.trace import Bandwidth
 
 MIN_NBYTES = 64 << 20
-"""In one direction of an iteration: fewer tell more about the start of copies than their rate."""
+"""Minimum bytes in one direction of an iteration: with fewer, latency dominates the rate."""
 
 
 class CopyTime(NamedTuple):
-    """Copies that ran one after another in one direction, and when."""
+    """Copies that ran one after another in one direction, with their times."""
 
     is_out: bool
-    """Whether they went to the host."""
+    """Whether they copied to the host."""
     nbytes: int
     start_ms: float
     stop_ms: float
@@ -39,13 +39,13 @@ def rates_beside_compute(
     """Bandwidth in iterations like these.
 
     Args:
-        measured: Between iterations. How much slower copies are while others go the other way is
-            taken from here.
-        iterations: The copies of each.
+        measured: Rates between iterations. They also give the slowdown while the other direction
+            is busy.
+        iterations: The copies of each iteration.
 
     Returns:
-        For each direction the measured rates times one factor, by which they tell best how long the
-        copies took; 1 for a direction that hardly copies.
+        For each direction the measured rates times one factor that fits the copies' times best; 1
+        for a direction with few copies.
     """
     shares = []
     for is_out, rates in ((True, measured[0::2]), (False, measured[1::2])):
@@ -57,7 +57,7 @@ def rates_beside_compute(
 def _share(
     alone_gb_per_s: float, both_gb_per_s: float, is_out: bool, copies: Sequence[CopyTime]
 ) -> float:
-    """Bytes that went one way, by those that would have gone at the measured rates meanwhile."""
+    """Bytes copied one way, divided by those expected at the measured rates in the same time."""
     own = [copy for copy in copies if copy.is_out is is_out]
     others = [copy for copy in copies if copy.is_out is not is_out]
     nbytes = sum(copy.nbytes for copy in own)

@@ -3,13 +3,12 @@
 """The cost of a plan, measured: iterations that follow it, and iterations without the engine.
 
 [Note: Costs that no plan foresees]
-A plan knows the waits for copies. It does not know what the host does for each group, which counts
-where the host sets the pace; nor that launches take longer while the link is busy, nor that copies
-take power from a GPU which is short of it. An allowed overhead is a promise about all of it. So a
-plan that is made for one is tried: in turn an iteration follows it and an iteration leaves the
-engine out altogether. What it costs beyond the waits that it foresaw is shared among the groups
-that move, and among their bytes, and the next plan has to afford that for its own groups and for
-its own bytes; from the second one on all that it costs is.
+A plan predicts the waits for copies. It does not predict the host's work for each group, which
+counts in launch-bound models; nor slower launches while the link is busy, nor the power that copies
+take from a power-limited GPU. An allowed overhead covers all of these. So a plan for an allowed
+overhead is tried: iterations that follow it alternate with iterations without the engine. Its cost
+beyond the predicted waits is divided by the moving groups and by their bytes, and the next plan
+must afford this for its own groups and bytes; from the second trial on the whole cost is divided.
 """
 
 from __future__ import annotations
@@ -25,52 +24,52 @@ from megatron.slipstream.plan.walk import simulate
 
 MIN_PAIRS = 6
 MAX_PAIRS = 24
-"""Iterations of each kind. More than the least are run where times vary too much to tell."""
+"""Maximum number of iterations of each kind. More than the minimum run only if times vary."""
 
 MAX_TRIALS = 4
-"""Plans tried for a sequence of marks. If the last one exceeds the limit, nothing moves."""
+"""Maximum number of plans tried per sequence of marks. If the last fails, nothing moves."""
 
 MARGIN = 0.1
-"""What the next plan stays below its limit by, as a share of what this one cost: a trial errs by
-as much."""
+"""Margin of the next plan below the limit, as a fraction of this one's cost: a trial errs by as
+much."""
 
 RESOLUTION_PERCENT = 0.25
-"""A lower overhead is not told apart from none."""
+"""Resolution of an overhead; a lower one counts as none."""
 
 STANDARD_ERRORS = 3.0
-"""How far from the limit an overhead is before more pairs would not change what it is taken for."""
+"""Distance of an overhead from the limit at which more pairs would not change the decision."""
 
 
 class Overhead(NamedTuple):
-    """By how much iterations with the engine are longer."""
+    """The overhead of iterations with the engine."""
 
     percent: float
-    """The median of pairs."""
+    """Median of the pairs, in percent."""
     standard_error: float
-    """Of that median, in percent."""
+    """Standard error of the median, in percent."""
 
 
 class CostTrial:
     """Compares iterations with and without the engine.
 
     Args:
-        max_percent: How much longer those with it may be.
+        max_percent: The allowed overhead in percent.
     """
 
     def __init__(self, max_percent: float) -> None:
         self.max_percent = max(max_percent, RESOLUTION_PERCENT)
         self.off_ms: list[float] = []
-        """The iterations without, each of which is compared with its two neighbours."""
+        """Times of iterations without the engine, each compared with its two neighbours."""
         self._ratios: list[float] = []
         self._before_ms: Optional[float] = None
         self._off_ms: Optional[float] = None
 
     def note_without(self, ms: float) -> None:
-        """An iteration without the engine took ``ms``."""
+        """Note the time of an iteration without the engine."""
         self._off_ms = ms
 
     def note_with(self, ms: Optional[float]) -> None:
-        """An iteration with the engine took ``ms``; None if it was of another kind."""
+        """Note the time of an iteration with the engine; None if it did not follow the plan."""
         if ms is not None and self._before_ms is not None and self._off_ms is not None:
             # Drifts of clock rates cancel between the neighbours.
             self._ratios.append((self._before_ms + ms) / 2 / self._off_ms)
@@ -79,16 +78,16 @@ class CostTrial:
 
     @property
     def overhead(self) -> Overhead:
-        """The overhead by the pairs so far, of which there are at least two."""
+        """The overhead from the pairs so far, at least two."""
         middle = statistics.median(self._ratios)
-        # Single iterations that were disturbed would blow a standard deviation up.
+        # A standard deviation would be inflated by single disturbed iterations.
         deviation = 1.4826 * statistics.median(abs(ratio - middle) for ratio in self._ratios)
         error = 1.2533 * deviation / math.sqrt(len(self._ratios))
         return Overhead(100 * (middle - 1), 100 * error)
 
     @property
     def is_affordable(self) -> Optional[bool]:
-        """Whether the overhead is within the limit; None if more pairs have to tell."""
+        """Whether the overhead is within the limit; None if more pairs are needed."""
         if len(self._ratios) < MIN_PAIRS:
             return None
         percent, error = self.overhead
@@ -101,17 +100,17 @@ class CostTrial:
 def trace_after(plan: Plan, trial: CostTrial, number: int) -> Trace:
     """The trace for the next plan, after one exceeded the limit.
 
-    Whether groups or bytes cost that much is unknown, so the cost is shared among both.
+    It is unknown whether groups or bytes cause the cost, so it is divided by both.
 
     Args:
-        plan: That was tried.
-        trial: What it cost.
-        number: Of the trial, from 1 on.
+        plan: The plan that was tried.
+        trial: Its trial.
+        number: Number of the trial, from 1.
     """
     off_ms = statistics.median(trial.off_ms)
     cost_ms = trial.overhead.percent / 100 * off_ms
     if number == 1:
-        # The next plan foresees its own waits. If it exceeds the limit too, it pays for all.
+        # The next plan predicts its own waits. If it exceeds the limit too, the whole cost counts.
         cost_ms = max(0.0, cost_ms - simulate(plan).stall_ms)
     cost_ms *= 1 + MARGIN
     per_group_ms = cost_ms / sum(group.moves for group in plan.groups)

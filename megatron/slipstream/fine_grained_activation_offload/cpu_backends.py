@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A device imitated in host memory: an obliging one, and an adversary.
+"""Simulated devices in host memory: a simple one, and an adversary.
 
-``cpu`` copies at once, in order. ``cpu-lazy`` runs a copy only when something waits for it and
-poisons what must not be read, so that an engine with a missing wait computes NaN instead of being
-right by luck.
+``cpu`` copies immediately, in order. ``cpu-lazy`` runs a copy only when something waits for it and
+poisons memory that must not be read, so that an engine with a missing wait computes NaN instead of
+being right by luck.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
 )
 
 _COMPLETED = object()
-"""The event of work that is done by the time it is recorded."""
+"""The event of work that is complete when it is recorded."""
 
 
 class CpuBackend(Backend):
-    """Device and host both in host memory; every copy runs at once, in program order."""
+    """Device and host both in host memory; every copy runs immediately, in program order."""
 
     name = "cpu"
     device_type = "cpu"
 
     def __init__(self) -> None:
         self.meter: Optional[MemoryMeter] = None
-        """Set to read device memory from; engine host buffers are kept out of its count."""
+        """Meter of device memory, if set; the engine excludes its host buffers from it."""
 
     def manages(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
@@ -112,14 +112,14 @@ class _LazyStream:
         self.pending: deque[Any] = deque()
         self.num_done = 0
         self.num_recorded = 1 if is_compute else 0
-        """Compute only: how many events were recorded, which numbers its points in time. It starts
-        ahead of ``compute_seen``: something has been computed before the first copy."""
+        """Compute only: number of recorded events, which are its points in time. It starts ahead of
+        ``compute_seen``: something has been computed before the first copy."""
         self.host_waited = 0
-        """How many of its operations the host has waited for, rather than another stream."""
+        """Number of its operations that the host, rather than another stream, has waited for."""
         self.last_uses: dict[int, int] = {}
         """By slab of host memory (address of its storage), the last operation that uses it."""
         self.compute_seen = 0
-        """Copy streams only: the latest compute event that work put in from here on runs after."""
+        """Copy streams only: the latest compute event that later operations wait for."""
 
     def run_until(self, position: int) -> None:
         while self.num_done < position:
@@ -138,7 +138,7 @@ class _LazyCopy:
     def __call__(self) -> None:
         destination, source = self.copy
         written = destination.first(nbytes_of(self.copy)).view()
-        # A source that has been emptied meanwhile, as a recomputed output is, has no bytes.
+        # A source that was discarded meanwhile, such as a recomputed output, has no bytes.
         if self.ordered and source.storage.nbytes() > 0:
             written.copy_(source.first(written.numel()).view())
         else:
@@ -146,7 +146,7 @@ class _LazyCopy:
 
 
 class LazyCpuBackend(CpuBackend):
-    """The adversary: copies run as late as the waits allow, and nothing else is forgiven.
+    """The adversary: copies run as late as the waits allow, and other faults raise or give NaN.
 
     - A copy runs only when the compute stream, the host, or a copy that is itself run, waits for
       an event recorded after it. Until then its destination holds NaN or older bytes.
@@ -166,7 +166,7 @@ class LazyCpuBackend(CpuBackend):
         self._compute = _LazyStream(is_compute=True)
         self._streams: list[_LazyStream] = []
         self._slabs: set[int] = set()
-        """Host memory that has been given out, by the address of its storage."""
+        """Allocated host memory, by the address of its storage."""
 
     def new_stream(self) -> Stream:
         stream = _LazyStream()
@@ -222,7 +222,7 @@ class LazyCpuBackend(CpuBackend):
     def free_host(self, buffer: torch.Tensor) -> None:
         slab = buffer.untyped_storage()._cdata
         self._slabs.discard(slab)
-        # That the compute stream has waited is not enough: the host runs ahead of it.
+        # A wait of the compute stream is not enough: the host runs ahead of it.
         if any(stream.last_uses.pop(slab, 0) > stream.host_waited for stream in self._streams):
             raise RuntimeError("host memory returned before the host waited for the copy streams")
 
@@ -233,7 +233,7 @@ class LazyCpuBackend(CpuBackend):
         pending = self._pending_copies(storage)
         if any(to.storage._cdata == storage._cdata for to, _ in pending):
             raise RuntimeError("device memory dropped while a copy has yet to write it")
-        # The one use is the caller's storage object, which the pending copies hold as well.
+        # The single use is the caller's storage object, which pending copies hold as well.
         if num_uses(storage) == 1:
             poison(storage)
 

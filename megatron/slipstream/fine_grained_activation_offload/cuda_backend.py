@@ -26,11 +26,11 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
 
 EVENTS_PER_STREAM = 64
 MAX_STREAMS_TRIED = 64
-"""Twice what torch has for each device and priority."""
+"""Twice the number of torch's streams per device and priority."""
 WORK_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The variable that says over how many queues of the device the driver spreads streams."""
+"""The variable that sets the number of device queues over which the driver spreads streams."""
 
-# What torch.cuda.Event's methods call in the end.
+# The functions behind torch.cuda.Event's methods.
 _record_event = torch._C._CudaEventBase.record
 _wait_event = torch._C._CudaEventBase.wait
 
@@ -39,29 +39,28 @@ class CudaBackend(Backend):
     """An NVIDIA GPU through ``torch.cuda``.
 
     [Note: Events are used again]
-    Making an event takes the host several microseconds, so each stream has a ring of them. A stream
-    that still waits for an event when its turn comes again waits for a later point of the same
-    stream, which covers the earlier one, and which has been issued by then: no circle can come of
-    it.
-    Captured events are new ones, since nothing outside of the capture may wait for them.
+    Creating an event takes the host several microseconds, so each stream has a ring of them. A
+    stream that still waits for an event when it is reused waits for a later point of the same
+    stream, which covers the earlier one and has been issued by then, so no deadlock can result.
+    Captured events are always new, since nothing outside of the capture may wait for them.
     """
 
     name = "cuda"
     device_type = "cuda"
     takes_time = True
-    # Pinning blocks the host, and other calls of the driver, so it is done seldom, and in pieces
-    # that hosts of GPUs can spare.
+    # Pinning blocks the host and other driver calls, so it is done rarely, in sizes that hosts of
+    # GPUs can afford.
     host_slab_bytes = 256 << 20
 
     def __init__(self) -> None:
         self._registered: dict[int, weakref.finalize[Any, Any]] = {}
         self._events: dict[Hashable, Iterator[Event]] = {}
-        """By id of the stream: [Note: Events are used again]."""
+        """Events by id of the stream: [Note: Events are used again]."""
         self._streams: dict[Hashable, Stream] = {}
-        """torch's objects for streams that were current once: making one takes the host longer than
-        to launch a kernel."""
+        """Cached torch objects of streams: creating one takes the host longer than launching a
+        kernel."""
         self._made: set[Hashable] = set()
-        """Ids of the streams that :meth:`new_stream` has made."""
+        """Ids of the streams that :meth:`new_stream` has created."""
         self._captures = False
 
     @cached_property
@@ -78,26 +77,24 @@ class CudaBackend(Backend):
         if WORK_QUEUES in os.environ:
             return None
         return (
-            f"set {WORK_QUEUES}=1 before training starts, as megatron-core wants it for tensor and "
-            "context parallelism up to Hopper; its FSDP wants more: set 8 then, the driver's own "
-            "choice, and this is not said again"
+            f"set {WORK_QUEUES}=1 before training starts, as megatron-core requires for tensor and "
+            "context parallelism up to Hopper; its FSDP needs more: then set 8, the driver's "
+            "default, which also disables this warning"
         )
 
     def manages(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
     def new_stream(self) -> Stream:
-        # torch hands out 32 streams in turn, so a "new" one may be one of ours, or the current one:
-        # then what is to run at the same time would run one after the other.
+        # torch returns 32 streams in turn, so a "new" one may be one of ours, or the current one:
+        # then concurrent work would be serialized.
         for _ in range(MAX_STREAMS_TRIED):
             stream = torch.cuda.Stream()
             stream_id = self.stream_id(stream)
             if stream_id not in self._made and stream_id != self.current_stream_id():
                 self._made.add(stream_id)
                 return stream
-        raise RuntimeError(
-            f"torch gives no stream that is not in use already ({len(self._made)} are ours)"
-        )
+        raise RuntimeError(f"torch returns no unused stream ({len(self._made)} are ours)")
 
     def current_stream(self) -> Stream:
         return self.here()[1]
@@ -118,7 +115,7 @@ class CudaBackend(Backend):
             captured = torch.cuda.Event()
             _record_event(captured, stream)
             return captured
-        # Not by the stream object, whose hash is a function in Python.
+        # Not by the stream object, whose hash is a Python function.
         stream_id = (stream.device_index, stream.cuda_stream)
         events = self._events.get(stream_id)
         if events is None:
@@ -146,8 +143,8 @@ class CudaBackend(Backend):
         return (device, torch._C._cuda_getCurrentRawStream(device))
 
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
-        # Of the driver itself: torch's copy_ takes the host twice as long, for checks that are of
-        # no use here, and a model of experts waits for the host as it is.
+        # The driver's own call: torch's copy_ takes the host twice as long, for checks that are
+        # useless here, and expert models are launch-bound already.
         handle, memcpy = stream.cuda_stream, self._memcpy
         for (to, to_start, to_nbytes), (source, start, nbytes) in copies:
             status = memcpy(
@@ -163,8 +160,8 @@ class CudaBackend(Backend):
         tensor.record_stream(stream)
 
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        # On the current (compute) stream on purpose: the caching allocator keeps a pool per
-        # stream, and memory of a copy stream's pool could not serve the computation again.
+        # On the current (compute) stream on purpose: the caching allocator has a pool per stream,
+        # and compute could not reuse memory of a copy stream's pool.
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
@@ -174,8 +171,8 @@ class CudaBackend(Backend):
             return None
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        # Registered rather than asked of torch's pinned allocator, which rounds up to a power of
-        # two and keeps what it has got (https://github.com/pytorch/pytorch/issues/95823).
+        # Registered instead of allocated by torch's pinned allocator, which rounds up to a power of
+        # two and never frees (https://github.com/pytorch/pytorch/issues/95823).
         buffer = page_aligned(nbytes)
         address = buffer.data_ptr()
         status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
@@ -184,8 +181,8 @@ class CudaBackend(Backend):
         except RuntimeError:
             _forget_last_error()
             raise
-        # If the buffer is never returned: its addresses go back to the system with it, and could
-        # not be registered again as long as they are.
+        # If the buffer is never returned, its addresses go back to the system with it, and could
+        # not be registered again while they still are registered.
         forgotten = weakref.finalize(buffer, _unregister_forgotten, address)
         forgotten.atexit = False
         self._registered[address] = forgotten
@@ -228,10 +225,10 @@ class CudaBackend(Backend):
 
 
 def _forget_last_error() -> None:
-    """Clear an error that has been raised and is being handled.
+    """Clear the runtime's error after its exception has been handled.
 
     The runtime keeps a failed call's error until it is read, which torch does after the
-    next kernel launch, whatever that launch did.
+    next kernel launch, even if that succeeded.
     """
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda").add_(1)

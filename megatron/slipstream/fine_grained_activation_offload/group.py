@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""One group: what one marked sub-module of one layer saved in one pass."""
+"""One group: the tensors that one marked sub-module of one layer saved in one pass."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _serial_numbers = itertools.count()
 
 
 class GroupState(enum.Enum):
-    """How far a group has come. Where its bytes are is each storage's own state."""
+    """The life cycle of a group. Where its bytes are is each storage's own state."""
 
     OPEN = "its operations run and save tensors"
     COMMITTED = "it has saved everything: copies out may start, and memory be released"
-    IN_USE = "backward has reached it: nothing of it leaves any more"
+    IN_USE = "backward has reached it: nothing of it is offloaded any more"
     DONE = "backward has left it"
 
     __hash__ = object.__hash__
@@ -55,7 +55,7 @@ class OffloadTensorGroup:
         self.state = GroupState.OPEN
         self.min_numel = min_numel
         self.is_read_first = False
-        """See ``GroupTrace``."""
+        """See ``GroupTrace.is_read_first``."""
         self.held: dict[int, GroupKey] = {}
         """The group that saved each storage first, by serial number, in order of their first save
         by this group."""

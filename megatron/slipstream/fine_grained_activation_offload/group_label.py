@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Which group something belongs to."""
+"""The label of a group."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class GroupLabel(NamedTuple):
     key: GroupKey
     name: str
     layer: int = 0
-    """How many groups of this name came before it in the pass."""
+    """Number of earlier groups of this name in the pass."""
     micro_batch: int = 0
-    """How many passes through this model chunk came before it in the iteration."""
+    """Number of earlier passes through this model chunk in the iteration."""
     vp_stage: int = 0
 
     def __str__(self) -> str:
         return f"{self.key}.{self.name}"
 
     def describe(self) -> str:
-        """The group in a user's words, for errors."""
+        """A description of the group for errors."""
         return (
             f"{self.name} of layer {self.layer} (of this model chunk, {self.vp_stage}) in "
             f"micro-batch {self.micro_batch}"

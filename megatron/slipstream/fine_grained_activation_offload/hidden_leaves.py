@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Saved leaves that nothing but autograd's own bookkeeping keeps alive.
+"""Saved leaves that only autograd's own bookkeeping keeps alive.
 
 [Note: Hidden leaves]
 A leaf that requires gradients has a node that accumulates its gradient, and that node holds the
-leaf. Autograd holds the node for as long as the leaf is saved, also where a hook has taken the
-saved tensor: so the leaf keeps its memory, and copying it to the host frees nothing. For the inputs
-and parameters of a user that changes nothing, since the user holds them. But a checkpoint that
-detaches its inputs before it saves them (megatron-core's ``CheckpointWithoutOutput``) makes a leaf
-that is out of everyone's reach. Such a leaf gives its memory up when the storage is released, and
-has it back before backward reads the saved tensor.
+leaf. Autograd holds the node as long as the leaf is saved, even if a hook has replaced the saved
+tensor: so the leaf keeps its memory, and copying it to the host frees nothing. For inputs and
+parameters of a user this does not matter, since the user holds them. But a checkpoint that detaches
+its inputs before it saves them (megatron-core's ``CheckpointWithoutOutput``) makes a leaf that no
+other code can reach. The memory of such a leaf is freed when the storage is released, and restored
+before backward reads the saved tensor.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ LeafReference = weakref.ref[torch.Tensor]
 
 
 class _References(NamedTuple):
-    """How often a tensor is referenced, as :func:`_count` sees it."""
+    """Reference counts of a tensor, from :func:`_count`."""
 
     from_cpp: int
     from_python: int
 
 
 def hidden_leaf_candidate(tensor: torch.Tensor) -> Optional[LeafReference]:
-    """A reference to a tensor that autograd saves, if it is a leaf that it may come to hide."""
+    """A reference to a tensor that autograd saves, if it is a leaf that may become hidden."""
     return weakref.ref(tensor) if tensor.is_leaf and tensor.requires_grad else None
 
 
 def empty_if_hidden(reference: LeafReference) -> bool:
-    """Have a leaf give up its memory if nothing else refers to the leaf.
+    """Free the memory of a leaf if nothing else refers to the leaf.
 
     Returns:
-        Whether it has. :func:`refill` gives memory back to it.
+        Whether it was freed. :func:`refill` restores it.
     """
     if _count(reference) != _references_of_a_hidden_leaf():
         return False
@@ -52,7 +52,7 @@ def empty_if_hidden(reference: LeafReference) -> bool:
 
 
 def refill(reference: LeafReference, tensor: torch.Tensor) -> None:
-    """Give the leaf, if it is still there, the memory, shape and strides of ``tensor``."""
+    """Give the leaf, if it is still alive, the memory, shape and strides of ``tensor``."""
     leaf = reference()
     if leaf is not None:
         leaf.data = tensor
@@ -62,16 +62,16 @@ def _count(reference: LeafReference) -> Optional[_References]:
     leaf = reference()
     if leaf is None:
         return None
-    # torch counts all of Python's references as one. Its method is in no type stub.
+    # torch counts all Python references as one. The method is missing in the type stubs.
     from_cpp: int = leaf._use_count()  # type: ignore[attr-defined]
     return _References(from_cpp, sys.getrefcount(leaf))
 
 
 @functools.cache
 def _references_of_a_hidden_leaf() -> Optional[_References]:
-    """The counts of a leaf that is known to be hidden: they depend on versions of Python and torch.
+    """The counts of a known hidden leaf, which depend on the versions of Python and torch.
 
-    None if this torch does not hide leaves so: then no leaf is ever taken for one.
+    None if this torch does not hide leaves in this way: then no leaf counts as hidden.
     """
     found: list[LeafReference] = []
 

@@ -2,31 +2,31 @@
 
 """Pinned host memory: buffers that are reused only with the events to wait for.
 
-Buffers of any size are cut out of a few large slabs, since pinning memory takes long. Where they
-lie is decided by ``plan.host_layout``, whose invariant is what keeps the pool small: free memory
-side by side is one range, so memory that served buffers of one size serves those of any other.
+Buffers of any size are cut out of a few large slabs, since pinning memory takes long.
+``plan.host_layout`` decides their addresses; its invariant keeps the pool small: adjacent free
+memory is one range, so memory that served buffers of one size serves those of any other.
 
 A buffer and the events of the last copies of its bytes travel together in a
 :class:`HostAllocation`.
 The pool never waits: the next user's copy does (edge E2 of ``copy_streams``).
 
 [Note: Layouts]
-An iteration that follows its plan asks for the same buffers as the one before, in the same order.
-So where they lie is computed once (``plan.host_layout.lay_out``), with the storages that had their
-bytes before, and the pool hands them out without a search: :meth:`HostPool.allocate_planned`. The
-free ranges are not kept up to date meanwhile. They are made again from what is in use as soon as
-something else is asked for. A buffer is refused if the storages before it have not been there, or
-have not given their bytes back: so each user of a byte waits for the user before, as planned, and
-the first one for all copies of earlier iterations.
+An iteration that follows its plan requests the same buffers as the previous one, in the same order.
+So their layout is computed once (``plan.host_layout.lay_out``), with the storages that used their
+bytes before, and the pool allocates them without a search: :meth:`HostPool.allocate_planned`. The
+free ranges are not updated meanwhile. They are rebuilt from the buffers in use at the first other
+request. A buffer is refused if the earlier users of its bytes have not been allocated, or have not
+been freed: so each user of a byte waits for the previous one, as planned, and the first user for
+all copies of earlier iterations.
 
 [Note: Waste of host memory]
-What is pinned beyond what was asked for has three parts. *Slack*: a buffer is as long as its size
-class, less than a sixteenth longer than a request of 8 KiB or more. *Unusable*: what was free, but
-in no range long enough, when a slab had to be added. *Spare*: what of the last slab has not been
-needed yet, or is not needed any more; it goes once plans are settled (``host_trim``). Waste is
-the first two. While buffers are only allocated, as in a forward pass, a slab cannot serve the next
-one only if what is left of it is shorter, which is a sixteenth of a slab that was made for such
-buffers; so waste stays below an eighth of what is in use. Where forward and backward alternate and
+Pinned memory beyond the requests has three parts. *Slack*: a buffer is as long as its size class,
+less than a sixteenth longer than a request of 8 KiB or more. *Unusable*: memory that was free, but
+in no range long enough, when a slab was added. *Spare*: the part of the last slab that is not
+needed yet, or no longer; it is freed once plans are settled (``host_trim``). Waste is the first
+two. While buffers are only allocated, as in a forward pass, a slab cannot serve the next one only
+if its rest is shorter, which is a sixteenth of a slab that was added for such buffers; so waste
+stays below an eighth of the memory in use. Where forward and backward alternate and
 sizes vary, free ranges of odd lengths lie between used ones as well, and no pool that cannot move
 buffers can promise a bound for every order of requests. The tests show it for the pipeline
 schedules, with sizes that vary from buffer to buffer and from step to
@@ -52,11 +52,11 @@ from megatron.slipstream.plan.render import format_bytes
 logger = logging.getLogger(__name__)
 
 BUFFERS_PER_SLAB = 16
-"""A new slab holds at least so many buffers of the size that it is added for."""
+"""Minimum number of buffers in a new slab, of the size that it is added for."""
 
 
 class HostMemoryFull(Exception):
-    """A buffer would take the pool past its limit, or the system has refused it memory."""
+    """A buffer would exceed the pool's limit, or the system has refused memory."""
 
 
 @dataclass
@@ -71,14 +71,14 @@ class HostAllocation:
 
 
 class InUse(NamedTuple):
-    """A buffer in use, and where it lies."""
+    """A buffer in use, and its address."""
 
     allocation: HostAllocation
     slab: int
     start: int
     stop: int
     nbytes: int
-    """As it was asked for."""
+    """Requested bytes."""
 
 
 class HostUsage:
@@ -87,7 +87,7 @@ class HostUsage:
     def __init__(self) -> None:
         self.in_use = 0
         self.requested = 0
-        """Of those, the bytes that were asked for."""
+        """Requested bytes of the buffers in use."""
         self.peak = 0
         """The most in use at once since :meth:`HostPool.take_peak_in_use`."""
         self.high_water = 0
@@ -95,7 +95,7 @@ class HostUsage:
         self.high_water_requested = 0
 
     def add(self, size: int, nbytes: int) -> None:
-        """A buffer of ``size`` bytes is in use, of which ``nbytes`` were asked for."""
+        """Count a buffer of ``size`` bytes for a request of ``nbytes``."""
         self.in_use += size
         self.requested += nbytes
         if self.in_use > self.peak:
@@ -105,17 +105,17 @@ class HostUsage:
                 self.high_water_requested = self.requested
 
     def remove(self, size: int, nbytes: int) -> None:
-        """It is not in use any more."""
+        """Remove a buffer that is no longer in use."""
         self.in_use -= size
         self.requested -= nbytes
 
 
 class Layout:
-    """Where the buffers of an iteration lie: [Note: Layouts].
+    """The layout of an iteration's buffers: [Note: Layouts].
 
     Args:
-        buffers: By index in ``Trace.storages``.
-        slabs: The slabs that it is for.
+        buffers: The buffers by index in ``Trace.storages``.
+        slabs: The slabs of the layout.
         usage: Counts what is in use.
     """
 
@@ -124,22 +124,22 @@ class Layout:
         self._slabs = slabs
         self._usage = usage
         self.is_followed = False
-        """Whether nothing but what was planned has been asked for since :meth:`begin`."""
+        """Whether all requests since :meth:`begin` were as planned."""
         self._allocations: dict[int, HostAllocation] = {}
-        """Handed out in this iteration, by storage; some have been given back."""
+        """Allocations of this iteration by storage, including freed ones."""
         self._in_use: dict[int, InUse] = {}
-        """By the identity of the allocation."""
+        """Buffers in use, by the identity of the allocation."""
         self._newest: dict[Any, Any] = {}
         self._carried: tuple[Any, ...] = ()
         """The signals after the last copies of earlier iterations."""
 
     @property
     def newest(self) -> tuple[Any, ...]:
-        """The signals after the last copies of buffers that have been given back, one a stream."""
+        """The signals after the last copies of freed buffers, one per stream."""
         return tuple(self._newest.values())
 
     def begin(self, carried: Iterable[Any]) -> None:
-        """An iteration begins, with nothing in use.
+        """Begin an iteration, with no buffer in use.
 
         Args:
             carried: The signals after the last copies of earlier iterations.
@@ -151,11 +151,11 @@ class Layout:
         self._carried = self.newest
 
     def allocate(self, storage: int, nbytes: int) -> Optional[HostAllocation]:
-        """The buffer of a storage; None if there is none, or those before it are in use.
+        """The buffer of a storage; None if it is not planned, or its bytes are still in use.
 
         Args:
             storage: Index in ``Trace.storages``.
-            nbytes: Its length, which has to be as planned.
+            nbytes: Its length, which must be as planned.
         """
         buffer = self._buffers.get(storage)
         if buffer is None or storage in self._allocations:
@@ -177,11 +177,11 @@ class Layout:
         return allocation
 
     def has(self, allocation: HostAllocation) -> bool:
-        """Whether the buffer is one of these, and in use."""
+        """Whether the buffer belongs to this layout and is in use."""
         return id(allocation) in self._in_use
 
     def free(self, allocation: HostAllocation) -> None:
-        """Return a buffer of :meth:`allocate`."""
+        """Free a buffer of :meth:`allocate`."""
         in_use = self._in_use.pop(id(allocation))
         self._note_last_use(allocation.last_use)
         self._usage.remove(in_use.stop - in_use.start, in_use.nbytes)
@@ -208,10 +208,10 @@ _generations = itertools.count()
 
 
 class HostPool:
-    """Hands out host buffers.
+    """Allocates host buffers.
 
     Args:
-        backend: Where slabs come from.
+        backend: Allocates slabs.
         limit_bytes: See :attr:`limit_bytes`.
         native: The module with the classes in C++; None for those in Python.
     """
@@ -222,21 +222,21 @@ class HostPool:
         self._backend = backend
         self._classes = _PYTHON_CLASSES if native is None else native
         self.limit_bytes = limit_bytes
-        """The most memory that the pool may hold; None for no limit. Once the system has refused
-        memory, what the pool held then."""
+        """The most memory that the pool may hold; None for no limit. After the system has refused
+        memory, the bytes that the pool held then."""
         self.was_refused = False
         """Whether the system has refused memory."""
         self._slabs: list[torch.Tensor] = []
         self._slab_bytes: list[Bytes] = []
         self._free = FreeRanges()
         self._in_use: dict[int, InUse] = {}
-        """Every buffer that is out, by the identity of its allocation, but for those of
+        """Every buffer in use, by the identity of its allocation, except those of
         :attr:`layout`."""
         self._returned: deque[HostAllocation] = deque()
-        """Given back, and not yet free: see :meth:`free`."""
+        """Returned buffers that are not yet free: see :meth:`free`."""
         self._is_busy = False
         self.layout: Any = None
-        """The :class:`Layout` that is followed; None if something else was asked for."""
+        """The :class:`Layout` that is followed; None after another request."""
         self.allocated_bytes = 0
         """Host memory that the pool holds, in use or not."""
         self._usage: Any = self._classes.HostUsage()
@@ -261,7 +261,7 @@ class HostPool:
 
     @property
     def generation(self) -> int:
-        """Another number for each set of slabs, of any pool."""
+        """A number that is unique for each set of slabs of any pool."""
         return self._generation
 
     @property
@@ -271,7 +271,7 @@ class HostPool:
 
     @property
     def follows_layout(self) -> bool:
-        """Whether nothing but what was planned has been asked for since :meth:`follow`."""
+        """Whether all requests since :meth:`follow` were as planned."""
         return self.layout is not None
 
     @property
@@ -284,7 +284,7 @@ class HostPool:
         """A buffer of at least ``nbytes`` bytes.
 
         Raises:
-            HostMemoryFull: There is none, and the pool may not or cannot grow.
+            HostMemoryFull: No memory is free, and the pool cannot grow.
         """
         if self._returned:
             self._take_back()
@@ -299,18 +299,18 @@ class HostPool:
         """A :class:`Layout` for :meth:`follow`.
 
         Args:
-            buffers: For :attr:`slab_lengths`.
+            buffers: A layout for :attr:`slab_lengths`.
         """
         return self._classes.Layout(buffers, list(self._slab_bytes), self._usage)
 
     def follow(self, layout: Any) -> bool:
-        """An iteration begins whose buffers lie as planned: [Note: Layouts].
+        """Begin an iteration with a planned layout: [Note: Layouts].
 
         Args:
             layout: Made by :meth:`make_layout` in this :attr:`generation`.
 
         Returns:
-            Whether they can: nothing may be in use.
+            Whether that is possible: no buffer may be in use.
         """
         if self.in_use_bytes:
             return False
@@ -323,16 +323,16 @@ class HostPool:
         return True
 
     def allocate_planned(self, storage: int, nbytes: int) -> Any:
-        """The buffer of a storage by the layout that is followed; None if there is none.
+        """The buffer of a storage in the layout that is followed; None if it has none.
 
         Args:
             storage: Index in ``Trace.storages``.
-            nbytes: Its length, which has to be as planned.
+            nbytes: Its length, which must be as planned.
         """
         return None if self.layout is None else self.layout.allocate(storage, nbytes)
 
     def _leave_layout(self) -> None:
-        """Make the free ranges again, from what is in use."""
+        """Rebuild the free ranges from the buffers in use."""
         layout, self.layout = self.layout, None
         if layout is None:
             return
@@ -353,17 +353,17 @@ class HostPool:
                 self._free.put(number, free_from, slab.nbytes, events)
 
     def reserve(self, nbytes: int) -> None:
-        """Hold ``nbytes`` bytes more, if the system gives them, and from then on no more."""
+        """Add ``nbytes`` bytes, if the system allows it, and make the total the new limit."""
         with contextlib.suppress(HostMemoryFull):
             self._add_slab(nbytes)
         self.limit_bytes = self.allocated_bytes
 
     def free(self, allocation: HostAllocation) -> None:
-        """Return a buffer. Its ``last_use`` may still lie ahead.
+        """Free a buffer. Its ``last_use`` may still be pending.
 
-        Called in the middle of any other method, too: a storage gives its buffer back when it is
-        deleted, and one that an exception left in a cycle is deleted whenever Python collects
-        garbage. The buffer is then free a little later.
+        May be called inside any other method: a storage frees its buffer when it is deleted, and a
+        storage in a reference cycle, left by an exception, is deleted when Python collects garbage.
+        The buffer is then freed slightly later.
         """
         self._returned.append(allocation)
         self._take_back()
@@ -383,13 +383,13 @@ class HostPool:
         self._usage = self._classes.HostUsage()
 
     def take_peak_in_use(self) -> int:
-        """The most bytes that were in use at once since this was last asked."""
+        """The most bytes in use at once since the last call."""
         most: int = self._usage.peak
         self._usage.peak = self._usage.in_use
         return most
 
     def trim_to(self, nbytes: int) -> None:
-        """Hold one slab of ``nbytes`` bytes in place of all others.
+        """Hold one slab of ``nbytes`` bytes instead of all others.
 
         Nothing may be in use, and every copy must have completed (edge E7). If the system refuses
         the slab, the pool grows again as buffers are allocated.
@@ -420,7 +420,7 @@ class HostPool:
         return allocation
 
     def _take_back(self) -> None:
-        """Free what was given back, unless a method is at work on the free memory."""
+        """Free returned buffers, unless a method is changing the free memory."""
         if self._is_busy:
             return
         self._is_busy = True
@@ -436,15 +436,15 @@ class HostPool:
             return
         in_use = self._in_use.pop(id(allocation), None)
         if in_use is None:
-            return  # Allocated before the pool was closed, so it is not of the pool any more.
-        # In the middle of an iteration a layout is left, and not followed again.
+            return  # Allocated before the pool was closed, so it no longer belongs to the pool.
+        # Within an iteration a layout that was left is not followed again.
         self._usage.remove(in_use.stop - in_use.start, in_use.nbytes)
         self._free.put(in_use.slab, in_use.start, in_use.stop, allocation.last_use)
 
     def _grow(self, size: int) -> None:
         """Add a slab with room for a buffer of ``size``."""
         slab_bytes = max(self._backend.host_slab_bytes, BUFFERS_PER_SLAB * size)
-        slab_bytes -= slab_bytes % size  # The rest would serve no other buffer of this size.
+        slab_bytes -= slab_bytes % size  # The rest could not serve a buffer of this size.
         if self.limit_bytes is not None:
             slab_bytes = min(slab_bytes, self.limit_bytes - self.allocated_bytes)
         if slab_bytes < size:
@@ -469,7 +469,7 @@ class HostPool:
         self.allocated_bytes += slab.numel()
 
     def _refuse(self, slab_bytes: int, error: Exception) -> None:
-        """Ask for no more: each attempt takes long, and the system has none to spare."""
+        """Request no more memory: each attempt takes long, and the system has too little."""
         self.was_refused = True
         self.limit_bytes = self.allocated_bytes
         logger.warning(

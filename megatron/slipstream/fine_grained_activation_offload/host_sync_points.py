@@ -3,16 +3,16 @@
 """Where the host waits together with the device, so that copies are not slowed down.
 
 [Note: Waiting streams slow copies down]
-Where compute waits for a copy, everything that the host has issued beyond that point waits too. On
-one stream that costs nothing. But Transformer Engine issues the matrix products of experts into
-four streams, which wait for the compute stream, and while such products wait copies are slower: on
-an H200 49.7 instead of 55.4 GB/s (docs/design/overhead.md). So where copies are seen to be slower
-than between iterations, the host goes no further than a long wait of compute until it is over. The
-device then stands still for as long as the next launch takes, which is far less than what copies
-of that length gain; for short waits it would not be. A host that is what takes the time has mostly
-issued nothing in advance, so that copies are not slowed; where they are, waiting costs it time.
-All streams in one queue of the device (CUDA_DEVICE_MAX_CONNECTIONS=1) is better: nothing slows
-copies down then. It cannot be changed once CUDA has started, so the user is told.
+While compute waits for a copy, all operations that the host has issued after that point wait too.
+On one stream this costs nothing. But Transformer Engine issues the matrix products of experts into
+four streams, which wait for the compute stream, and copies are slower while such products wait: on
+an H200 49.7 instead of 55.4 GB/s (docs/design/overhead.md). So if copies are slower than between
+iterations, the host stops at a long wait of compute until it is over. The device is then idle until
+the next launch, which is far less than the time gained by copies of that length; for short waits it
+is not. In a launch-bound model the host has mostly issued nothing in advance, so copies are not
+slowed; if they are, waiting costs time. All streams in one device queue
+(CUDA_DEVICE_MAX_CONNECTIONS=1) is better: then nothing slows copies down. It cannot be changed once
+CUDA has started, so the user is told.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from megatron.slipstream.plan.trace import Bandwidth, GroupKey
 from megatron.slipstream.plan.walk import Simulation
 
 MIN_STALL_MS = 2.0
-"""Of compute, for the host to wait as well: launching again takes some hundredths of that."""
+"""Minimum stall of compute at which the host waits too: a launch takes some hundredths of it."""
 
 SLOW_SHARE = 0.97
-"""Copies that reach less of the measured bandwidth are slowed down. Kernels alone cost less."""
+"""Below this fraction of the measured bandwidth copies count as slowed; kernels cost less."""
 
 HostSyncPoints = Mapping[int, tuple[GroupKey, ...]]
-"""By step of the plan, the groups for whose copies the host waits once the step's actions are
-done."""
+"""For steps of the plan, the groups for whose copies the host waits after the step's actions."""
 
 
 def are_copies_slowed(measured: Bandwidth, beside_compute: Bandwidth) -> bool:
-    """Whether either direction reaches less in iterations than between them.
+    """Whether either direction is slower during iterations than between them.
 
     Args:
-        measured: Between iterations, in 1e9 bytes per second.
-        beside_compute: During iterations.
+        measured: Bandwidth between iterations.
+        beside_compute: Bandwidth during iterations.
     """
     return (
         beside_compute.d2h_gb_per_s < SLOW_SHARE * measured.d2h_gb_per_s
@@ -48,11 +47,11 @@ def are_copies_slowed(measured: Bandwidth, beside_compute: Bandwidth) -> bool:
 
 
 def host_sync_points(plan: Plan, simulation: Simulation) -> HostSyncPoints:
-    """Where compute is predicted to wait for long.
+    """The steps at which compute is predicted to stall for long.
 
     Args:
-        plan: What is followed.
-        simulation: Of it.
+        plan: The plan.
+        simulation: Its simulation.
     """
     step_of: dict[object, int] = {step: index for index, step in enumerate(plan.trace.steps)}
     for index, actions in enumerate(plan.actions):

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Host memory that is no longer needed goes back to the system.
+"""Frees host memory that is no longer needed.
 
-The first iterations move all that may move, and the pool grows by slabs of many buffers. A plan for
-a target or an allowed overhead may need a tenth of that, or nothing. What it needs is known to the
-byte, so once plans are settled one slab of that length takes the place of all others.
+The first iterations move all groups that may move, and the pool grows by slabs of many buffers. A
+plan for a target or an allowed overhead may need a tenth of that, or nothing. Its need is known to
+the byte, so once plans are settled one slab of that length replaces all others.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from megatron.slipstream.plan.render import format_bytes
 logger = logging.getLogger(__name__)
 
 MIN_SHARE = 0.2
-"""Share of the host memory that has to be unused, since pinning the rest again takes a while."""
+"""Minimum unused fraction of the host memory, since pinning the rest again takes a while."""
 MAX_TIMES = 3
-"""Most times that memory is trimmed: pinning it again takes long where plans never settle."""
+"""Maximum number of trims: pinning again takes long if plans never settle."""
 NUM_ALIKE = 3
-"""Iterations in a row that have to use what was planned. Where sizes vary from one to the next,
-the need of the next one is unknown, and the pool stays as it is."""
+"""Number of consecutive iterations that must use the planned memory. If sizes vary, the need of the
+next iteration is unknown, and the pool is not trimmed."""
 
 
 class HostTrimmer:
-    """Looks at the end of each iteration whether host memory can go.
+    """Checks at the end of each iteration whether host memory can be freed.
 
     Args:
         store: Holds the host memory.
-        cache: Has the plans.
+        cache: Holds the plans.
         tuner: Knows whether they are settled.
-        report: Says how many plans have been made.
+        report: Has the number of plans made.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class HostTrimmer:
         self._num_alike = 0
         self._num_plans = 0
         self._is_decided = False
-        """Nothing is to be done while the plans are what they are."""
+        """Whether the present plans have been handled."""
 
     def end_iteration(self, plan: Optional[Plan]) -> None:
-        """An iteration like that of ``plan`` has ended."""
+        """Call at the end of an iteration like that of ``plan``."""
         pool = self._store.host_pool
         peak_in_use = pool.take_peak_in_use()
         if self._num_plans != self._report.num_plans:
@@ -83,8 +83,7 @@ class HostTrimmer:
         self._num_times += 1
         self._store.trim_host_memory(needed)
         logger.info(
-            "rank %d: the plans need %s of host memory; of the %s that were held the rest is "
-            "given back",
+            "rank %d: the plans need %s of host memory; the rest of the %s held is freed",
             self._report.rank,
             format_bytes(needed),
             format_bytes(held),

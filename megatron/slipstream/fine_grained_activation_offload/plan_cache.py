@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The plans of a run, by the sequence of marks that each is for."""
+"""The plans of a run, by sequence of marks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MAX_PLANS = 32
 
 
 class PlanCache:
-    """Keeps plans with what came of following them, and expects the next one.
+    """Keeps plans with their measurements, and predicts the next one.
 
-    Plans of different ranks need not agree, since none of them changes what a rank sends.
+    Plans of different ranks need not agree, since plans do not affect communication.
     """
 
     def __init__(self) -> None:
         self._entries: dict[StepsKey, PlanEntry] = {}
-        """The one used last goes last."""
+        """The most recently used entry is last."""
         self._last_steps: Optional[StepsKey] = None
-        """Of the last iteration that had marks."""
+        """Steps of the last iteration that had marks."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -35,7 +35,7 @@ class PlanCache:
         self._last_steps = None
 
     def put(self, entry: PlanEntry) -> None:
-        """Keep a plan in place of the one for the same steps."""
+        """Replace the plan for the same steps."""
         steps = entry.plan.trace.steps_key
         before = self._entries.pop(steps, None)
         if before is not None:
@@ -45,16 +45,16 @@ class PlanCache:
             del self._entries[next(iter(self._entries))]
 
     def forget(self, plan: Plan) -> None:
-        """Keep no plan for the steps of this one, so that the next iteration of them makes one."""
+        """Drop the plan for these steps, so that their next iteration makes a new one."""
         self._entries.pop(plan.trace.steps_key, None)
 
     def entry_of(self, plan: Optional[Plan]) -> Optional[PlanEntry]:
-        """The entry of a plan; None if it is kept no longer."""
+        """The entry of a plan; None if it was dropped."""
         entry = self._entries.get(plan.trace.steps_key) if plan is not None else None
         return entry if entry is not None and entry.plan is plan else None
 
     def plans(self) -> list[Plan]:
-        """All plans that are kept."""
+        """All plans in the cache."""
         return [entry.plan for entry in self._entries.values()]
 
     def find(self, steps: StepsKey) -> Optional[Plan]:
@@ -63,16 +63,16 @@ class PlanCache:
         return entry.plan if entry is not None else None
 
     def find_beginning(self, steps: tuple[Step, ...]) -> Optional[Plan]:
-        """A plan whose first steps are these."""
+        """A plan that begins with these steps."""
         for planned, entry in self._entries.items():
             if planned.steps[: len(steps)] == steps:
                 return entry.plan
         return None
 
     def find_like(self, plan: Plan, num_passes: int) -> Optional[Plan]:
-        """The plan for an iteration of so many passes; None if there is none.
+        """The plan for an iteration of ``num_passes`` passes; None if there is none.
 
-        That for the steps of ``plan`` if it has as many, else the one used last that has.
+        The plan for the steps of ``plan`` if it has this number, else the most recently used one.
         """
         entries = self._entries
         first = [entries[plan.trace.steps_key]] if plan.trace.steps_key in entries else []
@@ -82,11 +82,11 @@ class PlanCache:
         return None
 
     def note_order(self, plan: Plan, num_passes: int) -> None:
-        """An iteration has had the steps of ``plan``.
+        """Note that an iteration had the steps of ``plan``.
 
         Args:
             plan: The plan.
-            num_passes: How often forward entered a model chunk.
+            num_passes: Number of times that forward entered a model chunk.
         """
         steps = plan.trace.steps_key
         before = self._entries.get(self._last_steps) if self._last_steps is not None else None
@@ -99,10 +99,10 @@ class PlanCache:
             self._entries[steps] = entry
 
     def plan_after(self, plan: Plan) -> Optional[Plan]:
-        """The plan to expect after an iteration like this.
+        """The predicted plan after an iteration like this.
 
-        That for what came the last two times; else, since numbers of micro-batches mostly stay the
-        same for long, this one again.
+        The plan of the iteration that followed the last two times; otherwise this plan again, since
+        numbers of micro-batches rarely change.
         """
         entry = self._entries.get(plan.trace.steps_key)
         if entry is None:

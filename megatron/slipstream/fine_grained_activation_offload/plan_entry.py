@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""One plan of a run, and what came of the iterations that followed it."""
+"""One plan of a run, with the measurements of iterations that followed it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from megatron.slipstream.plan.operations import derive_schedule
 from megatron.slipstream.plan.trace import MemoryReading, StepsKey
 
 MAX_LAYOUTS_LEFT = 3
-"""After so many iterations that asked for other buffers than the layout has, the pool is asked."""
+"""Number of iterations with other buffers than the layout's, after which it is no longer used."""
 
 
 class IterationProbe:
     """Measures one iteration that follows its plan.
 
     Args:
-        clock: Takes times, if they are to be taken.
-        memory: Reads device memory, if it is to be read.
+        clock: Takes times; None to take none.
+        memory: Reads device memory; None to read none.
     """
 
     def __init__(self, clock: Optional[StepClock], memory: Optional[MemoryReader]) -> None:
@@ -44,25 +44,25 @@ class IterationProbe:
         self.memory = memory
 
     def begin_step(self) -> None:
-        """The host has come to a mark; also called once at the end."""
+        """Call when the host reaches a mark, and once at the end."""
         if self.clock is not None:
             self.clock.note_step()
         if self.memory is not None:
             self.memory.begin_step()
 
     def end_step(self) -> None:
-        """The actions due at the mark are done."""
+        """Call when the actions of the mark are done."""
         if self.memory is not None:
             self.memory.end_step()
 
 
 class Phase(enum.Enum):
-    """How far measuring the iterations that follow a plan has come."""
+    """The phase of measuring the iterations that follow a plan."""
 
     WARM_UP = "they allocate, and are not measured"
     MEMORY_READ = "device memory is read in the next one"
     TIMED = "they are timed"
-    TIMES_READ = "enough are timed, and their times are read once the device has come that far"
+    TIMES_READ = "enough are timed, and their times are read once the device has finished them"
     TRIAL = "they alternate with iterations without the engine"
     SETTLED = "nothing more is measured"
     DECLINED = "nothing can move within the allowed overhead: the engine is left out"
@@ -74,58 +74,58 @@ class Phase(enum.Enum):
 
 
 _NEXT = {
-    # Warm, and not timed, since reading takes time. In each round: memory that vanishes between two
-    # marks counts as there up to the second, and where the peak is between the two, that is right
-    # only for a plan that releases the same. And it may be the first reading: where an iteration
-    # began like another one, it was not read while it was recorded.
+    # Warm, and not timed, since reading takes time. In each round: memory that is freed between two
+    # marks counts as allocated up to the second one, which is right for a peak between the two only
+    # if the plan releases the same memory. And it may be the first reading: an iteration that began
+    # like another one was recorded without reading memory.
     Phase.WARM_UP: (NUM_WARMUPS - 1, Phase.MEMORY_READ),
     Phase.MEMORY_READ: (1, Phase.TIMED),
     Phase.TIMED: (NUM_TIMED, Phase.TIMES_READ),
 }
-"""After how many iterations which phase follows."""
+"""For each phase, its number of iterations and the next phase."""
 
 
 @dataclass
 class PlanEntry:
-    """A plan, and what came of the iterations that followed it to its end."""
+    """A plan, with the measurements of iterations that followed it to its end."""
 
     plan: Plan
     planned_ms: float = 0.0
     """Predicted time of an iteration; 0 if the plan was made without times."""
     host_sync_points: HostSyncPoints = field(default_factory=dict)
-    """Where the host waits too."""
+    """The points at which the host waits too."""
     num_rounds: int = 0
-    """How often it has been made again from times."""
+    """Number of times that it was rebuilt from measured times."""
     phase: Phase = Phase.WARM_UP
     num_in_phase: int = 0
-    """Iterations that have followed the plan to its end since the phase began."""
+    """Number of iterations that followed the plan to its end in this phase."""
     times: list[Times] = field(default_factory=list)
     memory: tuple[MemoryReading, ...] = ()
-    """As read in one of them."""
+    """Device memory measured in one of them."""
     earlier: tuple[tuple[int, float], ...] = ()
-    """Of the plans before this one, how many groups moved and what an iteration took beside
-    waits."""
+    """For each earlier plan, the number of moving groups and the time of an iteration without
+    stalls."""
     trial: Optional[CostTrial] = None
-    """Under way."""
+    """The running trial, if any."""
     num_trials: int = 0
-    """Of this plan and those before it."""
+    """Number of trials of this plan and earlier ones."""
     tried: Optional[Overhead] = None
     """The overhead that a trial of this plan found within the limit."""
     followed_by: tuple[Optional[StepsKey], Optional[StepsKey]] = (None, None)
-    """The iterations that came after ones like this the last two times."""
+    """The iterations that followed the last two ones like this."""
     layout: Any = None
-    """Where its host buffers lie in the slabs of a pool; None if they have too little room."""
+    """The layout of its host buffers in the slabs of a pool; None if they do not fit."""
     layout_generation: Optional[int] = None
-    """Of those slabs."""
+    """Generation of those slabs."""
     steps: Any = None
-    """The steps of the plan in C++, once they were asked for."""
+    """The steps of the plan in C++, created on first use."""
     num_layouts_left: int = 0
-    """Iterations that asked for other host buffers than the layout has."""
+    """Number of iterations that requested other host buffers than the layout's."""
     num_passes: int = 0
-    """Times that forward enters a model chunk, in those that have no marks too."""
+    """Number of times that forward enters a model chunk, also in iterations without marks."""
 
     def note_followed(self) -> None:
-        """An iteration has followed the plan to its end."""
+        """Note an iteration that followed the plan to its end."""
         self.num_in_phase += 1
         most, following = _NEXT.get(self.phase, (0, self.phase))
         if self.num_in_phase == most:
@@ -134,8 +134,8 @@ class PlanEntry:
     def layout_in(self, pool: HostPool) -> Any:
         """The ``Layout`` of its buffers in the pool's slabs.
 
-        None if there is too little room, before the plan is known to be followed, and where
-        iterations ask for other buffers, as where sizes vary from one to the next.
+        None if there is too little room, before the plan is known to be followed, and if iterations
+        request other buffers, for example because sizes vary.
         """
         if self.phase is Phase.WARM_UP or self.num_layouts_left == MAX_LAYOUTS_LEFT:
             return None
@@ -153,12 +153,12 @@ class PlanEntry:
 
     @property
     def num_moving(self) -> int:
-        """Groups that move."""
+        """Number of moving groups."""
         return sum(group.moves for group in self.plan.groups)
 
     @property
     def is_as_predicted(self) -> bool:
-        """Whether a plan that was made from times takes the time and the memory that it said."""
+        """Whether a plan made from times has its predicted time and memory."""
         if not self.planned_ms:
             return False
         peaks = self.plan.peak_bytes()

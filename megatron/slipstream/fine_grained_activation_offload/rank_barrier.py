@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Where the ranks of one host meet, so that they measure their links at the same moment.
+"""A barrier of the ranks of one host, so that they measure their links at the same moment.
 
-GPUs of a host copy to and from the same host memory. What a link reaches alone is therefore no
-measure of what it reaches in training, where all of them copy at once.
+GPUs of a host copy to and from the same host memory. The bandwidth of one link alone is therefore
+higher than in training, where all of them copy at once.
 
 [Note: Why no collective]
-A rank may never come: nothing may be marked in its pipeline stage, or its iteration may have gone
-another way. In a collective the others would hang. So ranks leave a note in the
-store that the process group was made with, and wait for the others' notes for a limited time. That
-is done before the first measurement only, between iterations, and is no part of any step.
+A rank may never reach the barrier: its pipeline stage may have no marks, or its iteration may have
+taken another path. In a collective the others would hang. So ranks write a key to the process
+group's store, and wait for the others' keys for a limited time. That happens only before the first
+measurement, between iterations.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from megatron.slipstream.launcher import num_local_ranks
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""How long to wait for the other ranks. They come to the end of the same iteration, which stages of
-a pipeline reach at different times."""
+"""Timeout for the other ranks. They reach the end of the same iteration, at different times in
+different pipeline stages."""
 
 POLL_S = 1e-4
-"""Copies that are measured take a millisecond."""
+"""Polling interval; measured copies take a millisecond."""
 
 _numbers = itertools.count(1)
-"""Of the process: each of its engines measures once, and ranks have their engines in one order."""
+"""Barrier numbers of the process: each engine measures once, in the same order on all ranks."""
 
 
 class RankBarrier:
-    """Lets the ranks of this host go on together, as often as all of them come."""
+    """A barrier of this host's ranks with a timeout."""
 
     def __init__(self) -> None:
         self._store = _store()
@@ -48,26 +48,26 @@ class RankBarrier:
         self._name = f"slipstream/measure/{next(_numbers)}/{host}"
         self._num_met = 0
         self.is_alone = self._store is None or self._num_ranks < 2
-        """Whether no rank is waited for: there are no others, or not all of them came."""
+        """Whether this rank waits for no other: there are none, or one timed out."""
 
     def meet(self) -> None:
-        """Until every rank of the host has come here as often as this one, or is given up."""
+        """Wait until every rank of the host has reached this point, or the timeout."""
         if self.is_alone:
             return
         self._num_met += 1
         try:
             self.is_alone = not self._meet(f"{self._name}/{self._num_met}")
-        except RuntimeError as error:  # of the store: the process that keeps it has gone
+        except RuntimeError as error:  # of the store: its process has ended
             logger.debug("links are measured alone: %s", error)
             self.is_alone = True
 
     def attend(self, num_times: int) -> None:
-        """Come as often as the others do, with nothing to measure in between."""
+        """Take part in ``num_times`` barriers without measuring."""
         for _ in range(num_times):
             self.meet()
 
     def _meet(self, key: str) -> bool:
-        """Whether all came."""
+        """Whether all ranks reached the barrier."""
         store: Any = self._store
         given_up, all_here = f"{key}/given_up", f"{key}/all_here"
         if store.check([given_up]):

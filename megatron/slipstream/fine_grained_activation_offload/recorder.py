@@ -1,14 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Observing an iteration: every mark, every saved storage, and the device memory between marks.
+"""Records an iteration: every mark, every saved storage, and the device memory between marks.
 
 [Note: The recorder resets the peak counter]
-What a plan saves is told by the device peak of every interval between two marks, and the allocator
-has only one peak counter. In the iteration that is recorded (the first), and in one that follows
+The peak drop of a plan follows from the device peak of every interval between two marks, and the
+allocator has only one peak counter. In the recorded iteration (the first), and in one that follows
 the first plan (the third), it is read and reset at each mark, so
 ``torch.cuda.max_memory_allocated()`` then only covers the time since (:meth:`Backend.peak_bytes`
-covers all). Other iterations leave it alone. The second reading is there because the first
-iteration is unlike the others: gradients that did not exist before appear in its backward pass.
+covers all). Other iterations do not reset it. The second reading is needed because the first
+iteration differs from the others: its backward pass allocates the gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.slipstream.plan.trace import (
 
 
 class StorageId(NamedTuple):
-    """Names a storage of the model in every micro-batch, so that what is recorded of it stays."""
+    """Identifies a storage of the model across micro-batches, for lasting records of it."""
 
     vp_stage: int
     group: int
@@ -47,7 +47,7 @@ class StorageId(NamedTuple):
 
 @dataclass
 class _Away:
-    """When a storage's memory was released, when it was gone, and when it was taken again."""
+    """Steps at which a storage's memory was released, actually freed, and allocated again."""
 
     storage: StorageId
     nbytes: int
@@ -57,7 +57,7 @@ class _Away:
 
     @property
     def lingers_until(self) -> int:
-        """See ``StorageTrace``."""
+        """See ``StorageTrace.lingers_until``."""
         if self.gone_step is None:
             return self.until_step or 0
         return self.gone_step if self.gone_step > self.free_step else 0
@@ -80,17 +80,17 @@ class MemoryReader:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._allocated: list[int] = []
-        """After each mark, once what is due there has been done."""
+        """Bytes after each mark, once its actions are done."""
         self._peaks: list[int] = []
-        """Between each mark and the next."""
+        """Peaks between each mark and the next."""
         self._beside_gradients: list[int] = []
-        """The same of what there was beside gradients."""
+        """The same without gradients."""
         self._gradient_bytes: Optional[int] = None
-        """Gradients by now; None before the first mark, or where the parameters are unknown."""
+        """Bytes of gradients; None before the first mark, or if the parameters are unknown."""
         self._begin_interval()
 
     def begin_step(self) -> None:
-        """The host has come to a mark; also called once at the end."""
+        """Call when the host reaches a mark, and once at the end."""
         if len(self._peaks) < len(self._allocated):
             reading = self._backend.memory()
             if reading is not None:
@@ -100,7 +100,7 @@ class MemoryReader:
                 self._begin_interval()
 
     def end_step(self) -> None:
-        """The actions due at the mark are done."""
+        """Call when the actions of the mark are done."""
         reading = self._backend.memory()
         if reading is not None:
             if not self._allocated and self._backend.gradients is not None:
@@ -109,10 +109,10 @@ class MemoryReader:
             self._backend.reset_peak_memory()
 
     def come_to_gradient(self, nbytes: int) -> None:
-        """A parameter has a gradient that it did not have before.
+        """Call when a parameter has a new gradient.
 
-        Until then that was one of the computation's own tensors, as in later iterations the
-        gradient that is added to the first one. From then on it counts as a gradient.
+        Until then it counts as a tensor of the computation, like the gradients of later iterations
+        that are added to the first one. From then on it counts as a gradient.
         """
         reading = self._backend.memory()
         if reading is not None and self._gradient_bytes is not None:
@@ -130,7 +130,7 @@ class MemoryReader:
             self._peak_beside_gradients = max(self._peak_beside_gradients, beside)
 
     def readings(self, absent_bytes: Sequence[int]) -> tuple[MemoryReading, ...]:
-        """One reading for each step, or none if not all of them could be made.
+        """One reading for each step; empty if any is missing.
 
         Args:
             absent_bytes: For each step, bytes of managed storages on the host until the next.
@@ -142,34 +142,34 @@ class MemoryReader:
 
 
 class Recorder:
-    """Collects one iteration at a time. Never changes what the engine does."""
+    """Records one iteration at a time. Never affects the engine."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.held_outside: set[StorageId] = set()
-        """Storages that were found alive on the device when they were to be copied back."""
+        """Storages whose device memory was still alive when they were to be reloaded."""
         self._recomputed: set[StorageId] = set()
-        """Of those, what is emptied in forward to be recomputed."""
+        """Those of them that are discarded in forward and recomputed."""
         self.reads_memory = True
         """Whether to read the allocator at every mark: tens of microseconds each, and see [Note:
         The recorder resets the peak counter]."""
         self.clear()
 
     def watch_gradients(self) -> None:
-        """Note the gradients that appear in the iteration that begins, if memory is read."""
+        """Track new gradients in the iteration that begins, if memory is read."""
         if self.reads_memory and self._backend.gradients is not None:
             self._backend.gradients.begin(self._memory.come_to_gradient)
 
     def clear(self) -> None:
-        """Forget the iteration, but not what was recorded of storages."""
+        """Clear the iteration, but keep the records of storages."""
         self.steps: list[Step] = []
         self._away: dict[int, _Away] = {}
-        """By serial number; only while memory is read."""
+        """Absences by serial number; only while memory is read."""
         self._memory = MemoryReader(self._backend)
         if self._backend.gradients is not None:
             self._backend.gradients.end()
         self._lingering: dict[int, weakref.ref[SavedStorage]] = {}
-        """Storages whose memory was released and is still there, by serial number."""
+        """Storages whose memory was released but is not yet freed, by serial number."""
 
     def add_step(self, step: Step) -> None:
         """Note a mark."""
@@ -179,7 +179,7 @@ class Recorder:
         self._note_what_is_gone()
 
     def end_step(self) -> None:
-        """Note the memory once what is due at the newest mark has been done."""
+        """Note the memory after the actions of the newest mark."""
         self._note_what_is_gone()
         if self.reads_memory:
             self._memory.end_step()
@@ -201,7 +201,7 @@ class Recorder:
             self.held_outside.add(StorageId.of(storage))
 
     def set_recomputed(self, storage: SavedStorage) -> None:
-        """Note that the storage is emptied in forward and filled again in backward."""
+        """Note that the storage is discarded in forward and recomputed in backward."""
         identity = StorageId.of(storage)
         self._recomputed.add(identity)
         self.held_outside.add(identity)
@@ -216,7 +216,7 @@ class Recorder:
                 self.set_recomputed(storage)
 
     def is_held_outside(self, storage: SavedStorage) -> bool:
-        """Whether this storage, or its like in an earlier pass, was held by others."""
+        """Whether this storage, or the same one of an earlier pass, was held by others."""
         return StorageId.of(storage) in self.held_outside
 
     def finish(
@@ -230,8 +230,8 @@ class Recorder:
         Args:
             pp_rank: Pipeline-parallel rank.
             groups: All groups of the iteration, in the order in which they started.
-            unwatched: Those whose saved tensors were not looked at, since a plan that was followed
-                at the time keeps them, with that plan's trace, which tells what they save.
+            unwatched: Groups whose saved tensors were not tracked, since the plan followed at the
+                time keeps them, with that plan's trace, which has their storages.
         """
         records: dict[Hashable, _StorageRecord] = {}
         saved: dict[GroupKey, list[Hashable]] = {}
@@ -304,7 +304,7 @@ def _add_as_in(
     records: dict[Hashable, _StorageRecord],
     groups: Mapping[GroupKey, OffloadTensorGroup],
 ) -> list[Hashable]:
-    """Add what a group saved in another iteration, as far as no other group has been seen to."""
+    """Add the storages of a group from another iteration's trace, unless already recorded."""
     names: list[Hashable] = []
     for index in trace.group_by_key[key].storages:
         storage = trace.storages[index]

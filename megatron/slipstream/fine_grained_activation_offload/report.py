@@ -29,36 +29,35 @@ class ModuleCounters:
     h2d_bytes: int = 0
     h2d_copies: int = 0
     freed_bytes: int = 0
-    """Of the bytes copied out, those whose device memory was really given up meanwhile, at one time
-    of the iteration or another."""
+    """Bytes copied out whose device memory was actually freed at some time of the iteration."""
     peak_drop_bytes: int = 0
-    """By how much the device peak is lower on this module's account, which is less: see [Note:
-    Freed is not saved] in ``plan.peak``. As planned from what was measured; of saved storages alone
-    where device memory could not be read."""
+    """This module's part of the device peak's drop, which is less: see [Note: Freed is not saved]
+    in ``plan.peak``. Predicted from measurements; saved storages alone count if device memory could
+    not be read."""
     num_late: int = 0
-    """Copies in that started only when backward asked for them: each one stalls the device."""
+    """Copies in that started only when backward needed them: each one stalls the device."""
     num_kept_for_host_memory: int = 0
-    """Groups that were to move and stayed because the host memory did not suffice."""
+    """Number of groups that stayed because host memory was too small."""
     stall_ms: float = 0.0
     """Time the compute stream waited for copies (measured in one iteration; 0 without a GPU)."""
 
 
 MAX_TRIED_SHOWN = 20
-"""Of the plans that were tried out, how many are in a report."""
+"""Maximum number of tried plans in a report."""
 
 
 @dataclass
 class TriedPlan:
-    """A plan for an allowed overhead, in iterations in turn with others without the engine."""
+    """A tried plan for an allowed overhead: its iterations alternate with ones without it."""
 
     num_groups_moved: int
     num_groups: int
     moved_bytes: int
-    """Each way."""
+    """Bytes moved each way."""
     percent: float
-    """By how much they were longer."""
+    """Measured overhead in percent."""
     standard_error: float
-    """Of that figure, in percent."""
+    """Standard error of the overhead, in percent."""
 
 
 @dataclass
@@ -70,23 +69,23 @@ class RankReport:
     pp_rank: int = 0
     """Pipeline stage of the rank. Stages hold different amounts of memory by design."""
     absent_modules: list[str] = field(default_factory=list)
-    """Of ``offload_modules``, those of which no group has run on this rank."""
+    """Names in ``offload_modules`` without a group on this rank."""
     plan: str = ""
     """The plan as a text grid; empty before the first plan."""
     planned_peak_bytes: int = 0
     baseline_peak_bytes: int = 0
-    """Device peak with and without the plan as predicted from the recorded iteration; 0 where
-    device memory could not be read."""
+    """Device peaks with and without the plan, predicted from the recorded iteration; 0 if device
+    memory could not be read."""
     planned_ms: float = 0.0
-    """Predicted time of an iteration with the plan from its first mark to its end; 0 where
-    nothing was timed."""
+    """Predicted time of an iteration with the plan from its first mark to its end; 0 if nothing
+    was timed."""
     measured_ms: float = 0.0
     """Time of the last timed iteration that followed the newest plan; 0 if none was timed."""
     tried_percent: Optional[float] = None
-    """By how much iterations with the engine were longer than others without it, in percent; None
-    if that was not tried. See ``cost_trial``."""
+    """Measured overhead of iterations with the engine in percent; None without a trial. See
+    ``cost_trial``."""
     tried_standard_error: float = 0.0
-    """Of that figure, in percent."""
+    """Standard error of the overhead, in percent."""
     tried: list[TriedPlan] = field(default_factory=list)
     """Plans tried for the newest options, oldest first. Most or all of them exceed the limit."""
     is_native: bool = False
@@ -96,20 +95,20 @@ class RankReport:
     host_growth_bytes: int = 0
     """Bytes it grew by in the iteration: 0 in steady state."""
     host_high_water_bytes: int = 0
-    """The most that was in use at once, since host memory was last given back."""
+    """The most bytes in use at once, since host memory was last trimmed."""
     host_waste_bytes: int = 0
-    """Unusable bytes of what the pool holds at the high-water mark: see [Note: Waste of
-    host memory] in ``host_pool``."""
+    """Unusable bytes of the pool at the high-water mark: see [Note: Waste of host memory] in
+    ``host_pool``."""
     host_memory_limit_bytes: Optional[int] = None
     """The most that the pool may hold; None for no limit."""
     num_host_allocations: int = 0
-    """Slabs that make up the pool."""
+    """Number of slabs of the pool."""
     num_kept_for_host_memory: int = 0
-    """Groups that the plan keeps on the device because host memory is limited."""
+    """Number of groups that the plan keeps on the device because host memory is limited."""
     num_iterations: int = 0
     is_left_out: bool = False
-    """Whether the last iteration was tried out without the engine; figures are then those of the
-    last one with it."""
+    """Whether the last iteration was a trial without the engine; figures are then those of the last
+    one with it."""
     num_plans: int = 0
     graphs: dict[str, ModuleCounters] = field(default_factory=dict)
     """Counters of one replay of all CUDA graphs, by module name. Not a part of ``modules``."""
@@ -118,26 +117,26 @@ class RankReport:
     options: Optional[PolicyOptions] = None
     """Options of the newest plan: with its trace, ``build_plan`` makes it again."""
     notes: list[str] = field(default_factory=list)
-    """The newest plan's, which say what the options could not bring about."""
+    """Notes of the newest plan on options that could not be followed."""
     step_ms: list[float] = field(default_factory=list)
-    """Of the iteration of the newest plan that was timed last, for each of the plan's steps: what
-    compute took until the next one, beside waits for copies. Empty if none was timed."""
+    """Compute time of each step until the next one, without waits for copies, in the last timed
+    iteration of the newest plan. Empty if none was timed."""
     step_stall_ms: list[float] = field(default_factory=list)
-    """Of the same steps, how long compute waited for copies."""
+    """Time that compute waited for copies in the same steps."""
     step_peak_bytes: list[int] = field(default_factory=list)
     """For each of the newest plan's steps, the most device memory that was allocated at once until
     the next one, in an iteration that followed the plan. Empty if none was read."""
     later_bytes: int = 0
-    """Device memory that was there at every step of that iteration and not of the one that the plan
-    was made from: if that was the first, the optimizer had no state yet."""
+    """Device memory allocated after the iteration from which the plan was made: if that was the
+    first, the optimizer had no state yet."""
     late_groups: dict[str, int] = field(default_factory=dict)
-    """Of :attr:`ModuleCounters.num_late`, how many by the group that saved the storage first; a
-    group is named as in plans, without its module (``0.3``)."""
+    """:attr:`ModuleCounters.num_late` by the group that saved the storage first; a group is named
+    as in plans, without its module (``0.3``)."""
     iteration_ms: list[float] = field(default_factory=list)
-    """Host time between the ends of the last iterations, the oldest first: with the optimizer and
-    whatever came between."""
+    """Host time between the ends of the last iterations, the oldest first, including the optimizer
+    and all other work."""
     warnings: dict[str, int] = field(default_factory=dict)
-    """Slipstream's warnings in this process, with their number."""
+    """Slipstream's warnings in this process, with their counts."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The options in effect, by name."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -150,7 +149,7 @@ class RankReport:
 
     @property
     def host_waste_fraction(self) -> float:
-        """Wasted host memory as a share of the most that was in use at once."""
+        """Wasted host memory as a fraction of the most bytes in use at once."""
         return self.host_waste_bytes / max(1, self.host_high_water_bytes)
 
     @property
@@ -169,12 +168,12 @@ class RankReport:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of device memory given up in an iteration, at one time or another."""
+        """Bytes of device memory freed at some time of an iteration."""
         return self.total.freed_bytes
 
     @property
     def peak_drop_bytes(self) -> int:
-        """By how many bytes the device peak of an iteration is lower."""
+        """Drop of an iteration's device peak, in bytes."""
         return self.total.peak_drop_bytes
 
 
@@ -196,7 +195,7 @@ class _File:
 
 @dataclass
 class Report:
-    """The ranks' figures side by side."""
+    """The reports of several ranks."""
 
     ranks: list[RankReport]
 
@@ -205,7 +204,7 @@ class Report:
         head = "rank module groups moved D2H copies freed peak_drop H2D late stall_ms".split()
         rows = [head]
         stages: dict[int, int] = {}
-        """Number of the first row of each stage."""
+        """Index of the first row of each stage."""
         for rank in sorted(self.ranks, key=lambda rank: (rank.pp_rank, rank.rank)):
             stages.setdefault(rank.pp_rank, len(rows))
             rows += [_row(rank.rank, name, item) for name, item in sorted(rank.modules.items())]
@@ -238,21 +237,21 @@ class Report:
 
     @classmethod
     def from_json(cls, data: str | bytes, name: str | Path = "the text") -> Report:
-        """Read what :meth:`to_json` wrote. Nothing in it is trusted: fields have their types.
+        """Read the output of :meth:`to_json`. The content is not trusted: types are checked.
 
         Args:
             data: The JSON.
-            name: Of the file that it comes from, for errors.
+            name: Name of its file, for errors.
 
         Raises:
-            ValueError: It is no report, or of another version. The message names the file, the
+            ValueError: It is not a report, or has another version. The message names the file, the
                 place and the cure.
         """
         data = data.encode() if isinstance(data, str) else data
         return cls(parse(data, name, _File, SCHEMA, VERSION, "--offload-report-path").ranks)
 
     def save(self, path: str | Path) -> None:
-        """Write the report as JSON, whole or not at all."""
+        """Write the report as JSON, atomically."""
         write_whole(path, f"{self.to_json()}\n".encode())
 
     @classmethod

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Timing iterations on the compute stream: what the planner needs to know beside the trace."""
+"""Times iterations on the compute stream, for the planner."""
 
 from __future__ import annotations
 
@@ -13,69 +13,69 @@ from megatron.slipstream.fine_grained_activation_offload.copy_rates import CopyT
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import Timings
 
 NUM_WARMUPS = 2
-"""Iterations of a plan that are not timed: the first ones allocate."""
+"""Number of iterations of a plan that are not timed: the first ones allocate."""
 
 NUM_TIMED = 3
-"""Iterations of a plan that are timed. Of each step the median counts."""
+"""Number of timed iterations of a plan. The median of each step counts."""
 
 MAX_ROUNDS = 3
-"""How often a plan is made again from times. The first times are those of a plan that was made
-without any: compute that stands still between its steps runs cooler, hence faster, and its host
-has time to run ahead."""
+"""Number of times that a plan is rebuilt from measured times. The first times are of a plan made
+without any: with stalls between its steps the GPU runs cooler, hence faster, and the host has time
+to run ahead."""
 
 MIN_DIFFERENCE = 8
 MIN_SHARE_OF_GROUPS = 0.25
-"""Plans that differ by fewer moving groups do not tell what one of them costs, nor do those that
-differ by a smaller share of them: the line through their times is followed to no group at all, and
-where the host sets the pace times vary by several percent. (An expert model was told to take no
-time at all without its 92 groups, and 550 ms with them where 409 were measured.)"""
+"""Plans must differ by at least MIN_DIFFERENCE groups and by this fraction of the moving groups to
+give the cost of a group: the line through their times is extrapolated to zero groups, and in a
+launch-bound model times vary by several percent. (An expert model was predicted to take
+no time without its 92 groups, and 550 ms with them where 409 were measured.)"""
 
 TOLERANCE = 0.01
-"""A plan whose iterations take as long as it predicted, within this share, is not made again."""
+"""Relative tolerance of the predicted time: a plan within it is not rebuilt."""
 
 PEAK_TOLERANCE = 0.001
-"""Nor is one whose device peak is what it predicted, within this share."""
+"""Relative tolerance of the predicted device peak: a plan within it is not rebuilt."""
 
 
 class Times(NamedTuple):
     """One iteration, in milliseconds of the compute stream."""
 
     step_ms: tuple[float, ...]
-    """From each step to the next, the last to the end, beside waits for copies."""
+    """Time from each step to the next, the last to the end, without waits for copies."""
     stall_ms: tuple[float, ...]
-    """Of those steps, the time in such waits."""
+    """Time of those waits in each step."""
     stall_ms_by_module: dict[str, float]
     copies: tuple[CopyTime, ...] = ()
-    """When copies ran, from the first step on."""
+    """Times of copies, from the first step."""
 
     @property
     def own_ms(self) -> float:
-        """Without the waits."""
+        """Total time without the waits."""
         return sum(self.step_ms)
 
     @property
     def total_ms(self) -> float:
-        """From the first step to the end."""
+        """Total time from the first step to the end."""
         return self.own_ms + sum(self.stall_ms)
 
 
 class StepClock:
-    """Times the steps of one iteration. The device is read when it has come that far."""
+    """Times the steps of one iteration. Events are read when the device has finished them."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.timings = Timings()
         """Filled in by the copy streams."""
         self._marks: list[tuple[Event, int]] = []
-        """For each step its event, and how many stalls came before."""
+        """The event of each step, and the number of stalls before it."""
 
     def note_step(self) -> None:
-        """The host has come to a step; also called once at the end."""
+        """Call when the host reaches a step, and once at the end."""
         event = self._backend.timed_event(self._backend.current_stream())
         self._marks.append((event, len(self.timings.stalls)))
 
     def read(self) -> Optional[Times]:
-        """The times; None if the device has not come to the end, or takes no times."""
+        """The times; None if the device has not finished, or takes no times."""
         elapsed_ms, stalls = self._backend.elapsed_ms, self.timings.stalls
         if not self._marks or self._marks[0][0] is None:
             return None
@@ -97,25 +97,25 @@ class StepClock:
         for copies in self.timings.copies:
             start_ms = self._backend.elapsed_ms(begin, copies.start)
             stop_ms = self._backend.elapsed_ms(begin, copies.stop)
-            # The iteration has ended on the device; a copy that nothing waits for may not have.
+            # The iteration has ended on the device, but a copy without a waiter may not have.
             if start_ms is not None and stop_ms is not None:
                 yield CopyTime(copies.is_out, copies.nbytes, start_ms, stop_ms)
 
 
 def typical_step_ms(runs: Sequence[Times]) -> tuple[float, ...]:
-    """For each step the median of several iterations."""
+    """The median time of each step over several iterations."""
     return tuple(map(statistics.median, zip(*(run.step_ms for run in runs), strict=True)))
 
 
 def ms_per_group(runs: Sequence[tuple[int, float]]) -> float:
-    """By how much one more moving group lengthens an iteration, waits left out.
+    """By how much one more moving group lengthens an iteration, without waits.
 
     Args:
-        runs: For each of some plans, how many groups move and how long its iterations took.
+        runs: For each plan, the number of moving groups and the time of an iteration.
 
     Returns:
-        The slope of the line through them; 0 where they do not differ enough to tell, or where
-        without any group nothing would be left of an iteration.
+        The slope of the line through them; 0 if they do not differ enough, or if the line gives no
+        time for an iteration without groups.
     """
     numbers = [number for number, _ in runs]
     difference = max(numbers) - min(numbers)

@@ -2,20 +2,19 @@
 
 """One saved storage: where its bytes are, and what keeps them alive.
 
-Autograd saves tensors; what occupies memory, and what moves, is the storage behind them. All views
-of one storage, in whichever groups they were saved, share one :class:`SavedStorage` and so move
-once. What autograd keeps in place of each tensor is a ``SavedTensor``; the storage lives
-exactly as long as one of those does, as it would without offloading.
+Autograd saves tensors; their storages occupy memory and move. All views of one storage, in any
+groups, share one :class:`SavedStorage` and so move once. Autograd keeps a ``SavedTensor`` instead
+of each tensor; the storage lives exactly as long as one of those does, as without offloading.
 
 [Note: Changes in place]
-Autograd refuses to read a saved tensor that was changed in place since it was saved; whether others
-in the same memory were does not matter. It knows by the version counter that a tensor shares with
-its views, so a storage keeps the counter of each saved tensor, also without the memory.
+Autograd refuses to read a saved tensor that was changed in place since it was saved; changes of
+other tensors in the same memory do not matter. It detects this by the version counter that a tensor
+shares with its views, so a storage keeps the counter of each saved tensor, even without the memory.
 
-- Before the copy out: the copy takes the bytes as they are. What was saved before the change is
-  refused, what was saved after it is right.
-- Between the copy out and the release: the copy is out of date, and the storage stays where it is.
-- After the release: backward reads the memory itself if someone still holds it. If not, the copy is
+- Before the copy out: the copy takes the changed bytes. Tensors saved before the change are
+  refused, tensors saved after it are right.
+- Between the copy out and the release: the copy is out of date, and the storage stays.
+- After the release: backward reads the memory itself if it is still referenced. If not, the copy is
   right for every saved tensor that is not refused. The exception is memory that was changed through
   a tensor with a version counter of its own (``.data``): where a saved tensor shows the change, all
   are refused; where none does, the change is not seen.
@@ -43,8 +42,8 @@ from megatron.slipstream.fine_grained_activation_offload.hidden_leaves import (
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation, HostPool
 
 DEVICE_ALIGNMENT_BYTES = 512
-"""A part of a storage starts at a multiple of this, which every device allocation does too: kernels
-choose by alignment, and a different choice would be a different rounding."""
+"""A part of a storage starts at a multiple of this, like every device allocation: kernels are
+chosen by alignment, and another kernel would round differently."""
 
 
 class Residence(enum.Enum):
@@ -76,7 +75,7 @@ _ON_DEVICE = frozenset({Residence.DEVICE, Residence.OFFLOADING, Residence.STAYS}
 
 
 _View = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
-"""How a saved tensor lay in its storage: data type, shape, strides and offset."""
+"""The view of a saved tensor in its storage: dtype, shape, strides and offset."""
 
 
 def _view_of(tensor: torch.Tensor) -> _View:
@@ -106,50 +105,50 @@ class SavedStorage:
     ) -> None:
         self.serial = next(self._serials)
         self.owner = owner
-        """The group that saved it first: moves are reported on its account."""
+        """The group that saved it first: reports count its moves for this group."""
         self.position = position
-        """Its place among the storages of the owner."""
+        """Its index among the storages of the owner."""
         self.device = tensor.device
         self.storage_nbytes = tensor.untyped_storage().nbytes()
         self.start, self.stop = self.storage_nbytes, 0
         self.nbytes = 0
-        """Bytes that a copy moves, from start to stop: kept, since it is asked for all the time."""
+        """Bytes that a copy moves, from start to stop; cached, since it is read often."""
         self.residence = Residence.DEVICE
         self.aliases: list[tuple[torch.Tensor, int]] = []
         """The saved tensors, detached, with their version at the save. They lose their memory when
         it is released, and keep the version counter that they share with what was saved."""
         self.returned: Optional[torch.UntypedStorage] = None
-        """The device memory backward reads: a copy, or the original where it stayed alive."""
+        """The device memory that backward reads: a copy, or the original if it stayed alive."""
         self.allocation: Optional[HostAllocation] = None
         self._holders: set[int] = set()
-        """Groups that move and have not released it; the memory stays until there is none."""
+        """Moving groups that have not released it; the memory is freed by the last one."""
         self.streams: dict[Hashable, Stream] = {}
         """Streams that computed or used the memory, by id."""
         self.out_signal: Optional[Signal] = None
-        """After the copy out; None if there was none."""
+        """The signal after the copy out; None without one."""
         self.in_signal: Optional[Signal] = None
-        """After the copy in."""
+        """The signal after the copy in."""
         self.returned_on: Optional[Here] = None
-        """The stream that the returned memory was allocated for; None if the engine did not."""
+        """The stream of the returned memory's allocation; None if not allocated by the engine."""
         self.is_given_up = False
         """Whether a release frees the memory even if others refer to it."""
         self.copied_versions: list[int] = []
         """The version of each alias when the copy out began: [Note: Changes in place]."""
         self.copied_address = 0
-        """Where the memory was that the copy out reads."""
+        """Address of the copy out's source."""
         self._views: list[_View] = []
-        """The views of the aliases, once they are gone, and those that were saved since."""
+        """The views of the aliases after these are dropped, and of tensors saved since."""
         self._leaves: dict[int, LeafReference] = {}
-        """Saved leaves by their index; once the memory is released, those that gave it up."""
+        """Saved leaves by index; after the release, those whose memory was freed."""
         self._original: Optional[StorageWeakRef] = None
-        """Tells whether the memory has another reference after its release. Also keeps torch from
-        using the address of its storage object again, by which saved tensors are told apart."""
+        """Detects other references to the memory after its release. It also keeps torch from
+        reusing the address of the storage object, which identifies saved tensors."""
         self.pool = pool
-        """Where its host buffer comes from."""
+        """The pool of its host buffer."""
         self._copies = copies
 
     def __del__(self) -> None:
-        # Autograd wants it no more, though a copy may still be using the device memory.
+        # Autograd has freed it, but a copy may still use the device memory.
         if self.residence is Residence.OFFLOADING:
             self.release()
         elif self.residence is Residence.RELOADING:
@@ -182,7 +181,7 @@ class SavedStorage:
         if self.residence is Residence.DEVICE:
             return True
         if self.is_given_up and not self.is_on_device:
-            return False  # The owner of the emptied storage may have filled it with other bytes.
+            return False  # The owner of the discarded storage may have filled it with other bytes.
         start, stop = _extent(tensor)
         if start < self.start or self.stop < stop or not self.is_copy_current:
             return False
@@ -191,7 +190,7 @@ class SavedStorage:
     def save(self, tensor: torch.Tensor, holder: int) -> int:
         """Keep another saved view, for the group of that serial number. Returns its index."""
         index, version = len(self.aliases), tensor._version
-        # detach() shares the version counter, so that later in-place changes show.
+        # detach() shares the version counter, so that later in-place changes are detected.
         self.aliases.append((tensor.detach(), version))
         if self.copied_versions:
             self.copied_versions.append(version)
@@ -209,12 +208,12 @@ class SavedStorage:
         return index
 
     def drop_holder(self, holder: int) -> bool:
-        """The group of that serial number releases it. Returns whether all have."""
+        """The group of that serial number releases it. Returns whether all groups have."""
         self._holders.discard(holder)
         return not self._holders
 
     def note_stream(self, stream_id: Hashable, stream: Stream) -> None:
-        """The current stream computed or used the memory."""
+        """Note that the current stream computed or used the memory."""
         if stream_id not in self.streams:
             self.streams[stream_id] = stream
 
@@ -228,7 +227,7 @@ class SavedStorage:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether its bytes are in their own memory."""
+        """Whether its bytes are in their original device memory."""
         return self.residence in _ON_DEVICE
 
     def alias(self, index: int) -> torch.Tensor:
@@ -240,12 +239,12 @@ class SavedStorage:
         return Bytes(self.aliases[0][0].untyped_storage(), self.start, self.nbytes)
 
     def bytes_to_copy(self) -> Optional[Bytes]:
-        """The bytes to copy out; None if the storage has been emptied since it was saved."""
+        """The bytes to copy out; None if the storage was discarded since it was saved."""
         source = self.source_bytes()
         return source if source.storage.nbytes() == self.storage_nbytes else None
 
     def note_copy_out(self) -> None:
-        """A copy out of the bytes as they are now begins."""
+        """Note that a copy out of the present bytes begins."""
         self.copied_versions = [alias._version for alias, _ in self.aliases]
         self.copied_address = self.aliases[0][0].untyped_storage().data_ptr()
 
@@ -257,7 +256,7 @@ class SavedStorage:
     @property
     def is_copy_current(self) -> bool:
         """Whether no saved tensor was changed in place since the copy out began."""
-        # A loop: a generator would be a Python call for each saved tensor, of each group.
+        # A loop: a generator would be a Python call for each saved tensor of each group.
         for (alias, _), copied in zip(self.aliases, self.copied_versions, strict=True):
             if alias._version != copied:
                 return False
@@ -265,20 +264,20 @@ class SavedStorage:
 
     @property
     def is_emptied(self) -> bool:
-        """Whether the memory that the copy out reads has been given up meanwhile.
+        """Whether the source of the copy out has been freed meanwhile.
 
-        So megatron-core empties what it is going to recompute. Others may have written there before
-        the copy has read it; but who empties a saved tensor fills it again for backward.
+        megatron-core discards outputs in this way before it recomputes them. Others may have
+        written there before the copy has read it; but discarded tensors are recomputed.
         """
         original = self.aliases[0][0].untyped_storage()
         is_whole = original.nbytes() == self.storage_nbytes
         return not is_whole or original.data_ptr() != self.copied_address
 
     def release(self, label: str = "") -> None:
-        """OFFLOADING to HOST: keep the device memory alive no longer.
+        """OFFLOADING to HOST: release the device memory.
 
         Args:
-            label: On whose account the compute stream waits for the copy out.
+            label: The group for which the compute stream waits for the copy out.
         """
         original = self.aliases[0][0].untyped_storage()
         self._original = StorageWeakRef(original)
@@ -343,7 +342,7 @@ _empty: dict[torch.device, torch.Tensor] = {}
 
 
 def _drop_memory(alias: torch.Tensor) -> None:
-    """Leave of a detached tensor its version counter only."""
+    """Drop a detached tensor's memory, but keep its version counter."""
     empty = _empty.get(alias.device)
     if empty is None:
         with torch.inference_mode(False):
@@ -363,5 +362,5 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_there(tensor: torch.Tensor) -> bool:
-    """Whether it has its memory: what is recomputed in backward may have none until then."""
+    """Whether it has its memory: a tensor to recompute has none until backward."""
     return _extent(tensor)[1] <= tensor.untyped_storage().nbytes()

@@ -1,14 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The guard that users can switch on: is what comes back what left?
+"""Optional verification that reloaded bytes equal the offloaded ones.
 
-For the first iterations every storage's bytes are summed four times: where they were computed, on
-the d2h stream as the copy out reads them, on the h2d stream as the copy in has written them, and
-where backward reads them. Two neighbouring sums that differ tell which ordering failed. Device
-memory that is released is filled with NaN meanwhile, so that nothing is right by luck.
+In the first iterations every storage's bytes are summed four times: on the stream that computed
+them, on the d2h stream before the copy out, on the h2d stream after the copy in, and on the stream
+that reads them in backward. Two successive sums that differ identify the failed edge. Released
+device memory is filled with NaN, so that nothing is right by luck.
 
-The sums run on the streams whose view they record, so that the guard orders nothing that would not
-be ordered without it, up to the moment backward has read; only then the host waits.
+Each sum runs on the stream whose view it records, so verification adds no ordering until backward
+has read; only then the host waits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron.slipstream.fine_grained_activation_offload.backend import Backend,
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 
 NUM_SEGMENTS = 64
-"""Sums per storage: bytes that change places between two segments show."""
+"""Number of sums per storage, so that bytes swapped between segments are detected."""
 
 
 class ChecksumPoint(enum.Enum):
-    """Where a storage's bytes are summed."""
+    """The points at which a storage's bytes are summed."""
 
-    COMPUTED = "on the compute stream when they left"
+    COMPUTED = "on the compute stream at their offload"
     OFFLOADED = "on the d2h stream before their copy out"
     RETURNED = "on the h2d stream after their copy in"
     READ = "on the stream of the backward operation that reads them"
@@ -60,28 +60,28 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
 
 
 class Verifier:
-    """Follows the storages that are away. One for each :class:`ActivationStore` that is watched."""
+    """Tracks offloaded storages of one :class:`ActivationStore`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._sums: dict[int, dict[ChecksumPoint, torch.Tensor]] = {}
         self.num_verified = 0
-        """Storages that have come back unchanged."""
+        """Number of storages that were reloaded unchanged."""
         backend.poisons_dropped = True
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop verifying."""
         self._backend.poisons_dropped = False
 
     def leaves(self, storages: Sequence[SavedStorage], d2h: Stream) -> None:
-        """Copies out of ``storages`` follow on ``d2h``; called between their waits and them."""
+        """Call between the waits and the copies out of ``storages`` on ``d2h``."""
         for storage in storages:
             source = storage.source_bytes().view()
             sums = self._sums[storage.serial] = {ChecksumPoint.COMPUTED: checksum(source)}
             self._sum_on(d2h, source, sums, ChecksumPoint.OFFLOADED)
 
     def returns(self, storages: Sequence[SavedStorage], h2d: Stream) -> None:
-        """Copies in of ``storages`` have just been put into ``h2d``."""
+        """Call after the copies in of ``storages`` are put into ``h2d``."""
         for storage in storages:
             sums = self._sums.get(storage.serial)
             if sums is not None and storage.returned is not None:
@@ -89,14 +89,14 @@ class Verifier:
                 self._sum_on(h2d, data, sums, ChecksumPoint.RETURNED)
 
     def reads(self, storage: SavedStorage, finish: Callable[[], None]) -> None:
-        """Backward reads ``storage`` now, for the first time.
+        """Call when backward first reads ``storage``.
 
         Args:
-            storage: Returned, and ordered before the current stream.
+            storage: A reloaded storage, ordered before the current stream.
             finish: Blocks the host until the copy streams are idle.
 
         Raises:
-            RuntimeError: The bytes are not those that left; names group and edge.
+            RuntimeError: The bytes differ from the offloaded ones; names group and edge.
         """
         sums = self._sums.pop(storage.serial, None)
         if sums is None or storage.returned is None:
