@@ -236,9 +236,10 @@ def moves_in_layer_graphs(facts: Any) -> bool:
 
 
 def modules_at_the_edge_of_graphs(facts: Any) -> list[str]:
-    """Of ``offload_modules``, those whose tensors graphs hand on, so that they stay in some layers.
+    """The ``offload_modules`` whose tensors are inputs or outputs of graphs in some layers.
 
-    What a graph takes in or gives out is static memory that it keeps: to move that frees nothing.
+    They stay there: inputs and outputs of a graph are static memory that it keeps, so moving them
+    frees nothing.
     """
     if not moves_in_layer_graphs(facts):
         return []

@@ -114,13 +114,13 @@ def is_one_of(option: str, values: Collection[Any]) -> Predicate:
 def facts_of(
     args: Any, rules: Iterable[Rule], others: Iterable[str], defaults: Mapping[str, Any]
 ) -> SimpleNamespace:
-    """``args`` with a value for every option that ``rules`` look at. Not every release has each.
+    """``args`` with a value for every option that ``rules`` read, also those a release lacks.
 
     Args:
         args: An object with options as attributes.
         rules: Their options are None where ``args`` has none.
-        others: So are these, which rules look at besides.
-        defaults: What options are instead of None.
+        others: Further options that rules read; None where ``args`` has none.
+        defaults: Values of missing options instead of None.
     """
     names = [*(rule.name for rule in rules), *others]
     return SimpleNamespace(**{**dict.fromkeys(names), **defaults, **vars(args)})
