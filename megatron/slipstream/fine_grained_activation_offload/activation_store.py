@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Saved activations and their moves: the store that autograd's saved tensors live in.
+"""Saved activations and their moves: the store of autograd's saved tensors.
 
-Correctness is here and in ``copy_streams``. Each operation looks at the state of the storage it is
-asked about, so that any order of calls gives backward the bytes that forward saved.
+Correctness depends on this module and ``copy_streams``. Each operation checks the state of its
+storage, so that any order of calls gives backward the bytes that forward saved.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from megatron.slipstream.plan.actions import Action, ActionKind, Plan
 from megatron.slipstream.plan.trace import Bandwidth, GroupKey
 
 MIN_KNOWN = 4096
-"""Storages whose addresses are kept after they have gone: none of them holds memory."""
+"""Number of freed storages whose addresses are kept: none of them holds memory."""
 BANDWIDTH_NBYTES = 64 << 20
-"""Bytes that are copied to measure the link, half of them each way: about a millisecond."""
+"""Bytes copied to measure the link, half of them each way: about a millisecond."""
 
 
 class ActivationStore:
-    """Saves, moves and returns storages. Decides nothing: callers say when."""
+    """Saves, offloads and reloads storages. Callers decide which and when."""
 
     def __init__(self, backend: Backend, recorder: Recorder, is_native: bool = False) -> None:
         self.backend = backend
         self._module = native_module() if is_native else None
-        """The classes in C++, if they are used."""
+        """The module with the C++ classes, if they are used."""
         waits = None if self._module is None else self._module.Waits(backend)
         self.copy_streams = CopyStreams(backend, waits)
         self._host_pool = self.new_host_pool()
@@ -67,18 +67,18 @@ class ActivationStore:
         self._modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
         self.late_groups: dict[GroupKey, int] = {}
         """This iteration's late copies in by the group that saved the storage first."""
-        self._has_met = False
-        """Whether it has measured its link once."""
+        self._has_measured = False
+        """Whether the link has been measured: only the first time, ranks meet for it."""
         self._crosses_streams = False
         self._recorder = recorder
         self.saved_type: type[SavedTensor] = SavedTensor
-        """Of what autograd keeps in place of a tensor that may move."""
+        """Type of the object that autograd keeps instead of a tensor that may move."""
         self.make_group: Callable[[GroupLabel, int], OffloadTensorGroup] = OffloadTensorGroup
         """Makes a group, from its place and the fewest elements of a tensor that moves."""
         self.make_pass: Callable[[int, int, int, int], ChunkOffloadHandler] = ChunkOffloadHandler
         """Makes a pass, as ``ChunkOffloadHandler``."""
         self._native: Optional[Any] = None
-        """The store in C++, if it is used: it does what is common."""
+        """The store in C++, if it is used: it handles the common cases."""
         if self._module is not None:
             arguments = (waits, self.host_pool, self.copy_streams, recorder)
             self._native = self._module.Store(backend, *arguments)
@@ -87,17 +87,17 @@ class ActivationStore:
             self.make_group = self._module.OffloadTensorGroup
             self.make_pass = self._module.ChunkOffloadHandler
         self._max_known = MIN_KNOWN
-        """Those that are gone are forgotten once there are more."""
+        """Above this number of addresses, those of freed storages are removed."""
         self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}
-        """The storages by the address of torch's storage object, which a live storage keeps from
-        being used again. (A WeakValueDictionary's methods are functions in Python, and it is asked
-        for every tensor that is saved.)"""
+        """The storages by the address of torch's storage object, which is not reused while one
+        lives. (The methods of a WeakValueDictionary are Python functions, which is too slow for
+        a lookup per saved tensor.)"""
 
     def end_iteration(self) -> None:
-        """Reset the figures, and forget storages that are gone."""
+        """Reset the counters, and remove the addresses of freed storages."""
         self.modules = defaultdict(ModuleCounters)
         self.late_groups = {}
-        # Now and then: what is saved later has the same addresses most of the time.
+        # Not in each iteration: later storages mostly reuse the same addresses.
         if len(self._by_memory) > self._max_known:
             found = self._by_memory.items()
             alive = {memory: known for memory, known in found if known() is not None}
@@ -106,7 +106,7 @@ class ActivationStore:
 
     @property
     def host_pool(self) -> HostPool:
-        """Where the host buffers of what is saved from now on come from."""
+        """The pool of the host buffers of storages saved from now on."""
         return self._host_pool
 
     @host_pool.setter
@@ -121,7 +121,7 @@ class ActivationStore:
 
     @property
     def modules(self) -> defaultdict[str, ModuleCounters]:
-        """This iteration's figures by module name."""
+        """This iteration's counters by module name."""
         return self._modules
 
     @modules.setter
@@ -132,7 +132,7 @@ class ActivationStore:
 
     @property
     def verifier(self) -> Optional[Verifier]:
-        """Compares what comes back with what left, while there is one."""
+        """Compares reloaded with offloaded bytes; None if verification is off."""
         return self._verifier
 
     @verifier.setter
@@ -145,7 +145,7 @@ class ActivationStore:
     def crosses_streams(self) -> bool:
         """Whether models read memory on other streams than it was allocated for.
 
-        Those do that run in nodes.
+        True for models that run in nodes.
         """
         return self._crosses_streams
 
@@ -167,15 +167,15 @@ class ActivationStore:
 
     @property
     def pack(self) -> Callable[[OffloadTensorGroup, torch.Tensor], Any]:
-        """The hook for what autograd saves: :meth:`save`, in Python or in C++."""
+        """The pack hook of autograd: :meth:`save`, in Python or in C++."""
         return self.save if self._native is None else self._native.pack
 
     def unpack_by(self, read: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-        """The hook for what autograd reads.
+        """The unpack hook of autograd.
 
         Args:
-            read: Reads what is not read in C++; without C++, everything. The hook keeps it, the
-                store does not, so that an engine goes with its last graph.
+            read: Reads tensors that C++ does not handle; without C++, all. Only the hook holds it,
+                not the store, so that an engine is freed with its last graph.
         """
         return read if self._native is None else partial(self._native.unpack, read)
 
@@ -210,14 +210,14 @@ class ActivationStore:
         return marked
 
     def mark(self, tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
-        """``tensor``, with a node in the graph that calls ``come`` when backward comes to it."""
+        """``tensor``, with a node in the graph that calls ``come`` when backward reaches it."""
         if self._module is None or type(tensor) is not torch.Tensor:
             return mark(tensor, come)
         marked: torch.Tensor = self._module.mark(tensor, come)
         return marked
 
     def call_before(self, tensor: torch.Tensor, come: Callable[..., object]) -> None:
-        """Have ``come`` called when backward comes to the operation that computed ``tensor``."""
+        """Call ``come`` when backward reaches the operation that computed ``tensor``."""
         if self._module is not None:
             self._module.call_before(tensor, come)
         elif tensor.grad_fn is not None:
@@ -226,10 +226,10 @@ class ActivationStore:
     # Saved-tensor hooks.
 
     def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
-        """Autograd saves ``tensor`` in a region of ``group``. Returns what it keeps instead."""
+        """Autograd saves ``tensor`` in a region of ``group``. Returns its replacement."""
         if type(tensor) is not torch.Tensor:
-            # Subclasses (parameters, quantised and distributed tensors) hold memory that is not
-            # theirs.
+            # Subclasses (parameters, quantised and distributed tensors) hold memory that they do
+            # not own.
             return tensor
         if not self._is_movable(tensor):
             return _keep(tensor)
@@ -264,7 +264,7 @@ class ActivationStore:
         if storage.is_overwritten(index):
             _refuse(saved)
         if storage.residence is Residence.OFFLOADING:
-            self._call_back(storage)  # needed before it was released
+            self._call_back(storage)  # backward needs it before its release
         if storage.is_on_device:
             return storage.alias(index)
         if storage.residence is Residence.HOST:
@@ -272,7 +272,7 @@ class ActivationStore:
         if storage.residence is Residence.HELD_OUTSIDE:
             self._settle_original(storage)
         if storage.returned_on is not None and not storage.is_copy_current:
-            _refuse(saved)  # changed through another counter, in memory that is gone
+            _refuse(saved)  # changed through another version counter, in memory that is freed
         stream_id = self.backend.current_stream_id()
         if storage.in_signal is not None:
             self.copy_streams.before_use(storage.in_signal, stream_id, storage.owner.name)
@@ -286,7 +286,7 @@ class ActivationStore:
         return returned
 
     def _find(self, memory: int) -> Optional[SavedStorage]:
-        """The storage that is saved from torch's storage object at this address."""
+        """The saved storage of torch's storage object at this address."""
         if self._native is not None:
             found: Optional[SavedStorage] = self._native.find(memory)
             return found
@@ -294,7 +294,7 @@ class ActivationStore:
         return None if known is None else known()
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
-        # Rather than by getattr(), for which an attribute that is not there is an error to handle.
+        # Not getattr(), which handles a missing attribute as an exception.
         attributes = tensor.__dict__
         return (
             self.backend.manages(tensor)
@@ -321,11 +321,11 @@ class ActivationStore:
             group.nbytes[storage.serial] = storage.nbytes
 
     def give_up(self, group: OffloadTensorGroup, tensors: Iterable[torch.Tensor]) -> None:
-        """Free the memory of these tensors once it is released, though others keep them.
+        """Free the memory of these tensors on release, even if others hold references.
 
         Args:
-            group: Those that it has saved; others are passed over.
-            tensors: Forward reads them no longer, nor does backward but for what was saved.
+            group: Only tensors that it has saved count; others are skipped.
+            tensors: Tensors that forward reads no longer, and backward only as saved tensors.
         """
         addresses = {tensor.untyped_storage()._cdata for tensor in tensors}
         for storage in group.storages():
@@ -341,7 +341,7 @@ class ActivationStore:
     ) -> None:
         """Start copying out the group's storages that have not been copied yet.
 
-        If there is no host memory for all of them, none is: the group stays.
+        If there is no host memory for all of them, none is copied: the group stays.
 
         Args:
             group: A committed group.
@@ -364,7 +364,7 @@ class ActivationStore:
             if source is not None and may:
                 storages.append(storage)
                 sources.append(source)
-                # A storage that the trace does not have is asked of the pool.
+                # A storage that is not in the trace gets its buffer from the pool.
                 planned.append(numbers[position] if numbers and position < len(numbers) else -1)
         if not storages:
             return
@@ -409,35 +409,35 @@ class ActivationStore:
                     self._recorder.set_absent(storage)
 
     def before_discard(self, tensor: torch.Tensor) -> None:
-        """The storage of ``tensor`` is emptied now, and filled again before backward reads it.
+        """The storage of ``tensor`` is discarded now, and recomputed before backward reads it.
 
-        A copy out that has begun is of no use: it may read what others write there from now on.
+        A copy out that has begun is useless: it may read what others write there from now on.
         """
         storage = self._find(tensor.untyped_storage()._cdata)
         if storage is not None and storage.residence is Residence.OFFLOADING:
             self._stay_for_recomputation(storage)
 
     def keep_on_device(self, storage: SavedStorage) -> None:
-        """OFFLOADING to STAYS: the copy is not of what the storage holds now."""
+        """OFFLOADING to STAYS: the copy is out of date."""
         if storage.is_emptied:
             self._stay_for_recomputation(storage)
         else:
             self._stay(storage)
 
     def _stay_for_recomputation(self, storage: SavedStorage) -> None:
-        """OFFLOADING to STAYS: the storage is emptied, and filled again before it is read."""
+        """OFFLOADING to STAYS: the storage is discarded, and recomputed before it is read."""
         self._recorder.set_recomputed(storage)
         self._stay(storage)
 
     def _stay(self, storage: SavedStorage) -> None:
-        """OFFLOADING to STAYS: the copy is not, or will not be, what backward reads."""
+        """OFFLOADING to STAYS: backward will not read the copy."""
         self._call_back(storage)
         self._recorder.set_returned(storage, was_held_outside=True)
 
     def _call_back(self, storage: SavedStorage) -> None:
         """OFFLOADING to STAYS.
 
-        The copy out may still be reading, so what follows waits for it, before the memory is
+        The copy out may still be reading, so later work waits for it before the memory is
         released.
         """
         self.copy_streams.follow_copy_out(storage.out_signal, storage.streams, storage.owner.name)
@@ -445,16 +445,16 @@ class ActivationStore:
         storage.pool.free(storage.take_allocation())
 
     def copy_in_group(self, group: OffloadTensorGroup) -> None:
-        """Start copying back those of the group's storages that are on the host."""
+        """Start copying back the group's storages that are on the host."""
         if self._native is None or not self._native.copy_in(group, self):
             self.copy_in(group.storages())
 
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:
-        """Start copying back those of ``storages`` that are on the host.
+        """Start copying back the storages of ``storages`` that are on the host.
 
         Args:
             storages: Any storages.
-            late: Backward is already asking for them.
+            late: Whether backward already needs them.
         """
         returning = []
         for storage in storages:
@@ -478,9 +478,8 @@ class ActivationStore:
     def find_original(self, storage: SavedStorage) -> bool:
         """HOST to HELD_OUTSIDE, if another reference kept the memory. Returns whether one did.
 
-        So that is what backward would have read without the engine, whatever has been done to it
-        since. It may be empty for now, until a recomputation fills it. The host buffer is kept
-        until backward reads.
+        Without the engine backward would read this memory too, including later changes. It may be
+        empty until a recomputation fills it. The host buffer is kept until backward reads.
         """
         original = storage.live_original()
         if original is None:
@@ -493,7 +492,7 @@ class ActivationStore:
     def outlast_copies(self, group: OffloadTensorGroup) -> None:
         """Block the host while the current stream waits for the group's last copies.
 
-        The stream waits first, so that this is timed as what it is.
+        The stream waits first, so that the wait is timed as a stall.
         """
         here = self.backend.current_stream_id()
         signals = []
@@ -506,17 +505,17 @@ class ActivationStore:
         self.copy_streams.outlast(signals)
 
     def measure_bandwidth(self) -> Optional[Bandwidth]:
-        """Bandwidth of copies; None where it cannot be measured. Blocks the host for a while.
+        """Bandwidth of copies; None if it cannot be measured. Blocks the host for a while.
 
-        The first time, the ranks of this host measure at the same moment, if they come to it within
-        a few seconds: in training they copy at once.
+        The first time, the ranks of this host measure at the same moment if all reach it within a
+        few seconds, since in training they copy at once.
         """
-        meeting = None if self._has_met else RankBarrier()
-        self._has_met = True
+        meeting = None if self._has_measured else RankBarrier()
+        self._has_measured = True
         in_use = self._allocate_to_measure()
         if in_use is None:
             if meeting is not None:
-                meeting.attend(NUM_BARRIERS)  # so that no rank waits for this one
+                meeting.attend(NUM_BARRIERS)  # Other ranks must not wait for this one.
             return None
         device, allocation = in_use
         buffer = allocation.buffer.first(BANDWIDTH_NBYTES)
@@ -525,9 +524,9 @@ class ActivationStore:
         return bandwidth
 
     def _allocate_to_measure(self) -> Optional[tuple[Bytes, HostAllocation]]:
-        """Device and host memory to copy between; None if there is none to spare."""
+        """Device and host memory to copy between; None if there is too little."""
         if self.host_pool.allocated_bytes < BANDWIDTH_NBYTES:
-            return None  # Next to nothing moves, and no memory is to be pinned for a measurement.
+            return None  # Almost nothing moves, so no memory is pinned for a measurement.
         device = self.backend.allocate_scratch(BANDWIDTH_NBYTES)
         if device is None:
             return None
@@ -566,7 +565,7 @@ class ActivationStore:
 
     def _start_copies_in(self, storages: Sequence[SavedStorage]) -> None:
         """HOST to RELOADING, in one batch."""
-        # All of it before any state changes: the device may be out of memory.
+        # Allocate everything before any state changes: the device may be out of memory.
         memory = [self.backend.allocate_device(s.nbytes, s.device) for s in storages]
         moves = [
             (Bytes(returned, 0, storage.nbytes), storage.take_allocation())
@@ -590,7 +589,7 @@ class ActivationStore:
             counters.h2d_copies += 1
 
     def _settle_original(self, storage: SavedStorage) -> None:
-        """Read the original memory that was kept, unless it has been emptied for good."""
+        """Read the original memory if it was kept and not permanently discarded."""
         if storage.returned is not None and storage.returned.nbytes() == storage.storage_nbytes:
             storage.move_to(Residence.RELOADED)
             storage.pool.free(storage.take_allocation())
@@ -614,17 +613,17 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that autograd keeps in place of one that stays.
+    """The tensor that autograd keeps instead of one that stays.
 
-    A result that its own operation saves must not be kept with its graph, which would hold it for
-    ever. A leaf is kept as it is, since operations read attributes of parameters.
+    A result that its own operation saves must not be kept with its graph: the reference cycle would
+    never be freed. A leaf is kept as it is, since operations read attributes of parameters.
     """
     is_plain_result = type(tensor) is torch.Tensor and tensor.grad_fn is not None
     return tensor.detach() if is_plain_result else tensor
 
 
 def _refuse(saved: SavedTensor) -> NoReturn:
-    """Raise what autograd would of a saved tensor that was changed in place."""
+    """Raise autograd's error for a saved tensor that was changed in place."""
     raise RuntimeError(
         f"a tensor of shape {list(saved.storage.shape_of(saved.index))} that "
         f"{saved.group.label.describe()} saved for backward was changed by an in-place operation; "

@@ -26,23 +26,23 @@ class ChunkOffloadHandler:
         micro_batch: int = 0,
     ) -> None:
         self.index = index
-        """Its place among the forward passes of the iteration."""
+        """Its index among the forward passes of the iteration."""
         self.vp_stage = vp_stage
         self.micro_batch = micro_batch
-        """How many passes through the same model chunk came before it in the iteration."""
+        """Number of earlier passes through the same model chunk in the iteration."""
         self.given_up_by: Collection[str] = ()
-        """Names of groups that take memory from under others' references: [Note: Layers that run in
-        nodes]."""
+        """Names of groups whose release frees memory despite other references: [Note: Layers that
+        run in nodes]."""
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         """Tensors of fewer elements stay on the device."""
         self.groups: list[OffloadTensorGroup] = []
         self._num_layers: dict[str, int] = {}
-        """How many groups of each name there are."""
+        """Number of groups of each name."""
         self._committed: list[OffloadTensorGroup] = []
         self.num_outputs = 0
         """Calls of the output layer."""
         self._is_over = False
-        """Whether backward has come to all groups, after forward has ended."""
+        """Whether backward has reached all groups, after forward has ended."""
 
     def open_group(self, name: str) -> OffloadTensorGroup:
         """A new group, next in order."""
@@ -72,15 +72,15 @@ class ChunkOffloadHandler:
     ) -> Sequence[OffloadTensorGroup]:
         """The ``depth`` groups that backward most likely reaches right after ``group``.
 
-        None is where it begins.
+        For None, those that backward reaches first.
         """
         place = len(self._committed) if group is None else self._committed.index(group)
         return self._committed[max(0, place - depth) : place][::-1]
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it waits for a backward that cannot come: autograd has freed what it saved."""
-        # Asked of all passes whenever one begins: those that are over are not looked through again.
+        """Whether its backward can no longer run, since autograd has freed its saved tensors."""
+        # Called for all passes whenever one begins, so finished ones are skipped.
         if self._is_over:
             return False
         self._is_over, has_saved = True, False
@@ -95,7 +95,7 @@ class ChunkOffloadHandler:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether something that forward saved is still kept for backward."""
+        """Whether a tensor that forward saved is still kept for backward."""
         return any(group.is_alive for group in self.groups)
 
 

@@ -23,35 +23,35 @@ E6    h2d, after the copies in   compute, before memory that  the destination of
 E7    d2h and h2d, at the end    the host, before pinned      host buffers: returned to the system
                                  memory is unpinned           when no copy uses them
 E8    the consumer's stream,     the allocator, before it     the returned tensors: their memory is
-      when returned memory goes  gives the memory away        reused when read
-      (d2h, in a pass of nodes)                               (or the group's own tensors)
-E9    d2h and h2d, after the     compute, at the end of the   whatever the next graph writes or
-      copies of a graph          graph                        reads: a graph's own copies are over
+      when returned memory is    reallocates the memory       reused when read
+      freed (d2h, with nodes)                                 (or the group's own tensors)
+E9    d2h and h2d, after the     compute, at the end of the   memory that the next graph writes or
+      copies of a graph          graph                        reads: a graph's own copies have ended
 ====  =========================  ===========================  =====================================
 
-Under CUDA graph capture all of them are the same edges inside the graph, but for E7.
+Under CUDA graph capture all of them except E7 are edges inside the graph.
 
 [Note: Graphs one after another]
-What is captured in one graph can only be waited for in the same graph. So a graph joins its copies
-to its end (E9), and graphs are replayed on one stream in the order in which they were captured:
-then whatever follows a graph, captured or not, follows its copies. Before a capture, the device is
-idle. So a wait for a signal of another graph, or across the border of a capture, is not made.
+Work captured in one graph can only be waited for in the same graph. So a graph joins its copies to
+its end (E9), and graphs are replayed on one stream in the order of capture: then later work,
+captured or not, follows the graph's copies. Before a capture, the device is idle. So no wait is
+made for a signal of another graph, or across the border of a capture.
 
 [Note: Memory belongs to a stream]
-The allocator gives freed memory away again on the stream that it was allocated for, at once, since
-whatever used it there comes first. Returned memory is allocated where its copy in is started. If
-backward reads it on another stream, nothing orders that stream's reads before the next use; so the
-allocator is told (E8), and asks that stream when the memory has gone. What computed and used the
-memory before it left needs no such edge: that is the model's own business, as without offloading.
+The allocator reuses freed memory immediately on the stream that it was allocated for, since earlier
+uses on that stream run first. Reloaded memory is allocated on the stream that starts its copy in.
+If backward reads it on another stream, nothing orders that stream's reads before the next use; so
+the allocator is told (E8), and waits for that stream before it reuses the memory. Uses of the
+memory before it was offloaded need no such edge: the model orders them, as without offloading.
 
 [Note: Layers that run in nodes]
 Where megatron-core overlaps the communication of experts with computation
 (``overlap_moe_expert_parallel_comm``), a layer is cut into nodes, and the nodes of two
-micro-batches run in turn, on a stream for computation and one for communication. A node's input was
-allocated for the stream of the node before it, which does not wait for what the node's own stream
-waits for. So the allocator is told that d2h reads the input (E8). And a node keeps its inputs and
+micro-batches alternate, on a stream for computation and one for communication. A node's input was
+allocated for the stream of the previous node, which does not have the waits of the node's own
+stream. So the allocator is told that d2h reads the input (E8). And a node keeps its inputs and
 outputs until its backward, only for the gradients that arrive there: so the memory that the group
-of a norm releases is taken from under them.
+of a norm releases is freed despite these references.
 
 [Note: A copy in follows its own copy out]
 A copy in reads what its storage's copy out wrote, yet no edge joins the two streams. The device
@@ -60,9 +60,9 @@ waits for the compute stream (E4). This needs both waits on one stream: where th
 started on another stream than the memory was released on, that stream waits by E3 as well.
 
 [Note: A wait covers what came before]
-A stream runs in order. So who has waited for a signal has waited for every earlier one of the same
-stream, and a wait that an earlier wait covers is not made again: :meth:`CopyStreams._wait` keeps,
-for each pair of streams, the latest signal that was waited for.
+A stream runs in order. So a stream that has waited for a signal has waited for every earlier one of
+the same stream, and a wait that an earlier wait covers is not repeated: :class:`Waits` keeps, for
+each pair of streams, the latest signal that was waited for.
 """
 
 from __future__ import annotations
@@ -98,20 +98,20 @@ class Edge(enum.Enum):
     E2 = "a copy out waits for the last copies that used the bytes of its host buffer"
     E3 = "device memory is released after its copy out"
     E4 = "a copy in waits for the computation that used its destination"
-    E5 = "backward waits for the copy in of what it reads"
+    E5 = "backward waits for the copy in of the tensors that it reads"
     E6 = "unused device memory is released after its copy in"
     E7 = "host memory is unpinned after all copies"
-    E8 = "returned memory is given away after reads on other streams than it was allocated for"
+    E8 = "reloaded memory is reallocated after reads on other streams than it was allocated for"
     E9 = "a captured graph ends after its copies"
 
 
 NUM_RATES = 3
-"""How often a rate is measured. What else goes over the link can only lower it, so the best counts;
-but where the ranks of a host measure together the middle one, since in the first some copies have
-not begun and in the last some have ended."""
+"""Number of measurements of a rate. Other traffic can only lower it, so the best counts. If the
+ranks of a host measure together, the middle one counts, since in the first some copies have not
+begun and in the last some have ended."""
 
 NUM_BARRIERS = 4
-"""How often the ranks of a host meet for one measurement: both ways, each way alone, both ways."""
+"""Barriers of a host's ranks per measurement: both ways, each way alone, both ways."""
 
 
 class Signal(NamedTuple):
@@ -119,19 +119,19 @@ class Signal(NamedTuple):
 
     event: Event
     stream: Hashable
-    """Id of the stream that it lies in."""
+    """Id of its stream."""
     position: int
     """Grows along the stream."""
     graph: int = 0
-    """Number of the graph that it was captured in; 0 is none."""
+    """Number of the graph in which it was captured; 0 for none."""
 
 
 _graph_numbers = itertools.count(1)
-"""Of all engines of the process: graphs of several may have host memory in common."""
+"""Shared by all engines of the process: graphs of several may have host memory in common."""
 
 
 def _latest(signals: Iterable[Signal]) -> list[Signal]:
-    """Those that cover all others: [Note: A wait covers what came before]."""
+    """The signals that cover all others: [Note: A wait covers what came before]."""
     latest: dict[tuple[Hashable, int], Signal] = {}
     for signal in signals:
         key = (signal.stream, signal.graph)
@@ -150,18 +150,18 @@ class Stall(NamedTuple):
 
 
 class TimedCopies(NamedTuple):
-    """Copies that went into a copy stream at once, with the time before and after them."""
+    """Copies that were put into a copy stream together, with events before and after them."""
 
     is_out: bool
-    """Whether they go to the host."""
+    """Whether they copy to the host."""
     nbytes: int
     start: Event
-    """After what they wait for."""
+    """Recorded after their waits."""
     stop: Event
 
 
 class Timings:
-    """Times that the device takes in an iteration, in order of issue."""
+    """Times of the device in an iteration, in order of issue."""
 
     def __init__(self) -> None:
         self.stalls: list[Stall] = []
@@ -177,19 +177,19 @@ class Waits:
 
     def __init__(self, backend: Backend) -> None:
         self.graph = 0
-        """Number of the graph that is being captured; 0 is none."""
+        """Number of the graph that is being captured; 0 for none."""
         self.is_timed = False
         """Whether waits are timed."""
         self._positions = itertools.count(1)
         self._waited: dict[tuple[Hashable, Hashable], int] = {}
-        """By waiter and signalling stream: [Note: A wait covers what came before]."""
+        """Positions by waiter and signalling stream: [Note: A wait covers what came before]."""
 
     def signal(self, event: Event, stream: Stream, stream_id: Hashable) -> Signal:
-        """The point in the stream at which ``event`` was recorded last."""
+        """The signal at the last record of ``event`` in the stream."""
         return Signal(event, stream_id, next(self._positions), self.graph)
 
     def is_due(self, stream_id: Hashable, signal: Signal) -> bool:
-        """Whether a stream has to wait for the signal, which is then noted as waited for."""
+        """Whether a stream must wait for the signal; if so, the wait is noted."""
         if signal.graph != self.graph:
             return False  # [Note: Graphs one after another]
         pair = (stream_id, signal.stream)
@@ -199,7 +199,7 @@ class Waits:
         return True
 
     def forget(self) -> None:
-        """Make every wait again from here on."""
+        """Forget all waits, so that later ones are made again."""
         self._waited.clear()
 
 
@@ -220,7 +220,7 @@ class CopyStreams:
 
     @property
     def timings(self) -> Optional[Timings]:
-        """While there are some, waits of the compute stream and copies are timed and added."""
+        """Times to which waits of the compute stream and copies are added; None without timing."""
         return self._timings
 
     @timings.setter
@@ -235,8 +235,8 @@ class CopyStreams:
     def d2h(self) -> Stream:
         """Copies from the device to the host.
 
-        Apart from ``h2d`` because the GPU has a copy engine for each direction, and in 1F1B both
-        are busy at once.
+        Separate from ``h2d`` because the GPU has a copy engine for each direction, and in 1F1B
+        both are busy at once.
         """
         return self._backend.new_stream()
 
@@ -264,10 +264,10 @@ class CopyStreams:
         Args:
             moves: Pairs of device bytes and the buffer they go to.
             producers: The streams that computed them, by id.
-            before: Called once the d2h stream has been told to wait, ahead of the copies.
+            before: Called after the d2h stream's waits and before the copies.
 
         Returns:
-            The signal after the copies. The device memory must outlive it (:meth:`let_go`).
+            The signal after the copies. The device memory must outlive it (:meth:`release`).
         """
         stream, stream_id = self.d2h, self._d2h_id
         for producer_id, producer in producers.items():
@@ -290,10 +290,10 @@ class CopyStreams:
         """Release device memory after its copy out. The caller deletes its last reference.
 
         Args:
-            memory: What the copy read.
+            memory: The source of the copy.
             copied_out: The signal after the copy.
-            streams: By id, those that may be given the memory next, which have to wait.
-            label: On whose account.
+            streams: By id, the streams that may get the memory next and must wait.
+            label: The group, for timings.
         """
         if copied_out is not None:
             for stream_id, stream in streams.items():
@@ -301,11 +301,11 @@ class CopyStreams:
         self._backend.drop_device(memory)
 
     def empty(self, memory: torch.UntypedStorage) -> None:
-        """Take memory that has been released from under those who keep it and read it no longer."""
+        """Free released memory that others reference but no longer read."""
         self._backend.empty_device(memory)
 
     def note_copy_out(self, source: Bytes) -> None:
-        """The d2h stream is about to read memory that may be of a stream that does not wait by E3.
+        """Tell the allocator that the d2h stream reads memory whose stream may not wait by E3.
 
         See [Note: Layers that run in nodes].
         """
@@ -317,9 +317,9 @@ class CopyStreams:
         streams: Mapping[Hashable, Stream],
         label: str = "",
     ) -> None:
-        """Order the current stream, and those that may be given the memory next, after a copy out.
+        """Order the current stream, and those that may get the memory next, after a copy out.
 
-        As :meth:`release`, where the memory goes at a time that is not known here.
+        Like :meth:`release`, for memory that is freed at an unknown time.
         """
         if copied_out is not None:
             stream_id = self._backend.current_stream_id()
@@ -337,8 +337,8 @@ class CopyStreams:
         """Copy host buffers into device memory of the current stream, on the h2d stream.
 
         Args:
-            moves: Pairs of device bytes to write and the buffer to read. Nothing reads the buffers
-                after that.
+            moves: Pairs of device bytes to write and the buffer to read. The buffers are not read
+                again.
             copied_out: The signals after the copies out that wrote the buffers.
             here: The current stream.
             after: Called when the copies are in the h2d stream.
@@ -349,7 +349,7 @@ class CopyStreams:
         """
         current_id, current = here
         for signal in _latest(copied_out):
-            # Waited for already, unless the memory was released on another stream than this: see
+            # Already waited for, unless the memory was released on another stream: see
             # [Note: A copy in follows its own copy out].
             self._wait(Edge.E3, current, current_id, signal)  # edge E3
         stream, stream_id = self.h2d, self._h2d_id
@@ -362,19 +362,19 @@ class CopyStreams:
         return self._end(moves, stream, stream_id)
 
     def before_use(self, signal: Signal, stream_id: Hashable, label: str = "") -> None:
-        """Make the current stream, which is about to read returned tensors, wait for them.
+        """Make the current stream wait before it reads returned tensors.
 
         Args:
-            signal: After their copies in.
-            stream_id: The current stream's.
-            label: On whose account.
+            signal: The signal after their copies in.
+            stream_id: Id of the current stream.
+            label: The group, for timings.
         """
         self._wait(Edge.E5, None, stream_id, signal, label)  # edge E5
 
     def note_read(self, returned: torch.Tensor) -> None:
-        """The current stream is about to read a returned tensor, and may do so until it is deleted.
+        """Tell the allocator that the current stream reads a returned tensor until it is deleted.
 
-        Only where its memory was allocated for another stream.
+        Only needed if its memory was allocated for another stream.
         """
         here = self._backend.current_stream()
         self._hold(Edge.E8, returned, here)  # edge E8: [Note: Memory belongs to a stream]
@@ -388,9 +388,9 @@ class CopyStreams:
         """Release reloaded device memory that was never read.
 
         Args:
-            memory: What the copy writes; the caller deletes its last reference.
+            memory: The destination of the copy; the caller deletes its last reference.
             copied_in: The signal after the copy.
-            allocated_for: The stream that may be given the memory next.
+            allocated_for: The stream that may get the memory next.
         """
         if memory is None or copied_in is None or allocated_for is None:
             return
@@ -401,18 +401,18 @@ class CopyStreams:
     def outlast(self, signals: Iterable[Signal]) -> None:
         """Block the host until the copies before ``signals`` have ended. Orders nothing.
 
-        Those of graphs are passed over: nothing outside of the graph can wait for them.
+        Signals of graphs are skipped: nothing outside of the graph can wait for them.
         """
         for signal in _latest(signals):
             if signal.graph == self._waits.graph == 0:
                 self._backend.outlast(signal.event)
 
     def forget_waits(self) -> None:
-        """Make every wait again from here on: a stream may be another one under the same id."""
+        """Forget all waits: a new stream may have the id of an earlier one."""
         self._waits.forget()
 
     def begin_graph(self) -> None:
-        """Work that follows is captured in a graph of its own, from the current stream."""
+        """Later work is captured in a new graph, from the current stream."""
         self._waits.graph = next(_graph_numbers)
         self._backend.begin_graph()
 
@@ -424,7 +424,7 @@ class CopyStreams:
         self._to_join.clear()
         self._backend.end_graph()
         self._waits.graph = 0
-        self.forget_waits()  # The graph's own took place in its capture only.
+        self.forget_waits()  # The graph's waits apply inside the graph only.
 
     def finish(self) -> None:
         """Block the host until both streams are idle."""
@@ -434,17 +434,17 @@ class CopyStreams:
     def measure_bandwidth(
         self, device: Bytes, host: Bytes, meeting: Optional[RankBarrier] = None
     ) -> Optional[Bandwidth]:
-        """Bandwidth of copies, each way alone and both at once; None where time means nothing.
+        """Bandwidth of copies, each way alone and both at once; None if time cannot be measured.
 
         Blocks the host for about ten copies.
 
         Args:
             device: Unused device memory.
             host: Unused host memory of that length.
-            meeting: Of the ranks of this host, which measure at the same moment; None to measure
-                without regard to them.
+            meeting: Barrier of the ranks of this host, which measure together; None to measure
+                alone.
         """
-        # Others may have had either memory until just now.
+        # Both memories may have been in use until now.
         current_id, current = self._backend.here()
         here = self._signal(current, current_id)
         self._wait(Edge.E1, self.d2h, self._d2h_id, here)  # edge E1
@@ -464,7 +464,7 @@ class CopyStreams:
     def _rate(
         self, copies: Sequence[tuple[Copy, Stream]], meeting: Optional[RankBarrier]
     ) -> list[float]:
-        """Bandwidth of copies that run at once, in 1e9 bytes per second, each one of a few."""
+        """Bandwidth of each of a few concurrent copies, in 1e9 bytes per second."""
         if meeting is not None:
             meeting.meet()
         is_alone = meeting is None or meeting.is_alone
@@ -490,7 +490,7 @@ class CopyStreams:
         return [choose(of_one) for of_one in zip(*rates, strict=True)]
 
     def _run(self, copies: Sequence[Copy], stream: Stream) -> None:
-        """Put copies into a copy stream, and time them if that is wanted."""
+        """Put copies into a copy stream, and time them if :attr:`timings` is set."""
         if self._timings is None or self._waits.graph:
             self._backend.run_copies(copies, stream)
             return
@@ -508,7 +508,7 @@ class CopyStreams:
     def _end(
         self, moves: Sequence[tuple[Bytes, HostAllocation]], stream: Stream, stream_id: Hashable
     ) -> Signal:
-        """The signal after the copies that were put into a stream last."""
+        """The signal after the last copies of a stream."""
         signal = self._signal(stream, stream_id)
         for _, allocation in moves:
             allocation.last_use = (signal,)

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""One iteration after another: records the first, then follows plans made from what was recorded.
+"""The iterations of a training: records the first, then follows plans made from the recording.
 
-Correctness does not rest on the plan. A plan says when copies start and memory is released; that a
-tensor is there when backward reads it is ensured where it is read, in ``transfer``. An iteration
-that departs from its plan is therefore slower, never wrong.
+Correctness does not depend on the plan. A plan says when copies start and memory is released;
+``activation_store`` ensures at each read that the tensor is there. An iteration that departs from
+its plan is therefore slower, never wrong.
 
-The engine knows no framework. :mod:`manager` is what megatron-core's layers call, and
-``integration.attach.engine`` what hooks on any model call.
+The engine knows no framework. megatron-core's layers call :mod:`manager`, and hooks on any other
+model call ``integration.attach.engine``.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from megatron.slipstream.plan.trace import (
 logger = logging.getLogger(__name__)
 
 MAX_ITERATIONS_SHOWN = 500
-"""Of the last iterations, how many have their time in the report."""
+"""Number of recent iterations whose times are in the report."""
 
 
 class OffloadEngine:
-    """Moves what groups save, and learns from each iteration.
+    """Moves the tensors that groups save, and plans from recorded iterations.
 
     Args:
         backend: The device.
@@ -86,7 +86,7 @@ class OffloadEngine:
         """Figures of the last complete iteration."""
         keep_warnings()
         self._ended_at: Optional[float] = None
-        """When the host came to the end of an iteration last."""
+        """Host time at the end of the last iteration."""
         self._recorder = Recorder(backend)
         self.store = ActivationStore(backend, self._recorder, is_native)
         """The saved activations."""
@@ -99,11 +99,11 @@ class OffloadEngine:
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
         self._now = Iteration()
-        """The iteration that runs, or comes next."""
+        """The running iteration, or the next one."""
         self._last_plan: Optional[Plan] = None
-        """The plan of the last iteration: the one it followed, or the one that was made of it."""
+        """The plan of the last iteration: the one it followed, or the one made from it."""
         self._next_plan: Optional[Plan] = None
-        """The plan to begin the next iteration with."""
+        """The plan with which the next iteration starts."""
         self._executor = PlanExecutor(self.store, self._recorder, self._cache, self._tuner)
         self.graphs = GraphCaptures(self.store)
         """The captures in CUDA graphs."""
@@ -120,7 +120,7 @@ class OffloadEngine:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all has been measured that plans depend on, and the last one is kept."""
+        """Whether all measurements for plans are done, and the last plan is final."""
         return self._tuner.is_settled(self._last_plan)
 
     @property
@@ -130,7 +130,7 @@ class OffloadEngine:
 
     @property
     def peak_drop_bytes(self) -> dict[str, int]:
-        """By how many bytes the newest plan lowers the device peak, by module name.
+        """The drop of the device peak by the newest plan in bytes, by module name.
 
         Empty before the first iteration has ended. See [Note: Freed is not saved] in ``plan.peak``.
         """
@@ -148,7 +148,7 @@ class OffloadEngine:
     ) -> None:
         """A micro-batch enters a model chunk.
 
-        Passes without gradients, and those that backward makes to recompute, are left alone.
+        Passes without gradients, and recomputations in backward, are ignored.
 
         Args:
             vp_stage: Index of the model chunk on this rank.
@@ -186,30 +186,30 @@ class OffloadEngine:
         self._advance(StepKind.FORWARD_START, group)
 
     def take_started(self) -> Optional[OffloadTensorGroup]:
-        """The group whose region is entered now, if what it saves is watched.
+        """The group whose region is entered now, if its saved tensors are tracked.
 
-        None also where the plan keeps the group: what it saves is then of no interest.
+        None also if the plan keeps the group: its saved tensors are then not needed.
         """
         group, self._now.started = self._now.started, None
         return None if group is None or self._stays(group) else group
 
     def end_iteration(self) -> None:
-        """All passes of an iteration have been issued, with backward or without."""
+        """Call when all passes of an iteration have been issued, with backward or without."""
         now = self._now
         now.chunk = None
         if now.num_steps > 0:
             self._finish_iteration()
         elif now.trial is not None or (now.has_begun and self.graphs.modules):
             self._finish_without_marks()
-        # Also where nothing was marked, as without gradients, or where a chunk is replayed whole.
+        # Also without marks, as without gradients, or if a chunk is replayed as one graph.
         self._now = Iteration()
 
     def _stays(self, group: OffloadTensorGroup) -> bool:
-        """Whether the plan keeps the group, so that what it saves need not be known."""
+        """Whether the plan keeps the group, so that its saved tensors need not be tracked."""
         plan = self._now.plan
         if plan is None or plan.group_by_key[group.key].moves:
             return False
-        if plan.trace.group_by_key[group.key].is_read_first:  # or its use would go unnoticed
+        if plan.trace.group_by_key[group.key].is_read_first:  # otherwise its use is missed
             return False
         self._now.unwatched[group.key] = plan.trace
         return True
@@ -217,26 +217,26 @@ class OffloadEngine:
     # A pass that is captured as a whole (chunk_graphs/offloading.py).
 
     def follow(self, plan: Plan) -> None:
-        """Follow this plan in the pass that begins: it has to go as planned, and is not measured.
+        """Follow this plan in the pass that begins: it must match the plan, and is not measured.
 
         Args:
-            plan: Of another engine.
+            plan: The plan of another engine.
         """
         self._last_plan = self._next_plan = plan
         self._executor.is_bound = True
 
     def release_all(self) -> None:
-        """Release all that is being copied out."""
+        """Release all groups that are being copied out."""
         for group in self._now.groups.values():
             if group.state is GroupState.COMMITTED:
                 self.store.release(group)
 
     def forget_pass(self) -> None:
-        """The pass has ended. Nothing is learned from it."""
+        """Call when the pass has ended; nothing is recorded from it."""
         self._clear_iteration()
 
     def finish_report(self) -> None:
-        """Add what was timed, as far as the device has come."""
+        """Add the times of iterations that the device has finished."""
         self._tuner.read_clocks()
         times = self._tuner.times_of(self._last_plan)
         drops = self.peak_drop_bytes
@@ -264,7 +264,7 @@ class OffloadEngine:
         if (
             type(saved) is self.store.saved_type
             and saved.group.state is GroupState.COMMITTED
-            # Not where someone only looks at a graph.
+            # Not if a graph is only inspected.
             and torch._C._current_graph_task_id() != -1
         ):
             # [Note: Recomputation reads first]
@@ -277,11 +277,11 @@ class OffloadEngine:
     def commit_group(
         self, name: str, given_up: Sequence[torch.Tensor] = ()
     ) -> Optional[OffloadTensorGroup]:
-        """The group of that name has saved everything; None if none of that name is open.
+        """Commit the group of that name, which has saved everything; None if none is open.
 
         Args:
-            name: Of the group.
-            given_up: Tensors that forward reads no longer, though others may keep them.
+            name: Name of the group.
+            given_up: Tensors that forward no longer reads, though others may hold references.
         """
         now = self._now
         group = now.chunk.commit_group(name) if now.chunk is not None else None
@@ -300,7 +300,7 @@ class OffloadEngine:
             self._advance(StepKind.BACKWARD_USE, group)
 
     def mark_backward_end(self, tensor: torch.Tensor) -> None:
-        """Mark where backward leaves the group that was started last.
+        """Mark where backward leaves the last started group.
 
         Args:
             tensor: The group's input. Backward has its gradient when it has left the group.
@@ -312,13 +312,13 @@ class OffloadEngine:
         self.store.call_before(tensor, partial(self.end_group, group))
 
     def end_group(self, group: OffloadTensorGroup, *_: object) -> None:
-        """Backward has left the group. A hook of autograd's, whose gradients it passes over."""
+        """Backward has left the group. A hook of autograd; ignores the gradients."""
         if group.state is GroupState.IN_USE and self._is_current(group):
             group.move_to(GroupState.DONE)
             self._advance(StepKind.BACKWARD_END, group)
 
     def mark_output(self, kind: StepKind) -> None:
-        """Forward comes to the output layer, or has computed it.
+        """Mark that forward reaches the output layer, or has computed it.
 
         Args:
             kind: OUTPUT_START or OUTPUT_END.
@@ -332,7 +332,7 @@ class OffloadEngine:
 
         Args:
             kind: BACKWARD_START, OUTPUT_BACKWARD_START or OUTPUT_BACKWARD_END.
-            tensors: Of the pass that forward is in. Those without gradient are passed over.
+            tensors: Tensors of the running forward pass. Those without gradient are skipped.
         """
         chunk = self._marked_pass()
         if chunk is not None:
@@ -340,13 +340,13 @@ class OffloadEngine:
             at_first_gradient(tensors, partial(self._come_to, mark, chunk))
 
     def _come_to(self, mark: Step, chunk: ChunkOffloadHandler) -> None:
-        # Backward may outlive its iteration's end.
+        # Backward may run after its iteration's end.
         passes = self._now.passes
         if chunk.index < len(passes) and passes[chunk.index] is chunk:
             self._advance(mark.kind, mark)
 
     def _marked_pass(self) -> Optional[ChunkOffloadHandler]:
-        """The pass that forward is in, if it has groups: nothing could go or come in another."""
+        """The running forward pass, if it has groups: otherwise nothing could move."""
         chunk = self._now.chunk
         if chunk is None or not chunk.groups or self.graphs.is_capturing:
             return None
@@ -357,7 +357,7 @@ class OffloadEngine:
         return self._now.find(group.key) is group
 
     def _is_training_forward(self) -> bool:
-        # Inside a graph task a forward is a recomputation: what it saves is read at once.
+        # Inside a graph task a forward is a recomputation: its saved tensors are read immediately.
         return (
             self.do_offload and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         )
@@ -365,13 +365,13 @@ class OffloadEngine:
     # The life of an iteration.
 
     def _advance(self, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
-        """Come to a mark: see :meth:`PlanExecutor.come_to`."""
+        """Reach a mark: see :meth:`PlanExecutor.come_to`."""
         if self._now.num_steps == 0:
             self._begin_iteration()
         self._executor.come_to(self._now, kind, at)
 
     def _begin_trial(self) -> None:
-        """Forward enters a model chunk: find out, at the first one, what is special."""
+        """At the first model chunk of an iteration, find out whether it is part of a trial."""
         if self._now.has_begun:
             return
         self._now.has_begun = True
@@ -379,18 +379,18 @@ class OffloadEngine:
             self._now.trial = self._tuner.begin_trial(self._next_plan, self.report.num_iterations)
 
     def _finish_without_marks(self) -> None:
-        """An iteration has ended that the engine was left out of, or that graphs replayed whole."""
+        """End an iteration without marks: the engine was left out, or graphs replayed all of it."""
         trial = self._now.trial
         is_trial = False
         if trial is not None:
             self._tuner.end_trial(trial, was_followed=False)
             self._tuner.read_clocks()
-            # Marks do not tell which iteration it was, but how many micro-batches it had does.
+            # Without marks, the number of micro-batches identifies the iteration.
             plan = self._last_plan = self._cache.find_like(trial.plan, self._now.num_entered)
             self._next_plan = self._cache.plan_after(plan) if plan is not None else None
             is_trial = plan is not None and self._tuner.is_tried(plan)
         self.report.is_left_out = is_trial
-        if not is_trial:  # else the figures are those of its neighbour
+        if not is_trial:  # otherwise the report keeps the previous iteration's figures
             self.report.modules, self.report.late_groups = {}, {}
         self._update_report()
         self._host_trimmer.end_iteration(self._last_plan)
@@ -413,11 +413,11 @@ class OffloadEngine:
             self._recorder.steps.extend(plan.trace.steps[: now.num_steps])
             plan = None
         if plan is None:
-            # Departed, or ended before the plan did: what it was may be known all the same.
+            # Departed, or ended before the plan did: another plan may still match it.
             plan = self._cache.find(StepsKey(tuple(self._recorder.steps))) or self._make_plan()
         self._cache.note_order(plan, now.num_entered)
         self._tuner.read_clocks()
-        # The one for the same steps: it may have been made again.
+        # The plan for the same steps, which may have been rebuilt.
         self._last_plan = self._cache.find(plan.trace.steps_key)
         self._next_plan = self._cache.plan_after(plan)
         self.report.is_left_out = False
@@ -426,12 +426,12 @@ class OffloadEngine:
         self._update_report()
         self._stop_verifying()
         self._clear_iteration()
-        # The allocator is asked at every mark only while there is something to learn from it.
+        # The allocator is read at every mark only while its readings are needed.
         self._recorder.reads_memory = False
         self._host_trimmer.end_iteration(self._last_plan)
 
     def _drop_plans_beyond_limit(self) -> None:
-        """The pool lowers its limit where the system refuses it memory: then plan for less."""
+        """Drop plans that need more host memory than the pool's limit, lowered by a refusal."""
         limit_bytes = self.store.host_pool.limit_bytes
         if limit_bytes == self._tuner.options.host_memory_limit_bytes:
             return
@@ -488,12 +488,12 @@ class OffloadEngine:
     def _restart_if_abandoned(self) -> None:
         """Drop the iteration so far if it ended in an exception.
 
-        It is detected by passes whose saved tensors autograd has freed before
-        their backward, while nothing of any other pass waits for backward either.
+        It is detected by passes whose saved tensors autograd has freed before their backward, while
+        no other pass waits for backward.
         """
         passes = self._now.passes
         if any(chunk.is_abandoned for chunk in passes) and not any(
             chunk.awaits_backward for chunk in passes
         ):
-            logger.warning("an iteration ended before its backward pass did; starting afresh")
+            logger.warning("an iteration ended before its backward pass; recording starts again")
             self._clear_iteration()

@@ -2,17 +2,17 @@
 
 """Groups inside CUDA graphs that are captured layer by layer.
 
-A captured layer runs no Python when it is replayed, so copies are captured too. A graph has to join
-its copies to its end (edge E9), and the next graph begins after that. So that copies have the time
-of a whole layer nevertheless, each graph begins with those of its neighbour: what one layer saved
-is copied out by the graph that is captured next, whichever that is, and what a layer's backward
-needs is copied back by the backward graph that is captured before it. An event that is recorded
-before the end of a graph lets work outside of the graphs go on while the last copies run.
+A captured layer runs no Python when it is replayed, so copies are captured too. A graph must join
+its copies to its end (edge E9), and the next graph begins after that. To give copies the time of a
+whole layer, each graph begins with its neighbour's copies: the next captured graph copies out the
+tensors that a layer saved, and the backward graph captured before a layer's copies back the tensors
+that the layer's backward needs. An event recorded before the end of a graph lets work outside of
+the graphs continue while the last copies run.
 
-What moves is what the plan of the iterations before the capture moves.
+Graphs move the same groups as the plan of the iterations before the capture.
 
-Host memory that graphs copy to and from is baked into them: it comes from a pool of its own, which
-serves nothing else as long as there are graphs.
+Addresses of host memory are baked into graphs: it comes from a separate pool, which serves nothing
+else as long as graphs exist.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD
 logger = logging.getLogger(__name__)
 
 SLACK = 1 / 8
-"""Host memory beside what the plan needs at once: the layout of buffers is another one."""
+"""Additional fraction of the plan's host memory, since the layout of buffers differs."""
 
 
 class GraphedLayer:
@@ -47,21 +47,21 @@ class GraphedLayer:
 
     def __init__(self, before: Optional[GraphedLayer]) -> None:
         self.before = before
-        """The layer whose backward comes next; None for the first of a model chunk."""
+        """The layer whose backward is next; None for the first layer of a model chunk."""
         self.groups: list[OffloadTensorGroup] = []
         self.static: frozenset[int] = frozenset()
-        """Storages of its inputs, which a graph keeps, by the address of torch's object."""
+        """Addresses of torch's objects of its inputs' storages, which a graph keeps."""
 
 
 class _Leaving(NamedTuple):
-    """A group that is to be copied out, and the layer that saved it."""
+    """A group to copy out, and the layer that saved it."""
 
     group: OffloadTensorGroup
     layer: GraphedLayer
 
 
 class _Outside(NamedTuple):
-    """The store's parts where nothing is captured."""
+    """The store's parts outside of captures."""
 
     host_pool: HostPool
     modules: defaultdict[str, ModuleCounters]
@@ -69,7 +69,7 @@ class _Outside(NamedTuple):
 
 
 class _Decided(NamedTuple):
-    """The plan of one group that was traced, by what tells it apart while graphs are captured."""
+    """The plan of a traced group, with the properties that identify it during a capture."""
 
     vp_stage: int
     micro_batch: int
@@ -81,7 +81,7 @@ class _Decided(NamedTuple):
 class GraphCaptures:
     """The sets of graphs of one engine: at most one is in use.
 
-    Stands in for the manager at the marks of groups while a graph is captured.
+    Replaces the manager at the marks of groups while a graph is captured.
     """
 
     def __init__(self, store: ActivationStore) -> None:
@@ -89,32 +89,32 @@ class GraphCaptures:
         self.min_numel = 1
         """Tensors of fewer elements stay on the device."""
         self.modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
-        """The figures of one replay of all graphs, by module name."""
+        """The counters of one replay of all graphs, by module name."""
         self.pool: Optional[HostPool] = None
-        """The host memory of the graphs; None without any."""
+        """The host memory of the graphs; None without graphs."""
         self._taken_bytes = 0
-        """By how much less the store's own pool may hold for that."""
+        """Bytes by which the limit of the store's own pool is lowered for it."""
         self.is_open = False
         """Whether a set of graphs is being warmed up or captured."""
         self._plan: Optional[Plan] = None
         self._decisions: dict[tuple[int, int, str, int], list[GroupPlan]] = {}
         self._takes_turns = False
-        """Whether each micro-batch ends before the next begins, so that one set serves all."""
+        """Whether each micro-batch ends before the next begins, so that they share graphs."""
         self._names: set[str] = set()
-        """Modules whose groups were met while the graphs were warmed up."""
+        """Modules with groups in the warm-up of the graphs."""
         self._passes: dict[int, tuple[ChunkOffloadHandler, int, GraphedLayer]] = {}
-        """By model chunk: the pass that is captured, its last layer's number, and that layer."""
+        """By model chunk: the captured pass, its last layer's number, and that layer."""
         self._num_passes: Counter[int] = Counter()
         self._last_layers: dict[int, int] = {}
         """The number of the last captured layer of each model chunk."""
         self.layer: Optional[GraphedLayer] = None
         """The layer whose graph is being captured."""
         self._pending: list[_Leaving] = []
-        """Groups that were captured and not copied out: the next graph copies them."""
+        """Captured groups that are not copied out yet: the next graph copies them."""
         self._leaving: list[_Leaving] = []
         """Groups that the graph being captured copies out."""
         self._outside: Optional[_Outside] = None
-        """The store's usual parts, while a graph is captured with others."""
+        """The store's usual parts, while they are replaced during a capture."""
 
     @property
     def is_capturing(self) -> bool:
@@ -123,20 +123,20 @@ class GraphCaptures:
 
     @property
     def moves_anything(self) -> bool:
-        """Whether any of the graphs copies anything."""
+        """Whether any graph has copies."""
         return any(counters.d2h_copies for counters in self.modules.values())
 
     def is_last(self, vp_stage: int, layer_number: int) -> bool:
-        """Whether no captured layer of the model chunk comes after this one."""
+        """Whether this is the last captured layer of the model chunk; False if unknown."""
         return self._last_layers.get(vp_stage) == layer_number
 
     # A set of graphs.
 
     def open(self, plan: Optional[Plan]) -> None:
-        """A set of graphs is about to be warmed up and captured; nothing if that is known.
+        """Prepare the warm-up and capture of a set of graphs; does nothing if already open.
 
         Args:
-            plan: What the iterations so far were planned to move.
+            plan: The plan of the iterations so far.
         """
         if self.is_open:
             return
@@ -156,16 +156,16 @@ class GraphCaptures:
             self._decisions.setdefault(key, []).append(item.plan)
         if plan is None:
             logger.warning(
-                "no iteration has been planned before CUDA graphs are captured, so nothing inside "
-                "them moves; set cuda_graph_warmup_steps to at least 1"
+                "no iteration was planned before CUDA graphs are captured, so nothing inside them "
+                "moves; set cuda_graph_warmup_steps to at least 1"
             )
 
     def note_warmup(self, name: str) -> None:
-        """A group of that name begins in a layer that is being warmed up."""
+        """Note a group of that name in the warm-up of a layer."""
         self._names.add(name)
 
     def close(self) -> None:
-        """The set of graphs has been captured."""
+        """Finish the capture of the set of graphs."""
         if not self.is_open:
             return
         self.is_open = False
@@ -184,15 +184,15 @@ class GraphCaptures:
             )
 
     def reserve(self) -> None:
-        """Take host memory for what has been warmed up: while graphs are captured there is none.
+        """Reserve host memory for the warmed-up layers: none can be pinned during a capture.
 
-        Called after each layer's warm-up, since each may have brought modules that were not known.
+        Called after each layer's warm-up, which may have brought new modules.
         """
         outside = self._store.host_pool
         if self.pool is None:
             self.pool = self._store.new_host_pool(0)
             if outside.in_use_bytes == 0:
-                # Most of it served the groups that are in graphs from now on.
+                # The store's pool mostly served groups that are in graphs from now on.
                 self._store.close()
         needed = _in_use_bytes(self._plan, self._names, self._takes_turns) if self._plan else 0
         more = needed + int(SLACK * needed) - self.pool.allocated_bytes
@@ -207,7 +207,7 @@ class GraphCaptures:
                 self._taken_bytes += taken_bytes
 
     def _forget_pool(self) -> None:
-        """Whatever graphs there were have been deleted, and their memory goes with the pool."""
+        """Drop the pool: its graphs have been deleted, and their memory is freed with it."""
         outside = self._store.host_pool
         if outside.limit_bytes is not None:
             outside.limit_bytes += self._taken_bytes
@@ -218,11 +218,11 @@ class GraphCaptures:
     def begin_forward(
         self, vp_stage: int, layer_number: int, inputs: Iterable[torch.Tensor]
     ) -> GraphedLayer:
-        """A forward graph is being captured from the current stream.
+        """Begin the capture of a forward graph from the current stream.
 
         Args:
             vp_stage: The model chunk that the layer belongs to.
-            layer_number: Grows along the chunk.
+            layer_number: Number of the layer, ascending in the chunk.
             inputs: The graph's static inputs.
         """
         chunk, before = self._pass_of(vp_stage, layer_number)
@@ -234,10 +234,10 @@ class GraphCaptures:
         return layer
 
     def end_forward(self, let_others_go_on: Callable[[], None]) -> None:
-        """The layer's forward operations have been captured.
+        """End the capture of the layer's forward operations.
 
         Args:
-            let_others_go_on: Called when only copies are left to do in the graph.
+            let_others_go_on: Called when only copies remain in the graph.
         """
         layer = self.layer
         assert layer is not None
@@ -245,8 +245,8 @@ class GraphCaptures:
         self._leave()
 
     def begin_backward(self, layer: GraphedLayer) -> None:
-        """The layer's backward graph is being captured from the current stream."""
-        # What backward needs at once stays where it is.
+        """Begin the capture of the layer's backward graph from the current stream."""
+        # Groups that backward needs immediately stay on the device.
         self._pending = [item for item in self._pending if item.layer is not layer]
         self._enter(layer)
         for group in reversed(layer.groups):
@@ -268,7 +268,7 @@ class GraphCaptures:
         self._outside = _Outside(store.host_pool, store.modules, store.verifier)
         if self.pool is None:
             raise RuntimeError("a graph is captured that has not been warmed up")
-        # The verifier lets the host wait, which no capture allows.
+        # The verifier makes the host wait, which a capture forbids.
         store.host_pool, store.modules, store.verifier = self.pool, self.modules, None
         store.copy_streams.begin_graph()
         self.layer = layer
@@ -323,7 +323,7 @@ class GraphCaptures:
     def commit_group(
         self, name: str, given_up: Sequence[torch.Tensor] = ()
     ) -> Optional[OffloadTensorGroup]:
-        """The group of that name has saved everything; None if none of that name is open."""
+        """Commit the group of that name, which has saved everything; None if none is open."""
         group = self._chunk.commit_group(name)
         if group is not None and group.held:
             assert self.layer is not None
@@ -332,10 +332,10 @@ class GraphCaptures:
         return group
 
     def use_group(self, group: OffloadTensorGroup) -> None:
-        """Nothing: all groups of a layer are back before its backward graph begins."""
+        """Does nothing: all groups of a layer are reloaded before its backward graph begins."""
 
     def _plans_of(self, group: OffloadTensorGroup) -> list[GroupPlan]:
-        """The plans of the traced groups that it stands for, which move."""
+        """The plans of the moving traced groups that it represents."""
         label = group.label
         micro_batch = 0 if self._takes_turns else label.micro_batch
         plans = self._decisions.get((label.vp_stage, micro_batch, label.name, label.layer), [])
@@ -363,7 +363,7 @@ def _decided(plan: Plan) -> Iterable[_Decided]:
 
 
 def _takes_turns(plan: Plan) -> bool:
-    """Whether no pass begins before the backward of the one before it has begun."""
+    """Whether no pass begins before the backward of the previous one has begun."""
     last_pass, has_been_used = -1, True
     for step in plan.trace.steps:
         if step.kind in KINDS_OF_BACKWARD:
@@ -378,7 +378,7 @@ def _takes_turns(plan: Plan) -> bool:
 def _in_use_bytes(plan: Plan, names: set[str], takes_turns: bool) -> int:
     """Host bytes that the groups of these names have at once, in whole buffers.
 
-    What is captured for one micro-batch moves what moves in any of them.
+    Graphs captured for one micro-batch move every group that moves in any micro-batch.
     """
     owners = {
         storage.index: plan.trace.storages[storage.index].holders[0] for storage in plan.storages

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The engine's state of the running iteration; a new one begins with none of it."""
+"""The engine's state of the running iteration, new for each iteration."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class Iteration:
     has_begun: bool = False
     """Whether forward has entered a model chunk."""
     num_entered: int = 0
-    """How often it has, with the engine or without."""
+    """Number of times that forward has entered a model chunk, with or without the engine."""
     trial: Optional[TrialIteration] = None
     """Its role in a cost trial: the engine may be left out of it."""
     plan: Optional[Plan] = None
-    """The plan being followed; None where it is not like any planned one."""
+    """The plan being followed; None if no plan matches."""
     has_layout: bool = False
-    """Whether host buffers lie as computed for the plan: [Note: Layouts] in ``host_pool``."""
+    """Whether host buffers follow the plan's layout: [Note: Layouts] in ``host_pool``."""
     host_sync_points: HostSyncPoints = field(default_factory=dict)
-    """Where the host waits in it, if it follows its plan."""
+    """The points at which the host waits, if it follows its plan."""
     probe: Optional[IterationProbe] = None
-    """Measures it, if it follows its plan; None where it is not measured."""
+    """Measures it, if it follows its plan; None if it is not measured."""
     steps: Optional[Any] = None
-    """The steps of the plan in C++, where nothing is measured; None where Python performs them."""
+    """The steps of the plan in C++, if nothing is measured; None if Python performs them."""
     num_steps: int = 0
-    """So far."""
+    """Number of steps so far."""
     passes: list[ChunkOffloadHandler] = field(default_factory=list)
     """In the order in which forward began them."""
     unwatched: dict[GroupKey, Trace] = field(default_factory=dict)
-    """Groups whose saved tensors were not looked at, since the plan that was followed at the time
-    keeps them, with that plan's trace."""
+    """Groups whose saved tensors were not tracked, since the plan followed at the time keeps them,
+    with that plan's trace."""
     chunk: Optional[ChunkOffloadHandler] = None
-    """The pass that forward is in; None outside of training passes."""
+    """The running forward pass; None outside of training passes."""
     started: Optional[OffloadTensorGroup] = None
     """Started, but its region not yet entered."""
 

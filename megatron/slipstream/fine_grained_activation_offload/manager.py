@@ -20,29 +20,28 @@ from megatron.slipstream.fine_grained_activation_offload.markers import CommitMa
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_INPUTS = "checkpoint_inputs"
-"""The name of the groups of what checkpoints keep."""
+"""The name of the groups of tensors that checkpoints keep."""
 HELD_BY_NODES = ("attn_norm", "mlp_norm")
-"""Modules whose inputs a schedule keeps: [Note: Layers that run in nodes]."""
+"""Modules whose inputs a schedule holds: [Note: Layers that run in nodes]."""
 
 DelayedCommit = tuple[Callable[..., None], str, Sequence[torch.Tensor]]
 """A function and its arguments."""
 
 
 class PipelineOffloadManager(OffloadEngine):
-    """The engine as megatron-core calls it.
+    """The engine with megatron-core's interface.
 
     Args:
-        arguments: Of the engine. The model's configuration has options of its own for fraction and
-            delta.
+        arguments: Arguments of the engine. The model's configuration sets fraction and delta.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.moves_checkpoint_inputs = False
-        """Whether what checkpoints keep is a group: see :meth:`run_checkpoint`."""
+        """Whether the tensors that a checkpoint keeps are a group: see :meth:`run_checkpoint`."""
         self.region_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Entered around the operations of every group, beside the saved-tensor hooks."""
+        """Context of the operations of every group, in addition to the saved-tensor hooks."""
         self._regions: list[Optional[tuple[AbstractContextManager[Any], saved_tensors_hooks]]] = []
-        """Regions that have been entered and not left; None for one that is not watched."""
+        """Regions that have been entered and not left; None for one without hooks."""
         self._delayed: list[DelayedCommit] = []
         """Commits to be carried out by :meth:`flush_delayed_groups`."""
         self._has_warned_of_others = False
@@ -57,8 +56,8 @@ class PipelineOffloadManager(OffloadEngine):
         """The stream of copies to the host.
 
         Raises:
-            RuntimeError: A CUDA graph is being captured by a layer that the engine knows nothing
-                of: its copies cannot be part of it.
+            RuntimeError: A layer unknown to the engine captures a CUDA graph, of which the copies
+                cannot be a part.
         """
         if not self.graphs.is_capturing and self.store.backend.is_capturing():
             raise RuntimeError(
@@ -76,7 +75,7 @@ class PipelineOffloadManager(OffloadEngine):
 
     @property
     def cuda_graph_stream(self) -> Stream:
-        """The stream that captured layers are replayed on."""
+        """The stream on which captured layers are replayed."""
         if self._cuda_graph_stream is None:
             self._cuda_graph_stream = self.store.backend.new_stream()
         return self._cuda_graph_stream
@@ -90,12 +89,12 @@ class PipelineOffloadManager(OffloadEngine):
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
-        """By how many bytes the newest plan lowers the device peak, by module name."""
+        """The drop of the device peak by the newest plan in bytes, by module name."""
         return self.peak_drop_bytes
 
     @property
     def offload_summary_total_bytes(self) -> int:
-        """By how many bytes the newest plan lowers the device peak."""
+        """The drop of the device peak by the newest plan in bytes."""
         return sum(self.offload_summary_bytes.values())
 
     # Passes and iterations.
@@ -112,14 +111,14 @@ class PipelineOffloadManager(OffloadEngine):
     ) -> None:
         """A micro-batch enters a model chunk. Called by the model, before its first layer.
 
-        Passes without gradients, and those that backward makes to recompute, are left alone.
+        Passes without gradients, and recomputations in backward, are ignored.
 
         Args:
             pp_rank: Pipeline-parallel rank.
-            vp_size: Number of model chunks on this rank; None is 1.
-            vp_stage: Index of this model chunk; None is 0.
-            min_offloaded_tensor_size: In elements.
-            delta_offload_bytes_across_pp_ranks: Bytes more that each later rank keeps.
+            vp_size: Number of model chunks on this rank; None means 1.
+            vp_stage: Index of this model chunk; None means 0.
+            min_offloaded_tensor_size: Minimum size of a moving tensor, in elements.
+            delta_offload_bytes_across_pp_ranks: Additional bytes that each later rank keeps.
             activation_offload_fraction: Fraction of a pass's groups that move.
             max_inflight_offloads: See ``PolicyOptions``.
         """
@@ -136,14 +135,14 @@ class PipelineOffloadManager(OffloadEngine):
         )
 
     def reset(self, **_: Any) -> None:
-        """The schedule has issued a whole forward-backward pass, or a forward-only one."""
+        """Called by the schedule after a whole forward-backward pass, or a forward-only one."""
         self.flush_delayed_groups()
         self.graphs.close()
         self._warn_of_no_groups()
         self.end_iteration()
 
     def disable_offload(self) -> None:
-        """From the next mark on, marks do nothing. What has left still returns."""
+        """Disable marks from the next one on. Offloaded groups are still reloaded."""
         self.do_offload = False
 
     def enable_offload(self) -> None:
@@ -171,7 +170,7 @@ class PipelineOffloadManager(OffloadEngine):
             self.mark_backward_end(tensor)
 
     def cur_forward_chunk(self) -> Optional[CommitMark]:
-        """The object to mark the end of a group with; None outside of a training pass."""
+        """The object that marks the end of a group; None outside of a training pass."""
         if self.graphs.is_capturing and self._is_training_forward():
             return CommitMark(self.graphs)
         is_marked = self._now.chunk is not None and self._is_training_forward()
@@ -190,8 +189,8 @@ class PipelineOffloadManager(OffloadEngine):
         Args:
             tensor: The output.
             mark: From :meth:`cur_forward_chunk`.
-            name: Of the group.
-            given_up: Tensors that forward reads no longer, though others may keep them.
+            name: Name of the group.
+            given_up: Tensors that forward no longer reads, though others may hold references.
             is_delayed: Whether the commit waits for :meth:`flush_delayed_groups` during a replay.
 
         Returns:
@@ -208,7 +207,7 @@ class PipelineOffloadManager(OffloadEngine):
         return self.store.mark(tensor, partial(mark.on_group_commit_backward, name))
 
     def __enter__(self) -> PipelineOffloadManager:
-        """Enter the region of the group that was started last: what it saves belongs to it."""
+        """Enter the region of the last started group: tensors saved inside belong to it."""
         self._enter_region(self.region_context)
         return self
 
@@ -221,10 +220,10 @@ class PipelineOffloadManager(OffloadEngine):
             region.__exit__(None, None, None)
 
     def _enter_region(self, make_context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Enter the region of the group that was started last.
+        """Enter the region of the last started group.
 
         Args:
-            make_context: Entered beside the saved-tensor hooks, if what the group saves is watched.
+            make_context: Context in addition to the saved-tensor hooks, if the group has hooks.
         """
         group = self.take_started()
         if group is None or self._others_save():
@@ -252,10 +251,10 @@ class PipelineOffloadManager(OffloadEngine):
             self._has_warned_of_no_groups = True
 
     def _others_save(self) -> bool:
-        """Whether other saved-tensor hooks are active, which have to see the same tensors again.
+        """Whether other saved-tensor hooks are active, which must see all saved tensors.
 
-        A checkpoint without reentry counts what is saved, in forward and in recomputation: hidden
-        from it in one of them, it would hand the wrong tensors to backward.
+        A non-reentrant checkpoint counts saved tensors in forward and in recomputation: if some are
+        hidden from it in one of them, backward would get wrong tensors.
         """
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is None or getattr(hooks[0], "func", None) == self.store.pack:
@@ -269,14 +268,14 @@ class PipelineOffloadManager(OffloadEngine):
         return True
 
     def run_checkpoint(self, run: Callable[[], Any]) -> Any:
-        """Run a checkpoint, of which what it saves is a group.
+        """Run a checkpoint; the tensors that it saves are a group.
 
         Args:
             run: Calls an autograd function that runs a part of the model without gradients, and
                 saves its inputs.
 
         Returns:
-            What ``run`` returns.
+            The result of ``run``.
         """
         is_group = (
             self.moves_checkpoint_inputs
@@ -287,33 +286,33 @@ class PipelineOffloadManager(OffloadEngine):
         if not is_group:
             return run()
         self.pop_forward_chunk(CHECKPOINT_INPUTS)
-        # Without ``region_context``: the modules inside save nothing, and have to run as they do in
-        # the recomputation.
+        # Without ``region_context``: the modules inside save nothing, and must run as in the
+        # recomputation.
         self._enter_region(nullcontext)
         try:
             output = run()
         finally:
             self.__exit__()
-        # Backward begins to read right where it comes to the checkpoint, so that needs no mark of
-        # its own: [Note: Recomputation reads first].
+        # Backward first reads where it reaches the checkpoint, so this needs no mark: [Note:
+        # Recomputation reads first].
         self.commit_group(CHECKPOINT_INPUTS)
         return output
 
     def run_in_nodes(self) -> None:
-        """The pass that has begun runs node by node: [Note: Layers that run in nodes]."""
+        """Note that the pass runs node by node: [Note: Layers that run in nodes]."""
         if self._now.chunk is not None:
             self._now.chunk.given_up_by = HELD_BY_NODES
             self.store.crosses_streams = True
 
     def mark_not_offload(self, tensor: Optional[torch.Tensor]) -> None:
-        """Keep ``tensor`` on the device whatever saves it."""
+        """Keep ``tensor`` on the device, whichever group saves it."""
         if tensor is not None:
             tensor._do_not_offload = True  # type: ignore[attr-defined]
 
     mark_not_offloadable = mark_not_offload
 
     def before_discard(self, tensor: torch.Tensor) -> None:
-        """The storage of ``tensor`` is emptied now, and filled again before backward reads it."""
+        """The storage of ``tensor`` is discarded now, and recomputed before backward reads it."""
         self.store.before_discard(tensor)
 
     def push_offload_groups(

@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The mark of a group in autograd, as megatron-core's layers place it and for any other module.
+"""The mark of a group in autograd, placed by megatron-core's layers or around any other module.
 
 [Note: One mark per group]
-A group has one mark in the graph, where it ends: there forward has saved everything, and backward
-needs it. Its start leaves no trace in the graph. A mark there, which only passes its tensor on,
-would group the terms of a sum: where the marked tensor has other readers beside the group, its
-gradient is summed in another order and rounds otherwise than without offloading. megatron-core
+A group has one mark in the graph, at its end: there forward has saved everything, and backward
+needs it. Its start has no node in the graph. A node there would group the terms of a sum: if the
+marked tensor has other readers, its gradient would be summed in another order and rounded
+differently than without offloading. megatron-core
 makes that mark only if ``pop_forward_chunk`` returns an object to call, so it returns None.
 """
 
@@ -21,7 +21,7 @@ from megatron.slipstream.fine_grained_activation_offload.group import OffloadTen
 
 
 class GroupOwner(Protocol):
-    """The owner of a group's mark, as the mark calls it."""
+    """The interface of a mark's owner."""
 
     def commit_group(
         self, name: str, given_up: Sequence[torch.Tensor] = ()
@@ -30,7 +30,7 @@ class GroupOwner(Protocol):
 
 
 class MarkedManager(GroupOwner, Protocol):
-    """The manager, as marks call it."""
+    """The interface of the manager for marks."""
 
     def pop_forward_chunk(self, name: str) -> None: ...
     def cur_forward_chunk(self) -> Optional[CommitMark]: ...
@@ -51,10 +51,10 @@ class CommitMark:
     ) -> None:
         """The group has saved everything.
 
-        ``forced_released_tensors`` names tensors whose memory may be taken from under other
-        references. Memory goes when its last reference does, so that no operation can be left with
-        a tensor that has no bytes; but where a schedule keeps what it no longer reads, it is
-        taken: [Note: Layers that run in nodes].
+        ``forced_released_tensors`` are tensors whose memory may be freed despite other references.
+        Memory is normally freed with its last reference, so that no operation can read a tensor
+        without bytes; but if a schedule holds tensors that it no longer reads, it is freed: [Note:
+        Layers that run in nodes].
         """
         self._group = self._owner.commit_group(name, forced_released_tensors)
 
@@ -65,16 +65,16 @@ class CommitMark:
 
 
 def at_first_gradient(tensors: Iterable[torch.Tensor], come: Callable[[], None]) -> None:
-    """Have ``come`` called once, when backward has the gradient of the first of these tensors.
+    """Call ``come`` once, when backward has the gradient of the first of these tensors.
 
     Args:
-        tensors: Those without gradient are passed over.
-        come: It takes nothing and changes no gradient.
+        tensors: The tensors; those without gradient are skipped.
+        come: A function without arguments that does not change gradients.
     """
     waiting = [come]
 
     def arrive(_: torch.Tensor) -> None:
-        if waiting:  # Backward comes to each of them, and may come twice.
+        if waiting:  # Backward reaches each of them, possibly twice.
             waiting.pop()()
 
     for tensor in tensors:
@@ -95,13 +95,13 @@ class _MarkFunction(torch.autograd.Function):
 
 
 def mark(tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
-    """``tensor``, with a node in the graph that calls ``come`` when backward comes to it."""
+    """``tensor``, with a node in the graph that calls ``come`` when backward reaches it."""
     marked: torch.Tensor = _MarkFunction.apply(tensor, come)
     return marked
 
 
 class offload_group:
-    """Context manager that makes one group of the operations inside, outside of megatron-core.
+    """Context manager that makes its operations one group, for models outside of megatron-core.
 
     Example:
         with offload_group(manager, "mlp") as group:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Moves groups at their marks: as the plan says, or by counting marks where there is none."""
+"""Moves groups at their marks: by the plan, or by counting marks without one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 class PlanExecutor:
     """Carries out the actions of a plan, step by step.
 
-    An action that has been done already, or cannot be done, is skipped. An iteration that departs
-    from its plan goes on with another plan that begins alike, or with :class:`Fallback`.
+    An action that was already done, or cannot be done, is skipped. An iteration that departs from
+    its plan continues with another plan that begins with the same steps, or with :class:`Fallback`.
 
     Args:
         store: Moves the groups.
         recorder: Records steps that no plan has.
-        cache: Has the plans.
-        tuner: Says what is measured.
+        cache: Holds the plans.
+        tuner: Decides which iterations are measured.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class PlanExecutor:
         self._tuner = tuner
         self._fallback = Fallback(store, recorder)
         self.is_bound = False
-        """Whether a departure is an error: what is captured has to be what was planned."""
+        """Whether a departure is an error: a captured pass must match its plan."""
 
     def begin(self, now: Iteration, plan: Optional[Plan]) -> None:
         """Begin an iteration.
 
         Args:
             now: The iteration.
-            plan: The plan that it is expected to follow; None for none.
+            plan: The plan that it is expected to follow; None without a plan.
         """
         now.plan = plan
         if plan is None:
@@ -76,13 +76,13 @@ class PlanExecutor:
             self.store.copy_streams.timings = now.probe.clock.timings
 
     def come_to(self, now: Iteration, kind: StepKind, at: OffloadTensorGroup | Step) -> None:
-        """Do what is due at a mark.
+        """Perform the actions due at a mark.
 
         Args:
             now: The iteration.
-            kind: Of the mark.
-            at: Its group, or the mark itself if it is none of a group. (Marks of groups are made
-                only where they are recorded, since there are many.)
+            kind: Kind of the mark.
+            at: Its group, or the mark itself if it belongs to no group. (Step objects of groups are
+                created only while recording, since there are many.)
 
         Raises:
             RuntimeError: :attr:`is_bound`, and the mark is not the planned one.
@@ -92,7 +92,7 @@ class PlanExecutor:
         if now.steps is not None:
             if now.steps.come_to(self.store.native, self, now, index, kind, at):
                 return
-            now.steps = None  # It departs.
+            now.steps = None  # The iteration departs from its plan.
         if now.plan is not None and not _is_step(now.plan, index, kind, at):
             self._depart(now, index, Step(kind, at.key, at.name))
         plan, probe = now.plan, now.probe
@@ -128,11 +128,11 @@ class PlanExecutor:
         self._fallback.adopt(filter(None, map(now.find, commits)))
 
     def stop_measuring(self, now: Iteration) -> None:
-        """Measure no more of this iteration."""
+        """Stop measuring this iteration."""
         now.probe = self.store.copy_streams.timings = None
 
     def clear(self, now: Iteration) -> None:
-        """The iteration has ended, or is dropped."""
+        """Call when the iteration has ended, or is dropped."""
         self._note_layout(now)
         self.stop_measuring(now)
         self._fallback.clear()
@@ -163,7 +163,7 @@ class PlanExecutor:
         self._recorder.steps.append(step)
 
     def _catch_up(self, now: Iteration, plan: Plan, index: int) -> None:
-        """Do what has been due before a step: the iteration has followed another plan so far."""
+        """Perform earlier actions of a new plan: the iteration has followed another one so far."""
         for due in plan.actions[:index]:
             for action in due:
                 self.perform(now, action)
@@ -181,7 +181,7 @@ class PlanExecutor:
         self._recorder.end_step()
 
     def perform(self, now: Iteration, action: Action) -> None:
-        """Carry out an action of the plan that is followed, if it can be."""
+        """Perform an action of the followed plan, if possible."""
         plan = now.plan
         assert plan is not None
         group = now.find(action.key)
@@ -214,7 +214,7 @@ class PlanExecutor:
         now.has_layout = layout is not None and pool.follow(layout)
 
     def _note_layout(self, now: Iteration) -> None:
-        """Count the iterations whose buffers did not lie as computed."""
+        """Count the iterations that did not follow the computed layout."""
         if now.has_layout and not self.store.host_pool.follows_layout:
             entry = self._cache.entry_of(now.plan)
             if entry is not None:
@@ -222,9 +222,9 @@ class PlanExecutor:
 
 
 class Fallback:
-    """Offloads every group, where no plan says what moves.
+    """Offloads every group, without a plan.
 
-    So it is in the iteration that a plan is made of, and in the rest of one that departs from its
+    Used in an iteration that is recorded for a plan, and in the rest of one that departs from its
     plan. A group is released ``release_lag`` commits after its own, and reloaded
     ``prefetch_depth`` groups ahead of backward.
 
@@ -237,14 +237,14 @@ class Fallback:
         self._store = store
         self._recorder = recorder
         self._waiting: deque[OffloadTensorGroup] = deque()
-        """Committed groups that have not been released."""
+        """Committed groups that are not released yet."""
 
     def adopt(self, committed: Iterable[OffloadTensorGroup]) -> None:
-        """Release these groups too: they were committed under a plan that is no longer followed."""
+        """Take over groups that were committed under a plan that is no longer followed."""
         self._waiting.extend(g for g in committed if g.state is GroupState.COMMITTED)
 
     def clear(self) -> None:
-        """The iteration has ended."""
+        """Call when the iteration has ended."""
         self._waiting.clear()
 
     def come_to_group(
@@ -254,13 +254,13 @@ class Fallback:
         chunk: ChunkOffloadHandler,
         options: PolicyOptions,
     ) -> None:
-        """Do what is due at a mark of a group.
+        """Move groups at a mark of a group.
 
         Args:
-            kind: Of the mark.
+            kind: Kind of the mark.
             group: The group.
             chunk: Its pass.
-            options: How far to lag behind and to look ahead.
+            options: Release lag and prefetch depth.
         """
         if kind is StepKind.FORWARD_COMMIT:
             self._store.copy_out(group, self._may_move)
@@ -279,16 +279,16 @@ class Fallback:
     def come_to_end(
         self, kind: StepKind, chunk: ChunkOffloadHandler, options: PolicyOptions
     ) -> None:
-        """Release the last groups of a pass, which no commits follow; reload as backward begins.
+        """Release the last groups of a pass, which no commits follow; reload when backward begins.
 
-        A plan may release them before the loss, so other references to their memory have to show.
-        They do as long as backward has not come to what holds them, which may be right before the
-        group.
+        A plan may release them before the loss, so other references to their memory must be
+        detected. That is possible until backward reaches their holders, which may be right before
+        the group.
 
         Args:
-            kind: Of the mark: OUTPUT_START or BACKWARD_START.
+            kind: Kind of the mark: OUTPUT_START or BACKWARD_START.
             chunk: The pass.
-            options: How far to look ahead.
+            options: Prefetch depth.
         """
         for group in list(self._waiting):
             if group.key.chunk_pass == chunk.index:
@@ -315,7 +315,7 @@ class Fallback:
 
 
 def _is_step(plan: Plan, index: int, kind: StepKind, at: OffloadTensorGroup | Step) -> bool:
-    """Whether the plan's step at ``index`` is this one, given that those before it were."""
+    """Whether the plan's step at ``index`` is this one, if all earlier steps matched."""
     steps = plan.trace.steps
     if index >= len(steps):
         return False

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Makes plans, measures iterations that follow them, and makes them again from the measurements.
+"""Makes plans, measures iterations that follow them, and rebuilds them from the measurements.
 
 A plan is made from the trace of an iteration. Iterations that follow it are then measured: device
-memory once, times a few times. :class:`Phase` says how far that has come. What is measured of one
-rank stays there.
+memory once, times a few times. :class:`Phase` is the state of these measurements. Each rank uses
+its own measurements only.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ from megatron.slipstream.plan.walk import simulate
 logger = logging.getLogger(__name__)
 
 MAX_SHARE_OF_DEVICE = 0.9
-"""Of the device memory that can be had, what an iteration without the engine may need: where it
-would hardly fit, no such iteration is tried."""
+"""Fraction of the obtainable device memory that an iteration without the engine may need; above it,
+no such iteration is tried."""
 
 _DIGITS = 4
-"""Of milliseconds in a report: events do not tell a ten-thousandth apart."""
+"""Decimals of milliseconds in a report: events do not resolve a ten-thousandth."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TrialIteration:
 
     plan: Plan
     is_left_out: bool
-    """Whether the engine takes no part in it."""
+    """Whether it runs without the engine."""
     start: Event
 
 
@@ -85,9 +85,9 @@ class Tuner:
     """Makes, proves and improves plans.
 
     Args:
-        store: What the plans move.
+        store: The storages that plans move.
         cache: Keeps the plans.
-        report: Where figures of the newest plan go.
+        report: The report for figures of the newest plan.
         options: How groups are chosen and timed.
     """
 
@@ -99,29 +99,29 @@ class Tuner:
         options: PolicyOptions,
     ) -> None:
         self.options = options
-        """The options of the present plans."""
+        """The options of the current plans."""
         self.facts: Optional[PlanFacts] = None
         """The proven facts of the newest plan."""
         self._store = store
         self._report = report
         self._cache = cache
         self._read_later: list[tuple[Plan, StepClock]] = []
-        """Whole iterations that the device had not ended when the host had."""
+        """Timed iterations that the device has not finished yet."""
         self._trials_to_read: list[tuple[TrialIteration, Event, bool]] = []
-        """The same of trials: with the event of its end, and whether it followed its plan."""
+        """The same for trials: with the event of the end, and whether the plan was followed."""
         self._are_copies_slowed = False
-        """Whether they have ever been."""
+        """Whether copies have ever been slowed by computation."""
         self._bandwidth: Optional[Bandwidth] = None
         self._told: set[str] = set()
         """Notes of plans that have been logged."""
         self._has_moved = False
         """Whether any plan moves a group."""
         self.resident_gradient_bytes: Optional[int] = None
-        """Gradients at the beginning of the second iteration; None before it: then those that there
-        are now are taken to stay."""
+        """Bytes of gradients at the start of the second iteration. None before it: then the current
+        gradients are assumed to stay."""
 
     def change_options(self, options: PolicyOptions) -> bool:
-        """Plan for other options from here on. Says whether they are others."""
+        """Use these options from now on. Returns whether they differ from the current ones."""
         if options == self.options:
             return False
         self.options = options
@@ -130,7 +130,7 @@ class Tuner:
         return True
 
     def make(self, trace: Trace) -> PlanEntry:
-        """A new plan, proved safe, in place of the one for the same steps."""
+        """Make a new plan, proved safe, which replaces the one for the same steps."""
         plan = build_plan(trace, self.options)
         self._tell(plan)
         self.facts = check_plan(plan)
@@ -152,32 +152,32 @@ class Tuner:
         return entry
 
     def is_settled(self, plan: Optional[Plan]) -> bool:
-        """Whether this plan will be followed from here on, as far as one can tell."""
+        """Whether this plan is not expected to change any more."""
         entry = self._cache.entry_of(plan)
         return entry is not None and (entry.phase.is_last or not self._store.backend.takes_time)
 
     def times_of(self, plan: Optional[Plan]) -> Optional[Times]:
-        """Of the last iteration that was timed and followed this plan; None if none was."""
+        """Times of the last timed iteration that followed this plan; None without one."""
         entry = self._cache.entry_of(plan)
         return entry.times[-1] if entry is not None and entry.times else None
 
     # Trials.
 
     def is_tried(self, plan: Plan) -> bool:
-        """Whether a trial of the plan is under way."""
+        """Whether a trial of the plan is running."""
         entry = self._cache.entry_of(plan)
         return entry is not None and entry.phase is Phase.TRIAL
 
     def begin_trial(self, plan: Optional[Plan], number: int) -> Optional[TrialIteration]:
-        """An iteration begins that will most likely follow ``plan``.
+        """Call at the start of an iteration that is expected to follow ``plan``.
 
         Args:
             plan: The plan.
-            number: Of the iteration. In trials the engine takes part in every second one, the same
-                ones on every rank.
+            number: Number of the iteration. In trials every second iteration runs with the engine,
+                the same ones on every rank.
 
         Returns:
-            What to give to :meth:`end_trial`; None if the iteration is nothing special.
+            The argument of :meth:`end_trial`; None if the iteration is not part of a trial.
         """
         entry = self._cache.entry_of(plan)
         if entry is None or entry.phase not in (Phase.DECLINED, Phase.TRIAL):
@@ -186,7 +186,7 @@ class Tuner:
         return TrialIteration(entry.plan, is_left_out, self._now())
 
     def end_trial(self, trial: TrialIteration, was_followed: bool) -> None:
-        """The iteration has ended, and followed its plan or not if it was to."""
+        """Call at the end of the iteration; ``was_followed`` says whether it followed its plan."""
         self._trials_to_read.append((trial, self._now(), was_followed))
 
     def _now(self) -> Event:
@@ -194,7 +194,7 @@ class Tuner:
         return backend.timed_event(backend.current_stream())
 
     def _enter_trial(self, entry: PlanEntry) -> None:
-        """Measure the overhead of a plan that was made for an allowed one, if that is possible."""
+        """Start to measure the overhead of a plan for an allowed overhead, if possible."""
         entry.phase = Phase.SETTLED
         max_percent = entry.plan.options.max_overhead_percent
         if max_percent is None or not entry.planned_ms or not entry.num_moving:
@@ -204,7 +204,7 @@ class Tuner:
             peaks is None or peaks[0] > MAX_SHARE_OF_DEVICE * obtainable
         ):
             logger.info(
-                "rank %d: what offloading costs is not tried out, since iterations without it %s",
+                "rank %d: the cost of offloading is not measured, since iterations without it %s",
                 self._report.rank,
                 "have not been seen to fit in device memory"
                 if peaks is None
@@ -276,7 +276,7 @@ class Tuner:
         return None
 
     def note_followed(self, plan: Plan, probe: Optional[IterationProbe]) -> None:
-        """An iteration has followed ``plan`` from its first step to its last."""
+        """Note that an iteration followed ``plan`` from its first to its last step."""
         entry = self._cache.entry_of(plan)
         if entry is None:
             return
@@ -286,20 +286,20 @@ class Tuner:
         probe.begin_step()
         if probe.clock is not None:
             self._read_later.append((plan, probe.clock))
-            # Ranks of one host measure together, so after the same iteration: not when the times
-            # are read, which depends on how far the device has come.
+            # Ranks of one host measure together, so after the same iteration, and not when times
+            # are read, which depends on the device's progress.
             if entry.phase is Phase.TIMES_READ and self._bandwidth is None:
                 self._bandwidth = self._store.measure_bandwidth()
         if probe.memory is not None:
             entry.memory = probe.memory.readings(plan.absent_bytes)
 
     def sync_points_of(self, plan: Plan) -> HostSyncPoints:
-        """Where the host waits in an iteration that follows ``plan``."""
+        """The points at which the host waits in an iteration that follows ``plan``."""
         entry = self._cache.entry_of(plan)
         return entry.host_sync_points if entry is not None else {}
 
     def report_plan(self, plan: Plan) -> None:
-        """Put a plan into the report, and what was measured of iterations that followed it."""
+        """Put a plan into the report, with the measurements of iterations that followed it."""
         entry = self._cache.entry_of(plan)
         if entry is None:
             return
@@ -328,7 +328,7 @@ class Tuner:
         return peak_drop(plan, resident_bytes or 0)
 
     def read_clocks(self) -> None:
-        """Read the times of iterations that the device has ended; plan again from enough."""
+        """Read the times of finished iterations, and rebuild plans once there are enough."""
         self._read_trials()
         later, self._read_later = self._read_later, []
         for plan, clock in later:
@@ -342,7 +342,7 @@ class Tuner:
                     self._enter_trial(entry)
 
     def _improve(self, entry: PlanEntry) -> bool:
-        """Make the plan again from measured times. Returns whether that was called for."""
+        """Rebuild the plan from measured times. Returns whether that was needed."""
         if entry.num_rounds >= MAX_ROUNDS or entry.is_as_predicted:
             return False
         if self._bandwidth is None:
@@ -353,10 +353,10 @@ class Tuner:
         own_ms = statistics.median(times.own_ms for times in entry.times)
         runs = (*entry.earlier, (num_moved, own_ms))
         host_ms = ms_per_group(runs)
-        # What the groups that move now add is no part of what an iteration takes by itself.
+        # The time of an iteration excludes the cost of the groups that now move.
         share = max(0.0, 1.0 - host_ms * num_moved / own_ms)
         bandwidth = rates_beside_compute(self._bandwidth, [times.copies for times in entry.times])
-        # Where the host begins to wait, copies will be faster than they have been: see once more.
+        # Where the host starts to wait, copies become faster: measure once more.
         is_first = not self._are_copies_slowed and are_copies_slowed(self._bandwidth, bandwidth)
         if is_first:
             self._are_copies_slowed = True
@@ -398,11 +398,11 @@ class Tuner:
             )
 
     def _tell(self, plan: Plan) -> None:
-        """Tell the user, once, what the options could not bring about."""
+        """Log once the options that could not be followed, and why nothing moves."""
         self._has_moved |= plan.moved_nbytes > 0
-        # Later plans may be of odd iterations, unless they are made from times.
+        # Later plans may be of unusual iterations, unless they are made from times.
         is_judged = not self._has_moved or (plan.trace.step_ms and not plan.notes)
-        # Memory that the system refused has been warned about.
+        # Memory refused by the system has already been reported.
         is_explained = self._store.host_pool.was_refused or "nothing" in self._told
         if not plan.moved_nbytes and is_judged and not is_explained:
             self._told.add("nothing")
@@ -421,7 +421,7 @@ class Tuner:
         if plan.num_kept_for_host_memory == 0 or limit_bytes is None or "limit" in self._told:
             return
         self._told.add("limit")
-        # Memory that the system refused has been warned about.
+        # Memory refused by the system has already been reported.
         logger.log(
             logging.INFO if self._store.host_pool.was_refused else logging.WARNING,
             "offload_host_memory_limit_bytes=%d (%s) is less than the %s of host memory that rank "
@@ -437,5 +437,5 @@ class Tuner:
 
     @property
     def _will_be_timed(self) -> bool:
-        """Whether times are still to come, which some options wait for."""
+        """Whether iterations will still be timed, which some options need."""
         return self._store.backend.takes_time

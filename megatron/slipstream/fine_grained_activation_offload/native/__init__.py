@@ -2,10 +2,10 @@
 
 """The work of each group in C++: saved-tensor hooks, marks, copies, waits and host buffers.
 
-The Python classes of the same names are the reference, and do the same where there is no compiler.
-Objects of either kind have the same attributes and methods, so the rest of the engine does not tell
-them apart. C++ does what is common, and hands everything else to the Python method, which works on
-the same objects: times that are taken, capture in a graph, verification, memory that others keep.
+The Python classes of the same names are the reference, and are used without a compiler. Objects of
+both kinds have the same attributes and methods, so the rest of the engine treats them alike. C++
+handles the common cases, and passes all others to the Python method, which works on the same
+objects: timing, capture in a graph, verification, memory with other references.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS_OF_MARKS = [
 
 @functools.cache
 def native_module() -> Optional[Any]:
-    """The compiled module, or None after a warning where it cannot be compiled."""
+    """The compiled module, or None after a warning if it cannot be compiled."""
     try:
         module = load()
     except BuildError as error:

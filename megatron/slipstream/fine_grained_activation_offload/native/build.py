@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Compiles the native module where it is first used, and keeps it for later processes.
+"""Compiles the native module on first use, and caches it for later processes.
 
-The file is kept under ``$XDG_CACHE_HOME/slipstream`` (``~/.cache/slipstream``), by what it was made
-from: the source, the flags, and the versions of Python and torch. So a machine without a compiler
-can use what another one has compiled. Processes that need it at once compile it once: the others
-wait for a lock.
+The file is cached under ``$XDG_CACHE_HOME/slipstream`` (``~/.cache/slipstream``), keyed by the
+source, the flags, and the versions of Python and torch. So a machine without a compiler can use a
+file that another one has compiled. If several processes need it at once, one compiles and the
+others wait for a lock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BuildError(RuntimeError):
 
 
 def problem() -> Optional[str]:
-    """Why the module cannot be loaded, as far as is seen without compiling it; None if it can."""
+    """Why the module cannot be loaded, as far as known without compiling; None if it can."""
     if _path().exists():
         return None
     try:
@@ -50,12 +50,12 @@ def problem() -> Optional[str]:
 
 
 def is_compiled() -> bool:
-    """Whether :func:`load` finds the module compiled."""
+    """Whether the module is already compiled."""
     return _path().exists()
 
 
 def load() -> ModuleType:
-    """The native module, compiled if that has not been done before.
+    """The native module, compiled if needed.
 
     Raises:
         BuildError: There is no compiler, or it failed.
@@ -100,7 +100,7 @@ def _compile(compiler: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():  # by the process that had the lock before
+        if path.exists():  # compiled by the previous owner of the lock
             return
         logger.info("compiling the native hot path into %s: once, in under a minute", path.parent)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -110,7 +110,7 @@ def _compile(compiler: str, path: Path) -> None:
             if done.returncode != 0:
                 first = next((x for x in done.stderr.splitlines() if "error" in x), done.stderr)
                 raise BuildError(f"{compiler} failed: {first}")
-            made.replace(path)  # in one step, so that no process loads half of it
+            made.replace(path)  # atomically, so that no process loads a partial file
 
 
 def _options() -> list[str]:

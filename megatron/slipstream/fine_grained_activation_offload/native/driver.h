@@ -17,7 +17,7 @@
 
 namespace slipstream {
 
-// A stream that the engine has met. Streams are numbered in the order in which they are met.
+// A stream that the engine uses. Streams are numbered in the order of their first use.
 struct Stream {
   py::object id, object;
   void* handle = nullptr;

@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// Calls at places of the autograd graph, without a Python function there.
+// Calls at points of the autograd graph, without a Python function there.
 
 #pragma once
 
@@ -90,7 +90,7 @@ inline py::object mark(const py::object& object, Callback callback) {
   auto node = std::shared_ptr<MarkNode>(new MarkNode(std::move(callback)),
                                         torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(tensor));
-  // Shares the version counter, so that changes in place show.
+  // Shares the version counter, so that changes in place are detected.
   auto marked = at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
       torch::autograd::impl::version_counter(tensor), /*allow_tensor_metadata_change=*/false));
   torch::autograd::set_history(marked, node);

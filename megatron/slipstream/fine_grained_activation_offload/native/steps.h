@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The steps of a plan, and what is due at each: `PlanExecutor` in plan_executor.py is the reference.
+// The steps of a plan and their actions: `PlanExecutor` in plan_executor.py is the reference.
 
 #pragma once
 
@@ -45,7 +45,7 @@ class Steps {
     }
   }
 
-  // Do what is due at step `index`. False, with nothing done, if the plan has another step there.
+  // Performs the actions of step `index`. False, with nothing done, if the plan's step differs.
   bool come_to(Store& store, const py::object& executor, const py::object& now, size_t index,
                const py::object& kind, const py::object& at) const {
     if (index >= steps_.size()) return false;

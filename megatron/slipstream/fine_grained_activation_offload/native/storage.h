@@ -69,7 +69,7 @@ struct Saved {
   c10::VariableVersion counter;
   uint32_t version;
   uint32_t copied_version;
-  // A weak reference to a leaf that autograd may come to hide, and whether it gave its memory up.
+  // A weak reference to a leaf that may become hidden, and whether its memory was freed.
   py::object leaf;
 
   bool is_changed_since(uint32_t then) const { return counter.current_version() != then; }
@@ -108,7 +108,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
       context_->by_memory.erase(known);
     }
     try {
-      // Autograd wants it no more, though a copy may still be using the device memory.
+      // Autograd has freed it, but a copy may still use the device memory.
       if (residence == Residence::OFFLOADING) {
         release(py::str(""));
       } else if (residence == Residence::RELOADING) {
@@ -143,7 +143,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
   int64_t stop = 0;
   int64_t nbytes = 0;
   Residence residence = Residence::DEVICE;
-  // The device memory that backward reads: a copy, or the original where it stayed alive.
+  // The device memory that backward reads: a copy, or the original if it stayed alive.
   c10::Storage returned;
   std::shared_ptr<HostAllocation> allocation;
   std::optional<Signal> out_signal, in_signal;
@@ -191,7 +191,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
   bool serves(const at::Tensor& tensor) const {
     if (static_cast<int64_t>(tensor.storage().nbytes()) != storage_nbytes) return false;
     if (residence == Residence::DEVICE) return true;
-    // The owner of the emptied storage may have filled it with other bytes.
+    // The owner of the discarded storage may have filled it with other bytes.
     if (is_given_up && !is_on_device()) return false;
     const Extent extent = extent_of(tensor);
     if (extent.start < start || stop < extent.stop || !is_copy_current()) return false;
@@ -234,7 +234,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
 
   Region source() const { return {memory_, start, nbytes}; }
 
-  // Whether it has been emptied since it was saved, so that there is nothing to copy out.
+  // Whether it was discarded since it was saved, so that there is nothing to copy out.
   bool has_lost_memory() const { return static_cast<int64_t>(memory_.nbytes()) != storage_nbytes; }
 
   void note_copy_out() {
@@ -387,7 +387,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
   }
 
   std::vector<Saved> saved_;
-  // Groups that move and have not released it; the memory stays until there is none.
+  // Moving groups that have not released it; the memory is freed by the last one.
   std::vector<int64_t> holders_;
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> original_;
   bool has_copied_ = false;

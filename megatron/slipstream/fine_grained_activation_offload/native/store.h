@@ -1,7 +1,7 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
 // The saved-tensor hooks and the moves of groups: `ActivationStore` in activation_store.py is the
-// reference. What is common is done here. Everything else is handed to the Python method of the
+// reference. The common cases are handled here. All others are passed to the Python method of the
 // same name, which works on the same objects.
 
 #pragma once
@@ -12,8 +12,8 @@
 
 namespace slipstream {
 
-// What autograd keeps of a tensor that stays: a result that its own operation saves must not be
-// kept with its graph, which would hold it.
+// The tensor that autograd keeps for one that stays: a result that its own operation saves must
+// not be kept with its graph, which would hold it.
 inline py::object keep(py::object object, const at::Tensor& tensor) {
   if (!tensor.grad_fn()) return object;
   return wrap(tensor.detach());
@@ -53,9 +53,9 @@ class Store {
     context_->copies = std::move(copies);
   }
 
-  // Where the host buffers of what is saved from now on come from.
+  // The pool of the host buffers of storages saved from now on.
   py::object pool;
-  // Figures of this iteration by module name.
+  // Counters of this iteration by module name.
   py::object modules;
   bool is_verified = false;
   bool crosses_streams = false;

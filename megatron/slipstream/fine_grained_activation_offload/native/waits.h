@@ -39,7 +39,7 @@ class Waits {
     return {std::move(event), driver->stream(stream).id, stream, next_position_++, graph};
   }
 
-  // Whether `stream` has to wait for `signal`, which is then noted as waited for.
+  // Whether `stream` must wait for `signal`; if so, the wait is noted.
   bool is_due(int stream, const Signal& signal) {
     if (signal.graph != graph) return false;
     const size_t pair = static_cast<size_t>(stream) * kMaxStreams + signal.stream;
@@ -55,7 +55,7 @@ class Waits {
     if (is_due(stream, signal)) driver->wait(stream, signal.event);
   }
 
-  // Keeps of `signals` those that cover all others.
+  // Keeps the signals of `signals` that cover all others.
   static void add_latest(std::vector<Signal>& latest, const Signal& signal) {
     for (auto& known : latest) {
       if (known.stream == signal.stream && known.graph == signal.graph) {
