@@ -177,3 +177,24 @@ def test_the_site_has_the_version_of_the_package() -> None:
     from megatron import slipstream
 
     assert settings()["release"] == slipstream.__version__
+
+
+def test_no_two_pages_have_the_same_title_in_the_side_bar() -> None:
+    settings = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    pages = [page for pages in settings["pages_of_navigation"]().values() for page in pages]
+    assert len(pages) > 40
+    titles: dict[str, list[str]] = {}
+    for page in pages:
+        text = (ROOT / f"{page}.md").read_text(encoding="utf-8")
+        found = re.search("^# (.+)", text, re.M)
+        assert found is not None, page
+        titles.setdefault(found[1], []).append(page)
+    assert [pages for pages in titles.values() if len(pages) > 1] == []
+
+
+def test_the_first_page_says_where_the_output_of_megatron_is() -> None:
+    from megatron.slipstream.integration.megatron_output import DEFAULT_PATH, FLAG
+
+    text = (ROOT / "docs/user-guide/getting-started.md").read_text(encoding="utf-8")
+    assert f"`{DEFAULT_PATH}`" in text
+    assert f"`{FLAG} -`" in text
