@@ -73,6 +73,12 @@ def check_launcher() -> None:
     """
     for variable in _LAUNCHER:
         launcher_number(variable, 1, at_least=int("SIZE" in variable))
+    number, size = launcher_number("RANK", 0), os.environ.get("WORLD_SIZE")
+    if size is not None and number >= int(size):
+        raise ValueError(
+            f"RANK={number} is not supported with WORLD_SIZE={size} because ranks count from 0; "
+            "set both as torchrun does, or leave them unset"
+        )
 
 
 def refuse(error: ValueError) -> int:

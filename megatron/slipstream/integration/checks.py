@@ -188,6 +188,20 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "set --train-iters to 1 or more, or --train-samples",
     ),
     option_rule(
+        "num_layers",
+        always,
+        lambda f: f.num_layers is None or f.num_layers > 0,
+        "num_layers={num_layers} is no number of layers",
+        "set --num-layers to 1 or more",
+    ),
+    option_rule(
+        "vocab_size",
+        always,
+        lambda f: f.vocab_size is None or f.vocab_size > 0,
+        "vocab_size={vocab_size} is no number of tokens",
+        "set --vocab-size to 1 or more, or --tokenizer-json",
+    ),
+    option_rule(
         "log_interval",
         always,
         lambda f: f.log_interval > 0,

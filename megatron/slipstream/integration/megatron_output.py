@@ -15,7 +15,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
@@ -92,15 +92,16 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
                 raise
             logger.warning("%s; megatron's output is shown", error)
             target = self._stdout
-        else:
-            target.write(_HEADER.format(time=time.strftime("%F %T"), command=self._command))
+        self._stream.target = target
+        if target is not self._stdout:
+            header = _HEADER.format(time=time.strftime("%F %T"), command=self._command)
+            self._stream.write_as_is(header)
             if self._rank == 0:
                 logger.info(
                     "megatron's own output is appended to %s (%s %s shows it)",
                     *(self._path, FLAG, SHOWN),
                 )
-        target.write(self._held.getvalue())
-        self._stream.target = target
+        self._stream.write_as_is(self._held.getvalue())
 
     def __exit__(self, kind: Optional[type[BaseException]], *_: Any) -> None:
         failed = kind is not None and not issubclass(kind, (SystemExit, ValueError))
@@ -121,6 +122,7 @@ class _Stream(io.TextIOBase):
     def __init__(self, target: TextIO) -> None:
         self.target = target
         self._warnings: Counter[str] = Counter()
+        self._has_failed = False
 
     def writable(self) -> bool:
         return True
@@ -131,25 +133,50 @@ class _Stream(io.TextIOBase):
             self._warnings[text] += 1
             if self._warnings[text] > 1:
                 return len(text)
-        return self.target.write(text)
+        return self.write_as_is(text)
+
+    def write_as_is(self, text: str) -> int:
+        """Write also what was written before. A disk that is full does not end a training."""
+        if self._has_failed:
+            return len(text)
+        try:
+            return self.target.write(text)
+        except OSError as error:
+            self._has_failed = True
+            logger.warning(
+                "megatron's own output is lost from here on, because %s cannot be written (%s); "
+                "set %s to another file",
+                getattr(self.target, "name", "the file"),
+                error.strerror,
+                FLAG,
+            )
+            return len(text)
 
     def write_repeat_counts(self) -> None:
         """Write how often each warning came."""
         for text, count in self._warnings.items():
             if count > 1:
-                self.target.write(f"# {count} times: {text}")
+                self.write_as_is(f"# {count} times: {text}")
         self._warnings.clear()
 
     def flush(self) -> None:
-        self.target.flush()
+        if not self._has_failed:
+            self.target.flush()
 
     def fileno(self) -> int:
         return self.target.fileno()
 
 
-def _appending(path: str) -> TextIO:
+@contextlib.contextmanager
+def _appending(path: str) -> Iterator[TextIO]:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "a", buffering=1, encoding="utf-8", errors="replace")
+    stream = Path(path).open("a", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115
+    try:
+        yield stream
+    finally:
+        # What could not be written has been warned about.
+        with contextlib.suppress(OSError):
+            stream.close()
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> Optional[str]:

@@ -92,8 +92,20 @@ def _parse_and_train(arguments: Sequence[str], output: MegatronOutput) -> int:
 
 
 def _set_single_process_environment() -> None:
-    """Stand in for torchrun on one process, so that ``python pretrain_gpt.py`` just works."""
+    """Stand in for torchrun on one process, so that ``python pretrain_gpt.py`` just works.
+
+    Raises:
+        ValueError: Some of a launcher's variables are set and others are not.
+    """
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        missing = [name for name in needed if name not in os.environ]
+        if missing:
+            given = next(name for name in needed if name in os.environ)
+            raise ValueError(
+                f"{given} is set without {', '.join(missing)}; start with torchrun, which sets "
+                f"all of them, or unset {given}"
+            )
         return
     defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
     for name, value in {**defaults, "MASTER_PORT": free_port()}.items():

@@ -150,6 +150,24 @@ def test_a_file_that_cannot_be_opened_is_refused_if_it_was_named(
     assert capsys.readouterr().out == "said\nand shown\n"
 
 
+def test_a_disk_that_is_full_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    package = logging.getLogger("megatron.slipstream")
+    package.addHandler(caplog.handler)
+    try:
+        with MegatronOutput(["--megatron-output-path", "/dev/full"], rank=0) as output:
+            print("early")
+            output.keep()
+            for _ in range(3):
+                print("late", flush=True)
+                library().warning("the same")
+    finally:
+        package.removeHandler(caplog.handler)
+    # A record may come by both handlers.
+    records = {id(r): r for r in caplog.records if r.levelname == "WARNING"}
+    (warning,) = [record.getMessage() for record in records.values()]
+    assert "/dev/full cannot be written (No space left on device); set --megatron-out" in warning
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the flags are those of a CPU training")
 def test_a_training_of_twenty_iterations_shows_little(folder: Path) -> None:
     flags = """

@@ -123,6 +123,8 @@ REFUSALS = {
     "tokenizer file": (["--tokenizer-json", "no.json"], ["tokenizer_json=no.json", "No such file"]),
     "no iteration": (["--train-iters", "0"], ["train_iters=0", "set --train-iters to 1"]),
     "fewer than none": (["--train-iters", "-3"], ["train_iters=-3", "set --train-iters to 1"]),
+    "no layer": (["--num-layers", "0"], ["num_layers=0", "set --num-layers to 1"]),
+    "no token": (["--vocab-size", "0"], ["vocab_size=0", "set --vocab-size to 1"]),
     "a line every 0": (["--log-interval", "0"], ["log_interval=0", "set --log-interval to 1"]),
     "two sources": (["--data-path", "text"], ["data_path=", "mock_data=True", "leave --mock-data"]),
     "YAML": (["--yaml-cfg", "no.yaml"], ["yaml_cfg", "give the settings as flags"]),
@@ -193,6 +195,8 @@ def test_megatron_s_own_attention_on_a_gpu_takes_no_packed_sequences(
         train_iters=1,
         train_samples=None,
         log_interval=1,
+        num_layers=2,
+        vocab_size=None,
         mock_data=False,
         data_path=None,
     )
@@ -385,6 +389,25 @@ def test_tokens_outside_the_vocabulary_are_refused(folder: Path, tmp_path: Path)
     _write_dataset(prefix, token=64)
     flags = [*MODEL, *MOCK[1:], "--data-path", str(prefix), "--split", "1,0,0"]
     _assert_refused(_train(folder, flags), folder, "vocab_size=64", "token 64", "at least 65")
+
+
+LAUNCHES = {
+    "a rank alone": ({"RANK": "1"}, ["RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"]),
+    "a size alone": ({"WORLD_SIZE": "2"}, ["WORLD_SIZE is set without RANK, MASTER_ADDR", "unset"]),
+    "a rank too many": ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_half_a_launcher_is_refused(case: str, folder: Path) -> None:
+    variables, words = LAUNCHES[case]
+
+    def launch() -> None:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+
+    _assert_refused(_train(folder, [*MODEL, *MOCK], before=launch), folder, *words)
 
 
 def test_training_without_data_is_refused(folder: Path) -> None:
