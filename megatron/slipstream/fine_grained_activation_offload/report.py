@@ -248,7 +248,10 @@ class Report:
                 place and the cure.
         """
         data = data.encode() if isinstance(data, str) else data
-        return cls(parse(data, name, _File, SCHEMA, VERSION, "--offload-report-path").ranks)
+        ranks = parse(data, name, _File, SCHEMA, VERSION, "--offload-report-path").ranks
+        if not ranks:
+            raise ValueError(f"{name} has no rank; give a file that --offload-report-path wrote")
+        return cls(ranks)
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON, atomically."""

@@ -165,6 +165,7 @@ UNREADABLE = {
     "not UTF-8": (b"\xff\xfe{\x00}\x00", "is not a whole slipstream-report: invalid JSON"),
     "null": (b"null", "is not a whole slipstream-report: input should be an object"),
     "nested": (b"[" * 99999, "is not a whole slipstream-report: "),
+    "no rank": (b'{"schema": "slipstream-report", "version": 1, "ranks": []}', "has no rank"),
     "trace": (b'{"schema": "slipstream-trace", "version": 1}', "holds a 'slipstream-trace'"),
 }
 
