@@ -321,13 +321,13 @@ def test_where_to_look_names_modules_and_what_they_define() -> None:
     engine = package / "fine_grained_activation_offload"
     for answer in answers:
         codes = re.findall(r"`([^`]+)`", answer)
-        paths = [code for code in codes if code.endswith(".py") and code != "options.py"]
+        paths = [code for code in codes if code.endswith((".py", ".h")) and code != "options.py"]
         assert paths, answer
         places = [[folder / path for folder in (engine, package)] for path in paths]
         files = [next((place for place in at if place.is_file()), at[-1]) for at in places]
         assert [str(file) for file in files if not file.is_file()] == []
         text = "".join(file.read_text(encoding="utf-8") for file in files)
-        named = [code.rpartition(".")[2] for code in codes if not code.endswith(".py")]
+        named = [code.rpartition(".")[2] for code in codes if not code.endswith((".py", ".h"))]
         named += re.findall(r"\[(Note: [^]]+)\]", answer)
         assert [name for name in named if name not in text] == [], answer
 
