@@ -46,15 +46,16 @@ getattr(build_meta, f"build_{sys.argv[1]}")(sys.argv[2])
 """
 
 
-def build(source: Path, kind: str) -> Path:
+def build(source: Path, kind: str, compiler: str = "no-such-compiler") -> Path:
     """Build a 'wheel' or an 'sdist' of the project in ``source``."""
     # In a copy: setuptools leaves folders that the next build would find.
-    copy = shutil.copytree(source, source.with_name(f"{source.name} {kind}"))
-    out = source.with_name(f"{source.name} {kind} built")
+    copy = shutil.copytree(source, source.with_name(f"{source.name} {kind} {compiler}"))
+    out = source.with_name(f"{source.name} {kind} {compiler} built")
     out.mkdir()
     result = subprocess.run(
         [sys.executable, "-c", _BUILD, kind, str(out)],
         cwd=copy,
+        env=os.environ | {"CXX": str(compiler)},
         capture_output=True,
         text=True,
         check=False,
@@ -140,6 +141,29 @@ def test_the_wheel_holds_all_of_the_package_and_nothing_else(
 def test_the_wheel_has_no_other_top_level_name_than_megatron(wheel: zipfile.ZipFile) -> None:
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert tops == {"megatron", f"megatron_slipstream-{__version__}.dist-info"}
+
+
+def test_a_wheel_that_is_built_beside_torch_and_a_compiler_has_the_compiled_module(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    path = build(source, "wheel", compiler.name)
+    assert not path.name.endswith("-none-any.whl"), "it serves one platform"
+    wheel = zipfile.ZipFile(path)
+    native = "megatron/slipstream/fine_grained_activation_offload/native"
+    (made,) = (name for name in wheel.namelist() if name.endswith(".so"))
+    assert re.fullmatch(rf"{native}/[0-9a-f]{{16}}/slipstream_native[.].*[.]so", made)
+    assert not [name for name in wheel.namelist() if name.endswith(".lock")]
+    wheel.extractall(tmp_path / "site")
+    code = (
+        "from megatron.slipstream.fine_grained_activation_offload.native import build\n"
+        "print(build.is_compiled())"
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert python("-c", code, site=tmp_path / "site", cwd=tmp_path).strip() == "True"
 
 
 def test_the_metadata_is_that_of_pyproject_and_the_version_that_of_the_package(

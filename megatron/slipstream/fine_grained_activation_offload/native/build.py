@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Compiles the native module on first use, and caches it for later processes.
+"""Compiles the native module: when the package is installed, or on first use.
 
-The file is cached under ``$XDG_CACHE_HOME/slipstream`` (``~/.cache/slipstream``), keyed by the
-source, the flags, and the versions of Python and torch. So a machine without a compiler can use a
-file that another one has compiled. If several processes need it at once, one compiles and the
-others wait for a lock.
+``setup.py`` compiles it into the package where torch and a compiler are. Otherwise the file is
+cached under ``$XDG_CACHE_HOME/slipstream`` (``~/.cache/slipstream``), keyed by the source, the
+flags, and the versions of Python and torch. So a machine without a compiler can use a file that
+another one has compiled. If several processes need it at once, one compiles and the others wait for
+a lock.
 """
 
 from __future__ import annotations
@@ -74,8 +75,25 @@ def load() -> ModuleType:
     return module
 
 
+def compile_into(folder: Path) -> None:
+    """Compile the module for this Python and torch into a copy of this package.
+
+    Raises:
+        BuildError: There is no compiler, or it failed.
+    """
+    path = _path_in(folder)
+    if not path.exists():
+        _compile(_compiler(), path)
+        path.with_suffix(".lock").unlink()
+
+
 def _path() -> Path:
-    return _cache_folder() / _key() / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    installed = _path_in(SOURCE.parent)
+    return installed if installed.exists() else _path_in(_cache_folder())
+
+
+def _path_in(folder: Path) -> Path:
+    return folder / _key() / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 
 
 def _compiler() -> str:
