@@ -134,6 +134,25 @@ def test_a_target_that_the_link_is_too_slow_for_is_met_at_a_cost() -> None:
     assert 0 < plan.bound.lower <= simulate(plan).stall_ms == pytest.approx(plan.bound.reached)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_target_moves_no_group_that_could_stay(seed: int) -> None:
+    draw = random.Random(seed)
+    nbytes = {f"own {g}": int(MB * draw.choice([0.2, 0.5, 1, 2, 4])) for g in range(9)}
+    trace = trace_of(one_f_one_b(1, 0, 2), Model(num_layers=9, nbytes=nbytes))
+    trace = timed(trace, 1.0, draw.choice([0.6, 1, 2, 5]))
+    trace = replace(trace, step_ms=tuple(draw.choice([0.2, 1, 3]) for _ in trace.steps))
+    model = IterationModel(trace)
+    highest_bytes = float(model.present_bytes.max())
+    target_bytes = highest_bytes * draw.uniform(0.3, 0.9)
+    movable = fitting_groups(model, frozenset(group.key for group in trace.groups))
+    choice, _ = choose_for_memory(model, movable, target_bytes)
+    assert choice.moving
+    limit_bytes = max(target_bytes, choice.timing.peak_bytes)
+    for key in choice.moving:
+        fewer = arrange(model, choice.moving - {key}, target_bytes)
+        assert fewer.peak_bytes > limit_bytes or fewer.stall_ms > choice.stall_ms + 1e-6, key
+
+
 # An allowed overhead.
 
 
