@@ -31,8 +31,8 @@ NUM_PEAKS_OF_LARGE = 6
 """The same in large iterations: two more take a quarter longer, for 1% of the peak."""
 RESERVES = (0.0, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 """Fractions, tried in turn, of the bytes that could stay but move; with each but the first, the
-bytes of one more group move too. A last one of 1 changes none of 410 plans; without 3/4 as well, the
-peak of 2 of 18 is up to 0.4% higher."""
+bytes of one more group move too. A last one of 1 changed none of 410 plans; without 3/4 as well,
+the peak of 2 of 18 was up to 0.4% higher."""
 MAX_STEPS_OF_RESERVES = 40_000
 """Steps of all the iterations that are timed for one peak within an overhead."""
 MAX_STEPS_OF_CHANGES = 60_000
