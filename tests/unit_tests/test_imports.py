@@ -35,6 +35,7 @@ ROOMS = (
     "report_page",
     "packed_sequences",
     "context_parallel",
+    "experts",
     "chunk_graphs",
     "patches",
     "integration",

@@ -1,0 +1,71 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""One linear layer per expert, over consecutive rows whose group boundaries stay on the device.
+
+Forward, data gradient and weight gradient are one grouped GEMM each. Their shapes follow from the
+number of rows alone, so that the host never learns how many rows an expert has, and a CUDA graph
+replays with other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from torch.nn.functional import grouped_mm
+
+TakeGradient = Callable[[torch.Tensor], Optional[torch.Tensor]]
+"""Takes a weight's gradient; returns the gradient for autograd, None for none."""
+
+
+def grouped_linear(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    take_gradient: Optional[TakeGradient] = None,
+) -> torch.Tensor:
+    """Apply each expert's weight to its rows.
+
+    On a GPU in bf16 only, on Hopper and datacenter Blackwell: elsewhere torch reads ``offsets`` on
+    the host.
+
+    Args:
+        tokens: ``[num_rows, in_features]``, sorted by expert.
+        weight: ``[num_experts, out_features, in_features]``, of the same dtype.
+        offsets: int32 ``[num_experts]``, the row after the last of each expert. The last is
+            ``num_rows``: further rows would stay uninitialised.
+        take_gradient: Gets the gradient of ``weight`` in its dtype, in place of autograd.
+
+    Returns:
+        ``[num_rows, out_features]``.
+    """
+    output: torch.Tensor = _GroupedLinear.apply(tokens, weight, offsets, take_gradient)
+    return output
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: torch.Tensor,
+        weight: torch.Tensor,
+        offsets: torch.Tensor,
+        take_gradient: Optional[TakeGradient],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weight, offsets)
+        ctx.take_gradient = take_gradient
+        return grouped_mm(tokens, weight.transpose(1, 2), offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        gradient = gradients[0].contiguous()
+        tokens, weight, offsets = ctx.saved_tensors
+        of_tokens = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_tokens = grouped_mm(gradient, weight, offs=offsets)
+        if ctx.needs_input_grad[1]:
+            of_weight = grouped_mm(gradient.t(), tokens, offs=offsets)
+            if ctx.take_gradient is not None:
+                of_weight = ctx.take_gradient(of_weight)
+        return of_tokens, of_weight, None, None
