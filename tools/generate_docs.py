@@ -274,7 +274,8 @@ def options_page() -> str:
         "once ([doctor](doctor.md)). No option is turned off silently. What each feature refuses: "
         "[CUDA graphs](cuda-graphs.md#limits), [graphs of chunks](chunk-cuda-graphs.md#limits), "
         "[packed sequences](packed-sequences.md#not-supported), "
-        "[dynamic context parallelism](dynamic-context-parallel.md#not-supported); "
+        "[dynamic context parallelism](dynamic-context-parallel.md#not-supported), "
+        "[sync-free experts](sync-free-experts.md#not-supported); "
         "`cpu_offloading` is refused with offloading. [Compatibility](compatibility.md) shows what "
         "was tested together.",
     ]

@@ -27,6 +27,7 @@ _HOMES = {
     "with_graph_offloading": "megatron.slipstream.integration.graph_layers",
     "with_dynamic_context_parallelism": "megatron.slipstream.integration.dynamic_context_parallel",
     "with_sync_free_dispatch": "megatron.slipstream.integration.moe",
+    "with_sync_free_experts": "megatron.slipstream.integration.sync_free_experts",
     "replay_chunks": "megatron.slipstream.integration.chunk_graphs",
     "close_graphs": "megatron.slipstream.integration.chunk_graphs",
     "RankLimits": "megatron.slipstream.context_parallel.limits",

@@ -31,6 +31,7 @@ MOE = """
     --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
 """.split()
+SYNC_FREE = ["--moe-sync-free-experts"]
 DENSE_MODULES = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 MOE_MODULES = [*DENSE_MODULES, "expert_fc1", "moe_act"]
 TWO_MICRO_BATCHES = ["--global-batch-size", "4"]
@@ -43,6 +44,7 @@ LAYOUTS = {
         + TWO_MICRO_BATCHES,
     ),
     "MoE": (1, ["--num-layers", "4", *MOE, *TWO_MICRO_BATCHES]),
+    "MoE, sync-free": (1, ["--num-layers", "4", *MOE, *TWO_MICRO_BATCHES, *SYNC_FREE]),
     "hybrid": (
         1,
         ["--num-layers", "8", "--hybrid-layer-pattern", "*-*E*-*E", *MOE, *TWO_MICRO_BATCHES],

@@ -255,6 +255,10 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_gpu(), vp_stage=vp_stage)
     if case.has_own_norms and use_gpu():
         _separate_norms(spec)
+    if case.sync_free_experts:
+        from megatron.slipstream.integration.sync_free_experts import with_sync_free_experts
+
+        spec = with_sync_free_experts(spec)
     if config.cuda_graph_impl == "transformer_engine" and not case.keeps_layers:
         from megatron.slipstream.integration.graph_layers import with_graph_offloading
 

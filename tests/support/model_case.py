@@ -39,6 +39,8 @@ class ModelCase:
     """Use Transformer Engine's random number tracker, as CUDA graphs require (on a GPU)."""
     keeps_layers: bool = False
     """Keep megatron-core's own layers even if they are captured, for its own engine."""
+    sync_free_experts: bool = False
+    """With ``with_sync_free_experts``."""
     has_own_norms: bool = False
     """Norms of dense layers are modules, not a part of the linear layer that follows."""
     overrides: dict[str, Any] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from megatron.slipstream import preflight
 from megatron.slipstream.chunk_graphs.options import ChunkGraphOptions
 from megatron.slipstream.config import MODULE_NAMES, OffloadConfig
 from megatron.slipstream.context_parallel.options import DynamicContextParallelOptions
+from megatron.slipstream.experts.options import ExpertOptions
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.config_file import config_from_environment
 from megatron.slipstream.integration.flag_names import did_you_mean
@@ -108,6 +109,7 @@ _GROUPS: tuple[tuple[type, str], ...] = (
     (OffloadConfig, "slipstream"),
     (PackingOptions, "slipstream packed sequences"),
     (DynamicContextParallelOptions, "slipstream dynamic context parallelism"),
+    (ExpertOptions, "slipstream experts"),
     (ChunkGraphOptions, "slipstream CUDA graphs"),
     (EntryOptions, "slipstream script"),
 )

@@ -32,6 +32,7 @@ from megatron.slipstream.config import (
 )
 from megatron.slipstream.context_parallel.options import check_dynamic_context_parallel
 from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
+from megatron.slipstream.experts.options import check_experts
 from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.frameworks.options import OffloadOptions
 from megatron.slipstream.packed_sequences.options import check_corpora, check_packing
@@ -83,6 +84,11 @@ def _check_model_options(args: Any) -> list[Finding]:
     return check_model_options(facts)
 
 
+def _check_experts(args: Any) -> list[Finding]:
+    has_gpu = torch.cuda.is_available()
+    return check_experts(args, torch.cuda.get_device_capability() if has_gpu else None)
+
+
 def _check_what_moves(args: Any) -> list[Finding]:
     if not args.fine_grained_activation_offloading:
         return []
@@ -99,6 +105,7 @@ OPTION_CHECKS: tuple[OptionCheck, ...] = (
     partial(check_rules, RULES),
     check_packing,
     check_dynamic_context_parallel,
+    _check_experts,
     lambda args: check_chunk_graphs(args, torch.cuda.is_available()),
     _check_what_moves,
 )

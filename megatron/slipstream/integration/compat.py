@@ -193,6 +193,13 @@ RELEASE_RULES: tuple[Rule, ...] = (
         "leave it out",
     ),
     _lacks(
+        "moe_sync_free_experts",
+        lambda f: f.moe_sync_free_experts and not models_pass_their_rank(),
+        "moe_sync_free_experts",
+        "its expert layers are built otherwise",
+        "leave it out",
+    ),
+    _lacks(
         "hybrid_layer_pattern",
         lambda f: f.hybrid_layer_pattern is not None and not has_hybrid_models(),
         "hybrid_layer_pattern={hybrid_layer_pattern!r}",

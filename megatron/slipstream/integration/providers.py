@@ -47,6 +47,10 @@ def model_config(args: Any) -> Any:
     config = _gpt_or_hybrid_config(args)
     if args.dynamic_context_parallel:
         change_model_spec(config, dynamic_context_parallel.with_dynamic_context_parallelism)
+    if args.moe_sync_free_experts:
+        from megatron.slipstream.integration.sync_free_experts import with_sync_free_experts
+
+        change_model_spec(config, with_sync_free_experts)
     if args.offload_engine == "slipstream" and moves_in_layer_graphs(args):
         from megatron.slipstream.integration.graph_layers import with_graph_offloading
 

@@ -26,6 +26,7 @@ from megatron.slipstream.context_parallel.options import (
     DynamicContextParallelOptions,
     check_dynamic_context_parallel,
 )
+from megatron.slipstream.experts.options import EXPERT_RULES, ExpertOptions, check_experts
 from megatron.slipstream.integration.attach.handle import ATTACH_RULES
 from megatron.slipstream.packed_sequences.options import (
     PACKING_RULES,
@@ -40,6 +41,7 @@ MODEL: dict[str, Any] = {
     **dataclasses.asdict(OffloadConfig()),
     **dataclasses.asdict(PackingOptions()),
     **dataclasses.asdict(DynamicContextParallelOptions()),
+    **dataclasses.asdict(ExpertOptions()),
     **VALID_MODEL,
     "fine_grained_offloading_max_inflight_offloads": None,
     "delay_offload_until_cuda_graph": False,
@@ -57,6 +59,7 @@ CHUNK = {
 PACKED = {**MODEL, "sequence_packing": "greedy"}
 BALANCED = {**PACKED, "sequence_packing": "balanced", "calculate_per_token_loss": True}
 DYNAMIC = {**BALANCED, "dynamic_context_parallel": True}
+SYNC_FREE = {**MODEL, "moe_sync_free_experts": True, "num_experts": 8, "bf16": True}
 EXPERTS = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_expert_capacity_factor": 1.0,
@@ -205,6 +208,7 @@ def _accept(facts: SimpleNamespace) -> None:
     _accept_own(facts)
     require(check_packing(facts))
     require(check_dynamic_context_parallel(facts))
+    require(check_experts(facts, getattr(facts, "capability", (9, 0))))
     require(check_chunk_graphs(facts, has_gpu=True))
     require(check_model_options(facts))
 
@@ -341,6 +345,38 @@ OF_DYNAMIC_SIZES = [
     off("fp8_dot_product_attention"),
     off("fp8_multi_head_attention"),
 ]
+OF_EXPERTS = [
+    Case({"num_experts": None}, [{"num_experts": 8}, {"moe_sync_free_experts": False}]),
+    either("expert_model_parallel_size", 2, a=1),
+    either("tensor_model_parallel_size", 2, a=1),
+    either("moe_token_dispatcher_type", "flex", a="alltoall", b="allgather"),
+    off("moe_expert_capacity_factor", 1.0),
+    off("moe_router_padding_for_quantization"),
+    either(
+        "moe_router_load_balancing_type",
+        "sinkhorn",
+        a="aux_loss",
+        b="seq_aux_loss",
+        c="global_aux_loss",
+        d="none",
+    ),
+    Case({"add_bias_linear": True}, [{"add_bias_linear": False}]),
+    off("fp16"),
+    off("fp8", "hybrid"),
+    off("fp4", "e2m1"),
+    off("quant_recipe", object()),
+    either("hidden_size", 68, a=72),
+    either("moe_ffn_hidden_size", 100, a=104),
+    either("moe_latent_size", 12, a=16),
+    off("delay_wgrad_compute"),
+    off("overlap_dispatch_backward_with_experts_wgrad"),
+    off("use_transformer_engine_op_fuser"),
+    off("use_megatron_fsdp"),
+    off("use_torch_fsdp2"),
+    either("cuda_graph_impl", "transformer_engine", a="none"),
+    Case({"bf16": False}, [{"bf16": True}]),
+    Case({"capability": (8, 0)}, [{"moe_sync_free_experts": False}]),
+]
 OF_ATTACH = [
     either("offload_engine", "megatron", a="slipstream"),
     off("offload_report_path", "report.json"),
@@ -364,6 +400,7 @@ TABLES = {
     "chunk graphs": Table(CHUNK_GRAPH_RULES, OF_CHUNK_GRAPHS, CHUNK, _accept),
     "packing": Table(PACKING_RULES, OF_PACKING, PACKED, _accept),
     "dynamic": Table(DYNAMIC_RULES, OF_DYNAMIC_SIZES, DYNAMIC, _accept),
+    "experts": Table(EXPERT_RULES, OF_EXPERTS, SYNC_FREE, _accept),
     "attach": Table(ATTACH_RULES, OF_ATTACH, MODEL, _accept_attached),
 }
 

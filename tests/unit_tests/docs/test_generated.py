@@ -34,6 +34,7 @@ PAGES_OF_OPTIONS = {
     "OffloadConfig": ("options.md", "cuda-graphs.md"),
     "PackingOptions": ("packed-sequences.md",),
     "DynamicContextParallelOptions": ("dynamic-context-parallel.md",),
+    "ExpertOptions": ("sync-free-experts.md",),
     "ChunkGraphOptions": ("chunk-cuda-graphs.md",),
 }
 """The pages that list incompatible options of each group."""

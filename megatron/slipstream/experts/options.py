@@ -1,0 +1,214 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The flag of sync-free experts, and what it does not go together with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Optional
+
+from megatron.slipstream.rules import (
+    Finding,
+    Predicate,
+    Rule,
+    check_rules,
+    facts_of,
+    is_one_of,
+    option_rule,
+    unsupported,
+)
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Settings of expert layers."""
+
+    moe_sync_free_experts: bool = False
+    """Keep the number of tokens of each expert on the GPU, so that the host never waits for it:
+    dropless experts on torch's grouped GEMM. bf16, one expert-parallel and one tensor-parallel
+    rank."""
+
+
+_DEFAULTS: dict[str, Any] = {
+    "moe_sync_free_experts": False,
+    "expert_model_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_load_balancing_type": "aux_loss",
+    "cuda_graph_impl": "none",
+}
+"""Of options that rules look at; others are None. Not every release has every option."""
+
+_OTHER_NAMES = {
+    "num_moe_experts": "num_experts",
+    "te_precision_config_file": "quant_recipe",
+    "kitchen_config_file": "quant_recipe",
+    "kitchen_recipe_number": "quant_recipe",
+}
+"""A name in megatron-core's configuration or of a flag, and its rule's name."""
+
+_WITH_FAST_GROUPED_GEMM = (9, 10)
+"""Major compute capabilities on which torch's grouped GEMM reads offsets on the device."""
+
+_BYTES_OF_A_READ = 16
+"""Rows of a grouped GEMM begin at a multiple of so many bytes."""
+
+
+def _is_on(facts: Any) -> bool:
+    return bool(facts.moe_sync_free_experts)
+
+
+def _is_on_gpu(facts: Any) -> bool:
+    return _is_on(facts) and facts.capability is not None
+
+
+_ON = "with moe_sync_free_experts"
+_unsupported = partial(unsupported, _ON, _is_on)
+
+
+def _is_a_multiple(option: str) -> Predicate:
+    elements = _BYTES_OF_A_READ // 2  # of bf16
+    return lambda facts: (getattr(facts, option) or 0) % elements == 0
+
+
+EXPERT_RULES: tuple[Rule, ...] = (
+    option_rule(
+        "num_experts",
+        _is_on,
+        lambda f: bool(f.num_experts),
+        "moe_sync_free_experts has no effect without num_experts",
+        "set num_experts, or leave moe_sync_free_experts out",
+    ),
+    _unsupported(
+        "expert_model_parallel_size",
+        "how many tokens a rank sends to another is not yet kept on the GPU",
+        "set expert_model_parallel_size=1",
+        is_one_of("expert_model_parallel_size", (1,)),
+    ),
+    _unsupported(
+        "tensor_model_parallel_size",
+        "the experts' weights and tokens are not divided",
+        "set tensor_model_parallel_size=1",
+        is_one_of("tensor_model_parallel_size", (1,)),
+    ),
+    _unsupported(
+        "moe_token_dispatcher_type",
+        "its communication library tells the host how many tokens arrive",
+        "set alltoall or allgather",
+        is_one_of("moe_token_dispatcher_type", ("alltoall", "allgather")),
+    ),
+    _unsupported(
+        "moe_expert_capacity_factor",
+        "no token is dropped, which gives the experts a fixed number of rows",
+        "leave it out",
+    ),
+    _unsupported(
+        "moe_router_padding_for_quantization",
+        "it pads each expert by a number that the host reads",
+        "leave it out",
+    ),
+    _unsupported(
+        "moe_router_load_balancing_type",
+        "the host reads whether it has converged",
+        "set aux_loss, seq_aux_loss, global_aux_loss or none",
+        lambda f: "sinkhorn" not in f.moe_router_load_balancing_type,  # one name, or a list
+    ),
+    _unsupported(
+        "add_bias_linear",
+        "the experts' biases are added by the host's numbers of tokens",
+        "set add_bias_linear=False (--disable-bias-linear)",
+    ),
+    *(
+        _unsupported(
+            option,
+            "torch's grouped GEMM multiplies bf16",
+            "leave it out",
+        )
+        for option in ("fp16", "fp8", "fp4")
+    ),
+    option_rule(
+        "quant_recipe",
+        _is_on,
+        lambda f: f.quant_recipe is None,
+        "a precision for each module (te_precision_config_file, kitchen_config_file, "
+        "kitchen_recipe_number, quant_recipe) is not supported with moe_sync_free_experts because "
+        "torch's grouped GEMM multiplies bf16",
+        "leave it out",
+    ),
+    *(
+        _unsupported(
+            option,
+            "a grouped GEMM reads rows in steps of 16 bytes",
+            "set a multiple of 8",
+            _is_a_multiple(option),
+        )
+        for option in ("hidden_size", "moe_ffn_hidden_size", "moe_latent_size")
+    ),
+    _unsupported(
+        "delay_wgrad_compute",
+        "weight gradients are computed with those of the tokens",
+        "leave it out",
+    ),
+    _unsupported(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "weight gradients are computed with those of the tokens",
+        "leave it out",
+    ),
+    _unsupported(
+        "use_transformer_engine_op_fuser",
+        "its fused experts are other modules",
+        "leave it out",
+    ),
+    _unsupported(
+        "use_megatron_fsdp",
+        "it does not know a weight of all experts",
+        "use distributed data parallelism (use_distributed_optimizer)",
+    ),
+    _unsupported(
+        "use_torch_fsdp2",
+        "it does not know a weight of all experts",
+        "use distributed data parallelism (use_distributed_optimizer)",
+    ),
+    _unsupported(
+        "cuda_graph_impl",
+        "graphs of layers are not tested with these experts",
+        "set cuda_graph_impl=none",
+        is_one_of("cuda_graph_impl", ("none",)),
+    ),
+    unsupported(
+        f"{_ON} on a GPU",
+        _is_on_gpu,
+        "bf16",
+        "torch's grouped GEMM waits for the GPU in any other precision",
+        "set bf16=True",
+        lambda f: f.bf16,
+    ),
+    option_rule(
+        "moe_sync_free_experts",
+        _is_on_gpu,
+        lambda f: f.capability[0] in _WITH_FAST_GROUPED_GEMM,
+        "moe_sync_free_experts is not supported on a GPU of compute capability {capability} "
+        "because torch's grouped GEMM waits for the GPU on any but 9.x and 10.x",
+        "leave moe_sync_free_experts out",
+    ),
+)
+"""Requirements on :class:`ExpertOptions` and megatron's options beside them (duck-typed: an args
+namespace or a ``TransformerConfig``)."""
+
+
+def check_experts(args: Any, capability: Optional[tuple[int, int]]) -> list[Finding]:
+    """Findings about sync-free experts, from the arguments and the GPU.
+
+    Args:
+        args: An object with megatron's option names, or those of its configuration, and ours as
+            attributes.
+        capability: Compute capability of the GPU, (major, minor); None without a GPU.
+    """
+    facts = facts_of(args, EXPERT_RULES, ("moe_sync_free_experts",), _DEFAULTS)
+    for name, name_of_rule in _OTHER_NAMES.items():
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
+            setattr(facts, name_of_rule, value)
+    facts.capability = capability
+    return check_rules(EXPERT_RULES, facts)

@@ -1,0 +1,312 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Dropless expert layers of megatron-core without a wait of the host.
+
+They are put in the place of megatron-core's layers in the model's spec:
+
+    spec = with_sync_free_experts(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
+
+Router, permutation, activation function and offload marks stay megatron-core's. Its dispatcher
+copies the number of tokens of each expert to the host, and its experts split their input by it;
+here both keep it on the device, so that all shapes follow from the number of tokens of the layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Optional
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.moe.experts import (
+    GroupedMLPSubmodules,
+    SequentialMLP,
+    TEGroupedMLP,
+)
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+
+from megatron.slipstream.experts.grouped_linear import grouped_linear
+from megatron.slipstream.experts.options import check_experts
+from megatron.slipstream.integration.specs import replace_classes
+from megatron.slipstream.rules import require
+
+
+class RowsOfExperts(NamedTuple):
+    """Where the rows of each expert end, in place of megatron-core's list of lengths."""
+
+    offsets: torch.Tensor
+    """int32 ``[num_local_experts]``: the row after the last of each expert."""
+
+    def tolist(self) -> RowsOfExperts:
+        """Itself: ``TEGroupedMLP`` passes what it gets here on to its linear layers.
+
+        It reads the lengths itself only for biases and quantised weights, which are refused.
+        """
+        return self
+
+
+class SyncFreeGroupedLinear(torch.nn.Module):
+    """One linear layer per local expert, as ``TEGroupedMLP`` builds and calls them.
+
+    The weights are one parameter, ``[num_experts, out_features, in_features]``. Checkpoints name
+    them as Transformer Engine's grouped linear layer does: ``weight0``, ``weight1``, ...
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        in_features: int,
+        out_features: int,
+        /,
+        *,
+        config: Any,
+        init_method: Callable[[torch.Tensor], Any],
+        pg_collection: Any,
+        tp_comm_buffer_name: str,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.num_local_experts = num_local_experts
+        self.save_original_input = True  # what megatron-core asks of it when expert_fc1 moves
+        self._groups = pg_collection
+        self._is_gated = tp_comm_buffer_name == "fc1" and config.gated_linear_unit
+        on_cpu = config.use_cpu_initialization
+        device = "cpu" if on_cpu else torch.cuda.current_device()
+        shape = (num_local_experts, out_features, in_features)
+        self.weight = torch.nn.Parameter(
+            torch.empty(shape, dtype=config.params_dtype, device=device)
+        )
+        self.weight.allreduce = True  # type: ignore[attr-defined]
+        self.weight.tensor_model_parallel = False  # type: ignore[attr-defined]
+        self._fuses_accumulation = bool(config.gradient_accumulation_fusion)
+        if config.perform_initialization:
+            with contextlib.nullcontext() if on_cpu else _expert_random_numbers():
+                for weight in self.weight.detach():
+                    init_method(weight)
+        self.register_state_dict_post_hook(_name_by_expert)
+        self.register_load_state_dict_pre_hook(_join_by_expert)
+
+    def forward(self, tokens: torch.Tensor, rows: RowsOfExperts, /) -> tuple[torch.Tensor, None]:
+        """Apply each expert to its rows.
+
+        Args:
+            tokens: ``[num_rows, in_features]``, sorted by expert.
+            rows: Of each expert.
+
+        Returns:
+            ``[num_rows, out_features]``, and no bias.
+        """
+        take_gradient = self._accumulate if self._fuses_accumulation else None
+        return grouped_linear(tokens, self.weight, rows.offsets, take_gradient), None
+
+    def _accumulate(self, gradient: torch.Tensor) -> Optional[torch.Tensor]:
+        """Add to the main gradient, as megatron-core's own linear layers do with fusion.
+
+        The gradient is rounded to the weights' dtype first: torch's grouped GEMM has no other.
+        """
+        weight: Any = self.weight
+        weight.main_grad.add_(gradient)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        # DDP's hook, which reduces the bucket, runs only if there is a gradient. It ignores this.
+        return gradient.zero_() if getattr(weight, "zero_out_wgrad", False) else gradient
+
+    def backward_dw(self) -> None:
+        """Nothing: weight gradients are never delayed here."""
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: Optional[dict[str, Any]] = None,
+    ) -> dict[str, Any]:
+        """A shard for each expert, under the names of ``SequentialMLP`` and ``TEGroupedMLP``.
+
+        Raises:
+            ValueError: Each shard is to have a name of its own (``singleton_local_shards``).
+        """
+        if (metadata or {}).get("singleton_local_shards"):
+            raise ValueError(
+                "singleton_local_shards=True is not supported with moe_sync_free_experts because "
+                "the weights of all experts are one parameter; set singleton_local_shards=False"
+            )
+        places = self._places(sharded_offsets)
+        replica = (0, 0, self._groups.expt_dp.rank())
+        key = f"{prefix}weight"
+        build = partial(_shards, places=places, is_gated=self._is_gated)
+        state: dict[str, Any] = {
+            key: ShardedTensorFactory(key, self.weight, build, _join_shards, replica)
+        }
+        # Other experts keep scales of quantised weights there, if only to have none.
+        for index, place in enumerate(places):
+            name = f"{prefix}_extra_state"
+            state[f"{name}{index or ''}"] = make_sharded_object_for_checkpoint(
+                None, name, place, replica_id=replica
+            )
+        return state
+
+    def _places(self, sharded_offsets: tuple[tuple[int, int, int], ...]) -> list[Any]:
+        """For each local expert the offsets of its shard: axis, position, number of positions."""
+        group, number = self._groups.ep, self.num_local_experts
+        first, total = group.rank() * number, group.size() * number
+        axis = len(sharded_offsets)
+        return [(*sharded_offsets, (axis, first + index, total)) for index in range(number)]
+
+
+def _shards(
+    key: str, weight: torch.Tensor, replica_id: Any, _: Any, *, places: list[Any], is_gated: bool
+) -> list[Any]:
+    """Shards of a weight, or of what an optimizer keeps of it; for each expert one, or two."""
+    shards: list[Any] = []
+    with torch.no_grad():
+        for expert, place in zip(weight, places, strict=True):
+            shard = ShardedTensor.from_rank_offsets(
+                key, expert, *place, replica_id=replica_id, prepend_axis_num=len(place)
+            )
+            halves = apply_swiglu_sharded_factory(shard, place).build() if is_gated else [shard]
+            shards.append(halves)
+    return shards
+
+
+def _join_shards(shards: list[list[torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([torch.cat(parts) for parts in shards])
+
+
+def _name_by_expert(
+    module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    weight = state.pop(f"{prefix}weight")
+    for index, expert in enumerate(weight.unbind()):
+        state[f"{prefix}weight{index}"] = expert
+
+
+def _join_by_expert(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take the weights of a checkpoint by expert, or the parameter itself as shards give it."""
+    count = module.num_local_experts
+    for index in range(count):
+        state.pop(f"{prefix}_extra_state{index or ''}", None)
+    names = [f"{prefix}weight{index}" for index in range(count)]
+    if all(name in state for name in names):
+        state[f"{prefix}weight"] = torch.stack([state.pop(name) for name in names])
+
+
+@contextlib.contextmanager
+def _expert_random_numbers() -> Iterator[None]:
+    """Inside, random numbers are those that megatron-core initialises experts with."""
+    tracker = get_cuda_rng_tracker()
+    if not tracker.is_initialized():
+        yield
+        return
+    with tracker.fork(get_expert_parallel_rng_tracker_name()):
+        yield
+
+
+class SyncFreeGroupedMLP(TEGroupedMLP):
+    """Grouped experts that do not read on the host how many tokens each of them gets."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: Any,
+        submodules: Any = None,
+        pg_collection: Any = None,
+        name: Optional[str] = None,
+    ) -> None:
+        linears = GroupedMLPSubmodules(SyncFreeGroupedLinear, SyncFreeGroupedLinear)
+        super().__init__(num_local_experts, config, linears, pg_collection, name)
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        *rest: Any,
+    ) -> Any:
+        """Apply the experts.
+
+        Args:
+            permuted_local_hidden_states: ``[num_rows, hidden_size]``, sorted by expert.
+            tokens_per_expert: int64 ``[num_local_experts]`` on the device; their sum is
+                ``num_rows``.
+            rest: The rows' probabilities, float ``[num_rows]``.
+        """
+        rows = RowsOfExperts(tokens_per_expert.cumsum(0, dtype=torch.int32))
+        return super().forward(permuted_local_hidden_states, rows, *rest)
+
+
+class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
+    """Sorts tokens by expert on one expert-parallel rank, dropless, at a static shape."""
+
+    tokens_per_expert: Any
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
+        return tokens_per_expert
+
+    def dispatch_postprocess(
+        self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All tokens are this rank's, and sorted by expert already."""
+        counts = self.tokens_per_expert
+        self.tokens_per_expert = None
+        return global_input_tokens, counts, global_probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """They need not be sorted back by rank."""
+        return hidden_states
+
+
+class SyncFreeExpertsLayer(MoELayer):
+    """A ``MoELayer`` on one expert-parallel rank, without a wait of the host.
+
+    Raises:
+        ValueError: The configuration or the GPU does not go together with it.
+    """
+
+    def __init__(
+        self, config: Any, *arguments: Any, pg_collection: Any = None, **options: Any
+    ) -> None:
+        facts = SimpleNamespace(**{**vars(config), "moe_sync_free_experts": True})
+        has_gpu = torch.cuda.is_available()
+        require(check_experts(facts, torch.cuda.get_device_capability() if has_gpu else None))
+        if pg_collection is None:
+            pg_collection = get_default_pg_collection()
+        super().__init__(config, *arguments, pg_collection=pg_collection, **options)
+        self.token_dispatcher = SyncFreeDispatcher(
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=config,
+            pg_collection=pg_collection,
+        )
+        if self.use_shared_expert and self.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+
+def with_sync_free_experts(spec: Any) -> Any:
+    """A copy of a layer or block spec whose expert layers never make the host wait.
+
+    Args:
+        spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
+
+    Example:
+        spec = with_sync_free_experts(get_gpt_decoder_block_spec(config, use_te))
+    """
+    return replace_classes(
+        spec,
+        {
+            MoELayer: SyncFreeExpertsLayer,
+            TEGroupedMLP: SyncFreeGroupedMLP,
+            SequentialMLP: SyncFreeGroupedMLP,
+        },
+    )
