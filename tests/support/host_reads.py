@@ -48,7 +48,8 @@ class HostReads(TorchDispatchMode):
         def noted(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
             name = method.__name__
             target = options.get("device", arguments[0] if arguments else None)
-            if name != "to" or str(target) == "cpu":
+            # Without a GPU, torch.device("cpu") stands for one.
+            if name != "to" or target == "cpu":
                 self.found.append(_seen(name))
             return method(tensor, *arguments, **options)
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from tiny_gpt import ModelCase, initialize, make_config
 
 from megatron.slipstream.integration.sync_free_experts import (
@@ -64,8 +65,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> None:
+def _one_rank() -> Iterator[None]:
     initialize(ModelCase("moe"))
+    # A backward pass outside of a schedule gives it another shape than the next training has.
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    yield
+    MoEAuxLossAutoScaler.main_loss_backward_scale = scale
 
 
 def _config(bf16: bool = False, **overrides: Any) -> Any:
