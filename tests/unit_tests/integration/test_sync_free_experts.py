@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from host_reads import HostReads
-from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories, apply_factory_merges
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -92,11 +92,27 @@ def _layer(config: Any, experts: type, change: Callable[[Any], Any] = lambda spe
     return layer.to(config.params_dtype)
 
 
-def _load(layer: Any, other: Any, folder: Path) -> None:
-    """Give ``layer`` the weights of ``other``, through a checkpoint of shards."""
-    folder.mkdir()
-    dist_checkpointing.save(other.sharded_state_dict(), str(folder))
-    layer.load_state_dict(dist_checkpointing.load(layer.sharded_state_dict(), str(folder)))
+def _load(layer: Any, other: Any) -> None:
+    """Give ``layer`` the weights of ``other``, by name and place of their shards.
+
+    Not through files: what writes them leaves threads, with which no process can be forked.
+    """
+    saved, wanted = other.sharded_state_dict(), layer.sharded_state_dict()
+    factories = {name: item for name, item in wanted.items() if hasattr(item, "build_fn")}
+    for state in (saved, wanted):
+        apply_factories(state)
+    shards = {
+        (item.key, item.global_offset, item.global_shape): item.data
+        for item in nested_values(saved)
+        if item.data is not None
+    }
+
+    def found(item: Any) -> Any:
+        return shards.pop((item.key, item.global_offset, item.global_shape), None)
+
+    loaded = dict_list_map_outplace(found, wanted)
+    assert not shards, "a shard is not asked for"
+    layer.load_state_dict(apply_factory_merges(loaded, factories))
 
 
 def _run(layer: Any, config: Any, seed: int = 5) -> dict[str, torch.Tensor]:
@@ -133,27 +149,25 @@ def _differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
-def test_results_are_those_of_experts_one_by_one(
-    overrides: dict[str, Any], bf16: bool, tmp_path: Path
-) -> None:
+def test_results_are_those_of_experts_one_by_one(overrides: dict[str, Any], bf16: bool) -> None:
     config = _config(bf16, **overrides)
     theirs = _layer(config, SequentialMLP)
     ours = _layer(config, SequentialMLP, with_sync_free_experts)
-    _load(ours, theirs, tmp_path / "theirs")
+    _load(ours, theirs)
     for seed in range(3):
         results = _run(ours, config, seed)
         assert _differences(_run(theirs, config, seed), results) == []
     assert results["experts.0.linear_fc1.weight"].any()
 
 
-def test_experts_without_tokens_get_gradients_of_zero(tmp_path: Path) -> None:
+def test_experts_without_tokens_get_gradients_of_zero() -> None:
     config = _config(moe_router_topk=1, moe_router_pre_softmax=True, num_moe_experts=8)
     theirs = _layer(config, SequentialMLP)
     with torch.no_grad():  # all tokens go to two experts
         theirs.router.weight.copy_(torch.randn(1, config.hidden_size).expand(8, -1) * 1e-3)
         theirs.router.weight[2], theirs.router.weight[5] = 1.0, -1.0
     ours = _layer(config, SequentialMLP, with_sync_free_experts)
-    _load(ours, theirs, tmp_path / "theirs")
+    _load(ours, theirs)
     results = _run(ours, config)
     assert _differences(_run(theirs, config), results) == []
     idle = [i for i in range(8) if not results[f"experts.{i}.linear_fc2.weight"].any()]
@@ -193,11 +207,11 @@ def test_megatrons_own_layer_reads_the_numbers_of_tokens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
-def test_experts_one_by_one_load_what_ours_saved(gated: bool, tmp_path: Path) -> None:
+def test_experts_one_by_one_load_what_ours_saved(gated: bool) -> None:
     config = _config(gated_linear_unit=gated)
     ours = _layer(config, SequentialMLP, with_sync_free_experts)
     theirs = _layer(config, SequentialMLP)
-    _load(theirs, ours, tmp_path / "ours")
+    _load(theirs, ours)
     assert _differences(_run(theirs, config), _run(ours, config)) == []
 
 
