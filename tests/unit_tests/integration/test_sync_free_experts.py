@@ -4,20 +4,21 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forked import run_function
 from host_reads import HostReads
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories, apply_factory_merges
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from tiny_gpt import ModelCase, initialize, make_config
 
 from megatron.slipstream.integration.sync_free_experts import (
@@ -64,13 +65,23 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_rank() -> Iterator[None]:
-    initialize(ModelCase("moe"))
-    # A backward pass outside of a schedule gives it another shape than the next training has.
-    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
-    yield
-    MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+def in_a_process(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a child that has set megatron-core up for one rank.
+
+    What has run the layers cannot be forked afterwards, as other tests do.
+    """
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        def child() -> int:
+            initialize(ModelCase("moe"))
+            test(**arguments)
+            return 0
+
+        done = run_function(child)
+        assert done.returncode == 0, done.stderr
+
+    return run
 
 
 def _config(bf16: bool = False, **overrides: Any) -> Any:
@@ -93,10 +104,7 @@ def _layer(config: Any, experts: type, change: Callable[[Any], Any] = lambda spe
 
 
 def _load(layer: Any, other: Any) -> None:
-    """Give ``layer`` the weights of ``other``, by name and place of their shards.
-
-    Not through files: what writes them leaves threads, with which no process can be forked.
-    """
+    """Give ``layer`` the weights of ``other``, by name and place of their shards."""
     saved, wanted = other.sharded_state_dict(), layer.sharded_state_dict()
     factories = {name: item for name, item in wanted.items() if hasattr(item, "build_fn")}
     for state in (saved, wanted):
@@ -149,6 +157,7 @@ def _differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
+@in_a_process
 def test_results_are_those_of_experts_one_by_one(overrides: dict[str, Any], bf16: bool) -> None:
     config = _config(bf16, **overrides)
     theirs = _layer(config, SequentialMLP)
@@ -160,6 +169,7 @@ def test_results_are_those_of_experts_one_by_one(overrides: dict[str, Any], bf16
     assert results["experts.0.linear_fc1.weight"].any()
 
 
+@in_a_process
 def test_experts_without_tokens_get_gradients_of_zero() -> None:
     config = _config(moe_router_topk=1, moe_router_pre_softmax=True, num_moe_experts=8)
     theirs = _layer(config, SequentialMLP)
@@ -174,6 +184,7 @@ def test_experts_without_tokens_get_gradients_of_zero() -> None:
     assert idle == [0, 1, 3, 4, 6, 7]
 
 
+@in_a_process
 def test_new_weights_are_those_of_grouped_experts() -> None:
     config = _config()
     ours = _layer(config, TEGroupedMLP, with_sync_free_experts)
@@ -184,6 +195,7 @@ def test_new_weights_are_those_of_grouped_experts() -> None:
 
 
 @pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
+@in_a_process
 def test_the_host_reads_nothing(overrides: dict[str, Any]) -> None:
     config = _config(**overrides)
     layer = _layer(config, TEGroupedMLP, with_sync_free_experts)
@@ -194,6 +206,7 @@ def test_the_host_reads_nothing(overrides: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+@in_a_process
 def test_megatrons_own_layer_reads_the_numbers_of_tokens(kind: str) -> None:
     config = _config(moe_token_dispatcher_type=kind)
     layer = _layer(config, SequentialMLP)
@@ -207,6 +220,7 @@ def test_megatrons_own_layer_reads_the_numbers_of_tokens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
+@in_a_process
 def test_experts_one_by_one_load_what_ours_saved(gated: bool) -> None:
     config = _config(gated_linear_unit=gated)
     ours = _layer(config, SequentialMLP, with_sync_free_experts)
@@ -215,6 +229,7 @@ def test_experts_one_by_one_load_what_ours_saved(gated: bool) -> None:
     assert _differences(_run(theirs, config), _run(ours, config)) == []
 
 
+@in_a_process
 def test_a_state_dict_has_the_names_of_grouped_experts() -> None:
     config = _config()
     ours = _layer(config, TEGroupedMLP, with_sync_free_experts)
@@ -230,6 +245,7 @@ def test_a_state_dict_has_the_names_of_grouped_experts() -> None:
     assert _differences(expected, _run(theirs, config)) == []
 
 
+@in_a_process
 def test_weights_saved_by_name_of_shard_are_refused() -> None:
     layer = _layer(_config(), SequentialMLP, with_sync_free_experts)
     with pytest.raises(ValueError, match="set singleton_local_shards=False"):
@@ -275,6 +291,7 @@ def _backward(linear: Any) -> torch.Tensor:
     return weight.grad
 
 
+@in_a_process
 def test_fused_accumulation_adds_to_the_main_gradient() -> None:
     linear = _linear()
     gradient = _backward(linear)
@@ -282,6 +299,7 @@ def test_fused_accumulation_adds_to_the_main_gradient() -> None:
     assert torch.equal(linear.weight.main_grad, 1 + gradient.float())
 
 
+@in_a_process
 def test_ddp_is_told_that_the_gradient_has_been_added() -> None:
     linear = _linear(grad_added_to_main_grad=False)
     gradient = _backward(linear)
@@ -298,6 +316,7 @@ def test_ddp_is_told_that_the_gradient_has_been_added() -> None:
 
 
 @pytest.mark.parametrize("experts", [SequentialMLP, TEGroupedMLP])
+@in_a_process
 def test_a_spec_is_copied_with_layer_and_experts_replaced(experts: type) -> None:
     spec = _spec(_config(), experts)
     changed = with_sync_free_experts(spec)
@@ -307,12 +326,14 @@ def test_a_spec_is_copied_with_layer_and_experts_replaced(experts: type) -> None
     assert spec.keywords["submodules"].experts.func is experts, "the original is as it was"
 
 
+@in_a_process
 def test_a_configuration_that_does_not_go_together_is_refused() -> None:
     config = _config(add_bias_linear=True)
     with pytest.raises(ValueError, match="add_bias_linear=True is not supported with moe_sync"):
         _layer(config, SequentialMLP, with_sync_free_experts)
 
 
+@in_a_process
 def test_shared_experts_may_overlap() -> None:
     config = _config(
         moe_shared_expert_intermediate_size=32, moe_shared_expert_overlap=True, num_moe_experts=4
