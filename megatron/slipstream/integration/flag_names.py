@@ -18,6 +18,7 @@ _OWN_SOURCES = (
     "packed_sequences/options.py",
     "context_parallel/options.py",
     "chunk_graphs/options.py",
+    "experts/options.py",
     "integration/arguments.py",
     "integration/compat.py",  # flags of later releases, which the parser refuses with a cure
 )

@@ -50,6 +50,7 @@ def test_offloading_in_graphs_of_layers_is_refused_on_no_release() -> None:
         cuda_graph_granularity="layer",
         hybrid_layer_pattern=None,
         tokenizer_json=None,
+        moe_sync_free_experts=False,
     )
     require(compat.check_release(args))
 
