@@ -77,12 +77,12 @@ class ActivationStore:
         """Makes a group, from its place and the fewest elements of a tensor that moves."""
         self.make_pass: Callable[[int, int, int, int], ChunkOffloadHandler] = ChunkOffloadHandler
         """Makes a pass, as ``ChunkOffloadHandler``."""
-        self._native: Optional[Any] = None
+        self.native: Optional[Any] = None
         """The store in C++, if it is used: it handles the common cases."""
         if self._module is not None:
             arguments = (waits, self.host_pool, self.copy_streams, recorder)
-            self._native = self._module.Store(backend, *arguments)
-            self._native.modules = self._modules
+            self.native = self._module.Store(backend, *arguments)
+            self.native.modules = self._modules
             self.saved_type = self._module.SavedTensor
             self.make_group = self._module.OffloadTensorGroup
             self.make_pass = self._module.ChunkOffloadHandler
@@ -112,8 +112,8 @@ class ActivationStore:
     @host_pool.setter
     def host_pool(self, pool: HostPool) -> None:
         self._host_pool = pool
-        if self._native is not None:
-            self._native.pool = pool
+        if self.native is not None:
+            self.native.pool = pool
 
     def new_host_pool(self, limit_bytes: Optional[int] = None) -> HostPool:
         """A pool whose buffers this store can use."""
@@ -127,8 +127,8 @@ class ActivationStore:
     @modules.setter
     def modules(self, modules: defaultdict[str, ModuleCounters]) -> None:
         self._modules = modules
-        if self._native is not None:
-            self._native.modules = modules
+        if self.native is not None:
+            self.native.modules = modules
 
     @property
     def verifier(self) -> Optional[Verifier]:
@@ -138,8 +138,8 @@ class ActivationStore:
     @verifier.setter
     def verifier(self, verifier: Optional[Verifier]) -> None:
         self._verifier = verifier
-        if self._native is not None:
-            self._native.is_verified = verifier is not None
+        if self.native is not None:
+            self.native.is_verified = verifier is not None
 
     @property
     def crosses_streams(self) -> bool:
@@ -152,23 +152,18 @@ class ActivationStore:
     @crosses_streams.setter
     def crosses_streams(self, crosses_streams: bool) -> None:
         self._crosses_streams = crosses_streams
-        if self._native is not None:
-            self._native.crosses_streams = crosses_streams
-
-    @property
-    def native(self) -> Optional[Any]:
-        """The store in C++, if it is used."""
-        return self._native
+        if self.native is not None:
+            self.native.crosses_streams = crosses_streams
 
     @property
     def is_native(self) -> bool:
         """Whether the store in C++ is used."""
-        return self._native is not None
+        return self.native is not None
 
     @property
     def pack(self) -> Callable[[OffloadTensorGroup, torch.Tensor], Any]:
         """The pack hook of autograd: :meth:`save`, in Python or in C++."""
-        return self.save if self._native is None else self._native.pack
+        return self.save if self.native is None else self.native.pack
 
     def unpack_by(self, read: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
         """The unpack hook of autograd.
@@ -177,10 +172,10 @@ class ActivationStore:
             read: Reads tensors that C++ does not handle; without C++, all. Only the hook holds it,
                 not the store, so that an engine is freed with its last graph.
         """
-        return read if self._native is None else partial(self._native.unpack, read)
+        return read if self.native is None else partial(self.native.unpack, read)
 
     def compile_steps(self, plan: Plan) -> Optional[Any]:
-        """The steps of a plan for :meth:`come_to`; None without the store in C++."""
+        """The steps of a plan in C++; None where Python performs them."""
         if self._module is None or self.backend.names_ranges:
             return None
         kinds = list(ActionKind)
@@ -287,8 +282,8 @@ class ActivationStore:
 
     def _find(self, memory: int) -> Optional[SavedStorage]:
         """The saved storage of torch's storage object at this address."""
-        if self._native is not None:
-            found: Optional[SavedStorage] = self._native.find(memory)
+        if self.native is not None:
+            found: Optional[SavedStorage] = self.native.find(memory)
             return found
         known = self._by_memory.get(memory)
         return None if known is None else known()
@@ -312,8 +307,8 @@ class ActivationStore:
 
     def commit(self, group: OffloadTensorGroup) -> None:
         """The group has saved everything: fix which bytes of its storages would move."""
-        if self._native is not None:
-            self._native.commit(group)
+        if self.native is not None:
+            self.native.commit(group)
             return
         for storage in group.storages():
             if storage.residence is Residence.DEVICE:
@@ -351,7 +346,7 @@ class ActivationStore:
             numbers: By position, the index of the group's storages in the trace of the plan whose
                 host layout is followed; None where none is.
         """
-        native = self._native if may_move is None else None
+        native = self.native if may_move is None else None
         if native is not None and native.copy_out(group, kept, numbers):
             return
         storages, sources, planned = [], [], []
@@ -396,7 +391,7 @@ class ActivationStore:
 
     def release(self, group: OffloadTensorGroup) -> None:
         """The group releases its storages; the last holder's release frees the memory."""
-        if self._native is not None and self._native.release(group, self):
+        if self.native is not None and self.native.release(group, self):
             return
         for storage in group.storages():
             is_last = storage.drop_holder(group.serial)
@@ -446,7 +441,7 @@ class ActivationStore:
 
     def copy_in_group(self, group: OffloadTensorGroup) -> None:
         """Start copying back the group's storages that are on the host."""
-        if self._native is None or not self._native.copy_in(group, self):
+        if self.native is None or not self.native.copy_in(group, self):
             self.copy_in(group.storages())
 
     def copy_in(self, storages: Iterable[SavedStorage], late: bool = False) -> None:

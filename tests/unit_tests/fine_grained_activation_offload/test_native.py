@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from hand_driven import LAZY_NATIVE
-from toy_model import SCHEDULES, all_equal, make_chunks, make_manager, run_schedule
+from toy_model import SCHEDULES, WIDTH, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload import native
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
@@ -26,6 +26,7 @@ from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, C
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.native import build, native_module
+from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.plan.candidates import PolicyOptions
 
@@ -135,8 +136,8 @@ def test_a_graph_that_is_dropped_gives_everything_back(backend: str) -> None:
     del output
     gc.collect()
     assert manager.store.host_pool.in_use_bytes == 0
-    assert manager.store._native is not None
-    assert manager.store._native.num_known == 0
+    assert manager.store.native is not None
+    assert manager.store.native.num_known == 0
 
 
 @pytest.mark.parametrize("backend", ["cpu", *BACKENDS])
@@ -158,6 +159,51 @@ def test_an_engine_goes_with_its_last_graph_and_needs_no_garbage_collector(backe
         assert gone() is None
     finally:
         gc.enable()
+
+
+class MarkedChunk(torch.nn.Module):
+    """Layers that call the manager as megatron-core's do, with the input of each group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, manager: PipelineOffloadManager | None) -> torch.Tensor:
+        if manager is not None:
+            manager.init_model_chunk_offload_handler(0, None, 0, 1)
+        for layer in self.layers:
+            x = torch.sigmoid(x)
+            if manager is None:
+                x = torch.tanh(layer(x))
+                continue
+            manager.start_on(x, "group")
+            with manager:
+                x = torch.tanh(layer(x))
+            mark = manager.cur_forward_chunk()
+            assert mark is not None
+            x = manager.end_on(x, mark, "group")
+        return x
+
+
+def test_marks_of_a_followed_plan_are_not_python_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except the start of an iteration's first group, which chooses the plan, and its end."""
+    torch.manual_seed(5)
+    chunks: Any = [MarkedChunk()]
+    schedule = SCHEDULES["1F1B first of two"]
+    calls: list[str] = []
+    come_to = PlanExecutor.come_to
+
+    def counted(executor: PlanExecutor, now: Any, kind: Any, at: Any) -> None:
+        calls.append(f"{at.key}:{kind.value}")
+        come_to(executor, now, kind, at)
+
+    manager = make_manager(LAZY_NATIVE)
+    for _ in range(4):
+        assert is_right(manager, schedule, chunks)
+    monkeypatch.setattr(PlanExecutor, "come_to", counted)
+    assert is_right(manager, schedule, chunks)
+    assert manager.report.total.num_groups_moved > 0
+    assert calls == ["0.0:FS", "0.0:BE"]
 
 
 # Compiling.
