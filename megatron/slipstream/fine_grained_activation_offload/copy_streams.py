@@ -175,7 +175,7 @@ class Waits:
     The class of that name in ``native`` does the same.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self) -> None:
         self.graph = 0
         """Number of the graph that is being captured; 0 for none."""
         self.is_timed = False
@@ -213,7 +213,7 @@ class CopyStreams:
 
     def __init__(self, backend: Backend, waits: Any = None) -> None:
         self._backend = backend
-        self._waits = Waits(backend) if waits is None else waits
+        self._waits = Waits() if waits is None else waits
         self._timings: Optional[Timings] = None
         self._to_join: dict[Hashable, Signal] = {}
         """By copy stream, the signal after the last copies of the graph that is being captured."""

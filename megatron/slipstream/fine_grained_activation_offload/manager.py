@@ -196,13 +196,12 @@ class PipelineOffloadManager(OffloadEngine):
         Returns:
             ``tensor``, with a node in the graph that marks where backward needs the group.
         """
-        is_delayed = is_delayed and self._in_replay
-        marked = None if is_delayed else self.store.end(self, tensor, name)
-        if marked is not None:
-            return marked
-        if is_delayed:
+        if is_delayed and self._in_replay:
             self.push_offload_groups(mark.on_group_commit_forward, name, given_up)
         else:
+            marked = self.store.end(self, tensor, name)
+            if marked is not None:
+                return marked
             mark.on_group_commit_forward(name, given_up)
         return self.store.mark(tensor, partial(mark.on_group_commit_backward, name))
 

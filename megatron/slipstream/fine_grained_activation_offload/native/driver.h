@@ -11,8 +11,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include <ATen/ops/empty.h>
-
 #include "python.h"
 
 namespace slipstream {

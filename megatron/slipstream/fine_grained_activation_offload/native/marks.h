@@ -60,10 +60,6 @@ class Marks {
   }
 
  private:
-  static bool is_torch_tensor(const py::object& object) {
-    return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == THPVariableClass;
-  }
-
   static Store& store_of(const py::object& engine) {
     return GET(GET(engine, "store"), "native").cast<Store&>();
   }

@@ -40,6 +40,11 @@ inline py::object wrap(at::Tensor tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
 }
 
+// Whether it is a tensor of torch's own class, not of a subclass.
+inline bool is_torch_tensor(const py::object& object) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == THPVariableClass;
+}
+
 inline bool is_same(const py::object& left, const py::object& right) {
   if (left.ptr() == right.ptr()) return true;
   const int same = PyObject_RichCompareBool(left.ptr(), right.ptr(), Py_EQ);

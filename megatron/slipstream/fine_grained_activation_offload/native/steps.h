@@ -11,7 +11,6 @@ namespace slipstream {
 
 // In the order of `ActionKind` in plan/actions.py.
 enum class ActionKind { D2H, FREE, H2D };
-constexpr int kNumActionKinds = 3;
 
 struct Action {
   ActionKind kind;

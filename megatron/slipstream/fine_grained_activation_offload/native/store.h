@@ -61,7 +61,7 @@ class Store {
   bool crosses_streams = false;
 
   py::object pack(const std::shared_ptr<Group>& group, py::object object) {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) != THPVariableClass) return object;
+    if (!is_torch_tensor(object)) return object;
     const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
     if (!is_movable(tensor, object)) return keep(std::move(object), tensor);
     const auto known = context_->by_memory.find(tensor.storage().unsafeGetStorageImpl());

@@ -8,7 +8,7 @@ hooks (a checkpoint's, ``save_on_cpu``) nothing is done, so these see the same i
 recomputation.
 
 [Note: Calls that never end]
-torch calls a hook after a forward that raised, unless ``KeyboardInterrupt`` or its like ended it.
+torch calls a hook after a forward that raised, except for exceptions such as ``KeyboardInterrupt``.
 So every call keeps the Python frame that runs it, and before the next one begins, calls whose frame
 no longer runs are undone.
 
