@@ -53,6 +53,39 @@ BANDWIDTH_NBYTES = 64 << 20
 """Bytes copied to measure the link, half of them each way: about a millisecond."""
 
 
+class CountedModules:
+    """The counters of an iteration. Those of C++ are added when somebody asks.
+
+    Args:
+        modules: Counters by module name.
+        late_groups: Late copies in by the group that saved the storage first.
+        in_cpp: What C++ has counted beside them.
+    """
+
+    def __init__(
+        self,
+        modules: Optional[defaultdict[str, ModuleCounters]] = None,
+        late_groups: Optional[dict[GroupKey, int]] = None,
+        in_cpp: Optional[Any] = None,
+    ) -> None:
+        self._modules = defaultdict(ModuleCounters) if modules is None else modules
+        self._in_cpp = in_cpp
+        self.late_groups = late_groups or {}
+
+    def by_name(self) -> dict[str, ModuleCounters]:
+        """The counters by module name. Call it once."""
+        if self._in_cpp is not None:
+            _add_counters(self._in_cpp, self._modules)
+        return dict(self._modules)
+
+
+def _add_counters(in_cpp: Any, modules: defaultdict[str, ModuleCounters]) -> None:
+    for name, amounts in in_cpp.items():
+        counters = modules[name]
+        for counter, amount in amounts.items():
+            setattr(counters, counter, getattr(counters, counter) + amount)
+
+
 class ActivationStore:
     """Saves, offloads and reloads storages. Callers decide which and when."""
 
@@ -82,10 +115,23 @@ class ActivationStore:
         if self._module is not None:
             arguments = (waits, self.host_pool, self.copy_streams, recorder)
             self.native = self._module.Store(backend, *arguments)
-            self.native.modules = self._modules
             self.saved_type = self._module.SavedTensor
             self.make_group = self._module.OffloadTensorGroup
             self.make_pass = self._module.ChunkOffloadHandler
+        self.start: Callable[..., bool] = _not_in_cpp
+        """Start a group, of an engine, with an input, of a name. Returns whether C++ did it; it
+        does where nothing is out of the ordinary."""
+        self.enter: Callable[[Any], bool] = _not_in_cpp
+        """Enter the region of the group started last, of an engine; likewise."""
+        self.leave: Callable[[Any], bool] = _not_in_cpp
+        """Leave the region entered last, of an engine; likewise."""
+        self.end: Callable[..., Optional[torch.Tensor]] = _none_in_cpp
+        """End a group, of an engine, on an output, of a name. Returns the marked output; None if
+        C++ did not do it."""
+        if self._module is not None:
+            module = self._module
+            self.start, self.enter = module.start, module.enter
+            self.leave, self.end = module.leave, module.end
         self._max_known = MIN_KNOWN
         """Above this number of addresses, those of freed storages are removed."""
         self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}
@@ -95,14 +141,20 @@ class ActivationStore:
 
     def end_iteration(self) -> None:
         """Reset the counters, and remove the addresses of freed storages."""
-        self.modules = defaultdict(ModuleCounters)
-        self.late_groups = {}
+        self.take_counters()
         # Not in each iteration: later storages mostly reuse the same addresses.
         if len(self._by_memory) > self._max_known:
             found = self._by_memory.items()
             alive = {memory: known for memory, known in found if known() is not None}
             self._by_memory = alive
             self._max_known = MIN_KNOWN + 2 * len(alive)
+
+    def take_counters(self) -> CountedModules:
+        """Return this iteration's counters and begin again."""
+        in_cpp = None if self.native is None else self.native.take_counters()
+        counted = CountedModules(self._modules, self.late_groups, in_cpp)
+        self._modules, self.late_groups = defaultdict(ModuleCounters), {}
+        return counted
 
     @property
     def host_pool(self) -> HostPool:
@@ -122,13 +174,17 @@ class ActivationStore:
     @property
     def modules(self) -> defaultdict[str, ModuleCounters]:
         """This iteration's counters by module name."""
+        self._add_counters_of_cpp()
         return self._modules
 
     @modules.setter
     def modules(self, modules: defaultdict[str, ModuleCounters]) -> None:
+        self._add_counters_of_cpp()
         self._modules = modules
+
+    def _add_counters_of_cpp(self) -> None:
         if self.native is not None:
-            self.native.modules = modules
+            _add_counters(self.native.take_counters(), self._modules)
 
     @property
     def verifier(self) -> Optional[Verifier]:
@@ -165,14 +221,30 @@ class ActivationStore:
         """The pack hook of autograd: :meth:`save`, in Python or in C++."""
         return self.save if self.native is None else self.native.pack
 
-    def unpack_by(self, read: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-        """The unpack hook of autograd.
+    def hooks(
+        self, group: OffloadTensorGroup, reader: Any
+    ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """The hooks of autograd in a region of ``group``, in Python or in C++.
 
         Args:
-            read: Reads tensors that C++ does not handle; without C++, all. Only the hook holds it,
-                not the store, so that an engine is freed with its last graph.
+            group: The group.
+            reader: Its ``read`` reads saved tensors that C++ does not handle; without C++, all.
+                Only the hook holds it, not the store, so that an engine is freed with its last
+                graph.
+
+        Returns:
+            The pack hook and the unpack hook.
         """
-        return read if self.native is None else partial(self.native.unpack, read)
+        if self.native is not None:
+            hooks: tuple[Any, Any] = self.native.hooks(group, reader)
+            return hooks
+        return partial(self.save, group), reader.read
+
+    def is_own_hook(self, pack: Any) -> bool:
+        """Whether this is a pack hook of an engine."""
+        if self._module is not None and type(pack) is self._module.PackHook:
+            return True
+        return getattr(getattr(pack, "func", None), "__func__", None) is ActivationStore.save
 
     def compile_steps(self, plan: Plan) -> Optional[Any]:
         """The steps of a plan in C++; None where Python performs them."""
@@ -187,22 +259,16 @@ class ActivationStore:
             return (kinds.index(action.kind), key, kept, groups[key].storages, action)
 
         return self._module.Steps(
-            (step.kind, step.key, step.name, [compiled(action) for action in actions])
-            for step, actions in zip(plan.trace.steps, plan.actions, strict=True)
+            self.native,
+            (
+                (step.kind, step.key, step.name, [compiled(action) for action in actions])
+                for step, actions in zip(plan.trace.steps, plan.actions, strict=True)
+            ),
+            [key for key in groups if not plan.tracks(key)],
+            plan.trace,
         )
 
     # Marks in the autograd graph.
-
-    def start(self, engine: Any, tensor: torch.Tensor, name: str) -> bool:
-        """Start a group in C++, if nothing is out of the ordinary. Returns whether that is so."""
-        return self._module is not None and bool(self._module.start(engine, tensor, name))
-
-    def end(self, engine: Any, tensor: torch.Tensor, name: str) -> Optional[torch.Tensor]:
-        """End a group in C++, if nothing is out of the ordinary; None if something is."""
-        if self._module is None:
-            return None
-        marked: Optional[torch.Tensor] = self._module.end(engine, tensor, name)
-        return marked
 
     def mark(self, tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
         """``tensor``, with a node in the graph that calls ``come`` when backward reaches it."""
@@ -600,6 +666,14 @@ class ActivationStore:
     def _verify_returned(self, storages: Sequence[SavedStorage]) -> None:
         if self.verifier is not None:
             self.verifier.returns(storages, self.copy_streams.h2d)
+
+
+def _not_in_cpp(*_: Any) -> bool:
+    return False
+
+
+def _none_in_cpp(*_: Any) -> None:
+    return None
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,10 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
+from megatron.slipstream.fine_grained_activation_offload.activation_store import (
+    ActivationStore,
+    CountedModules,
+)
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.chunk import (
     ChunkOffloadHandler,
@@ -78,28 +82,29 @@ class OffloadEngine:
         num_verified_iterations: int = 0,
         is_native: bool = False,
     ) -> None:
-        self.do_offload = True
-        """False while offloading is suspended: marks then do nothing."""
+        self._now = Iteration()
+        """The running iteration, or the next one."""
+        self._is_on = True
         self.wanted_modules: tuple[str, ...] = ()
         """``offload_modules`` of the model, for the report."""
-        self.report = RankReport(rank=rank)
-        """Figures of the last complete iteration."""
+        self._report = RankReport(rank=rank)
+        self._counted: Optional[CountedModules] = None
+        """Counters of the last iteration, until the report has them."""
+        self._iteration_ms: deque[float] = deque(maxlen=MAX_ITERATIONS_SHOWN)
         keep_warnings()
         self._ended_at: Optional[float] = None
         """Host time at the end of the last iteration."""
         self._recorder = Recorder(backend)
         self.store = ActivationStore(backend, self._recorder, is_native)
         """The saved activations."""
-        self.report.is_native = self.store.is_native
+        self._report.is_native = self.store.is_native
         self._cache = PlanCache()
-        self._tuner = Tuner(self.store, self._cache, self.report, options or PolicyOptions())
+        self._tuner = Tuner(self.store, self._cache, self._report, options or PolicyOptions())
         self.store.host_pool.limit_bytes = self._tuner.options.host_memory_limit_bytes
-        self._host_trimmer = HostTrimmer(self.store, self._cache, self._tuner, self.report)
+        self._host_trimmer = HostTrimmer(self.store, self._cache, self._tuner, self._report)
         self._num_verified_iterations = num_verified_iterations
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
-        self._now = Iteration()
-        """The running iteration, or the next one."""
         self._last_plan: Optional[Plan] = None
         """The plan of the last iteration: the one it followed, or the one made from it."""
         self._next_plan: Optional[Plan] = None
@@ -107,6 +112,42 @@ class OffloadEngine:
         self._executor = PlanExecutor(self.store, self._recorder, self._cache, self._tuner)
         self.graphs = GraphCaptures(self.store)
         """The captures in CUDA graphs."""
+
+    @property
+    def report(self) -> RankReport:
+        """Figures of the last complete iteration."""
+        report, pool = self._report, self.store.host_pool
+        if self._counted is not None:
+            report.modules = self._counted.by_name()
+            report.late_groups = {str(key): n for key, n in self._counted.late_groups.items()}
+            self._counted = None
+        report.iteration_ms = [round(ms, 1) for ms in self._iteration_ms]
+        report.host_high_water_bytes = pool.high_water_bytes
+        report.host_waste_bytes = pool.waste_bytes
+        report.host_memory_limit_bytes = pool.limit_bytes
+        report.num_host_allocations = pool.num_slabs
+        report.graphs = self.graphs.modules
+        report.graph_host_bytes = self.graphs.pool.allocated_bytes if self.graphs.pool else 0
+        if self._last_plan is not None:
+            report.num_kept_for_host_memory = self._last_plan.num_kept_for_host_memory
+        return report
+
+    @property
+    def do_offload(self) -> bool:
+        """False while offloading is suspended: marks then do nothing."""
+        return self._is_on
+
+    @do_offload.setter
+    def do_offload(self, is_on: bool) -> None:
+        self._is_on = is_on
+        self.follow_in_python()
+
+    def follow_in_python(self) -> None:
+        """Have Python perform the rest of this iteration's steps.
+
+        C++ does not ask whether offloading is suspended.
+        """
+        self._now.steps = None
 
     @property
     def options(self) -> PolicyOptions:
@@ -160,7 +201,7 @@ class OffloadEngine:
         if not self._is_training_forward():
             return
         self._restart_if_abandoned()
-        self.report.pp_rank = pp_rank
+        self._report.pp_rank = pp_rank
         if self._tuner.change_options(replace(self._tuner.options, **policy)):
             self._executor.leave_plan(self._now, self._now.num_steps)
             self._last_plan = self._next_plan = None
@@ -207,11 +248,9 @@ class OffloadEngine:
     def _stays(self, group: OffloadTensorGroup) -> bool:
         """Whether the plan keeps the group, so that its saved tensors need not be tracked."""
         plan = self._now.plan
-        if plan is None or plan.group_by_key[group.key].moves:
+        if plan is None or plan.tracks(group.key):
             return False
-        if plan.trace.group_by_key[group.key].is_read_first:  # otherwise its use is missed
-            return False
-        self._now.unwatched[group.key] = plan.trace
+        group.untracked_in = plan.trace
         return True
 
     # A pass that is captured as a whole (chunk_graphs/offloading.py).
@@ -247,8 +286,8 @@ class OffloadEngine:
             self._tuner.report_plan(self._last_plan)
         planned = self._last_plan.trace.names if self._last_plan is not None else ()
         met = {*planned, *self.graphs.modules}
-        self.report.absent_modules = [name for name in self.wanted_modules if name not in met]
-        self.report.warnings = keep_warnings()
+        self._report.absent_modules = [name for name in self.wanted_modules if name not in met]
+        self._report.warnings = keep_warnings()
 
     def close(self) -> None:
         """Return the host memory. Nothing that was saved can be read afterwards."""
@@ -286,7 +325,7 @@ class OffloadEngine:
         now = self._now
         group = now.chunk.commit_group(name) if now.chunk is not None else None
         if group is not None:
-            if group.key not in now.unwatched:
+            if group.untracked_in is None:
                 self.store.commit(group)
                 if now.chunk is not None and name in now.chunk.given_up_by:
                     self.store.give_up(group, given_up)
@@ -376,7 +415,7 @@ class OffloadEngine:
             return
         self._now.has_begun = True
         if not self.graphs.modules and not self._executor.is_bound:
-            self._now.trial = self._tuner.begin_trial(self._next_plan, self.report.num_iterations)
+            self._now.trial = self._tuner.begin_trial(self._next_plan, self._report.num_iterations)
 
     def _finish_without_marks(self) -> None:
         """End an iteration without marks: the engine was left out, or graphs replayed all of it."""
@@ -389,15 +428,15 @@ class OffloadEngine:
             plan = self._last_plan = self._cache.find_like(trial.plan, self._now.num_entered)
             self._next_plan = self._cache.plan_after(plan) if plan is not None else None
             is_trial = plan is not None and self._tuner.is_tried(plan)
-        self.report.is_left_out = is_trial
+        self._report.is_left_out = is_trial
         if not is_trial:  # otherwise the report keeps the previous iteration's figures
-            self.report.modules, self.report.late_groups = {}, {}
-        self._update_report()
+            self._counted = CountedModules()
+        self._note_iteration()
         self._host_trimmer.end_iteration(self._last_plan)
 
     def _begin_iteration(self) -> None:
         gradients = self.store.backend.gradients
-        if self.report.num_iterations == 1 and gradients is not None:
+        if self._report.num_iterations == 1 and gradients is not None:
             self._tuner.resident_gradient_bytes = gradients.count()
         self._executor.begin(self._now, self._next_plan)
 
@@ -420,10 +459,9 @@ class OffloadEngine:
         # The plan for the same steps, which may have been rebuilt.
         self._last_plan = self._cache.find(plan.trace.steps_key)
         self._next_plan = self._cache.plan_after(plan)
-        self.report.is_left_out = False
-        self.report.modules = dict(self.store.modules)
-        self.report.late_groups = {str(key): n for key, n in self.store.late_groups.items()}
-        self._update_report()
+        self._report.is_left_out = False
+        self._counted = self.store.take_counters()
+        self._note_iteration()
         self._stop_verifying()
         self._clear_iteration()
         # The allocator is read at every mark only while its readings are needed.
@@ -441,41 +479,29 @@ class OffloadEngine:
 
     def _stop_verifying(self) -> None:
         verifier = self.store.verifier
-        if verifier is not None and self.report.num_iterations >= self._num_verified_iterations:
+        if verifier is not None and self._report.num_iterations >= self._num_verified_iterations:
             verifier.stop()
             self.store.verifier = None
             logger.info(
                 "offload_verify: %d storages came back unchanged in %d iterations; verifying ends",
                 verifier.num_verified,
-                self.report.num_iterations,
+                self._report.num_iterations,
             )
 
     def _make_plan(self) -> Plan:
         now = self._now
         return self._tuner.make(
-            self._recorder.finish(self.report.pp_rank, now.groups, now.unwatched)
+            self._recorder.finish(self._report.pp_rank, now.groups)
         ).plan
 
-    def _update_report(self) -> None:
-        report, pool = self.report, self.store.host_pool
+    def _note_iteration(self) -> None:
+        report, allocated = self._report, self.store.host_pool.allocated_bytes
         report.num_iterations += 1
-        self._note_time()
-        report.host_growth_bytes = max(0, pool.allocated_bytes - report.host_allocated_bytes)
-        report.host_allocated_bytes = pool.allocated_bytes
-        report.host_high_water_bytes = pool.high_water_bytes
-        report.host_waste_bytes = pool.waste_bytes
-        report.host_memory_limit_bytes = pool.limit_bytes
-        report.num_host_allocations = pool.num_slabs
-        report.graphs = self.graphs.modules
-        report.graph_host_bytes = self.graphs.pool.allocated_bytes if self.graphs.pool else 0
-        if self._last_plan is not None:
-            report.num_kept_for_host_memory = self._last_plan.num_kept_for_host_memory
-
-    def _note_time(self) -> None:
+        report.host_growth_bytes = max(0, allocated - report.host_allocated_bytes)
+        report.host_allocated_bytes = allocated
         now = time.perf_counter()
         if self._ended_at is not None:
-            self.report.iteration_ms.append(round(1e3 * (now - self._ended_at), 1))
-            del self.report.iteration_ms[:-MAX_ITERATIONS_SHOWN]
+            self._iteration_ms.append(1e3 * (now - self._ended_at))
         self._ended_at = now
 
     def _clear_iteration(self) -> None:

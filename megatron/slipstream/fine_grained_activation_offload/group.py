@@ -11,7 +11,7 @@ from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.group_label import GroupLabel
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
-from megatron.slipstream.plan.trace import GroupKey
+from megatron.slipstream.plan.trace import GroupKey, Trace
 
 _serial_numbers = itertools.count()
 
@@ -44,7 +44,7 @@ class OffloadTensorGroup:
 
     __slots__ = (
         *("serial", "label", "key", "name", "state", "min_numel"),
-        *("is_read_first", "held", "nbytes", "_storages", "__weakref__"),
+        *("is_read_first", "untracked_in", "held", "nbytes", "_storages", "__weakref__"),
     )
 
     def __init__(self, label: GroupLabel, min_numel: int = 1) -> None:
@@ -56,6 +56,9 @@ class OffloadTensorGroup:
         self.min_numel = min_numel
         self.is_read_first = False
         """See ``GroupTrace.is_read_first``."""
+        self.untracked_in: Optional[Trace] = None
+        """The trace of the plan that keeps the group, if its saved tensors were therefore not
+        tracked."""
         self.held: dict[int, GroupKey] = {}
         """The group that saved each storage first, by serial number, in order of their first save
         by this group."""

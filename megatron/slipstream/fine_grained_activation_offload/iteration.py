@@ -13,12 +13,15 @@ from megatron.slipstream.fine_grained_activation_offload.host_sync_points import
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import IterationProbe
 from megatron.slipstream.fine_grained_activation_offload.tuner import TrialIteration
 from megatron.slipstream.plan.actions import Plan
-from megatron.slipstream.plan.trace import GroupKey, Trace
+from megatron.slipstream.plan.trace import GroupKey
 
 
 @dataclass(slots=True)
 class Iteration:
-    """Begins when forward enters a model chunk, and ends when the schedule has issued all of it."""
+    """Begins when forward enters a model chunk, and ends when the schedule has issued all of it.
+
+    C++ reads some of its slots where they lie: ``native/steps.h``.
+    """
 
     has_begun: bool = False
     """Whether forward has entered a model chunk."""
@@ -40,9 +43,6 @@ class Iteration:
     """Number of steps so far."""
     passes: list[ChunkOffloadHandler] = field(default_factory=list)
     """In the order in which forward began them."""
-    unwatched: dict[GroupKey, Trace] = field(default_factory=dict)
-    """Groups whose saved tensors were not tracked, since the plan followed at the time keeps them,
-    with that plan's trace."""
     chunk: Optional[ChunkOffloadHandler] = None
     """The running forward pass; None outside of training passes."""
     started: Optional[OffloadTensorGroup] = None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Optional
 
@@ -38,10 +37,11 @@ class PipelineOffloadManager(OffloadEngine):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.moves_checkpoint_inputs = False
         """Whether the tensors that a checkpoint keeps are a group: see :meth:`run_checkpoint`."""
-        self.region_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Context of the operations of every group, in addition to the saved-tensor hooks."""
-        self._regions: list[Optional[tuple[AbstractContextManager[Any], saved_tensors_hooks]]] = []
-        """Regions that have been entered and not left; None for one without hooks."""
+        self.region_flag: Optional[tuple[Any, str]] = None
+        """An object, and the name of a flag of it that is true during the operations of groups."""
+        self._regions: list[None | bool | tuple[saved_tensors_hooks, bool]] = []
+        """Regions that have been entered and not left: None for one without hooks; else the hooks
+        and what the flag was before. Of those that C++ entered, the latter alone."""
         self._delayed: list[DelayedCommit] = []
         """Commits to be carried out by :meth:`flush_delayed_groups`."""
         self._has_warned_of_others = False
@@ -179,7 +179,6 @@ class PipelineOffloadManager(OffloadEngine):
     def end_on(
         self,
         tensor: torch.Tensor,
-        mark: CommitMark,
         name: str,
         given_up: Sequence[torch.Tensor] = (),
         is_delayed: bool = False,
@@ -188,7 +187,6 @@ class PipelineOffloadManager(OffloadEngine):
 
         Args:
             tensor: The output.
-            mark: From :meth:`cur_forward_chunk`.
             name: Name of the group.
             given_up: Tensors that forward no longer reads, though others may hold references.
             is_delayed: Whether the commit waits for :meth:`flush_delayed_groups` during a replay.
@@ -196,45 +194,53 @@ class PipelineOffloadManager(OffloadEngine):
         Returns:
             ``tensor``, with a node in the graph that marks where backward needs the group.
         """
-        if is_delayed and self._in_replay:
-            self.push_offload_groups(mark.on_group_commit_forward, name, given_up)
-        else:
+        is_delayed = is_delayed and self._in_replay
+        if not is_delayed:
             marked = self.store.end(self, tensor, name)
             if marked is not None:
                 return marked
+        mark = self.cur_forward_chunk()
+        if mark is None:
+            return tensor
+        if is_delayed:
+            self.push_offload_groups(mark.on_group_commit_forward, name, given_up)
+        else:
             mark.on_group_commit_forward(name, given_up)
         return self.store.mark(tensor, partial(mark.on_group_commit_backward, name))
 
     def __enter__(self) -> PipelineOffloadManager:
         """Enter the region of the last started group: tensors saved inside belong to it."""
-        self._enter_region(self.region_context)
+        if not self.store.enter(self):
+            self._enter_region(self.region_flag)
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Leave the region."""
+        if self.store.leave(self):
+            return
         entered = self._regions.pop()
-        if entered is not None:
-            region, hooks = entered
+        if isinstance(entered, tuple):
+            hooks, before = entered
             hooks.__exit__()
-            region.__exit__(None, None, None)
+            if self.region_flag is not None:
+                setattr(*self.region_flag, before)
 
-    def _enter_region(self, make_context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def _enter_region(self, flag: Optional[tuple[Any, str]]) -> None:
         """Enter the region of the last started group.
 
         Args:
-            make_context: Context in addition to the saved-tensor hooks, if the group has hooks.
+            flag: Set if the group has saved-tensor hooks: see :attr:`region_flag`.
         """
         group = self.take_started()
         if group is None or self._others_save():
             self._regions.append(None)
             return
-        region = make_context()
-        hooks = saved_tensors_hooks(
-            partial(self.store.pack, group), self.store.unpack_by(self.read)
-        )
-        region.__enter__()
+        hooks = saved_tensors_hooks(*self.store.hooks(group, self))
         hooks.__enter__()
-        self._regions.append((region, hooks))
+        before = bool(self.region_flag and getattr(*self.region_flag))
+        if flag is not None:
+            setattr(*flag, True)
+        self._regions.append((hooks, before))
 
     def _warn_of_no_groups(self) -> None:
         now = self._now
@@ -256,7 +262,7 @@ class PipelineOffloadManager(OffloadEngine):
         hidden from it in one of them, backward would get wrong tensors.
         """
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is None or getattr(hooks[0], "func", None) == self.store.pack:
+        if hooks is None or self.store.is_own_hook(hooks[0]):
             return False
         if not self._has_warned_of_others:
             self._has_warned_of_others = True
@@ -285,9 +291,8 @@ class PipelineOffloadManager(OffloadEngine):
         if not is_group:
             return run()
         self.pop_forward_chunk(CHECKPOINT_INPUTS)
-        # Without ``region_context``: the modules inside save nothing, and must run as in the
-        # recomputation.
-        self._enter_region(nullcontext)
+        # Without the flag: the modules inside save nothing, and must run as in the recomputation.
+        self._enter_region(None)
         try:
             output = run()
         finally:

@@ -90,7 +90,7 @@ class PlanExecutor:
         index = now.num_steps
         now.num_steps = index + 1
         if now.steps is not None:
-            if now.steps.come_to(self.store.native, self, now, index, kind, at):
+            if now.steps.come_to(self, now, index, kind, at):
                 return
             now.steps = None  # The iteration departs from its plan.
         if now.plan is not None and not _is_step(now.plan, index, kind, at):

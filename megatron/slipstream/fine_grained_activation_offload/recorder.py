@@ -223,21 +223,18 @@ class Recorder:
         self,
         pp_rank: int,
         groups: Mapping[GroupKey, OffloadTensorGroup],
-        unwatched: Mapping[GroupKey, Trace],
     ) -> Trace:
         """The iteration as a trace.
 
         Args:
             pp_rank: Pipeline-parallel rank.
             groups: All groups of the iteration, in the order in which they started.
-            unwatched: Groups whose saved tensors were not tracked, since the plan followed at the
-                time keeps them, with that plan's trace, which has their storages.
         """
         records: dict[Hashable, _StorageRecord] = {}
         saved: dict[GroupKey, list[Hashable]] = {}
         for group in groups.values():
-            if group.key in unwatched:
-                names = _add_as_in(unwatched[group.key], group.key, records, groups)
+            if group.untracked_in is not None:
+                names = _add_as_in(group.untracked_in, group.key, records, groups)
             else:
                 names = self._add(group, records)
             saved[group.key] = names

@@ -287,7 +287,7 @@ def _offloading(config: Any, num_slots: int) -> Optional[ChunkOffloading]:
         limit_bytes = share_of_host_memory(pool.limit_bytes, pool.allocated_bytes, num_slots)
         options = replace(installed.options, host_memory_limit_bytes=limit_bytes)
         engine = PipelineOffloadManager(installed.store.backend, options)
-        engine.region_context = installed.region_context
+        engine.region_flag = installed.region_flag
         engine.moves_checkpoint_inputs = installed.moves_checkpoint_inputs
         return engine
 

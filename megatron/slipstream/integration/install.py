@@ -38,6 +38,8 @@ from megatron.slipstream.plan.candidates import PolicyOptions
 
 logger = logging.getLogger(__name__)
 
+FLAG = "CPUOffloadEnabled"
+
 _FEATURES = (
     *(Feature.ENGINE, Feature.ENGINE_ON_GPU, Feature.CHECKPOINT_INPUTS),
     Feature.MODEL_CALLS,
@@ -103,7 +105,7 @@ def _make_manager(
     manager.config = config
     manager.moves_checkpoint_inputs = config.offload_checkpoint_inputs
     manager.report.settings = settings(config)
-    manager.region_context = _region_context()
+    manager.region_flag = _region_flag()
     return manager
 
 
@@ -254,32 +256,14 @@ def gather_report() -> Report:
     return Report.merge(reports)
 
 
-class _TransformerEngineRegion:
-    """Tells Transformer Engine that what its modules save inside may move. Regions nest.
+def _region_flag() -> Optional[tuple[Any, str]]:
+    """The flag that tells Transformer Engine that what its modules save may move; None if it has none.
 
     Its modules then keep weights (and their ``main_grad``) by reference instead of saving them, and
     allocate the experts' inputs one by one instead of as one block.
     """
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._before: list[bool] = []
-
-    def __enter__(self) -> None:
-        self._before.append(self._module.CPUOffloadEnabled)
-        self._module.CPUOffloadEnabled = True
-
-    def __exit__(self, *_: object) -> None:
-        self._module.CPUOffloadEnabled = self._before.pop()
-
-
-def _region_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """A function that makes the context of a group's operations."""
     try:
         from megatron.core.extensions.transformer_engine import cpu_offload
     except ImportError:
-        return contextlib.nullcontext
-    if not hasattr(cpu_offload, "CPUOffloadEnabled"):
-        return contextlib.nullcontext
-    region = _TransformerEngineRegion(cpu_offload)
-    return lambda: region
+        return None
+    return (cpu_offload, FLAG) if hasattr(cpu_offload, FLAG) else None

@@ -41,9 +41,7 @@ class RoutedManager(PipelineOffloadManager):
 
     def __init__(self, router: Router, *arguments: Any) -> None:
         self.router = router
-        is_on = router.is_on
         super().__init__(*arguments)
-        router.is_on = is_on
         self.config = OffloadConfig()
         """The settings it was made from."""
 
@@ -55,6 +53,8 @@ class RoutedManager(PipelineOffloadManager):
     @do_offload.setter
     def do_offload(self, is_on: bool) -> None:
         self.router.is_on = is_on
+        for manager in self.router.managers:
+            manager.follow_in_python()
 
     def init_model_chunk_offload_handler(self, *arguments: Any, **options: Any) -> None:
         """A pass begins, unless it has: [Note: Models with a forward of their own]."""

@@ -18,14 +18,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
 
 
 def _engine() -> Optional[PipelineOffloadManager]:
@@ -47,18 +46,23 @@ def tell_group_input(original: Callable[..., Any]) -> Callable[..., Any]:
     return start
 
 
-class EndByEngine:
-    """Replaces the autograd function ``FineGrainedOffloadingGroupCommitFunction``."""
+def end_by_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``fine_grained_offloading_group_offload`` (``..._group_commit`` before 0.19)."""
 
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def apply(self, tensor: torch.Tensor, mark: Any, name: str, *rest: Any) -> Any:
-        """As megatron-core calls it; ``rest`` says what to release and whether to delay."""
-        if not isinstance(mark, CommitMark):  # of megatron-core's own engine
-            return self._original.apply(tensor, mark, name, *rest)
+    @functools.wraps(original)
+    def end(
+        tensor: Any,
+        name: str,
+        forced_released_tensors: Sequence[torch.Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> Any:
         engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-        return engine.end_on(tensor, mark, name, *rest)
+        # For several outputs megatron-core calls this once more, with the first one.
+        if not hasattr(engine, "end_on") or not isinstance(tensor, torch.Tensor):
+            return original(tensor, name, forced_released_tensors, delay_offload)
+        return engine.end_on(tensor, name, forced_released_tensors or (), delay_offload)
+
+    return end
 
 
 def tell_discarded_outputs(original: Callable[..., Any]) -> Callable[..., Any]:

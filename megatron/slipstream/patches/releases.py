@@ -56,6 +56,13 @@ def models_pass_their_rank() -> bool:
     return "pp_rank" in inspect.signature(interface.init_chunk_handler).parameters
 
 
+def has_group_end(name: str) -> bool:
+    """Whether ``name`` is the function that ends a group (its name changed in 0.19)."""
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload
+
+    return hasattr(fine_grained_activation_offload, name)
+
+
 def has_gpt_builder() -> bool:
     """Whether ``megatron.training`` builds GPT models from a configuration (from 0.19 on)."""
     from megatron.training import argument_utils

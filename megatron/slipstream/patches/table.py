@@ -19,6 +19,7 @@ from megatron.slipstream.patches import patching
 from megatron.slipstream.patches.patching import Patch
 from megatron.slipstream.patches.releases import (
     has_gpt_builder,
+    has_group_end,
     pretrain_parses,
 )
 
@@ -94,10 +95,19 @@ GROUPS = (
         "the engine would not know where backward leaves a group",
         parameters=("tensor", "name"),
     ),
-    Patch(
-        f"{_FACADE}.FineGrainedOffloadingGroupCommitFunction",
-        _lazy("marks", "EndByEngine"),
-        "a Python function would run at each group's end, forward and backward",
+    *(
+        Patch(
+            f"{_FACADE}.{name}",
+            _lazy("marks", "end_by_engine"),
+            "a Python function would run at each group's end, forward and backward",
+            releases=releases,
+            parameters=("tensor", "name", "forced_released_tensors", "delay_offload"),
+            is_needed=partial(has_group_end, name),
+        )
+        for name, releases in (
+            ("fine_grained_offloading_group_offload", "0.19"),
+            ("fine_grained_offloading_group_commit", "0.17, 0.18"),
+        )
     ),
 )
 

@@ -118,6 +118,13 @@ class Plan:
         """The group plans by key."""
         return {group.key: group for group in self.groups}
 
+    def tracks(self, key: GroupKey) -> bool:
+        """Whether the saved tensors of the group of that key must be tracked.
+
+        If it stays, they need not be, unless its use is noticed only when they are read.
+        """
+        return self.group_by_key[key].moves or self.trace.group_by_key[key].is_read_first
+
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """For each step, the actions once its mark is reached, in this order.

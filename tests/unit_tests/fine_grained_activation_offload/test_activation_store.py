@@ -119,7 +119,7 @@ def test_what_something_else_holds_is_not_copied_back_and_is_learnt(bench: HandD
     bench.store.copy_in(group.storages())
     assert bench.unpack(saved).data_ptr() == tensor.data_ptr()
     assert bench.store.modules["group"].h2d_copies == 0
-    assert bench.recorder.finish(0, bench.groups, {}).storages[0].held_outside
+    assert bench.recorder.finish(0, bench.groups).storages[0].held_outside
 
 
 def test_memory_refilled_by_recomputation_is_read_as_refilled(

@@ -183,6 +183,6 @@ def test_only_what_is_emptied_counts_as_recomputed(is_emptied: bool) -> None:
         tensor.add_(1)
     bench.store.release(group)
     assert kept.storage.is_on_device
-    (traced,) = bench.recorder.finish(0, bench.groups, {}).storages
+    (traced,) = bench.recorder.finish(0, bench.groups).storages
     assert traced.held_outside
     assert traced.is_recomputed is is_emptied

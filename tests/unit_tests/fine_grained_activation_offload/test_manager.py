@@ -468,13 +468,13 @@ def test_what_groups_save_that_stay_is_not_looked_at(
     (chunk,) = make_chunks(1)
     manager = make_manager(backend, activation_offload_fraction=0.5)
     looked_at = set()
-    save = manager.store.pack
+    hooks = manager.store.hooks
 
-    def watching(group: OffloadTensorGroup, tensor: torch.Tensor) -> object:
+    def watching(group: OffloadTensorGroup, reader: object) -> object:
         looked_at.add(group.key)
-        return save(group, tensor)
+        return hooks(group, reader)
 
-    monkeypatch.setattr(type(manager.store), "pack", property(lambda _: watching))
+    monkeypatch.setattr(manager.store, "hooks", watching)
     for _ in range(2):
         looked_at.clear()
         run_iteration(chunk, manager, fraction=0.5)

@@ -171,6 +171,11 @@ class MarkedChunk(torch.nn.Module):
     def forward(self, x: torch.Tensor, manager: PipelineOffloadManager | None) -> torch.Tensor:
         if manager is not None:
             manager.init_model_chunk_offload_handler(0, None, 0, 1)
+        return self.layers_only(x, manager)
+
+    def layers_only(
+        self, x: torch.Tensor, manager: PipelineOffloadManager | None
+    ) -> torch.Tensor:
         for layer in self.layers:
             x = torch.sigmoid(x)
             if manager is None:
@@ -179,31 +184,150 @@ class MarkedChunk(torch.nn.Module):
             manager.start_on(x, "group")
             with manager:
                 x = torch.tanh(layer(x))
-            mark = manager.cur_forward_chunk()
-            assert mark is not None
-            x = manager.end_on(x, mark, "group")
+            x = manager.end_on(x, "group")
         return x
+
+
+def marked_chunks() -> Any:
+    torch.manual_seed(5)
+    return [MarkedChunk()]
 
 
 def test_marks_of_a_followed_plan_are_not_python_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Except the start of an iteration's first group, which chooses the plan, and its end."""
-    torch.manual_seed(5)
-    chunks: Any = [MarkedChunk()]
-    schedule = SCHEDULES["1F1B first of two"]
+    chunks, schedule = marked_chunks(), SCHEDULES["1F1B first of two"]
     calls: list[str] = []
-    come_to = PlanExecutor.come_to
+    come_to, enter_region = PlanExecutor.come_to, PipelineOffloadManager._enter_region
 
-    def counted(executor: PlanExecutor, now: Any, kind: Any, at: Any) -> None:
+    def come(executor: PlanExecutor, now: Any, kind: Any, at: Any) -> None:
         calls.append(f"{at.key}:{kind.value}")
         come_to(executor, now, kind, at)
+
+    def enter(manager: PipelineOffloadManager, flag: Any) -> None:
+        calls.append("enter")
+        enter_region(manager, flag)
 
     manager = make_manager(LAZY_NATIVE)
     for _ in range(4):
         assert is_right(manager, schedule, chunks)
-    monkeypatch.setattr(PlanExecutor, "come_to", counted)
+    monkeypatch.setattr(PlanExecutor, "come_to", come)
+    monkeypatch.setattr(PipelineOffloadManager, "_enter_region", enter)
     assert is_right(manager, schedule, chunks)
     assert manager.report.total.num_groups_moved > 0
-    assert calls == ["0.0:FS", "0.0:BE"]
+    assert calls == ["0.0:FS", "enter", "0.0:BE"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_right_with_marks_in_cpp(name: str, backend: str) -> None:
+    manager, chunks = make_manager(backend), marked_chunks() * 2
+    for _ in range(5):
+        assert is_right(manager, SCHEDULES[name], chunks)
+    assert manager.report.total.num_groups_moved > 0
+    assert manager.store.native.num_known == 0
+
+
+def test_groups_that_stay_are_not_tracked() -> None:
+    chunk = marked_chunks()[0]
+    manager = make_manager(LAZY_NATIVE, activation_offload_fraction=0.5)
+    for _ in range(4):
+        manager.init_model_chunk_offload_handler(0, None, 0, 1, activation_offload_fraction=0.5)
+        output = chunk.layers_only(torch.randn(7, WIDTH, requires_grad=True), manager)
+        held = {key: bool(group.held) for key, group in manager._now.groups.items()}
+        plan = manager._now.plan
+        output.sum().backward()
+        manager.reset()
+    assert plan is not None
+    assert held == {group.key: group.moves for group in plan.groups}
+    assert sorted(held.values()) == [False, False, True, True]
+
+
+class Flag:
+    is_set = False
+
+
+def test_the_flag_is_set_in_tracked_regions_alone_and_is_what_it_was_afterwards() -> None:
+    manager, chunks = make_manager(LAZY_NATIVE), marked_chunks()
+    flag = Flag()
+    manager.region_flag = (flag, "is_set")
+    was, seen = False, set()
+
+    def check(*_: Any) -> None:
+        plan, *_, key = manager._now.plan, *manager._now.groups
+        is_tracked = plan is None or plan.tracks(key)
+        assert flag.is_set is (is_tracked or was)
+        seen.add((is_tracked, was))
+
+    for layer in chunks[0].layers:
+        layer.register_forward_pre_hook(check)
+    for was in (False, True, False, True):
+        flag.is_set = was
+        run_schedule(chunks, SCHEDULES["accumulation"], manager)
+        assert flag.is_set is was
+    assert seen >= {(True, False), (True, True)}
+    assert manager._regions == []
+
+
+class Stop(Exception):
+    pass
+
+
+def test_an_exception_in_a_region_leaves_no_hooks() -> None:
+    manager, chunks = make_manager(LAZY_NATIVE), marked_chunks()
+    schedule = SCHEDULES["accumulation"]
+    for _ in range(4):
+        assert is_right(manager, schedule, chunks)
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    failing = chunks[0].layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(Stop):
+        run_schedule(chunks, schedule, manager)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert manager._regions == []
+    failing.remove()
+    for _ in range(2):
+        assert is_right(manager, schedule, chunks)
+
+
+def test_nothing_moves_under_the_hooks_of_others() -> None:
+    """They must see all that is saved, as those of a checkpoint."""
+    manager, chunks = make_manager(LAZY_NATIVE), marked_chunks()
+    schedule = SCHEDULES["accumulation"]
+    for _ in range(4):
+        assert is_right(manager, schedule, chunks)
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run_schedule(chunks, schedule, None)
+        num_packed = len(packed)
+        run_schedule(chunks, schedule, manager)
+    assert len(packed) == 2 * num_packed
+
+
+def test_suspended_marks_do_nothing_in_the_middle_of_an_iteration() -> None:
+    manager, (chunk,) = make_manager(LAZY_NATIVE), marked_chunks()
+    for _ in range(4):
+        assert is_right(manager, SCHEDULES["accumulation"], [chunk])
+    x, y = (torch.randn(7, WIDTH, requires_grad=True) for _ in range(2))
+    first = chunk(x, manager)
+    num_steps = manager._now.num_steps
+    manager.disable_offload()
+    second = chunk.layers_only(y, manager)
+    manager.enable_offload()
+    assert manager._now.num_steps == num_steps
+    (first.sum() + second.sum()).backward()
+    expected = [tensor.grad for tensor in (x, y)]
+    for tensor in (x, y):
+        tensor.grad = None
+    (chunk(x, None).sum() + chunk(y, None).sum()).backward()
+    assert all_equal(expected, [tensor.grad for tensor in (x, y)])
+    manager.reset()
 
 
 # Compiling.

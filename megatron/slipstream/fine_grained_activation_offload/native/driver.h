@@ -5,10 +5,10 @@
 
 #pragma once
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
 #include <memory>
-#include <unordered_map>
 #include <vector>
 
 #include "python.h"
@@ -19,6 +19,9 @@ namespace slipstream {
 struct Stream {
   py::object id, object;
   void* handle = nullptr;
+  // Of torch's own class of streams.
+  int64_t number = 0;
+  int64_t device = 0;
 };
 
 struct Event {
@@ -67,7 +70,8 @@ class Driver {
   int add_stream(py::object id, py::object object) {
     const int known = number_of(id);
     if (known >= 0) return known;
-    streams_.push_back({std::move(id), std::move(object), nullptr});
+    id.inc_ref();  // Never freed: see `Signal`.
+    streams_.push_back({std::move(id), std::move(object)});
     prepare(streams_.back());
     return static_cast<int>(streams_.size()) - 1;
   }
@@ -153,18 +157,13 @@ class CudaDriver : public Driver {
  public:
   explicit CudaDriver(py::object backend)
       : Driver(std::move(backend)),
-        get_device_(py::module_::import("torch").attr("_C").attr("_cuda_getDevice")),
-        get_stream_(py::module_::import("torch").attr("_C").attr("_cuda_getCurrentRawStream")) {}
+        guard_(c10::DeviceType::CUDA) {}
 
   int current() override {
-    const py::object device = get_device_();
-    const py::object raw = get_stream_(device);
-    void* handle = PyLong_AsVoidPtr(raw.ptr());
+    const c10::Stream now = guard_.getStream(guard_.getDevice());
     for (size_t number = 0; number < streams_.size(); ++number) {
       const Stream& stream = streams_[number];
-      if (stream.handle == handle &&
-          is_same(py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(stream.id.ptr(), 0)),
-                  device)) {
+      if (stream.number == now.id() && stream.device == now.device_index()) {
         return static_cast<int>(number);
       }
     }
@@ -174,6 +173,7 @@ class CudaDriver : public Driver {
 
   // [Note: Events are used again] in cuda_backend.py.
   Event record(int stream) override {
+    if (rings_.size() <= static_cast<size_t>(stream)) rings_.resize(stream + 1);
     Ring& ring = rings_[stream];
     if (ring.events.empty()) {
       const py::object make = py::module_::import("torch").attr("cuda").attr("Event");
@@ -215,7 +215,7 @@ class CudaDriver : public Driver {
   }
 
   void drop_device(c10::Storage memory) override {
-    if (backend_.attr("poisons_dropped").cast<bool>()) {
+    if (GET(backend_, "poisons_dropped").ptr() == Py_True) {
       const py::object object = wrap(std::move(memory));
       backend_.attr("drop_device")(object);
     }
@@ -231,6 +231,8 @@ class CudaDriver : public Driver {
 
   void prepare(Stream& stream) override {
     stream.handle = PyLong_AsVoidPtr(py::object(stream.object.attr("cuda_stream")).ptr());
+    stream.number = stream.object.attr("stream_id").cast<int64_t>();
+    stream.device = stream.object.attr("device_index").cast<int64_t>();
   }
 
   static void check(int status, const char* what) {
@@ -241,8 +243,8 @@ class CudaDriver : public Driver {
   }
 
   CudaFunctions cuda_;
-  py::object get_device_, get_stream_;
-  std::unordered_map<int, Ring> rings_;
+  c10::impl::VirtualGuardImpl guard_;
+  std::vector<Ring> rings_;
 };
 
 inline std::unique_ptr<Driver> make_driver(const py::object& backend) {

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "plain_object.h"
 #include "storage.h"
 
 namespace slipstream {
@@ -37,6 +38,10 @@ class Group {
   GroupState state = GroupState::OPEN;
   int64_t min_numel;
   bool is_read_first = false;
+  // Whether it was opened by a mark in C++: its iteration follows a plan.
+  bool is_planned = false;
+  // The trace of the plan that keeps it, if its saved tensors were not tracked for that; else null.
+  py::object untracked_in = py::none();
 
   // The `GroupLabel`, made when it is asked for.
   const py::object& label() {
@@ -102,16 +107,20 @@ class Group {
 
 inline const py::object& Storage::label() const { return owner->label(); }
 
-// What autograd keeps in place of a saved tensor. It has the Python object of the storage, so that
-// Python's weak references to that live as long as the storage.
+// What autograd keeps in place of a saved tensor.
 struct SavedTensor {
-  SavedTensor(std::shared_ptr<Storage> storage, std::shared_ptr<Group> group, int64_t index)
-      : object(py::cast(storage)), storage(std::move(storage)), group(std::move(group)), index(index) {}
-
-  py::object object;
   std::shared_ptr<Storage> storage;
   std::shared_ptr<Group> group;
   int64_t index;
+  // The Python object of the storage, so that Python's weak references to that live as long as the
+  // storage. Null while the group follows a plan: then Python has none.
+  py::object object;
+
+  const py::object& storage_object() {
+    if (!object) object = py::cast(storage);
+    return object;
+  }
 };
+using SavedTensorObject = PlainObject<SavedTensor>;
 
 }  // namespace slipstream

@@ -6,97 +6,78 @@
 
 #pragma once
 
-#include <chrono>
-
+#include "hooks.h"
 #include "mark.h"
 #include "steps.h"
 
 namespace slipstream {
 
-// Host time in calls that backward makes, which no Python function surrounds.
-struct HostTime {
-  static inline bool is_taken = false;
-  static inline int64_t nanoseconds = 0;
-
-  ~HostTime() {
-    if (!is_taken) return;
-    const auto passed = std::chrono::steady_clock::now() - begin;
-    nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(passed).count();
-  }
-
-  const std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
-};
-
 class Marks {
  public:
   // A group starts whose input is `tensor`. False, with nothing done, if Python has to do it.
   static bool start(const py::object& engine, const py::object& tensor, const py::object& name) {
-    const py::object now = GET(engine, "_now");
-    Pass* chunk_pass = current_pass(engine, now);
+    Iteration now(GET(engine, "_now"));
+    Pass* chunk_pass = current_pass(now);
     if (chunk_pass == nullptr || !is_torch_tensor(tensor)) return false;
+    const Steps& steps = inside<Steps>(now.steps());
+    Store& store = *steps.store;
     const auto group = chunk_pass->open_group(name);
-    SET(now, "started", py::cast(group));
-    const py::object counters = store_of(engine).modules[name];
-    add_to(counters, SLIPSTREAM_NAME("num_groups"), 1);
+    group->is_planned = true;
+    now.set_nothing_started();
+    store.started = group;
+    store.kept_in = steps.tracks(*group) ? py::none() : steps.trace;
+    ++store.modules[name].num_groups;
     advance(engine, now, python->forward_start, group);
     call_before(tensor, Callback([engine, group] { leave(engine, group); }));
     return true;
+  }
+
+  // Enter the region of the group that has started. False, with nothing done, if Python has to.
+  static bool enter(const py::object& engine) {
+    const Iteration now(GET(engine, "_now"));
+    const Pass* chunk_pass = current_pass(now);
+    if (chunk_pass == nullptr || now.has_started() || chunk_pass->groups.empty()) return false;
+    Store& store = *inside<Steps>(now.steps()).store;
+    return store.started == chunk_pass->groups.back() && Regions::enter(engine, store);
   }
 
   // The group of that name ends; `tensor` is one of its outputs. Returns that with the mark of the
   // end; None, with nothing done, if Python has to do it.
   static py::object end(const py::object& engine, const py::object& tensor,
                         const py::object& name) {
-    const py::object now = GET(engine, "_now");
-    Pass* chunk_pass = current_pass(engine, now);
-    if (chunk_pass == nullptr || !is_torch_tensor(tensor) || py::len(chunk_pass->given_up_by) > 0) {
+    Iteration now(GET(engine, "_now"));
+    Pass* chunk_pass = current_pass(now);
+    if (chunk_pass == nullptr || !is_torch_tensor(tensor) ||
+        PyObject_IsTrue(chunk_pass->given_up_by.ptr()) != 0) {
       return py::none();
     }
     const auto group = chunk_pass->commit_group(name);
     if (!group) return tensor;
-    if (!is_unwatched(now, *group)) store_of(engine).commit(*group);
+    if (group->untracked_in.is_none()) Store::commit(*group);
     advance(engine, now, python->forward_commit, group);
     return mark(tensor, Callback([engine, group] { use(engine, group); }));
   }
 
  private:
-  static Store& store_of(const py::object& engine) {
-    return GET(GET(engine, "store"), "native").cast<Store&>();
-  }
-
-  // The pass that forward is in; null where marks are not the plan's.
-  static Pass* current_pass(const py::object& engine, const py::object& now) {
-    if (GET(now, "steps").is_none() || !at::GradMode::is_enabled() ||
-        torch::autograd::get_current_graph_task_id() != -1 ||
-        !GET(engine, "do_offload").cast<bool>()) {
+  // The pass that forward is in; null where marks are not the plan's. While offloading is suspended,
+  // or layers are captured, no steps are followed.
+  static Pass* current_pass(const Iteration& now) {
+    if (!now.follows_steps() || now.chunk().is_none() || !at::GradMode::is_enabled() ||
+        torch::autograd::get_current_graph_task_id() != -1) {
       return nullptr;
     }
-    const py::object graphs = GET(engine, "graphs"), chunk_pass = GET(now, "chunk");
-    if (GET(graphs, "is_open").cast<bool>() || !GET(graphs, "layer").is_none() ||
-        chunk_pass.is_none()) {
-      return nullptr;
-    }
-    return chunk_pass.cast<Pass*>();
-  }
-
-  static bool is_unwatched(const py::object& now, Group& group) {
-    const py::object unwatched = GET(now, "unwatched");
-    return PyDict_GET_SIZE(unwatched.ptr()) > 0 && unwatched.contains(group.key());
+    return &inside<Pass>(now.chunk());
   }
 
   // Backward may outlive its iteration's end.
-  static bool is_current(const py::object& now, const Group& group) {
-    const py::object passes = GET(now, "passes");
-    if (group.chunk_pass >= PyList_GET_SIZE(passes.ptr())) return false;
-    return py::handle(PyList_GET_ITEM(passes.ptr(), group.chunk_pass))
-        .cast<const Pass&>()
-        .has(group);
+  static bool is_current(const Iteration& now, const Group& group) {
+    return now.find(group.chunk_pass, group.index) == &group;
   }
 
   // Backward needs the group from here on.
   static void use(const py::object& engine, const std::shared_ptr<Group>& group) {
     const HostTime time;
-    const py::object now = GET(engine, "_now");
+    Iteration now(GET(engine, "_now"));
     if (group->state != GroupState::COMMITTED || !is_current(now, *group)) return;
     group->move_to(GroupState::IN_USE);
     advance(engine, now, python->backward_use, group);
@@ -105,25 +86,22 @@ class Marks {
   // Backward has left the group.
   static void leave(const py::object& engine, const std::shared_ptr<Group>& group) {
     const HostTime time;
-    const py::object now = GET(engine, "_now");
+    Iteration now(GET(engine, "_now"));
     if (group->state != GroupState::IN_USE || !is_current(now, *group)) return;
     group->move_to(GroupState::DONE);
     advance(engine, now, python->backward_end, group);
   }
 
-  static void advance(const py::object& engine, const py::object& now, const py::object& kind,
+  static void advance(const py::object& engine, Iteration& now, const py::object& kind,
                       const std::shared_ptr<Group>& group) {
-    const py::object steps = GET(now, "steps"), at = py::cast(group);
-    if (!steps.is_none()) {
-      const auto index = GET(now, "num_steps").cast<int64_t>();
-      SET(now, "num_steps", py::int_(index + 1));
-      const py::object executor = GET(engine, "_executor");
-      if (steps.cast<const Steps&>().come_to(store_of(engine), executor, now, index, kind, at)) {
-        return;
-      }
-      SET(now, "num_steps", py::int_(index));
+    if (now.follows_steps()) {
+      const size_t index = now.num_steps();
+      now.set_num_steps(index + 1);
+      const auto executor = [&engine] { return GET(engine, "_executor"); };
+      if (inside<Steps>(now.steps()).come_to(executor, now, index, kind, *group)) return;
+      now.set_num_steps(index);
     }
-    engine.attr("_advance")(kind, at);
+    engine.attr("_advance")(kind, group);
   }
 };
 

@@ -47,7 +47,10 @@ Region region_of(const py::object& bytes) {
 void bind_waits(py::module_& module) {
   py::class_<Signal>(module, "Signal")
       .def_property_readonly("event", [](const Signal& signal) { return signal.event.object; })
-      .def_readonly("stream", &Signal::stream_id)
+      .def_property_readonly("stream",
+                             [](const Signal& signal) {
+                               return py::reinterpret_borrow<py::object>(signal.stream_id);
+                             })
       .def_readonly("position", &Signal::position)
       .def_readonly("graph", &Signal::graph);
 
@@ -96,7 +99,9 @@ void bind_host_layout(py::module_& module) {
             allocation.last_use = signals_of(signals);
           });
 
-  py::class_<Layout, std::shared_ptr<Layout>>(module, "Layout")
+  py::class_<Layout, std::shared_ptr<Layout>> layout_class(module, "Layout");
+  class_of<Layout> = reinterpret_cast<PyTypeObject*>(layout_class.ptr());
+  layout_class
       .def(py::init<const py::dict&, const py::list&, std::shared_ptr<HostUsage>>())
       .def_readwrite("is_followed", &Layout::is_followed)
       .def_property_readonly("newest", [](const Layout& layout) { return tuple_of(layout.newest); })
@@ -191,6 +196,7 @@ void bind_group(py::module_& module) {
           [](const Group& group) { return python->group_states[static_cast<int>(group.state)]; })
       .def_readwrite("min_numel", &Group::min_numel)
       .def_readwrite("is_read_first", &Group::is_read_first)
+      .def_readwrite("untracked_in", &Group::untracked_in)
       .def("__str__", [](Group& group) { return py::str(group.label()); })
       .def("move_to",
            [](Group& group, const py::object& to) {
@@ -226,14 +232,32 @@ void bind_group(py::module_& module) {
            })
       .def_property_readonly("is_alive", &Group::is_alive);
 
-  py::class_<SavedTensor>(module, "SavedTensor")
-      .def_readonly("storage", &SavedTensor::object)
-      .def_readonly("group", &SavedTensor::group)
-      .def_readonly("index", &SavedTensor::index);
+  static PyGetSetDef attributes[] = {
+      {"storage",
+       [](PyObject* self, void*) {
+         return guarded([&] {
+           return py::object(SavedTensorObject::of(self).storage_object()).release().ptr();
+         });
+       },
+       nullptr, nullptr, nullptr},
+      {"group",
+       [](PyObject* self, void*) {
+         return guarded(
+             [&] { return py::cast(SavedTensorObject::of(self).group).release().ptr(); });
+       },
+       nullptr, nullptr, nullptr},
+      {"index",
+       [](PyObject* self, void*) { return PyLong_FromLongLong(SavedTensorObject::of(self).index); },
+       nullptr, nullptr, nullptr},
+      {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  SavedTensorObject::make_type("slipstream_native.SavedTensor", attributes);
+  module.attr("SavedTensor") = SavedTensorObject::type();
 }
 
 void bind_pass(py::module_& module) {
-  py::class_<Pass>(module, "ChunkOffloadHandler")
+  py::class_<Pass> pass_class(module, "ChunkOffloadHandler");
+  class_of<Pass> = reinterpret_cast<PyTypeObject*>(pass_class.ptr());
+  pass_class
       .def(py::init<int64_t, int64_t, int64_t, int64_t>())
       .def_readonly("index", &Pass::index)
       .def_readonly("vp_stage", &Pass::vp_stage)
@@ -255,22 +279,61 @@ void bind_pass(py::module_& module) {
 }
 
 void bind_store(py::module_& module) {
-  py::class_<Store>(module, "Store")
+  py::class_<CountersByName>(module, "Counters").def("items", &CountersByName::items);
+  PackHookObject::make_type("slipstream_native.PackHook", nullptr, &call_pack);
+  UnpackHookObject::make_type("slipstream_native.UnpackHook", nullptr, &call_unpack);
+  module.attr("PackHook") = PackHookObject::type();
+  py::class_<Store, std::shared_ptr<Store>>(module, "Store")
       .def(py::init<const py::object&, std::shared_ptr<Waits>, py::object, py::object,
                     py::object>())
       .def_readwrite("pool", &Store::pool)
-      .def_readwrite("modules", &Store::modules)
+      .def("take_counters", [](Store& store) { return std::exchange(store.modules, {}); })
       .def_readwrite("is_verified", &Store::is_verified)
       .def_readwrite("crosses_streams", &Store::crosses_streams)
       .def("pack", &Store::pack)
-      .def("unpack", &Store::unpack)
-      .def("commit", &Store::commit)
+      .def("hooks", &Regions::hooks)
+      .def_static("commit", &Store::commit)
       .def("copy_out", &Store::copy_out)
-      .def("release", &Store::release)
-      .def("copy_in", &Store::copy_in)
+      .def("release",
+           [](Store& store, Group& group, const py::object& in_python) {
+             return store.release(group, [&] { return in_python; });
+           })
+      .def("copy_in",
+           [](Store& store, Group& group, const py::object& in_python) {
+             return store.copy_in(group, [&] { return in_python; });
+           })
       .def("find", &Store::find)
       .def_property_readonly("num_known", &Store::num_known);
 }
+
+// Calls `function` with `count` arguments, without pybind11's conversions.
+template <size_t count, py::object (*function)(const py::object*)>
+PyObject* call_fast(PyObject*, PyObject* const* given, Py_ssize_t number) {
+  return guarded([&] {
+    if (number != static_cast<Py_ssize_t>(count)) throw py::type_error("wrong number of arguments");
+    py::object arguments[count];
+    for (size_t index = 0; index < count; ++index) {
+      arguments[index] = py::reinterpret_borrow<py::object>(given[index]);
+    }
+    return function(arguments).release().ptr();
+  });
+}
+
+template <size_t count, py::object (*function)(const py::object*)>
+PyMethodDef fast_method(const char* name) {
+  const _PyCFunctionFast pointer = &call_fast<count, function>;
+  return {name, reinterpret_cast<PyCFunction>(pointer), METH_FASTCALL, nullptr};
+}
+
+py::object start(const py::object* given) {
+  return py::bool_(Marks::start(given[0], given[1], given[2]));
+}
+
+py::object enter(const py::object* given) { return py::bool_(Marks::enter(given[0])); }
+
+py::object leave(const py::object* given) { return py::bool_(Regions::leave(given[0])); }
+
+py::object end(const py::object* given) { return Marks::end(given[0], given[1], given[2]); }
 
 }  // namespace
 
@@ -306,9 +369,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_group(module);
   bind_pass(module);
   bind_store(module);
-  py::class_<Steps>(module, "Steps")
-      .def(py::init<const py::iterable&>())
-      .def("come_to", &Steps::come_to);
+  py::class_<Steps> steps_class(module, "Steps");
+  class_of<Steps> = reinterpret_cast<PyTypeObject*>(steps_class.ptr());
+  steps_class
+      .def(py::init<std::shared_ptr<Store>, const py::iterable&, const py::iterable&, py::object>())
+      .def("come_to", &Steps::come_to_any);
   module.def("mark", [](const py::object& tensor, py::object function) {
     return mark(tensor, Callback(std::move(function)));
   });
@@ -318,6 +383,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<HostTime>(module, "HostTime")
       .def_readwrite_static("is_taken", &HostTime::is_taken)
       .def_readwrite_static("nanoseconds", &HostTime::nanoseconds);
-  module.def("start", &Marks::start);
-  module.def("end", &Marks::end);
+  static PyMethodDef marks[] = {fast_method<3, start>("start"), fast_method<1, enter>("enter"),
+                                fast_method<1, leave>("leave"), fast_method<3, end>("end")};
+  for (auto& definition : marks) {
+    module.attr(definition.ml_name) =
+        py::reinterpret_steal<py::object>(PyCFunction_New(&definition, nullptr));
+  }
 }

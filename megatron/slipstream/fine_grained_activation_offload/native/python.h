@@ -10,6 +10,8 @@
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <utility>
+
 namespace slipstream {
 
 namespace py = pybind11;
@@ -78,6 +80,45 @@ inline void set_attribute(const py::handle& object, PyObject* name, const py::ob
   }()
 #define GET(object, name) ::slipstream::attribute(object, SLIPSTREAM_NAME(name))
 #define SET(object, name, value) ::slipstream::set_attribute(object, SLIPSTREAM_NAME(name), value)
+
+// An attribute of an object whose class has slots: where it lies in the object.
+class Slot {
+ public:
+  Slot(PyTypeObject* type, const char* name) {
+    const auto member = attribute(reinterpret_cast<PyObject*>(type), PyUnicode_InternFromString(name));
+    if (Py_TYPE(member.ptr()) != &PyMemberDescr_Type) {
+      throw py::type_error(std::string(name) + " is no slot");
+    }
+    offset_ = reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
+  }
+
+  py::handle get(py::handle object) const { return *place(object); }
+
+  void set(py::handle object, py::object value) const {
+    PyObject* before = std::exchange(*place(object), value.release().ptr());
+    Py_XDECREF(before);
+  }
+
+ private:
+  PyObject** place(py::handle object) const {
+    return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset_);
+  }
+
+  Py_ssize_t offset_;
+};
+
+// The Python class of `T`.
+template <typename T>
+inline PyTypeObject* class_of = nullptr;
+
+// The C++ object in a Python object of pybind11, without the lookups of a cast: they take as long
+// as the work of a mark.
+template <typename T>
+T& inside(py::handle object) {
+  const auto* instance = reinterpret_cast<py::detail::instance*>(object.ptr());
+  if (Py_TYPE(object.ptr()) != class_of<T> || !instance->simple_layout) return object.cast<T&>();
+  return *static_cast<T*>(instance->simple_value_holder[0]);
+}
 
 inline std::string name_of(const py::object& member) { return py::str(member.attr("name")); }
 

@@ -28,10 +28,66 @@ struct Step {
   std::vector<Action> actions;
 };
 
+// The running iteration: `Iteration` in iteration.py.
+class Iteration {
+ public:
+  explicit Iteration(py::object object) : object_(std::move(object)) {}
+
+  const py::object& object() const { return object_; }
+
+  bool follows_steps() const { return !slots().steps.get(object_).is_none(); }
+  py::handle steps() const { return slots().steps.get(object_); }
+  py::handle passes() const { return slots().passes.get(object_); }
+  py::handle chunk() const { return slots().chunk.get(object_); }
+  bool has_started() const { return !slots().started.get(object_).is_none(); }
+  void set_nothing_started() { slots().started.set(object_, py::none()); }
+  bool has_layout() const { return slots().has_layout.get(object_).ptr() == Py_True; }
+
+  size_t num_steps() const {
+    const size_t number = PyLong_AsSize_t(slots().num_steps.get(object_).ptr());
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return number;
+  }
+
+  void set_num_steps(size_t number) { slots().num_steps.set(object_, py::int_(number)); }
+
+  // The group of that key; null if it has not started.
+  Group* find(int64_t chunk_pass, int64_t index) const {
+    PyObject* all = passes().ptr();
+    if (chunk_pass >= PyList_GET_SIZE(all)) return nullptr;
+    const auto& groups = inside<Pass>(PyList_GET_ITEM(all, chunk_pass)).groups;
+    return index < static_cast<int64_t>(groups.size()) ? groups[index].get() : nullptr;
+  }
+
+ private:
+  struct Slots {
+    explicit Slots(PyTypeObject* type)
+        : steps(type, "steps"),
+          num_steps(type, "num_steps"),
+          passes(type, "passes"),
+          chunk(type, "chunk"),
+          started(type, "started"),
+          has_layout(type, "has_layout") {}
+
+    Slot steps, num_steps, passes, chunk, started, has_layout;
+  };
+
+  const Slots& slots() const {
+    static const Slots slots(Py_TYPE(object_.ptr()));
+    return slots;
+  }
+
+  py::object object_;
+};
+
 class Steps {
  public:
   // Each step is (kind, key, name, actions), each action (kind, key, kept, numbers, object).
-  explicit Steps(const py::iterable& steps) {
+  // `untracked` are the keys of the groups whose saved tensors need not be tracked, because the plan
+  // keeps them; `trace` is its trace.
+  Steps(std::shared_ptr<Store> store, const py::iterable& steps, const py::iterable& untracked,
+        py::object trace)
+      : store(std::move(store)), trace(std::move(trace)) {
     for (const auto& item : steps) {
       const auto fields = py::reinterpret_borrow<py::tuple>(item);
       Step step{fields[0], number(fields[1], 0), number(fields[1], 1), fields[2], {}};
@@ -42,23 +98,54 @@ class Steps {
       }
       steps_.push_back(std::move(step));
     }
+    for (const auto& item : untracked) {
+      const auto key = py::reinterpret_borrow<py::object>(item);
+      const size_t chunk_pass = number(key, 0), index = number(key, 1);
+      if (untracked_.size() <= chunk_pass) untracked_.resize(chunk_pass + 1);
+      if (untracked_[chunk_pass].size() <= index) untracked_[chunk_pass].resize(index + 1, false);
+      untracked_[chunk_pass][index] = true;
+    }
+  }
+
+  const std::shared_ptr<Store> store;
+  const py::object trace;
+
+  bool tracks(const Group& group) const {
+    return group.chunk_pass >= static_cast<int64_t>(untracked_.size()) ||
+           group.index >= static_cast<int64_t>(untracked_[group.chunk_pass].size()) ||
+           !untracked_[group.chunk_pass][group.index];
   }
 
   // Performs the actions of step `index`. False, with nothing done, if the plan's step differs.
-  bool come_to(Store& store, const py::object& executor, const py::object& now, size_t index,
-               const py::object& kind, const py::object& at) const {
+  // `executor` performs in Python what is rare.
+  template <typename Executor>
+  bool come_to(const Executor& executor, const Iteration& now, size_t index, const py::object& kind,
+               const Group& group) const {
     if (index >= steps_.size()) return false;
     const Step& step = steps_[index];
-    if (step.kind.ptr() != kind.ptr() || !is_at(step, at)) return false;
-    if (step.actions.empty()) return true;
-    const py::object passes = GET(now, "passes");
-    for (const auto& action : step.actions) {
-      Group* group = find(passes, action);
-      if (group == nullptr || group->state == GroupState::OPEN) continue;
-      if (!perform(store, executor, now, action, *group)) {
-        executor.attr("perform")(now, action.object);
-      }
+    if (step.kind.ptr() != kind.ptr() || step.chunk_pass != group.chunk_pass ||
+        step.group != group.index || !is_same(step.name, group.name)) {
+      return false;
     }
+    perform_all(executor, now, step);
+    return true;
+  }
+
+  // The same at any mark, `at` being a group or a `Step`.
+  bool come_to_any(const py::object& executor, const py::object& now, size_t index,
+                   const py::object& kind, const py::object& at) const {
+    const auto given = [&executor] { return executor; };
+    if (py::isinstance<Group>(at)) {
+      return come_to(given, Iteration(now), index, kind, at.cast<const Group&>());
+    }
+    if (index >= steps_.size()) return false;
+    const Step& step = steps_[index];
+    const py::object key = at.attr("key");
+    if (step.kind.ptr() != kind.ptr() || step.chunk_pass != number(key, 0) ||
+        step.group != number(key, 1) || !is_same(step.name, at.attr("name"))) {
+      return false;
+    }
+    perform_all(given, Iteration(now), step);
     return true;
   }
 
@@ -67,36 +154,30 @@ class Steps {
     return py::reinterpret_borrow<py::tuple>(key)[place].cast<int64_t>();
   }
 
-  static bool is_at(const Step& step, const py::object& at) {
-    if (py::isinstance<Group>(at)) {
-      const Group& group = at.cast<const Group&>();
-      return step.chunk_pass == group.chunk_pass && step.group == group.index &&
-             is_same(step.name, group.name);
+  template <typename Executor>
+  void perform_all(const Executor& executor, const Iteration& now, const Step& step) const {
+    for (const auto& action : step.actions) {
+      Group* group = now.find(action.chunk_pass, action.group);
+      if (group == nullptr || group->state == GroupState::OPEN) continue;
+      if (!perform(executor, now, action, *group)) {
+        executor().attr("perform")(now.object(), action.object);
+      }
     }
-    const py::object key = at.attr("key");
-    return step.chunk_pass == number(key, 0) && step.group == number(key, 1) &&
-           is_same(step.name, at.attr("name"));
   }
 
-  static Group* find(const py::object& passes, const Action& action) {
-    if (action.chunk_pass >= PyList_GET_SIZE(passes.ptr())) return nullptr;
-    const Pass& chunk_pass =
-        py::handle(PyList_GET_ITEM(passes.ptr(), action.chunk_pass)).cast<const Pass&>();
-    const auto& groups = chunk_pass.groups;
-    return action.group < static_cast<int64_t>(groups.size()) ? groups[action.group].get()
-                                                              : nullptr;
-  }
-
-  static bool perform(Store& store, const py::object& executor, const py::object& now,
-                      const Action& action, Group& group) {
-    if (action.kind == ActionKind::H2D) return store.copy_in(group, GET(executor, "store"));
+  template <typename Executor>
+  bool perform(const Executor& executor, const Iteration& now, const Action& action,
+               Group& group) const {
+    const auto in_python = [&executor] { return py::object(executor().attr("store")); };
+    if (action.kind == ActionKind::H2D) return store->copy_in(group, in_python);
     if (group.state != GroupState::COMMITTED) return true;
-    if (action.kind == ActionKind::FREE) return store.release(group, GET(executor, "store"));
-    const bool has_layout = GET(now, "has_layout").cast<bool>();
-    return store.copy_out(group, action.kept, has_layout ? action.numbers : py::none());
+    if (action.kind == ActionKind::FREE) return store->release(group, in_python);
+    return store->copy_out(group, action.kept, now.has_layout() ? action.numbers : py::none());
   }
 
   std::vector<Step> steps_;
+  // By pass and place.
+  std::vector<std::vector<bool>> untracked_;
 };
 
 }  // namespace slipstream

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -51,8 +52,7 @@ inline Extent extent_of(const at::Tensor& tensor) {
 
 // A tensor over `storage` that requires no gradient, made without the dispatcher.
 inline at::Tensor view_over(c10::Storage storage, caffe2::TypeMeta dtype,
-                            const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-                            int64_t offset) {
+                            at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
   const auto key = c10::computeDispatchKey(c10::typeMetaToScalarType(dtype), c10::kStrided,
                                            storage.device());
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), key, dtype);
@@ -64,7 +64,7 @@ inline at::Tensor view_over(c10::Storage storage, caffe2::TypeMeta dtype,
 struct Saved {
   at::Tensor alias;
   caffe2::TypeMeta dtype;
-  std::vector<int64_t> sizes, strides;
+  at::DimVector sizes, strides;
   int64_t offset;
   c10::VariableVersion counter;
   uint32_t version;
@@ -203,7 +203,8 @@ class Storage : public std::enable_shared_from_this<Storage> {
     const int64_t index = static_cast<int64_t>(saved_.size());
     auto counter = torch::autograd::impl::version_counter(tensor);
     const auto version = counter.current_version();
-    Saved saved{at::Tensor(), tensor.dtype(), tensor.sizes().vec(), tensor.strides().vec(),
+    Saved saved{at::Tensor(), tensor.dtype(), at::DimVector(tensor.sizes()),
+                at::DimVector(tensor.strides()),
                 tensor.storage_offset(), counter, version, version, py::object()};
     if (is_on_device()) {
       saved.alias = at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
@@ -317,7 +318,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
     }
   }
 
-  std::vector<int64_t> shape_of(int64_t index) const { return saved_.at(index).sizes; }
+  at::IntArrayRef shape_of(int64_t index) const { return saved_.at(index).sizes; }
 
   py::object alias(int64_t index) const { return wrap(saved_.at(index).alias); }
 

@@ -8,7 +8,9 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "counters.h"
 #include "group.h"
+#include "host_time.h"
 
 namespace slipstream {
 
@@ -34,12 +36,7 @@ inline bool has_opted_out(PyObject* tensor) {
   return false;
 }
 
-inline void add_to(const py::object& counters, PyObject* name, int64_t amount) {
-  const int64_t before = attribute(counters, name).cast<int64_t>();
-  set_attribute(counters, name, py::int_(before + amount));
-}
-
-class Store {
+class Store : public std::enable_shared_from_this<Store> {
  public:
   Store(const py::object& backend, std::shared_ptr<Waits> waits, py::object pool, py::object copies,
         py::object recorder)
@@ -55,8 +52,11 @@ class Store {
 
   // The pool of the host buffers of storages saved from now on.
   py::object pool;
-  // Counters of this iteration by module name.
-  py::object modules;
+  CountersByName modules;
+  // The group that a mark in C++ has started last, and whose region is not entered yet; the trace of
+  // the plan that keeps it, else None.
+  std::shared_ptr<Group> started;
+  py::object kept_in = py::none();
   bool is_verified = false;
   bool crosses_streams = false;
 
@@ -78,14 +78,17 @@ class Store {
     if (!group->holds(*storage)) group->hold(storage);
     storage->note_stream(driver().current());
     const int64_t index = storage->save(tensor, group->serial);
-    return py::cast(SavedTensor(std::move(storage), group, index));
+    auto saved_tensor = SavedTensorObject::make({std::move(storage), group, index, {}});
+    if (!group->is_planned) SavedTensorObject::of(saved_tensor.ptr()).storage_object();
+    return saved_tensor;
   }
 
-  // `read_slowly` is the engine's method, in Python, for all that is not read from where it is.
-  py::object unpack(const py::object& read_slowly, const py::object& object) {
-    if (!py::isinstance<SavedTensor>(object)) return object;
-    const SavedTensor& saved = object.cast<const SavedTensor&>();
+  // `engine` reads, in Python, all that is not where it belongs.
+  py::object unpack(const py::object& engine, const py::object& object) {
+    if (!SavedTensorObject::is(object.ptr())) return object;
+    const SavedTensor& saved = SavedTensorObject::of(object.ptr());
     Storage& storage = *saved.storage;
+    const auto read_slowly = [&](const py::object& object) { return GET(engine, "read")(object); };
     if (saved.group->state == GroupState::COMMITTED || storage.is_overwritten(saved.index)) {
       return read_slowly(object);
     }
@@ -106,8 +109,8 @@ class Store {
   }
 
   // Each of the following returns false, with nothing done, if the Python method has to do it.
-  // `in_python` is the `ActivationStore`, for what is rare. It is not kept: the engine, of which it
-  // is a part, goes with its last graph.
+  // `in_python` returns the `ActivationStore`, for what is rare. It is not kept: the engine, of
+  // which it is a part, goes with its last graph.
 
   bool copy_out(Group& group, const py::object& kept, const py::object& numbers) {
     if (!can_move()) return false;
@@ -122,25 +125,26 @@ class Store {
       planned.push_back(number_at(numbers, position));
     }
     if (leaving.empty()) return true;
-    const py::object counters = modules[group.name];
     if (!allocate(leaving, planned)) {
-      add_to(counters, SLIPSTREAM_NAME("num_kept_for_host_memory"), 1);
+      ++modules[group.name].num_kept_for_host_memory;
       return true;
     }
     start_copies_out(leaving);
-    add_to(counters, SLIPSTREAM_NAME("num_groups_moved"), 1);
-    add_to(counters, SLIPSTREAM_NAME("d2h_copies"), static_cast<int64_t>(leaving.size()));
-    add_to(counters, SLIPSTREAM_NAME("d2h_bytes"), total_nbytes(leaving));
+    Counters& counters = modules[group.name];
+    ++counters.num_groups_moved;
+    counters.d2h_copies += static_cast<int64_t>(leaving.size());
+    counters.d2h_bytes += total_nbytes(leaving);
     return true;
   }
 
-  bool release(Group& group, const py::object& in_python) {
+  template <typename InPython>
+  bool release(Group& group, const InPython& in_python) {
     if (!can_move()) return false;
     for (const auto& storage : group.storages()) {
       if (!storage->drop_holder(group.serial)) continue;
       if (storage->residence != Residence::OFFLOADING) continue;
       if (storage->is_emptied() || !storage->is_copy_current()) {
-        in_python.attr("keep_on_device")(storage);
+        in_python().attr("keep_on_device")(storage);
       } else {
         storage->release(group.name);
       }
@@ -148,7 +152,8 @@ class Store {
     return true;
   }
 
-  bool copy_in(Group& group, const py::object& in_python) {
+  template <typename InPython>
+  bool copy_in(Group& group, const InPython& in_python) {
     if (!can_move()) return false;
     std::vector<std::shared_ptr<Storage>> returning;
     for (auto& storage : group.storages()) {
@@ -156,21 +161,21 @@ class Store {
       if (!storage->live_original()) {
         returning.push_back(std::move(storage));
       } else {
-        in_python.attr("find_original")(storage);
+        in_python().attr("find_original")(storage);
       }
     }
     if (returning.empty()) return true;
     start_copies_in(returning);
     for (const auto& storage : returning) {
-      const py::object counters = modules[storage->owner->name];
-      add_to(counters, SLIPSTREAM_NAME("h2d_copies"), 1);
-      add_to(counters, SLIPSTREAM_NAME("h2d_bytes"), storage->nbytes);
-      add_to(counters, SLIPSTREAM_NAME("freed_bytes"), storage->nbytes);
+      Counters& counters = modules[storage->owner->name];
+      ++counters.h2d_copies;
+      counters.h2d_bytes += storage->nbytes;
+      counters.freed_bytes += storage->nbytes;
     }
     return true;
   }
 
-  void commit(Group& group) {
+  static void commit(Group& group) {
     for (auto& item : group.held) {
       const auto storage = item.storage.lock();
       if (!storage) continue;
@@ -192,10 +197,11 @@ class Store {
 
   bool can_move() const {
     return waits_->is_plain() && !is_verified && !crosses_streams &&
-           !GET(recorder_, "reads_memory").cast<bool>();
+           GET(recorder_, "reads_memory").ptr() == Py_False;
   }
 
   static bool contains(const py::object& positions, size_t position) {
+    if (PyFrozenSet_CheckExact(positions.ptr()) && PySet_GET_SIZE(positions.ptr()) == 0) return false;
     const int found = PySequence_Contains(positions.ptr(), py::int_(position).ptr());
     if (found < 0) throw py::error_already_set();
     return found == 1;
@@ -222,7 +228,7 @@ class Store {
         Storage& storage = *storages[index];
         const py::object layout = GET(storage.pool, "layout");
         if (!layout.is_none()) {
-          storage.allocation = layout.cast<Layout&>().allocate(planned[index], storage.nbytes);
+          storage.allocation = inside<Layout>(layout).allocate(planned[index], storage.nbytes);
         }
         if (!storage.allocation) {
           storage.allocation = storage.pool.attr("allocate")(storage.nbytes)

@@ -13,7 +13,8 @@ namespace slipstream {
 // A point in a stream that others can wait for.
 struct Signal {
   Event event;
-  py::object stream_id;
+  // Never freed, so that copies of a signal need not count references.
+  PyObject* stream_id;
   int stream;
   int64_t position;
   int64_t graph;
@@ -36,7 +37,7 @@ class Waits {
   Signal record(int stream) { return signal(driver->record(stream), stream); }
 
   Signal signal(Event event, int stream) {
-    return {std::move(event), driver->stream(stream).id, stream, next_position_++, graph};
+    return {std::move(event), driver->stream(stream).id.ptr(), stream, next_position_++, graph};
   }
 
   // Whether `stream` must wait for `signal`; if so, the wait is noted.

@@ -299,7 +299,7 @@ class AttachedEngine(OffloadEngine):
     def _end_plan_if_grown(self, group: OffloadTensorGroup) -> None:
         """See [Note: Groups that grow]."""
         plan = self._now.plan
-        if plan is None or group.key in self._now.unwatched:
+        if plan is None or group.untracked_in is not None:
             return
         nbytes = sum(group.nbytes.values())
         storages = plan.trace.group_by_key[group.key].storages

@@ -1,0 +1,110 @@
+// Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+// The saved-tensor hooks of a group's region, and entering and leaving it: `__enter__` and `__exit__`
+// in manager.py are the reference.
+
+#pragma once
+
+#include <ATen/SavedTensorHooks.h>
+#include <torch/csrc/PyInterpreter.h>
+
+#include "store.h"
+
+namespace slipstream {
+
+struct PackHook {
+  std::shared_ptr<Store> store;
+  std::shared_ptr<Group> group;
+};
+
+// It holds the engine, and not the store, so that an engine is freed with its last graph.
+struct UnpackHook {
+  std::shared_ptr<Store> store;
+  py::object engine;
+};
+
+using PackHookObject = PlainObject<PackHook>;
+using UnpackHookObject = PlainObject<UnpackHook>;
+
+inline PyObject* only_argument(PyObject* const* arguments, size_t count) {
+  if (count != 1) throw py::type_error("a saved-tensor hook takes one argument");
+  return arguments[0];
+}
+
+inline PyObject* call_pack(PackHook& hook, PyObject* const* arguments, size_t count) {
+  const HostTime time;
+  auto tensor = py::reinterpret_borrow<py::object>(only_argument(arguments, count));
+  return hook.store->pack(hook.group, std::move(tensor)).release().ptr();
+}
+
+inline PyObject* call_unpack(UnpackHook& hook, PyObject* const* arguments, size_t count) {
+  const HostTime time;
+  const auto saved = py::reinterpret_borrow<py::object>(only_argument(arguments, count));
+  return hook.store->unpack(hook.engine, saved).release().ptr();
+}
+
+class Regions {
+ public:
+  static py::tuple hooks(std::shared_ptr<Store> store, const std::shared_ptr<Group>& group,
+                         const py::object& engine) {
+    return py::make_tuple(PackHookObject::make({store, group}),
+                          UnpackHookObject::make({store, engine}));
+  }
+
+  // Whether hooks that are not an engine's are active.
+  static bool others_save() {
+    const auto hooks = at::SavedTensorDefaultHooks::get_hooks();
+    return hooks.has_value() && !PackHookObject::is(hooks->first.ptr(getPyInterpreter()));
+  }
+
+  // Enter the region of the group that a mark in C++ has started last. Appends to the engine's
+  // `_regions` None without hooks, else what its flag was. False, with nothing done, if Python has
+  // to do it.
+  static bool enter(const py::object& engine, Store& store) {
+    if (others_save()) return false;
+    const auto group = std::exchange(store.started, nullptr);
+    group->untracked_in = std::exchange(store.kept_in, py::none());
+    const py::object regions = GET(engine, "_regions");
+    py::object before = py::none();
+    if (group->untracked_in.is_none()) {
+      at::SavedTensorDefaultHooks::lazy_initialize();
+      at::SavedTensorDefaultHooks::push_hooks(
+          owned(PackHookObject::make({store.shared_from_this(), group})),
+          owned(UnpackHookObject::make({store.shared_from_this(), engine})));
+      before = set_flag(GET(engine, "region_flag"), py::bool_(true));
+    }
+    if (PyList_Append(regions.ptr(), before.ptr()) != 0) throw py::error_already_set();
+    return true;
+  }
+
+  // Leave the region entered last. False, with nothing done, if Python entered it.
+  static bool leave(const py::object& engine) {
+    const py::object regions = GET(engine, "_regions");
+    const Py_ssize_t last = PyList_GET_SIZE(regions.ptr()) - 1;
+    if (last < 0) return false;
+    const auto before = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(regions.ptr(), last));
+    if (!before.is_none() && !PyBool_Check(before.ptr())) return false;
+    if (PyList_SetSlice(regions.ptr(), last, last + 1, nullptr) != 0) throw py::error_already_set();
+    if (before.is_none()) return true;
+    at::SavedTensorDefaultHooks::pop_hooks();
+    set_flag(GET(engine, "region_flag"), before);
+    return true;
+  }
+
+ private:
+  static c10::SafePyObject owned(py::object object) {
+    return c10::SafePyObject(object.release().ptr(), getPyInterpreter());
+  }
+
+  // `flag` is None, or an object and the name of its flag. Returns what it was.
+  static py::object set_flag(const py::object& flag, const py::object& value) {
+    if (flag.is_none()) return py::bool_(false);
+    PyObject* owner = PyTuple_GET_ITEM(flag.ptr(), 0);
+    PyObject* name = PyTuple_GET_ITEM(flag.ptr(), 1);
+    py::object before = attribute(owner, name);
+    if (before.ptr() != value.ptr()) set_attribute(owner, name, value);
+    return before;
+  }
+};
+
+}  // namespace slipstream
