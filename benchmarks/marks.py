@@ -47,7 +47,16 @@ class HostTimes:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
+        self.driver_seconds: Optional[float] = None
+        """The part of it in the driver and the allocator; None if Python calls them."""
         self._is_inside = False
+
+    @property
+    def driver_us_per_group(self) -> Optional[float]:
+        """:attr:`driver_seconds`, spread over the groups of the iteration."""
+        if self.driver_seconds is None or not self.num_groups:
+            return None
+        return 1e6 * self.driver_seconds / self.num_groups
 
     @property
     def us_per_group(self) -> Optional[float]:
@@ -77,12 +86,15 @@ class HostTimes:
             stack.enter_context(patch.object(saved_tensors_hooks, "__enter__", enter))
             native = native_module() if getattr(manager, "store", None) is not None else None
             if native is not None:
-                native.HostTime.nanoseconds, native.HostTime.is_taken = 0, True
+                native.HostTime.take()
+                native.HostTime.is_taken = True
             yield
         if native is not None:
-            self.seconds["autograd in C++"] = 1e-9 * native.HostTime.nanoseconds
-            self.calls["autograd in C++"] = self.num_groups
             native.HostTime.is_taken = False
+            in_autograd, in_driver = native.HostTime.take()
+            self.seconds["autograd in C++"] = 1e-9 * in_autograd
+            self.calls["autograd in C++"] = self.num_groups
+            self.driver_seconds = 1e-9 * in_driver
 
     def _timed(self, name: str, function: Any) -> Any:
         # What an engine calls of itself is part of what was called from outside. Backward may run

@@ -129,6 +129,11 @@ COLUMNS = (
     Column("stall ms", _number("stall_ms", 2), "for which compute waits for copies"),
     Column("host us/group", _number("host_us_per_group", 0), "host time in the engine"),
     Column(
+        "driver us/group",
+        _number("driver_us_per_group", 0),
+        "the part of it in the driver and the allocator, where C++ calls them",
+    ),
+    Column(
         "floor us/group",
         _number("floor_us_per_group", 1),
         "copies, events and waits that the engine adds, each timed by itself",

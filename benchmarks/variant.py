@@ -263,6 +263,7 @@ class VariantRun:
             row["act_bytes"] = figures.memory.act_bytes
         if figures.host is not None:
             row["host_us_per_group"] = figures.host.us_per_group
+            row["driver_us_per_group"] = figures.host.driver_us_per_group
             row["host_us_per_call"] = figures.host.us_per_call
             row["num_calls"] = dict(figures.host.calls)
         if figures.profile is not None:

@@ -2,9 +2,10 @@
 
 """Runs a function on several ranks, each a separate process, and collects the results.
 
-On a CPU the ranks are forked from a process that has imported megatron-core but has run nothing of
-it, which takes a quarter of a second; so the shims that the models need stay out of the tests' own
-process. With a GPU they are spawned, as CUDA requires.
+The ranks are forked from a process that has imported megatron-core but has run nothing of it, which
+takes a quarter of a second; so the shims that the models need stay out of the tests' own process.
+With a GPU that process is a fork server, since the tests' own one may have initialized CUDA, which
+does not survive a fork.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -30,7 +34,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
     Args:
         num_ranks: Number of processes.
         function: A function at the top level of a module. Its result is pickled.
-        arguments: Arguments of the function, pickled if processes are spawned.
+        arguments: Arguments of the function, pickled with a GPU.
 
     Returns:
         The results in rank order.
@@ -38,15 +42,14 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
     Raises:
         AssertionError: A rank raised, died or took too long; the message has its traceback.
     """
-    if not torch.cuda.is_available():
-        import_megatron()
-    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    context = _context()
     port = free_port()
     pipes, processes = [], []
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank_main, args=(sender, function, rank, num_ranks, port, arguments)
+            target=_rank_main,
+            args=(sender, function, rank, num_ranks, port, arguments, dict(os.environ)),
         )
         process.start()
         sender.close()
@@ -58,6 +61,17 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
         for process in processes:
             process.terminate()
             process.join()
+
+
+def _context() -> Any:
+    if not torch.cuda.is_available():
+        import_megatron()
+        return multiprocessing.get_context("fork")
+    forkserver.set_forkserver_preload(["gpu_imports"])
+    # Not every Python 3.12 gives the server this path.
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
 
 
 def import_megatron() -> None:
@@ -107,8 +121,11 @@ def _rank_main(
     num_ranks: int,
     port: int,
     arguments: tuple[Any, ...],
+    environment: dict[str, str],
 ) -> None:
+    os.environ.clear()  # A fork server has that of its start.
     os.environ.update(
+        environment,
         RANK=str(rank),
         LOCAL_RANK=str(rank if not torch.cuda.is_available() else take_place(rank, num_ranks)),
         WORLD_SIZE=str(num_ranks),

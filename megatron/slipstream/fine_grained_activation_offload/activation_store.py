@@ -139,18 +139,14 @@ class ActivationStore:
         lives. (The methods of a WeakValueDictionary are Python functions, which is too slow for
         a lookup per saved tensor.)"""
 
-    def end_iteration(self) -> None:
-        """Reset the counters, and remove the addresses of freed storages."""
-        self.take_counters()
+    def end_iteration(self) -> CountedModules:
+        """Remove the addresses of freed storages, and begin new counters. Returns those so far."""
         # Not in each iteration: later storages mostly reuse the same addresses.
         if len(self._by_memory) > self._max_known:
             found = self._by_memory.items()
             alive = {memory: known for memory, known in found if known() is not None}
             self._by_memory = alive
             self._max_known = MIN_KNOWN + 2 * len(alive)
-
-    def take_counters(self) -> CountedModules:
-        """Return this iteration's counters and begin again."""
         in_cpp = None if self.native is None else self.native.take_counters()
         counted = CountedModules(self._modules, self.late_groups, in_cpp)
         self._modules, self.late_groups = defaultdict(ModuleCounters), {}

@@ -460,10 +460,9 @@ class OffloadEngine:
         self._last_plan = self._cache.find(plan.trace.steps_key)
         self._next_plan = self._cache.plan_after(plan)
         self._report.is_left_out = False
-        self._counted = self.store.take_counters()
         self._note_iteration()
         self._stop_verifying()
-        self._clear_iteration()
+        self._counted = self._clear_iteration()
         # The allocator is read at every mark only while its readings are needed.
         self._recorder.reads_memory = False
         self._host_trimmer.end_iteration(self._last_plan)
@@ -504,12 +503,13 @@ class OffloadEngine:
             self._iteration_ms.append(1e3 * (now - self._ended_at))
         self._ended_at = now
 
-    def _clear_iteration(self) -> None:
+    def _clear_iteration(self) -> CountedModules:
         self.store.copy_streams.forget_waits()
         self._executor.clear(self._now)
-        self.store.end_iteration()
+        counted = self.store.end_iteration()
         self._recorder.clear()
         self._now = Iteration()
+        return counted
 
     def _restart_if_abandoned(self) -> None:
         """Drop the iteration so far if it ended in an exception.

@@ -7,11 +7,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.slipstream.fine_grained_activation_offload.activation_store import CountedModules
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
@@ -27,6 +28,25 @@ DelayedCommit = tuple[Callable[..., None], str, Sequence[torch.Tensor]]
 """A function and its arguments."""
 
 
+class RegionFlag(NamedTuple):
+    """A flag that tells other code that it runs in a region of a group."""
+
+    owner: Any
+    name: str
+    """Of the attribute of ``owner``, a bool."""
+    without: frozenset[str]
+    """Names of groups in whose regions it is not set."""
+
+    @property
+    def is_set(self) -> bool:
+        """Its value."""
+        return bool(getattr(self.owner, self.name))
+
+    def set(self, is_set: bool) -> None:
+        """Set it."""
+        setattr(self.owner, self.name, is_set)
+
+
 class PipelineOffloadManager(OffloadEngine):
     """The engine with megatron-core's interface.
 
@@ -37,8 +57,8 @@ class PipelineOffloadManager(OffloadEngine):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.moves_checkpoint_inputs = False
         """Whether the tensors that a checkpoint keeps are a group: see :meth:`run_checkpoint`."""
-        self.region_flag: Optional[tuple[Any, str]] = None
-        """An object, and the name of a flag of it that is true during the operations of groups."""
+        self.region_flag: Optional[RegionFlag] = None
+        """A flag that is true during the operations of groups."""
         self._regions: list[None | bool | tuple[saved_tensors_hooks, bool]] = []
         """Regions that have been entered and not left: None for one without hooks; else the hooks
         and what the flag was before. Of those that C++ entered, the latter alone."""
@@ -223,9 +243,9 @@ class PipelineOffloadManager(OffloadEngine):
             hooks, before = entered
             hooks.__exit__()
             if self.region_flag is not None:
-                setattr(*self.region_flag, before)
+                self.region_flag.set(before)
 
-    def _enter_region(self, flag: Optional[tuple[Any, str]]) -> None:
+    def _enter_region(self, flag: Optional[RegionFlag]) -> None:
         """Enter the region of the last started group.
 
         Args:
@@ -237,9 +257,9 @@ class PipelineOffloadManager(OffloadEngine):
             return
         hooks = saved_tensors_hooks(*self.store.hooks(group, self))
         hooks.__enter__()
-        before = bool(self.region_flag and getattr(*self.region_flag))
-        if flag is not None:
-            setattr(*flag, True)
+        before = self.region_flag is not None and self.region_flag.is_set
+        if flag is not None and group.name not in flag.without:
+            flag.set(True)
         self._regions.append((hooks, before))
 
     def _warn_of_no_groups(self) -> None:
@@ -334,6 +354,6 @@ class PipelineOffloadManager(OffloadEngine):
         for group_hook, name, forced_released_tensors in delayed:
             group_hook(name, forced_released_tensors)
 
-    def _clear_iteration(self) -> None:
-        super()._clear_iteration()
+    def _clear_iteration(self) -> CountedModules:
         self._delayed.clear()
+        return super()._clear_iteration()

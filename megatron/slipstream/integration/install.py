@@ -22,7 +22,10 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as m
 from megatron.slipstream.config import OffloadConfig, check_is_config
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.manager import (
+    PipelineOffloadManager,
+    RegionFlag,
+)
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration import model_router
 from megatron.slipstream.integration.config_file import config_from_environment, log_settings
@@ -39,6 +42,8 @@ from megatron.slipstream.plan.candidates import PolicyOptions
 logger = logging.getLogger(__name__)
 
 FLAG = "CPUOffloadEnabled"
+WITHOUT_WEIGHTS = frozenset(("core_attn", "moe_act"))
+"""Modules in which :data:`FLAG` only makes Transformer Engine mark tensors, which no one reads."""
 
 _FEATURES = (
     *(Feature.ENGINE, Feature.ENGINE_ON_GPU, Feature.CHECKPOINT_INPUTS),
@@ -256,7 +261,7 @@ def gather_report() -> Report:
     return Report.merge(reports)
 
 
-def _region_flag() -> Optional[tuple[Any, str]]:
+def _region_flag() -> Optional[RegionFlag]:
     """The flag that tells Transformer Engine that what its modules save may move; None if it has none.
 
     Its modules then keep weights (and their ``main_grad``) by reference instead of saving them, and
@@ -266,4 +271,6 @@ def _region_flag() -> Optional[tuple[Any, str]]:
         from megatron.core.extensions.transformer_engine import cpu_offload
     except ImportError:
         return None
-    return (cpu_offload, FLAG) if hasattr(cpu_offload, FLAG) else None
+    if not hasattr(cpu_offload, FLAG):
+        return None
+    return RegionFlag(cpu_offload, FLAG, WITHOUT_WEIGHTS)

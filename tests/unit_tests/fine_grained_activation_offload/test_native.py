@@ -24,7 +24,10 @@ from megatron.slipstream.fine_grained_activation_offload import native
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes, Copy, nbytes_of
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import LazyCpuBackend
-from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.manager import (
+    PipelineOffloadManager,
+    RegionFlag,
+)
 from megatron.slipstream.fine_grained_activation_offload.native import build, native_module
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
@@ -246,16 +249,19 @@ class Flag:
     is_set = False
 
 
-def test_the_flag_is_set_in_tracked_regions_alone_and_is_what_it_was_afterwards() -> None:
+@pytest.mark.parametrize("without", [(), ("group",)])
+def test_the_flag_is_set_in_tracked_regions_alone_and_is_what_it_was_afterwards(
+    without: tuple[str, ...],
+) -> None:
     manager, chunks = make_manager(LAZY_NATIVE), marked_chunks()
     flag = Flag()
-    manager.region_flag = (flag, "is_set")
+    manager.region_flag = RegionFlag(flag, "is_set", frozenset(without))
     was, seen = False, set()
 
     def check(*_: Any) -> None:
         plan, *_, key = manager._now.plan, *manager._now.groups
         is_tracked = plan is None or plan.tracks(key)
-        assert flag.is_set is (is_tracked or was)
+        assert flag.is_set is ((is_tracked and not without) or was)
         seen.add((is_tracked, was))
 
     for layer in chunks[0].layers:

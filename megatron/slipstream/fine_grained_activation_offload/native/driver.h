@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "host_time.h"
 #include "python.h"
 
 namespace slipstream {
@@ -51,12 +52,34 @@ class Driver {
 
   // The number of the current stream.
   virtual int current() = 0;
-  virtual Event record(int stream) = 0;
-  virtual void wait(int stream, Event& event) = 0;
-  virtual void copy(const std::vector<Copy>& copies, int stream) = 0;
+
+  Event record(int stream) {
+    const HostTime time(HostTime::DRIVER);
+    return record_now(stream);
+  }
+
+  void wait(int stream, Event& event) {
+    const HostTime time(HostTime::DRIVER);
+    wait_now(stream, event);
+  }
+
+  void copy(const std::vector<Copy>& copies, int stream) {
+    const HostTime time(HostTime::DRIVER);
+    copy_now(copies, stream);
+  }
+
+  c10::Storage allocate(int64_t nbytes, c10::Device device) {
+    const HostTime time(HostTime::DRIVER);
+    return allocate_now(nbytes, device);
+  }
+
+  // Returns the memory to its allocator, unless something else refers to it.
+  void drop_device(c10::Storage memory) {
+    const HostTime time(HostTime::DRIVER);
+    drop_device_now(std::move(memory));
+  }
+
   virtual void drop_host_contents(const std::vector<Copy>&, int) {}
-  virtual c10::Storage allocate(int64_t nbytes, c10::Device device) = 0;
-  virtual void drop_device(c10::Storage memory) = 0;
 
   const Stream& stream(int number) const { return streams_[number]; }
 
@@ -77,6 +100,11 @@ class Driver {
   }
 
  protected:
+  virtual Event record_now(int stream) = 0;
+  virtual void wait_now(int stream, Event& event) = 0;
+  virtual void copy_now(const std::vector<Copy>& copies, int stream) = 0;
+  virtual c10::Storage allocate_now(int64_t nbytes, c10::Device device) = 0;
+  virtual void drop_device_now(c10::Storage memory) = 0;
   virtual void prepare(Stream&) {}
 
   py::object backend_;
@@ -93,15 +121,15 @@ class PythonDriver : public Driver {
     return known >= 0 ? known : add_stream(here[0], here[1]);
   }
 
-  Event record(int stream) override {
+  Event record_now(int stream) override {
     return {backend_.attr("record")(streams_[stream].object), nullptr};
   }
 
-  void wait(int stream, Event& event) override {
+  void wait_now(int stream, Event& event) override {
     backend_.attr("wait")(streams_[stream].object, event.object);
   }
 
-  void copy(const std::vector<Copy>& copies, int stream) override {
+  void copy_now(const std::vector<Copy>& copies, int stream) override {
     backend_.attr("run_copies")(pairs(copies), streams_[stream].object);
   }
 
@@ -109,13 +137,13 @@ class PythonDriver : public Driver {
     backend_.attr("drop_host_contents")(pairs(copies), streams_[stream].object);
   }
 
-  c10::Storage allocate(int64_t nbytes, c10::Device device) override {
+  c10::Storage allocate_now(int64_t nbytes, c10::Device device) override {
     const auto torch_device = py::reinterpret_steal<py::object>(THPDevice_New(device));
     const py::object memory = backend_.attr("allocate_device")(nbytes, torch_device);
     return THPStorage_Unpack(memory.ptr());
   }
 
-  void drop_device(c10::Storage memory) override {
+  void drop_device_now(c10::Storage memory) override {
     // The Python object has the only reference that is left of the engine's.
     const py::object object = wrap(std::move(memory));
     backend_.attr("drop_device")(object);
@@ -172,7 +200,7 @@ class CudaDriver : public Driver {
   }
 
   // [Note: Events are used again] in cuda_backend.py.
-  Event record(int stream) override {
+  Event record_now(int stream) override {
     if (rings_.size() <= static_cast<size_t>(stream)) rings_.resize(stream + 1);
     Ring& ring = rings_[stream];
     if (ring.events.empty()) {
@@ -190,14 +218,14 @@ class CudaDriver : public Driver {
     return event;
   }
 
-  void wait(int stream, Event& event) override {
+  void wait_now(int stream, Event& event) override {
     if (event.handle == nullptr) {
       event.handle = PyLong_AsVoidPtr(py::object(event.object.attr("cuda_event")).ptr());
     }
     check(cuda_.wait(streams_[stream].handle, event.handle, 0), "a wait");
   }
 
-  void copy(const std::vector<Copy>& copies, int stream) override {
+  void copy_now(const std::vector<Copy>& copies, int stream) override {
     for (const auto& copy : copies) {
       check(cuda_.copy(reinterpret_cast<uintptr_t>(copy.to.address()),
                        reinterpret_cast<uintptr_t>(copy.source.address()), copy.nbytes(),
@@ -206,7 +234,7 @@ class CudaDriver : public Driver {
     }
   }
 
-  c10::Storage allocate(int64_t nbytes, c10::Device device) override {
+  c10::Storage allocate_now(int64_t nbytes, c10::Device device) override {
     // Of the current stream's pool: see `CudaBackend.allocate_device`.
     auto* allocator = c10::GetAllocator(c10::DeviceType::CUDA);
     (void)device;  // The current one, as for `torch.empty` there.
@@ -214,7 +242,7 @@ class CudaDriver : public Driver {
                         allocator, /*resizable=*/true);
   }
 
-  void drop_device(c10::Storage memory) override {
+  void drop_device_now(c10::Storage memory) override {
     if (GET(backend_, "poisons_dropped").ptr() == Py_True) {
       const py::object object = wrap(std::move(memory));
       backend_.attr("drop_device")(object);

@@ -32,13 +32,13 @@ inline PyObject* only_argument(PyObject* const* arguments, size_t count) {
 }
 
 inline PyObject* call_pack(PackHook& hook, PyObject* const* arguments, size_t count) {
-  const HostTime time;
+  const HostTime time(HostTime::AUTOGRAD);
   auto tensor = py::reinterpret_borrow<py::object>(only_argument(arguments, count));
   return hook.store->pack(hook.group, std::move(tensor)).release().ptr();
 }
 
 inline PyObject* call_unpack(UnpackHook& hook, PyObject* const* arguments, size_t count) {
-  const HostTime time;
+  const HostTime time(HostTime::AUTOGRAD);
   const auto saved = py::reinterpret_borrow<py::object>(only_argument(arguments, count));
   return hook.store->unpack(hook.engine, saved).release().ptr();
 }
@@ -71,7 +71,7 @@ class Regions {
       at::SavedTensorDefaultHooks::push_hooks(
           owned(PackHookObject::make({store.shared_from_this(), group})),
           owned(UnpackHookObject::make({store.shared_from_this(), engine})));
-      before = set_flag(GET(engine, "region_flag"), py::bool_(true));
+      before = set_flag(GET(engine, "region_flag"), group->name);
     }
     if (PyList_Append(regions.ptr(), before.ptr()) != 0) throw py::error_already_set();
     return true;
@@ -87,7 +87,10 @@ class Regions {
     if (PyList_SetSlice(regions.ptr(), last, last + 1, nullptr) != 0) throw py::error_already_set();
     if (before.is_none()) return true;
     at::SavedTensorDefaultHooks::pop_hooks();
-    set_flag(GET(engine, "region_flag"), before);
+    const py::object flag = GET(engine, "region_flag");
+    if (!flag.is_none() && before.ptr() == Py_False) {
+      set_attribute(item(flag, 0), item(flag, 1).ptr(), before);
+    }
     return true;
   }
 
@@ -96,13 +99,17 @@ class Regions {
     return c10::SafePyObject(object.release().ptr(), getPyInterpreter());
   }
 
-  // `flag` is None, or an object and the name of its flag. Returns what it was.
-  static py::object set_flag(const py::object& flag, const py::object& value) {
+  static py::handle item(const py::object& tuple, int place) {
+    return PyTuple_GET_ITEM(tuple.ptr(), place);
+  }
+
+  // Set the flag (a `RegionFlag`, or None) in a region of a group of that name. Returns what it was.
+  static py::object set_flag(const py::object& flag, const py::object& name) {
     if (flag.is_none()) return py::bool_(false);
-    PyObject* owner = PyTuple_GET_ITEM(flag.ptr(), 0);
-    PyObject* name = PyTuple_GET_ITEM(flag.ptr(), 1);
-    py::object before = attribute(owner, name);
-    if (before.ptr() != value.ptr()) set_attribute(owner, name, value);
+    py::object before = attribute(item(flag, 0), item(flag, 1).ptr());
+    if (before.ptr() == Py_False && PySet_Contains(item(flag, 2).ptr(), name.ptr()) == 0) {
+      set_attribute(item(flag, 0), item(flag, 1).ptr(), py::bool_(true));
+    }
     return before;
   }
 };

@@ -7,21 +7,25 @@
 
 namespace slipstream {
 
-// Host time in calls that autograd makes, which no Python function surrounds: for benchmarks.
+// Host time by what was called, for benchmarks: no Python function surrounds it.
 struct HostTime {
-  static inline bool is_taken = false;
-  static inline int64_t nanoseconds = 0;
+  enum Kind { AUTOGRAD, DRIVER };
 
-  HostTime() {
+  static inline bool is_taken = false;
+  // In calls that autograd makes; in calls of the device's driver and allocator.
+  static inline int64_t nanoseconds[2] = {0, 0};
+
+  explicit HostTime(Kind kind) : kind(kind) {
     if (is_taken) begin = std::chrono::steady_clock::now();
   }
 
   ~HostTime() {
     if (!is_taken) return;
     const auto passed = std::chrono::steady_clock::now() - begin;
-    nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(passed).count();
+    nanoseconds[kind] += std::chrono::duration_cast<std::chrono::nanoseconds>(passed).count();
   }
 
+  const Kind kind;
   std::chrono::steady_clock::time_point begin;
 };
 

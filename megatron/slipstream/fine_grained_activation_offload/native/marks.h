@@ -76,7 +76,7 @@ class Marks {
 
   // Backward needs the group from here on.
   static void use(const py::object& engine, const std::shared_ptr<Group>& group) {
-    const HostTime time;
+    const HostTime time(HostTime::AUTOGRAD);
     Iteration now(GET(engine, "_now"));
     if (group->state != GroupState::COMMITTED || !is_current(now, *group)) return;
     group->move_to(GroupState::IN_USE);
@@ -85,7 +85,7 @@ class Marks {
 
   // Backward has left the group.
   static void leave(const py::object& engine, const std::shared_ptr<Group>& group) {
-    const HostTime time;
+    const HostTime time(HostTime::AUTOGRAD);
     Iteration now(GET(engine, "_now"));
     if (group->state != GroupState::IN_USE || !is_current(now, *group)) return;
     group->move_to(GroupState::DONE);

@@ -382,7 +382,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   py::class_<HostTime>(module, "HostTime")
       .def_readwrite_static("is_taken", &HostTime::is_taken)
-      .def_readwrite_static("nanoseconds", &HostTime::nanoseconds);
+      .def_static("take", [] {
+        const auto taken = py::make_tuple(HostTime::nanoseconds[HostTime::AUTOGRAD],
+                                          HostTime::nanoseconds[HostTime::DRIVER]);
+        HostTime::nanoseconds[0] = HostTime::nanoseconds[1] = 0;
+        return taken;
+      });
   static PyMethodDef marks[] = {fast_method<3, start>("start"), fast_method<1, enter>("enter"),
                                 fast_method<1, leave>("leave"), fast_method<3, end>("end")};
   for (auto& definition : marks) {

@@ -35,6 +35,7 @@ from typing import Any, Optional
 import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from megatron.slipstream.fine_grained_activation_offload.activation_store import CountedModules
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
@@ -385,8 +386,8 @@ class AttachedEngine(OffloadEngine):
         else:
             self._clear_iteration()
 
-    def _clear_iteration(self) -> None:
-        super()._clear_iteration()
+    def _clear_iteration(self) -> CountedModules:
+        counted = super()._clear_iteration()
         self._num_lost += sum(own.is_hooked and not own.is_used for own in self._own_passes)
         self._own_passes.clear()
         if self._num_lost > MAX_LOST_PASSES and not self._has_warned_of_lost_passes:
@@ -396,6 +397,7 @@ class AttachedEngine(OffloadEngine):
                 "moves is of no use; run it under torch.no_grad() where it is not trained",
                 self._num_lost,
             )
+        return counted
 
     def close_when_done(self) -> None:
         """Return the host memory once no pass waits for backward."""
