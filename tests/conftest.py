@@ -24,6 +24,8 @@ os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NUM_GPUS_OF_MARKER = {"gpu": 1, "gpus2": 2, "gpus4": 4}
+MAX_ERROR_CHARS = 3000
+"""Of an error, how much is kept in a row."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _TestRows:
-    """Appends a row per test: name, outcome, seconds."""
+    """Appends a row per test: name, outcome, seconds, the end of its error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -76,6 +78,8 @@ class _TestRows:
         if report.when != "call" and not (report.when == "setup" and report.failed):
             return
         row = {"test": report.nodeid, "outcome": report.outcome, "s": round(report.duration, 1)}
+        if report.failed:  # A run that is cut off shows no errors.
+            row["error"] = report.longreprtext[-MAX_ERROR_CHARS:]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as stream:
             stream.write(json.dumps(row) + "\n")
