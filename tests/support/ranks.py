@@ -124,8 +124,8 @@ def _rank_main(
     environment: dict[str, str],
 ) -> None:
     os.environ.clear()  # A fork server has that of its start.
+    os.environ.update(environment)
     os.environ.update(
-        environment,
         RANK=str(rank),
         LOCAL_RANK=str(rank if not torch.cuda.is_available() else take_place(rank, num_ranks)),
         WORLD_SIZE=str(num_ranks),

@@ -102,6 +102,8 @@ class OffloadEngine:
         self._tuner = Tuner(self.store, self._cache, self._report, options or PolicyOptions())
         self.store.host_pool.limit_bytes = self._tuner.options.host_memory_limit_bytes
         self._host_trimmer = HostTrimmer(self.store, self._cache, self._tuner, self._report)
+        self._policy: dict[str, Any] = {}
+        """The model's options of the newest pass."""
         self._num_verified_iterations = num_verified_iterations
         if num_verified_iterations > 0:
             self.store.verifier = Verifier(backend)
@@ -202,9 +204,11 @@ class OffloadEngine:
             return
         self._restart_if_abandoned()
         self._report.pp_rank = pp_rank
-        if self._tuner.change_options(replace(self._tuner.options, **policy)):
-            self._executor.leave_plan(self._now, self._now.num_steps)
-            self._last_plan = self._next_plan = None
+        if policy != self._policy:
+            self._policy = policy
+            if self._tuner.change_options(replace(self._tuner.options, **policy)):
+                self._executor.leave_plan(self._now, self._now.num_steps)
+                self._last_plan = self._next_plan = None
         self._begin_trial()
         now = self._now
         now.num_entered += 1
