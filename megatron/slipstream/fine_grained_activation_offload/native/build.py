@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("module.cpp")
 NAME = "slipstream_native"
-FLAGS = ("-O2", "-g0", "-shared", "-fPIC", "-std=c++17", "-fvisibility=hidden")
+FLAGS = ("-O2", "-g0", "-shared", "-fPIC", "-std=c++20", "-fvisibility=hidden")
 
 
 class BuildError(RuntimeError):

@@ -4,7 +4,10 @@
 
 #pragma once
 
+#include <c10/util/intrusive_ptr.h>
+
 #include <functional>
+#include <type_traits>
 
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
@@ -83,12 +86,22 @@ class MarkHook : public torch::autograd::FunctionPreHook {
   Callback callback_;
 };
 
+// Newer releases of torch count the references of a node in the node.
+template <typename Node, typename... Arguments>
+auto make_node(Arguments&&... arguments) {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
+  } else {
+    return std::shared_ptr<Node>(new Node(std::forward<Arguments>(arguments)...),
+                                 [](Node* node) { deleteNode(node); });
+  }
+}
+
 // `object`, a tensor, with a node in the graph that calls when backward comes to it.
 inline py::object mark(const py::object& object, Callback callback) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return object;
-  auto node = std::shared_ptr<MarkNode>(new MarkNode(std::move(callback)),
-                                        torch::autograd::deleteNode);
+  auto node = make_node<MarkNode>(std::move(callback));
   node->set_next_edges(torch::autograd::collect_next_edges(tensor));
   // Shares the version counter, so that changes in place are detected.
   auto marked = at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
