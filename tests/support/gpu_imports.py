@@ -18,7 +18,7 @@ from ranks import import_megatron
 
 import_megatron()
 try:
-    import megatron.core.extensions.transformer_engine
+    import megatron.core.extensions.transformer_engine  # noqa: F401
     import transformer_engine.pytorch  # noqa: F401
 except ImportError:  # Tests that need it are skipped.
     pass

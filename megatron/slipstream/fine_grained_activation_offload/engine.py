@@ -493,9 +493,7 @@ class OffloadEngine:
 
     def _make_plan(self) -> Plan:
         now = self._now
-        return self._tuner.make(
-            self._recorder.finish(self._report.pp_rank, now.groups)
-        ).plan
+        return self._tuner.make(self._recorder.finish(self._report.pp_rank, now.groups)).plan
 
     def _note_iteration(self) -> None:
         report, allocated = self._report, self.store.host_pool.allocated_bytes

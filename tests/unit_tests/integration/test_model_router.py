@@ -472,6 +472,16 @@ def test_suspending_covers_every_model(router: Any) -> None:
     del keep, other, late
 
 
+def test_suspending_leaves_no_model_to_cpp(router: Any) -> None:
+    """C++ performs the steps of an iteration without asking whether offloading is suspended."""
+    managers = router.manager_of(keep := Chunk()), router.manager_of(other := Chunk())
+    for manager in managers:
+        manager._now.steps = object()
+    managers[0].disable_offload()
+    assert [manager._now.steps for manager in managers] == [None, None]
+    del keep, other
+
+
 def test_graphs_and_a_second_model_are_refused(router: Any) -> None:
     first, second = Chunk(), Chunk()
     router.manager_of(first)

@@ -1,7 +1,7 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The saved-tensor hooks of a group's region, and entering and leaving it: `__enter__` and `__exit__`
-// in manager.py are the reference.
+// The saved-tensor hooks of a group's region, and entering and leaving it: `__enter__` and
+// `__exit__` in manager.py are the reference.
 
 #pragma once
 
@@ -103,7 +103,8 @@ class Regions {
     return PyTuple_GET_ITEM(tuple.ptr(), place);
   }
 
-  // Set the flag (a `RegionFlag`, or None) in a region of a group of that name. Returns what it was.
+  // Set the flag (a `RegionFlag`, or None) in a region of a group of that name. Returns what it
+  // was.
   static py::object set_flag(const py::object& flag, const py::object& name) {
     if (flag.is_none()) return py::bool_(false);
     py::object before = attribute(item(flag, 0), item(flag, 1).ptr());

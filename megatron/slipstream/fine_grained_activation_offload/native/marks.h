@@ -35,10 +35,9 @@ class Marks {
   // Enter the region of the group that has started. False, with nothing done, if Python has to.
   static bool enter(const py::object& engine) {
     const Iteration now(GET(engine, "_now"));
-    const Pass* chunk_pass = current_pass(now);
-    if (chunk_pass == nullptr || now.has_started() || chunk_pass->groups.empty()) return false;
+    if (current_pass(now) == nullptr || now.has_started()) return false;
     Store& store = *inside<Steps>(now.steps()).store;
-    return store.started == chunk_pass->groups.back() && Regions::enter(engine, store);
+    return store.started && Regions::enter(engine, store);
   }
 
   // The group of that name ends; `tensor` is one of its outputs. Returns that with the mark of the
@@ -59,8 +58,8 @@ class Marks {
   }
 
  private:
-  // The pass that forward is in; null where marks are not the plan's. While offloading is suspended,
-  // or layers are captured, no steps are followed.
+  // The pass that forward is in; null where marks are not the plan's. While offloading is
+  // suspended, or layers are captured, no steps are followed.
   static Pass* current_pass(const Iteration& now) {
     if (!now.follows_steps() || now.chunk().is_none() || !at::GradMode::is_enabled() ||
         torch::autograd::get_current_graph_task_id() != -1) {

@@ -85,7 +85,8 @@ inline void set_attribute(const py::handle& object, PyObject* name, const py::ob
 class Slot {
  public:
   Slot(PyTypeObject* type, const char* name) {
-    const auto member = attribute(reinterpret_cast<PyObject*>(type), PyUnicode_InternFromString(name));
+    const auto member =
+        attribute(reinterpret_cast<PyObject*>(type), PyUnicode_InternFromString(name));
     if (Py_TYPE(member.ptr()) != &PyMemberDescr_Type) {
       throw py::type_error(std::string(name) + " is no slot");
     }

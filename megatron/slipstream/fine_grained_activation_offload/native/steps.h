@@ -83,8 +83,8 @@ class Iteration {
 class Steps {
  public:
   // Each step is (kind, key, name, actions), each action (kind, key, kept, numbers, object).
-  // `untracked` are the keys of the groups whose saved tensors need not be tracked, because the plan
-  // keeps them; `trace` is its trace.
+  // `untracked` are the keys of the groups whose saved tensors need not be tracked, because the
+  // plan keeps them; `trace` is its trace.
   Steps(std::shared_ptr<Store> store, const py::iterable& steps, const py::iterable& untracked,
         py::object trace)
       : store(std::move(store)), trace(std::move(trace)) {

@@ -53,8 +53,8 @@ class Store : public std::enable_shared_from_this<Store> {
   // The pool of the host buffers of storages saved from now on.
   py::object pool;
   CountersByName modules;
-  // The group that a mark in C++ has started last, and whose region is not entered yet; the trace of
-  // the plan that keeps it, else None.
+  // The group that a mark in C++ has started last, and whose region is not entered yet; the trace
+  // of the plan that keeps it, else None.
   std::shared_ptr<Group> started;
   py::object kept_in = py::none();
   bool is_verified = false;
@@ -201,7 +201,9 @@ class Store : public std::enable_shared_from_this<Store> {
   }
 
   static bool contains(const py::object& positions, size_t position) {
-    if (PyFrozenSet_CheckExact(positions.ptr()) && PySet_GET_SIZE(positions.ptr()) == 0) return false;
+    if (PyFrozenSet_CheckExact(positions.ptr()) && PySet_GET_SIZE(positions.ptr()) == 0) {
+      return false;
+    }
     const int found = PySequence_Contains(positions.ptr(), py::int_(position).ptr());
     if (found < 0) throw py::error_already_set();
     return found == 1;
