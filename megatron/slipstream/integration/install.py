@@ -262,7 +262,7 @@ def gather_report() -> Report:
 
 
 def _region_flag() -> Optional[RegionFlag]:
-    """The flag by which Transformer Engine knows that what its modules save may move, if it has one.
+    """The flag that tells Transformer Engine that what its modules save may move; None without one.
 
     Its modules then keep weights (and their ``main_grad``) by reference instead of saving them, and
     allocate the experts' inputs one by one instead of as one block.
