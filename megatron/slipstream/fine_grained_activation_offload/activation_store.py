@@ -54,7 +54,7 @@ BANDWIDTH_NBYTES = 64 << 20
 
 
 class CountedModules:
-    """The counters of an iteration. Those of C++ are added when somebody asks.
+    """The counters of an iteration. Those of C++ are added on demand.
 
     Args:
         modules: Counters by module name.
@@ -73,9 +73,10 @@ class CountedModules:
         self.late_groups = late_groups or {}
 
     def by_name(self) -> dict[str, ModuleCounters]:
-        """The counters by module name. Call it once."""
+        """The counters by module name."""
         if self._in_cpp is not None:
             _add_counters(self._in_cpp, self._modules)
+            self._in_cpp = None
         return dict(self._modules)
 
 

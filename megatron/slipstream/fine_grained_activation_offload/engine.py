@@ -89,7 +89,7 @@ class OffloadEngine:
         """``offload_modules`` of the model, for the report."""
         self._report = RankReport(rank=rank)
         self._counted: Optional[CountedModules] = None
-        """Counters of the last iteration, until the report has them."""
+        """Counters of the last complete iteration; None before it."""
         self._iteration_ms: deque[float] = deque(maxlen=MAX_ITERATIONS_SHOWN)
         keep_warnings()
         self._ended_at: Optional[float] = None
@@ -122,7 +122,6 @@ class OffloadEngine:
         if self._counted is not None:
             report.modules = self._counted.by_name()
             report.late_groups = {str(key): n for key, n in self._counted.late_groups.items()}
-            self._counted = None
         report.iteration_ms = [round(ms, 1) for ms in self._iteration_ms]
         report.host_high_water_bytes = pool.high_water_bytes
         report.host_waste_bytes = pool.waste_bytes

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 FLAG = "CPUOffloadEnabled"
 WITHOUT_WEIGHTS = frozenset(("core_attn", "moe_act"))
-"""Modules in which :data:`FLAG` only makes Transformer Engine mark tensors, which no one reads."""
+"""Modules in which :data:`FLAG` only makes Transformer Engine mark tensors, which nothing reads."""
 
 _FEATURES = (
     *(Feature.ENGINE, Feature.ENGINE_ON_GPU, Feature.CHECKPOINT_INPUTS),

@@ -225,6 +225,15 @@ class Backend(enum.Enum):
     unfused = 3
 
 
+NO_SINKHORN = either(
+    "moe_router_load_balancing_type",
+    "sinkhorn",
+    a="aux_loss",
+    b="seq_aux_loss",
+    c="global_aux_loss",
+    d="none",
+)
+
 PACKED_IN_PARTS = {"context_parallel_size": 2, "calculate_per_token_loss": True}
 SHUFFLED = {"dataloader_type": "cyclic"}
 OF_PACKING = [
@@ -273,14 +282,7 @@ OF_PACKING = [
             "decrease_batch_size_if_needed": True,
         }.items()
     ),
-    either(
-        "moe_router_load_balancing_type",
-        "sinkhorn",
-        a="aux_loss",
-        b="seq_aux_loss",
-        c="global_aux_loss",
-        d="none",
-    ),
+    NO_SINKHORN,
     either("hybrid_layer_pattern", "M-M-", a="*-E*"),
     off("experimental_attention_variant", "gated_delta_net"),
     Case(
@@ -352,14 +354,7 @@ OF_EXPERTS = [
     either("moe_token_dispatcher_type", "flex", a="alltoall", b="allgather"),
     off("moe_expert_capacity_factor", 1.0),
     off("moe_router_padding_for_quantization"),
-    either(
-        "moe_router_load_balancing_type",
-        "sinkhorn",
-        a="aux_loss",
-        b="seq_aux_loss",
-        c="global_aux_loss",
-        d="none",
-    ),
+    NO_SINKHORN,
     Case({"add_bias_linear": True}, [{"add_bias_linear": False}]),
     off("fp16"),
     off("fp8", "hybrid"),

@@ -17,7 +17,7 @@ struct PackHook {
   std::shared_ptr<Group> group;
 };
 
-// It holds the engine, and not the store, so that an engine is freed with its last graph.
+// Hooks hold the engine, which the store does not, so that it is freed with its last graph.
 struct UnpackHook {
   std::shared_ptr<Store> store;
   py::object engine;
@@ -45,10 +45,11 @@ inline PyObject* call_unpack(UnpackHook& hook, PyObject* const* arguments, size_
 
 class Regions {
  public:
-  static py::tuple hooks(std::shared_ptr<Store> store, const std::shared_ptr<Group>& group,
-                         const py::object& engine) {
-    return py::make_tuple(PackHookObject::make({store, group}),
-                          UnpackHookObject::make({store, engine}));
+  // The pack hook and the unpack hook.
+  static std::pair<py::object, py::object> hooks(const std::shared_ptr<Store>& store,
+                                                 const std::shared_ptr<Group>& group,
+                                                 const py::object& engine) {
+    return {PackHookObject::make({store, group}), UnpackHookObject::make({store, engine})};
   }
 
   // Whether hooks that are not an engine's are active.
@@ -67,10 +68,9 @@ class Regions {
     const py::object regions = GET(engine, "_regions");
     py::object before = py::none();
     if (group->untracked_in.is_none()) {
+      auto [pack, unpack] = hooks(store.shared_from_this(), group, engine);
       at::SavedTensorDefaultHooks::lazy_initialize();
-      at::SavedTensorDefaultHooks::push_hooks(
-          owned(PackHookObject::make({store.shared_from_this(), group})),
-          owned(UnpackHookObject::make({store.shared_from_this(), engine})));
+      at::SavedTensorDefaultHooks::push_hooks(owned(std::move(pack)), owned(std::move(unpack)));
       before = set_flag(GET(engine, "region_flag"), group->name);
     }
     if (PyList_Append(regions.ptr(), before.ptr()) != 0) throw py::error_already_set();

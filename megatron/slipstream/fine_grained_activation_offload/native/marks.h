@@ -73,22 +73,24 @@ class Marks {
     return now.find(group.chunk_pass, group.index) == &group;
   }
 
-  // Backward needs the group from here on.
-  static void use(const py::object& engine, const std::shared_ptr<Group>& group) {
+  // Backward reaches a mark of the group, which is in state `from` unless it has been here before.
+  static void reach(const py::object& engine, const std::shared_ptr<Group>& group, GroupState from,
+                    GroupState to, const py::object& kind) {
     const HostTime time(HostTime::AUTOGRAD);
     Iteration now(GET(engine, "_now"));
-    if (group->state != GroupState::COMMITTED || !is_current(now, *group)) return;
-    group->move_to(GroupState::IN_USE);
-    advance(engine, now, python->backward_use, group);
+    if (group->state != from || !is_current(now, *group)) return;
+    group->move_to(to);
+    advance(engine, now, kind, group);
+  }
+
+  // Backward needs the group from here on.
+  static void use(const py::object& engine, const std::shared_ptr<Group>& group) {
+    reach(engine, group, GroupState::COMMITTED, GroupState::IN_USE, python->backward_use);
   }
 
   // Backward has left the group.
   static void leave(const py::object& engine, const std::shared_ptr<Group>& group) {
-    const HostTime time(HostTime::AUTOGRAD);
-    Iteration now(GET(engine, "_now"));
-    if (group->state != GroupState::IN_USE || !is_current(now, *group)) return;
-    group->move_to(GroupState::DONE);
-    advance(engine, now, python->backward_end, group);
+    reach(engine, group, GroupState::IN_USE, GroupState::DONE, python->backward_end);
   }
 
   static void advance(const py::object& engine, Iteration& now, const py::object& kind,

@@ -2,9 +2,6 @@
 
 // The Python names of the classes.
 
-#include <algorithm>
-#include <unordered_map>
-
 #include "marks.h"
 
 using namespace slipstream;

@@ -8,6 +8,9 @@
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <unordered_map>
+
 #include "host_layout.h"
 
 namespace slipstream {
