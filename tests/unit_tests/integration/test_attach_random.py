@@ -2,25 +2,24 @@
 
 """Random models in random programs compute the same with and without ``attach()``.
 
-Seeds are fixed, or new (``SLIPSTREAM_RANDOM_MODELS``), or a given one (``SLIPSTREAM_RANDOM_SEED``):
-see CONTRIBUTING.md.
+``SLIPSTREAM_RANDOM_MODELS`` is the number of models, one per seed.
 """
 
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterable
 
 import pytest
 from random_programs import compare
+from random_seeds import first_seed
 
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 
-NUM_NEW = int(os.environ.get("SLIPSTREAM_RANDOM_MODELS", "0"))
-AGAIN = os.environ.get("SLIPSTREAM_RANDOM_SEED")
+NUM_SEEDS = int(os.environ.get("SLIPSTREAM_RANDOM_MODELS", "40"))
 SEEDS_PER_TEST = 10
+FIRST_SEED = first_seed()
 
 
 def failures_of(seeds: Iterable[int]) -> list[str]:
@@ -40,22 +39,11 @@ def failures_of(seeds: Iterable[int]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("first", range(0, 40, SEEDS_PER_TEST))
-def test_known_seeds(first: int) -> None:
-    assert failures_of(range(first, first + SEEDS_PER_TEST)) == []
-
-
-@pytest.mark.timeout(6 * 3600)
-@pytest.mark.skipif(NUM_NEW == 0, reason="SLIPSTREAM_RANDOM_MODELS=N draws N new seeds")
-def test_new_seeds() -> None:
-    first = random.SystemRandom().randrange(2**40)
-    print(f"seeds {first} to {first + NUM_NEW - 1}")
-    assert failures_of(range(first, first + NUM_NEW)) == []
-
-
-@pytest.mark.skipif(AGAIN is None, reason="SLIPSTREAM_RANDOM_SEED=N runs that seed")
-def test_a_seed_again() -> None:
-    compare(int(AGAIN or ""))
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+def test_results_are_equal(first: int) -> None:
+    seeds = range(FIRST_SEED + first, FIRST_SEED + min(first + SEEDS_PER_TEST, NUM_SEEDS))
+    print(f"seeds {seeds[0]} to {seeds[-1]}")
+    assert failures_of(seeds) == []
 
 
 # --- the comparison finds faults ------------------------------------------------------------------
