@@ -9,9 +9,9 @@ from typing import Optional
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.activation_store import BANDWIDTH_NBYTES
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.link_bandwidth import BANDWIDTH_NBYTES
 
 
 class TimedBackend(CpuBackend):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from megatron.slipstream.doctor.facts import Gpu
+from megatron.slipstream.fine_grained_activation_offload import link_bandwidth
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
 from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
@@ -61,7 +62,10 @@ def measure_bandwidth(backend: Backend) -> Bandwidth:
     streams = CopyStreams(backend)
     try:
         memory, buffer = Bytes(device, 0, NBYTES), Bytes.of(host)
-        rounds = [streams.measure_bandwidth(memory, buffer) for _ in range(NUM_ROUNDS)]
+        rounds = [
+            link_bandwidth.measure_bandwidth(backend, streams, memory, buffer)
+            for _ in range(NUM_ROUNDS)
+        ]
         return best(found for found in rounds if found is not None)
     finally:
         streams.finish()

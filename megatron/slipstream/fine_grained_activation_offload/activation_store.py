@@ -19,9 +19,10 @@ from torch.autograd import forward_ad
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend, Bytes
 from megatron.slipstream.fine_grained_activation_offload.chunk import ChunkOffloadHandler
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
-    NUM_BARRIERS,
-    CopyStreams,
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
+    CountedModules,
+    add_counters,
 )
 from megatron.slipstream.fine_grained_activation_offload.group import (
     OffloadTensorGroup,
@@ -35,7 +36,6 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import (
 )
 from megatron.slipstream.fine_grained_activation_offload.markers import mark
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
-from megatron.slipstream.fine_grained_activation_offload.rank_barrier import RankBarrier
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import (
@@ -45,46 +45,10 @@ from megatron.slipstream.fine_grained_activation_offload.storage import (
 )
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
-from megatron.slipstream.plan.trace import Bandwidth, GroupKey
+from megatron.slipstream.plan.trace import GroupKey
 
 MIN_KNOWN = 4096
 """Number of freed storages whose addresses are kept: none of them holds memory."""
-BANDWIDTH_NBYTES = 64 << 20
-"""Bytes copied to measure the link, half of them each way: about a millisecond."""
-
-
-class CountedModules:
-    """The counters of an iteration. Those of C++ are added on demand.
-
-    Args:
-        modules: Counters by module name.
-        late_groups: Late copies in by the group that saved the storage first.
-        in_cpp: What C++ has counted beside them.
-    """
-
-    def __init__(
-        self,
-        modules: Optional[defaultdict[str, ModuleCounters]] = None,
-        late_groups: Optional[dict[GroupKey, int]] = None,
-        in_cpp: Optional[Any] = None,
-    ) -> None:
-        self._modules = defaultdict(ModuleCounters) if modules is None else modules
-        self._in_cpp = in_cpp
-        self.late_groups = late_groups or {}
-
-    def by_name(self) -> dict[str, ModuleCounters]:
-        """The counters by module name."""
-        if self._in_cpp is not None:
-            _add_counters(self._in_cpp, self._modules)
-            self._in_cpp = None
-        return dict(self._modules)
-
-
-def _add_counters(in_cpp: Any, modules: defaultdict[str, ModuleCounters]) -> None:
-    for name, amounts in in_cpp.items():
-        counters = modules[name]
-        for counter, amount in amounts.items():
-            setattr(counters, counter, getattr(counters, counter) + amount)
 
 
 class ActivationStore:
@@ -101,8 +65,6 @@ class ActivationStore:
         self._modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
         self.late_groups: dict[GroupKey, int] = {}
         """This iteration's late copies in by the group that saved the storage first."""
-        self._has_measured = False
-        """Whether the link has been measured: only the first time, ranks meet for it."""
         self._crosses_streams = False
         self._recorder = recorder
         self.saved_type: type[SavedTensor] = SavedTensor
@@ -181,7 +143,7 @@ class ActivationStore:
 
     def _add_counters_of_cpp(self) -> None:
         if self.native is not None:
-            _add_counters(self.native.take_counters(), self._modules)
+            add_counters(self.native.take_counters(), self._modules)
 
     @property
     def verifier(self) -> Optional[Verifier]:
@@ -561,37 +523,6 @@ class ActivationStore:
             elif storage.residence is Residence.HOST and storage.out_signal is not None:
                 signals.append(storage.out_signal)
         self.copy_streams.outlast(signals)
-
-    def measure_bandwidth(self) -> Optional[Bandwidth]:
-        """Bandwidth of copies; None if it cannot be measured. Blocks the host for a while.
-
-        The first time, the ranks of this host measure at the same moment if all reach it within a
-        few seconds, since in training they copy at once.
-        """
-        meeting = None if self._has_measured else RankBarrier()
-        self._has_measured = True
-        in_use = self._allocate_to_measure()
-        if in_use is None:
-            if meeting is not None:
-                meeting.attend(NUM_BARRIERS)  # Other ranks must not wait for this one.
-            return None
-        device, allocation = in_use
-        buffer = allocation.buffer.first(BANDWIDTH_NBYTES)
-        bandwidth = self.copy_streams.measure_bandwidth(device, buffer, meeting)
-        self.host_pool.free(allocation)
-        return bandwidth
-
-    def _allocate_to_measure(self) -> Optional[tuple[Bytes, HostAllocation]]:
-        """Device and host memory to copy between; None if there is too little."""
-        if self.host_pool.allocated_bytes < BANDWIDTH_NBYTES:
-            return None  # Almost nothing moves, so no memory is pinned for a measurement.
-        device = self.backend.allocate_scratch(BANDWIDTH_NBYTES)
-        if device is None:
-            return None
-        try:
-            return Bytes(device, 0, BANDWIDTH_NBYTES), self.host_pool.allocate(BANDWIDTH_NBYTES)
-        except HostMemoryFull:
-            return None
 
     def trim_host_memory(self, nbytes: int) -> None:
         """Hold one slab of ``nbytes`` bytes of host memory; nothing may be in use.

@@ -69,7 +69,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Optional
@@ -86,9 +85,6 @@ from megatron.slipstream.fine_grained_activation_offload.backend import (
     nbytes_of,
 )
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostAllocation
-from megatron.slipstream.fine_grained_activation_offload.rank_barrier import RankBarrier
-from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S
-from megatron.slipstream.plan.trace import Bandwidth
 
 
 class Edge(enum.Enum):
@@ -103,15 +99,6 @@ class Edge(enum.Enum):
     E7 = "host memory is unpinned after all copies"
     E8 = "reloaded memory is reallocated after reads on other streams than it was allocated for"
     E9 = "a captured graph ends after its copies"
-
-
-NUM_RATES = 3
-"""Number of measurements of a rate. Other traffic can only lower it, so the best counts. If the
-ranks of a host measure together, the middle one counts, since in the first some copies have not
-begun and in the last some have ended."""
-
-NUM_BARRIERS = 4
-"""Barriers of a host's ranks per measurement: both ways, each way alone, both ways."""
 
 
 class Signal(NamedTuple):
@@ -431,63 +418,13 @@ class CopyStreams:
         for stream in (self.d2h, self.h2d):
             self._wait_on_host(Edge.E7, stream)  # edge E7
 
-    def measure_bandwidth(
-        self, device: Bytes, host: Bytes, meeting: Optional[RankBarrier] = None
-    ) -> Optional[Bandwidth]:
-        """Bandwidth of copies, each way alone and both at once; None if time cannot be measured.
-
-        Blocks the host for about ten copies.
-
-        Args:
-            device: Unused device memory.
-            host: Unused host memory of that length.
-            meeting: Barrier of the ranks of this host, which measure together; None to measure
-                alone.
-        """
-        # Both memories may have been in use until now.
+    def begin_measurement(self) -> None:
+        """Block the host until copies may use memory that was in use until now."""
         current_id, current = self._backend.here()
         here = self._signal(current, current_id)
         self._wait(Edge.E1, self.d2h, self._d2h_id, here)  # edge E1
         self._wait(Edge.E4, self.h2d, self._h2d_id, here)  # edge E4
         self.finish()
-        half = device.nbytes // 2
-        to, source = (Bytes(part.storage, part.start + half, half) for part in (device, host))
-        out = ((host.first(half), device.first(half)), self.d2h)
-        back = ((to, source), self.h2d)
-        self._rate([out, back], meeting)  # The first copies of a process take longer.
-        alone = [self._rate([out], meeting), self._rate([back], meeting)]
-        both = self._rate([out, back], meeting)
-        if not both or not all(alone):
-            return None
-        return Bandwidth(alone[0][0], alone[1][0], both[0], both[1])
-
-    def _rate(
-        self, copies: Sequence[tuple[Copy, Stream]], meeting: Optional[RankBarrier]
-    ) -> list[float]:
-        """Bandwidth of each of a few concurrent copies, in 1e9 bytes per second."""
-        if meeting is not None:
-            meeting.meet()
-        is_alone = meeting is None or meeting.is_alone
-        rates: list[list[float]] = []
-        for _ in range(NUM_RATES):
-            starts = [self._backend.timed_event(stream) for _, stream in copies]
-            for copy, stream in copies:
-                self._backend.run_copies([copy], stream)
-            stops = [self._backend.timed_event(stream) for _, stream in copies]
-            for _, stream in copies:
-                self._wait_on_host(Edge.E7, stream)  # edge E7
-            if starts[0] is None:
-                return []
-            times = [self._backend.elapsed_ms(a, b) for a, b in zip(starts, stops, strict=True)]
-            rates.append(
-                [
-                    nbytes_of(copy) / ms / BYTES_PER_MS_AT_1_GB_PER_S
-                    for (copy, _), ms in zip(copies, times, strict=True)
-                    if ms
-                ]
-            )
-        choose = max if is_alone else statistics.median
-        return [choose(of_one) for of_one in zip(*rates, strict=True)]
 
     def _run(self, copies: Sequence[Copy], stream: Stream) -> None:
         """Put copies into a copy stream, and time them if :attr:`timings` is set."""

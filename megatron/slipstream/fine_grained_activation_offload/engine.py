@@ -22,15 +22,13 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.fine_grained_activation_offload.activation_store import (
-    ActivationStore,
-    CountedModules,
-)
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.chunk import (
     ChunkOffloadHandler,
     mark_of_no_group,
 )
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import CountedModules
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.slipstream.fine_grained_activation_offload.activation_store import CountedModules
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import CountedModules
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
 

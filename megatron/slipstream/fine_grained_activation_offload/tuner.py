@@ -26,6 +26,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_sync_points import
     are_copies_slowed,
     host_sync_points,
 )
+from megatron.slipstream.fine_grained_activation_offload.link_bandwidth import LinkBandwidth
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
 from megatron.slipstream.fine_grained_activation_offload.plan_entry import (
     IterationProbe,
@@ -103,6 +104,7 @@ class Tuner:
         self.facts: Optional[PlanFacts] = None
         """The proven facts of the newest plan."""
         self._store = store
+        self._link = LinkBandwidth(store)
         self._report = report
         self._cache = cache
         self._read_later: list[tuple[Plan, StepClock]] = []
@@ -289,7 +291,7 @@ class Tuner:
             # Ranks of one host measure together, so after the same iteration, and not when times
             # are read, which depends on the device's progress.
             if entry.phase is Phase.TIMES_READ and self._bandwidth is None:
-                self._bandwidth = self._store.measure_bandwidth()
+                self._bandwidth = self._link.measure()
         if probe.memory is not None:
             entry.memory = probe.memory.readings(plan.absent_bytes)
 
@@ -346,7 +348,7 @@ class Tuner:
         if entry.num_rounds >= MAX_ROUNDS or entry.is_as_predicted:
             return False
         if self._bandwidth is None:
-            self._bandwidth = self._store.measure_bandwidth()
+            self._bandwidth = self._link.measure()
         if self._bandwidth is None:
             return False
         num_moved = entry.num_moving

@@ -17,6 +17,7 @@ from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
     CopyTime,
     rates_beside_compute,
 )
+from megatron.slipstream.fine_grained_activation_offload.link_bandwidth import LinkBandwidth
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, NUM_WARMUPS
 from megatron.slipstream.plan.trace import Bandwidth
@@ -68,16 +69,16 @@ def test_a_plan_made_from_times_has_the_rates_of_its_iterations(
     monkeypatch.setattr(copy_rates, "MIN_NBYTES", 1)
     backend = SlowBesideCompute()
     manager = PipelineOffloadManager(backend)
-    measure = manager.store.measure_bandwidth
+    measure = LinkBandwidth.measure
 
-    def measure_alone() -> Bandwidth | None:
+    def measure_alone(link: LinkBandwidth) -> Bandwidth | None:
         backend.is_in_iteration = False
         try:
-            return measure()
+            return measure(link)
         finally:
             backend.is_in_iteration = True
 
-    monkeypatch.setattr(manager.store, "measure_bandwidth", measure_alone)
+    monkeypatch.setattr(LinkBandwidth, "measure", measure_alone)
     chunks = make_chunks(1)
     expected = run_schedule(chunks, SCHEDULES["accumulation"], None)
     for _ in range(1 + NUM_WARMUPS + NUM_TIMED + 1):

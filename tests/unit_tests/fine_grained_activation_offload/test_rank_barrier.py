@@ -14,15 +14,17 @@ from ranks import run_ranks
 from timed_backend import TimedBackend
 from toy_model import SCHEDULES, make_chunks, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload import activation_store, rank_barrier
+from megatron.slipstream.fine_grained_activation_offload import link_bandwidth, rank_barrier
 from megatron.slipstream.fine_grained_activation_offload.backend import Bytes
-from megatron.slipstream.fine_grained_activation_offload.copy_streams import (
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import CopyStreams
+from megatron.slipstream.fine_grained_activation_offload.link_bandwidth import (
     NUM_BARRIERS,
-    CopyStreams,
+    measure_bandwidth,
 )
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.rank_barrier import RankBarrier
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, NUM_WARMUPS
+from megatron.slipstream.plan.trace import Bandwidth
 
 LATE_S = 0.3
 NUM_ITERATIONS = 1 + NUM_WARMUPS + NUM_TIMED
@@ -138,8 +140,12 @@ def test_in_company_neither_the_best_nor_the_worst_rate_counts() -> None:
     half = 1 << 20
     device, host = (Bytes.of(torch.empty(2 * half, dtype=torch.uint8)) for _ in range(2))
     company = Company()
-    found = CopyStreams(ScriptedBackend()).measure_bandwidth(device, host, company)
-    alone = CopyStreams(ScriptedBackend()).measure_bandwidth(device, host)
+
+    def measure(barrier: RankBarrier | None) -> Bandwidth | None:
+        backend = ScriptedBackend()
+        return measure_bandwidth(backend, CopyStreams(backend), device, host, barrier)
+
+    found, alone = measure(company), measure(None)
     assert found is not None
     assert alone is not None
     assert found.d2h_gb_per_s == pytest.approx(half / 2.0 / 1e6)
@@ -173,9 +179,9 @@ def train(rank: int, num_ranks: int, port: int) -> tuple[list[int], bool, list[f
             spans_s.append(time.monotonic() - begin_s)
             are_alone.append(self.is_alone)
 
-    activation_store.RankBarrier = Watched  # type: ignore[misc]
+    link_bandwidth.RankBarrier = Watched  # type: ignore[misc]
     if rank == 1:
-        activation_store.BANDWIDTH_NBYTES *= 1 << 10
+        link_bandwidth.BANDWIDTH_NBYTES *= 1 << 10
     backend = SlowToTell(NUM_ITERATIONS + 2) if rank == 2 else TimedBackend()
     manager = PipelineOffloadManager(backend)
     chunks = make_chunks(1)

@@ -35,7 +35,7 @@ from typing import Any, Optional
 import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from megatron.slipstream.fine_grained_activation_offload.activation_store import CountedModules
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import CountedModules
 from megatron.slipstream.fine_grained_activation_offload.engine import OffloadEngine
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,

@@ -1,0 +1,46 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The counters of an iteration, counted in Python and in C++."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Optional
+
+from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
+from megatron.slipstream.plan.trace import GroupKey
+
+
+class CountedModules:
+    """The counters of an iteration. Those of C++ are added on demand.
+
+    Args:
+        modules: Counters by module name.
+        late_groups: Late copies in by the group that saved the storage first.
+        in_cpp: What C++ has counted beside them.
+    """
+
+    def __init__(
+        self,
+        modules: Optional[defaultdict[str, ModuleCounters]] = None,
+        late_groups: Optional[dict[GroupKey, int]] = None,
+        in_cpp: Optional[Any] = None,
+    ) -> None:
+        self._modules = defaultdict(ModuleCounters) if modules is None else modules
+        self._in_cpp = in_cpp
+        self.late_groups = late_groups or {}
+
+    def by_name(self) -> dict[str, ModuleCounters]:
+        """The counters by module name."""
+        if self._in_cpp is not None:
+            add_counters(self._in_cpp, self._modules)
+            self._in_cpp = None
+        return dict(self._modules)
+
+
+def add_counters(in_cpp: Any, modules: defaultdict[str, ModuleCounters]) -> None:
+    """Add to ``modules`` what C++ has counted: amounts by counter, by module name."""
+    for name, amounts in in_cpp.items():
+        counters = modules[name]
+        for counter, amount in amounts.items():
+            setattr(counters, counter, getattr(counters, counter) + amount)
