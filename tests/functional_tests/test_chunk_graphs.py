@@ -29,6 +29,11 @@ ONE_RANK = {
     "MLA": ModelCase("mla"),
     "experts, drop and pad": ModelCase("moe", overrides={**DROP_AND_PAD, **DROPOUT}),
     "expert bias": ModelCase("moe", overrides={**DROP_AND_PAD, **EXPERT_BIAS}),
+    "experts, dropless": ModelCase("moe", sync_free_experts=True, overrides=DROPOUT),
+    "expert bias, dropless": ModelCase("moe", sync_free_experts=True, overrides=EXPERT_BIAS),
+    "packed experts, dropless": ModelCase(
+        "moe", sync_free_experts=True, is_packed=True, micro_batch_size=1
+    ),
     "norms recomputed": ModelCase(
         "dense",
         overrides={
@@ -52,6 +57,10 @@ PIPELINES = {
     "PP2": (ModelCase("dense", pp=2, overrides=DROPOUT), (4, 3, 1, 6, 2)),
     "PP2 VPP2": (ModelCase("dense", pp=2, vpp=2, overrides=DROPOUT), (4, 2, 6, 4)),
     "PP2 VPP2, experts": (ModelCase("moe", pp=2, vpp=2, overrides=DROP_AND_PAD), (4, 2, 6)),
+    "PP2 VPP2, dropless experts": (
+        ModelCase("moe", pp=2, vpp=2, sync_free_experts=True, overrides=EXPERT_BIAS),
+        (4, 2, 6),
+    ),
     "PP2, FP8": (ModelCase("dense", pp=2, overrides={**FP8, **DROPOUT}), (4, 3, 1, 6, 2)),
     "PP2 VPP2, packed experts": (
         ModelCase(
@@ -97,7 +106,7 @@ def test_pipelines(case: ModelCase, counts: Sequence[int]) -> None:
     check(2, case, counts)
 
 
-@pytest.mark.parametrize("name", ["PP2", "PP2 VPP2, experts", "PP2, FP8"])
+@pytest.mark.parametrize("name", ["PP2", "PP2 VPP2, experts", "PP2 VPP2, dropless experts", "PP2, FP8"])
 def test_offloading_inside_the_graphs(name: str) -> None:
     case, counts = PIPELINES[name]
     case = dataclasses.replace(case, num_layers=8)  # the last layer of a chunk stays
@@ -166,6 +175,7 @@ GPU_SIZES: dict[str, Any] = {
 }
 MLA_SIZES = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 EXPERTS = {**DROP_AND_PAD, "moe_permute_fusion": True}
+DROPLESS = {"moe_permute_fusion": True}
 BLOCKS = RECIPES["blockwise"]
 UNEVEN_EXPERTS = {**EXPERTS, "moe_expert_capacity_factor": 1.1}
 """564 tokens for each, which layers in FP8 pad to 576."""
@@ -183,6 +193,12 @@ PACKED = {
     "dense": on_gpu(ModelCase(is_packed=True), hidden_dropout=0.1, **FUSED_ROPE),
     "MLA": on_gpu(ModelCase("mla", is_packed=True), **MLA_SIZES, rope_type="yarn", **FUSED_ROPE),
     "experts": on_gpu(ModelCase("moe", is_packed=True), **EXPERTS, **EXPERT_BIAS, **FUSED_ROPE),
+    "dropless experts": on_gpu(
+        ModelCase("moe", sync_free_experts=True, is_packed=True),
+        **DROPLESS,
+        **EXPERT_BIAS,
+        **FUSED_ROPE,
+    ),
 }
 ON_GPU = {
     **{f"packed, {name}": case for name, case in PACKED.items()},
@@ -190,6 +206,7 @@ ON_GPU = {
     "MLA": on_gpu(ModelCase("mla"), **MLA_SIZES),
     "experts, drop and pad": on_gpu(ModelCase("moe"), **EXPERTS),
     "expert bias": on_gpu(ModelCase("moe"), **EXPERTS, **EXPERT_BIAS),
+    "experts, dropless": on_gpu(ModelCase("moe", sync_free_experts=True), **DROPLESS),
     "norms recomputed": on_gpu(ONE_RANK["norms recomputed"], **DROPOUT),
     "attention recomputed": on_gpu(ONE_RANK["attention recomputed"]),
     "FP8": on_gpu(ModelCase(), **FP8, **DROPOUT),
@@ -230,7 +247,7 @@ def test_one_gpu(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("packed, dense", "packed, MLA", "packed, experts"),
+        *("packed, dense", "packed, MLA", "packed, experts", "packed, dropless experts"),
         *("FP8", "FP8, blocks", "FP8, experts", "FP8, blocks, experts"),
     ],
 )
@@ -240,11 +257,12 @@ def test_fifty_iterations(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["FP8", "FP8, blocks"])
+@pytest.mark.parametrize("name", ["FP8", "FP8, blocks", "experts, dropless"])
 def test_offloading_inside_the_graphs_on_one_gpu(name: str) -> None:
     skip_without_recipe(ON_GPU[name].overrides)
     case = ModelCase(**{**vars(ON_GPU[name]), "num_layers": 8})  # the last layer stays
-    (result,) = check(1, case, random_counts(8), None, DENSE_MODULES)
+    modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES
+    (result,) = check(1, case, random_counts(8), None, modules)
     assert min(result.moved_bytes) > 0
 
 

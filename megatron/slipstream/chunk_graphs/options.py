@@ -116,12 +116,13 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
     option_rule(
         "num_experts",
         lambda f: _is_chunk(f) and f.num_experts is not None,
-        lambda f: _drops_and_pads(f) or _has_rank_capacity(f),  # the latter has its own rule
+        # Rank capacity has its own rule.
+        lambda f: f.moe_sync_free_experts or _drops_and_pads(f) or _has_rank_capacity(f),
         "moe_token_dispatcher_type={moe_token_dispatcher_type} is not supported with "
         "cuda_graph_granularity=chunk because the host waits for the GPU to count the tokens of "
         "each expert",
-        "set moe_token_dispatcher_type=alltoall with moe_expert_capacity_factor and "
-        "moe_pad_expert_input_to_capacity",
+        "set moe_sync_free_experts, or moe_token_dispatcher_type=alltoall with "
+        "moe_expert_capacity_factor and moe_pad_expert_input_to_capacity",
     ),
     option_rule(
         "recompute_granularity",
@@ -264,7 +265,7 @@ def check_chunk_graphs(args: Any, has_gpu: bool) -> list[Finding]:
     others = (
         *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "sequence_packing"),
         *("fine_grained_activation_offloading", "hidden_dropout", "attention_dropout"),
-        *("recompute_modules", "fp8"),
+        *("recompute_modules", "fp8", "moe_sync_free_experts"),
     )
     facts = facts_of(args, CHUNK_GRAPH_RULES, others, _DEFAULTS)
     for name, name_of_rule in _OTHER_NAMES.items():

@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     is_graph_safe_cuda_rng_tracker,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -125,7 +126,11 @@ def replay_chunks(
         _check(chunk)
     _check_not_replayed([get_attr_wrapped_model(chunk, "decoder") for chunk in chunks])
     config = get_attr_wrapped_model(chunks[0], "config")
-    asked = {"cuda_graph_granularity": "chunk", "num_experts": config.num_moe_experts}
+    asked = {
+        "cuda_graph_granularity": "chunk",
+        "num_experts": config.num_moe_experts,
+        "moe_sync_free_experts": all(map(_is_sync_free, chunks)),
+    }
     facts = SimpleNamespace(**{**vars(config), **asked})
     require(check_chunk_graphs(facts, torch.cuda.is_available()))
     if config.fp8:
@@ -186,6 +191,12 @@ def _check(chunk: torch.nn.Module) -> None:
             "te_rng_tracker=False is not supported with cuda_graph_granularity=chunk because "
             "graphs cannot draw random numbers from other trackers; set te_rng_tracker=True"
         )
+
+
+def _is_sync_free(chunk: torch.nn.Module) -> bool:
+    """Whether no expert layer makes the host wait for the numbers of tokens."""
+    layers = (layer for layer in chunk.modules() if isinstance(layer, MoELayer))
+    return all(getattr(layer, "is_sync_free", False) for layer in layers)
 
 
 def _check_not_replayed(blocks: Sequence[torch.nn.Module]) -> None:
