@@ -106,7 +106,9 @@ def test_pipelines(case: ModelCase, counts: Sequence[int]) -> None:
     check(2, case, counts)
 
 
-@pytest.mark.parametrize("name", ["PP2", "PP2 VPP2, experts", "PP2 VPP2, dropless experts", "PP2, FP8"])
+@pytest.mark.parametrize(
+    "name", ["PP2", "PP2 VPP2, experts", "PP2 VPP2, dropless experts", "PP2, FP8"]
+)
 def test_offloading_inside_the_graphs(name: str) -> None:
     case, counts = PIPELINES[name]
     case = dataclasses.replace(case, num_layers=8)  # the last layer of a chunk stays
