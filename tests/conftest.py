@@ -23,6 +23,7 @@ os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 # Some tests fork, and a child hangs in its first parallel loop if its parent has run one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+MANY_BYTES = 1 << 30
 NUM_GPUS_OF_MARKER = {"gpu": 1, "gpus2": 2, "gpus4": 4}
 MAX_ERROR_CHARS = 3000
 """Of an error, how much is kept in a row."""
@@ -117,6 +118,8 @@ def _device_memory_is_returned() -> Iterator[None]:
     yield
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
+        if torch.cuda.memory_allocated() > MANY_BYTES:
+            gc.collect()  # A failed test leaves cycles of frames with all that it made.
         torch.cuda.empty_cache()
 
 

@@ -81,6 +81,8 @@ _CPU_VARIABLES = {
     "OMP_NUM_THREADS": "1",
 }
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+_OF_A_MODEL = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+"""megatron-core sets them for its process, and other tests may have built models in this one."""
 _ITERATION = re.compile(r" iteration +(\d+)/ *\d+ \|.*?\| num zeros: ([\d.]+) \|")
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
@@ -255,7 +257,8 @@ def train(job: Job, offloads: bool, folder: Path, run_number: int = 1) -> Result
         "CHECKPOINT_SAVE_PATH": str(checkpoints),
         "CHECKPOINT_LOAD_PATH": str(checkpoints),
     }
-    inherited = {name: text for name, text in os.environ.items() if name not in _OF_A_LAUNCHER}
+    others = {*_OF_A_LAUNCHER, *_OF_A_MODEL}
+    inherited = {name: text for name, text in os.environ.items() if name not in others}
     paths = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
     environment = {**inherited, **variables, **job.config.ENV_VARS, "PYTHONPATH": paths}
     environment |= _CPU_VARIABLES if job.platform == "cpu" else {}

@@ -74,7 +74,8 @@ def train(
 ) -> list[list[torch.Tensor]]:
     """Run a step per entry of ``counts``. Returns for each its losses followed by all gradients.
 
-    Weights do not change, so that each step can be compared on its own.
+    Weights do not change, so that each step can be compared on its own. Gradients are returned in
+    host memory: on a GPU, those of many steps would take more than the model.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -86,7 +87,7 @@ def train(
         model_parallel_cuda_manual_seed(step, force_reset_rng=True)
         losses = run_step(case, config, chunks, step, count)
         gradients = [
-            parameter.grad.clone()
+            parameter.grad.to("cpu", copy=True)
             for chunk in chunks
             for parameter in chunk.parameters()
             if parameter.grad is not None

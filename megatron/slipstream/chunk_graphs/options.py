@@ -121,7 +121,7 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "moe_token_dispatcher_type={moe_token_dispatcher_type} is not supported with "
         "cuda_graph_granularity=chunk because the host waits for the GPU to count the tokens of "
         "each expert",
-        "set moe_sync_free_experts, or moe_token_dispatcher_type=alltoall with "
+        "set moe_sync_free_experts with bf16=True, or moe_token_dispatcher_type=alltoall with "
         "moe_expert_capacity_factor and moe_pad_expert_input_to_capacity",
     ),
     option_rule(

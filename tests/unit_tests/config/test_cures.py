@@ -152,7 +152,7 @@ OF_CHUNK_GRAPHS = [
     either("cuda_graph_impl", "local", a="none"),
     off("cuda_graph_modules", ["attn"]),
     either("cuda_graph_warmup_steps", 0, a=1),
-    Case({"num_experts": 8}, [EXPERTS]),
+    Case({"num_experts": 8}, [EXPERTS, {"moe_sync_free_experts": True, "bf16": True}]),
     Case(
         {"recompute_granularity": "full", "hidden_dropout": 0.1, "attention_dropout": 0.1},
         [
