@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -72,14 +72,22 @@ def run_step(
 def train(
     case: ModelCase, config: Any, chunks: Sequence[torch.nn.Module], counts: Sequence[int]
 ) -> list[list[torch.Tensor]]:
-    """Run a step per entry of ``counts``. Returns for each its losses followed by all gradients.
+    """The results of :func:`train_steps`, in host memory: a GPU may be too small for all."""
+    return [
+        [tensor.to("cpu", copy=True) for tensor in step]
+        for step in train_steps(case, config, chunks, counts)
+    ]
 
-    Weights do not change, so that each step can be compared on its own. Gradients are returned in
-    host memory: on a GPU, those of many steps would take more than the model.
+
+def train_steps(
+    case: ModelCase, config: Any, chunks: Sequence[torch.nn.Module], counts: Sequence[int]
+) -> Iterator[list[torch.Tensor]]:
+    """Run a step per entry of ``counts``. Yields for each its losses followed by all gradients.
+
+    Weights do not change, so that each step can be compared on its own.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    results = []
     for step, count in enumerate(counts):
         for chunk in chunks:
             chunk.zero_grad(set_to_none=True)
@@ -87,23 +95,26 @@ def train(
         model_parallel_cuda_manual_seed(step, force_reset_rng=True)
         losses = run_step(case, config, chunks, step, count)
         gradients = [
-            parameter.grad.to("cpu", copy=True)
+            parameter.grad
             for chunk in chunks
             for parameter in chunk.parameters()
             if parameter.grad is not None
         ]
-        results.append([*losses, *gradients])
-    return results
+        yield [*losses, *gradients]
 
 
 def first_difference(
-    expected: Sequence[Sequence[torch.Tensor]], actual: Sequence[Sequence[torch.Tensor]]
+    expected: Iterable[Sequence[torch.Tensor]], actual: Iterable[Sequence[torch.Tensor]]
 ) -> Optional[str]:
-    """The first bitwise difference of two :func:`train` results; None if they are equal."""
+    """The first bitwise difference of two :func:`train` results; None if they are equal.
+
+    ``actual`` may be :func:`train_steps`: then each step is compared on its device.
+    """
     for step, (left, right) in enumerate(zip(expected, actual, strict=True)):
         if len(left) != len(right):
             return f"step {step}: {len(left)} and {len(right)} tensors"
         for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            a = a.to(b.device)
             if not torch.equal(a, b):
                 difference = (a.float() - b.float()).abs().max()
                 return f"step {step}, tensor {index} of shape {list(a.shape)}: up to {difference}"
@@ -187,7 +198,7 @@ def compare(
     config = make_config(case, offload_modules, **offload)
     with _counted(manager.store.backend, reads_memory) as memory, _compiled_again(case):
         chunks = build_chunks(case, config)
-        actual = train(case, config, chunks, counts)
+        difference = first_difference(expected, train_steps(case, config, chunks, counts))
         claimed = manager.offload_summary_total_bytes
         arguments = (case, config, chunks, counts[-1])
         peak = _peak_of_one_more_step(*arguments, memory, keeps_gradients)
@@ -195,7 +206,7 @@ def compare(
     manager.finish_report()
     modules = manager.report.modules
     return Comparison(
-        difference=first_difference(expected, actual),
+        difference=difference,
         moved_bytes=manager.report.d2h_bytes,
         freed_bytes=manager.report.freed_bytes,
         moved_modules=tuple(name for name in modules if modules[name].d2h_bytes),
