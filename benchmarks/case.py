@@ -47,7 +47,7 @@ COMPARISONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("eager", "eager+offload", "graph", "graph+offload", "graph+offload+delayed"),
             "graph+megatron",  # the engine that is not ours is captured last
         ),
-        "chunk_graphs": ("eager", "layer", "chunk"),
+        "chunk_graphs": ("eager", "stock", "layer", "chunk"),
         "graph_bank": ("eager", "bank", "fixed", "fixed+graph"),
         "attached": ("plain", "attach", "torchtune", "trl", "save_on_cpu"),
     }
@@ -127,6 +127,8 @@ def way_labels(case: Case, variant: Variant, chosen: Sequence[str]) -> tuple[str
         labels = ["megatron", *(["slipstream"] if variant.has_defaults else []), *tunings]
     if case.captured is None:
         labels.remove("layer")
+    if "stock" in labels and not case.model.sync_free_experts:
+        labels.remove("stock")
     if set(variant.modules) <= set(IN_ATTENTION):
         labels = [label for label in labels if label != "graph+offload+delayed"]
     picked = [x for x in labels if not chosen or {x, x.partition(":")[0]} & set(chosen)]

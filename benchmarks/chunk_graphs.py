@@ -5,6 +5,7 @@
 Each way has weights and gradients of its own; nothing moves. Without a GPU graphs are imitated.
 
 - ``eager``: one by one.
+- ``stock``: likewise, with megatron-core's experts, where the model has sync-free ones.
 - ``layer``: a CUDA graph for each layer (megatron-core with Transformer Engine's graphs), where
   those can run: not with packed sequences, and of expert layers only the attention.
 - ``chunk``: one CUDA graph for all layers (Slipstream's chunk graphs).
@@ -53,6 +54,8 @@ class ChunkWay(Way):
         self._held: dict[str, int] = {}
         self._data, self._num_micro_batches = data, case.num_micro_batches
         self._model = case.model
+        if label == "stock":
+            self._model = dataclasses.replace(self._model, sync_free_experts=False)
         if label == "layer":
             assert case.captured is not None
             self._model = with_graphs(self._model, case.captured, NUM_EAGER_ITERATIONS)

@@ -65,6 +65,8 @@ class Profile:
     num_calls: Mapping[str, int]
     call_us: Mapping[str, float]
     """Host time inside of each kind of call, in all."""
+    kernel_ms: float
+    """Time during which a kernel runs."""
 
     @property
     def engine_calls(self) -> dict[str, int]:
@@ -93,6 +95,7 @@ class Profile:
                 f"{name}_num_small": way.num_small,
                 f"{name}_small_bytes": way.small_bytes,
             }
+        row["kernel_ms"] = self.kernel_ms
         row["num_driver_calls"] = dict(self.num_calls)
         row["driver_us_per_call"] = {
             name: us / self.num_calls[name] for name, us in self.call_us.items()
@@ -127,7 +130,19 @@ def profile_of(events: Iterable[Mapping[str, Any]]) -> Profile:
         if event.get("cat") in ("cuda_runtime", "cuda_driver"):
             num_calls[event["name"]] += 1
             call_us[event["name"]] += event["dur"]
-    return Profile(_direction(copies, "DtoH"), _direction(copies, "HtoD"), num_calls, call_us)
+    kernels = [(event["ts"], event["dur"]) for event in events if event.get("cat") == "kernel"]
+    directions = _direction(copies, "DtoH"), _direction(copies, "HtoD")
+    return Profile(*directions, num_calls, call_us, _covered(kernels) / 1e3)
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The time that spans, each a start and a length, cover."""
+    covered, end = 0.0, float("-inf")
+    for start, length in sorted(spans):
+        stop = max(end, start + length)
+        covered += stop - max(end, start)
+        end = stop
+    return covered
 
 
 def _direction(events: Iterable[Mapping[str, Any]], name: str) -> Direction:

@@ -104,6 +104,12 @@ GRAPH_CASES: tuple[Case, ...] = (
         num_micro_batches=4,
         captured=("attn",),
     ),
+    _chunk(
+        "chunk_dropless",
+        "the moe case with sync-free experts, which drop no token",
+        replace(MOE, sync_free_experts=True),
+        captured=None,
+    ),
     *(
         _bank(
             f"bank_cp{size}",
@@ -142,6 +148,13 @@ GRAPH_CASES: tuple[Case, ...] = (
         "smoke_chunk",
         "four tiny layers; without a GPU graphs are imitated",
         ModelCase(bf16=True),
+        captured=None,
+        needs_gpu=False,
+    ),
+    _chunk(
+        "smoke_dropless",
+        "the same with sync-free experts",
+        ModelCase("moe", bf16=True, sync_free_experts=True),
         captured=None,
         needs_gpu=False,
     ),

@@ -100,6 +100,7 @@ COLUMNS = (
         "iterations, with its standard error",
     ),
     Column("host ms", _number("host_ms", 1), "until the host had launched everything"),
+    Column("kernels ms", _number("kernel_ms", 1), "during which a kernel ran, by the profiler"),
     Column(
         "bound",
         _with_error("bound_overhead_percent", 2, "%", "+"),

@@ -63,7 +63,7 @@ def test_copies_are_read_from_a_profile() -> None:
             copy("Memcpy DtoH (Device -> Pageable)", 64, 2),
             copy("Memcpy HtoD (Pinned -> Device)", 30_000_000, 1000),
             copy("Memcpy DtoD (Device -> Device)", 90_000_000, 50),
-            {"cat": "kernel", "name": "gemm", "dur": 10, "args": {}},
+            kernel(0, 10),
         ]
     )
     assert profile.d2h.bulk_bytes == 60_000_000
@@ -74,8 +74,17 @@ def test_copies_are_read_from_a_profile() -> None:
 
 
 def test_a_profile_without_copies_gives_no_figures_of_them() -> None:
-    profile = profile_of([{"cat": "kernel", "name": "gemm", "dur": 10}])
+    profile = profile_of([kernel(0, 10)])
     assert not any(name.startswith(("d2h", "h2d")) for name in profile.fields())
+
+
+def test_kernels_that_overlap_are_counted_once() -> None:
+    spans = [(100, 50), (0, 10), (120, 10), (140, 40), (300, 5)]
+    assert profile_of(kernel(*span) for span in spans).fields()["kernel_ms"] == 0.095
+
+
+def kernel(begin_us: float, us: float) -> dict[str, object]:
+    return {"cat": "kernel", "name": "gemm", "ts": begin_us, "dur": us, "args": {}}
 
 
 def call(name: str, us: float = 1.0) -> dict[str, object]:
