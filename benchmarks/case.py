@@ -42,7 +42,7 @@ def short_name(variant: str) -> str:
 
 COMPARISONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "engines": ("off", "megatron", "slipstream"),
+        "engines": ("off", "megatron", "slipstream", "copies"),
         "layer_graphs": (
             *("eager", "eager+offload", "graph", "graph+offload", "graph+offload+delayed"),
             "graph+megatron",  # the engine that is not ours is captured last
@@ -119,12 +119,14 @@ PYTHON = {"python": {"offload_native": "off"}}
 def way_labels(case: Case, variant: Variant, chosen: Sequence[str]) -> tuple[str, ...]:
     """The ways to measure for a variant: the first, then those that ``chosen`` names; all for none.
 
-    'slipstream' chooses its tunings too; 'slipstream:auto' that one only.
+    'slipstream' chooses its tunings too; 'slipstream:auto' that one only. 'copies', the bytes of
+    'slipstream' without an engine, is measured only where it is named.
     """
     first, *labels = COMPARISONS[case.comparison]
     if case.comparison == "engines":
         tunings = [f"slipstream:{name}" for name in variant.tunings]
         labels = ["megatron", *(["slipstream"] if variant.has_defaults else []), *tunings]
+        labels += ["copies"] if "copies" in chosen else []
     if case.captured is None:
         labels.remove("layer")
     if "stock" in labels and not case.model.sync_free_experts:

@@ -117,6 +117,7 @@ class Comparison:
         self._base = BaseModel(case)
         self._chunks: Chunks = ()
         self._built_for: Optional[Variant] = None
+        self._ours: Optional[Engine] = None
 
     def build(self, variant: Variant, label: str, options: Mapping[str, Any]) -> Engine:
         """See :class:`benchmarks.ways.Comparison`."""
@@ -124,7 +125,18 @@ class Comparison:
             self._chunks = ()
             self._chunks = build_offloading_chunks(self._base, variant)
             self._built_for = variant
-        return make_engine(self._base, label, self._chunks, options)
+        if label == "copies":
+            from benchmarks.copies_alone import CopiesAlone
+
+            if self._ours is None:
+                raise ValueError(
+                    "the way 'copies' needs 'slipstream' before it, whose bytes it copies"
+                )
+            return CopiesAlone(self._base, self._ours)
+        engine = make_engine(self._base, label, self._chunks, options)
+        if label == "slipstream":
+            self._ours = engine
+        return engine
 
 
 def seam() -> Any:

@@ -33,7 +33,8 @@ process on the same data, so that drift of clocks cancels. Each case is a proces
 group of them. What is compared depends on the case:
 
   engines        activation offloading off, by the engine built into megatron-core ('megatron') and
-                 by ours ('slipstream')
+                 by ours ('slipstream'); with --engines slipstream,copies also as many bytes copied
+                 without an engine
   layer_graphs   CUDA graphs of layers, with and without offloading inside of them
   chunk_graphs   CUDA graphs of whole model chunks, those of layers, and none
   graph_bank     context-parallel sizes that change, with and without graphs, and one fixed size

@@ -34,6 +34,17 @@ def test_the_smoke_case_measures_both_ways_in_turn(tmp_path: Path) -> None:
     assert "chunk, rank 0: 1 slots of" in table
 
 
+def test_sync_free_experts_are_compared_with_stock_ones(tmp_path: Path) -> None:
+    arguments = f"--case smoke_dropless --min-iterations 2 --max-iterations 2 --output {tmp_path}"
+    result = benchmark("run", *arguments.split())
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "engines.jsonl")
+    summaries = {row["engine"]: row for row in rows if row["kind"] == "summary"}
+    assert list(summaries) == ["eager", "stock", "chunk"]
+    assert summaries["chunk"]["loss_difference"] == 0
+    assert summaries["stock"]["loss_difference"] < 1e-3
+
+
 @pytest.mark.parametrize("case", ["chunk_small", "graphs_dense", "bank_cp2", "attach_1b"])
 def test_other_cases_need_a_gpu(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,89 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What the bytes alone cost: the model without an engine, beside copies of as many bytes.
+
+Each layer starts a copy to the host in forward, and one back where backward reaches its input.
+Nothing waits for them, and they copy the same memory over and over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron_models import use_gpu
+
+from benchmarks.engines import BaseModel, Engine
+
+
+class CopiesAlone(Engine):
+    """A way without an engine, with copies of the bytes that ``ours`` has moved before.
+
+    Args:
+        base: The model.
+        ours: Slipstream's engine of the same variant.
+    """
+
+    def __init__(self, base: BaseModel, ours: Engine) -> None:
+        super().__init__("copies", base, base.chunks)
+        self._ours = ours.manager
+        self._nbytes = 0
+        """Of each copy; 0 while other ways run."""
+        self._buffers: list[torch.Tensor] = []
+        """Device and host memory of copies out, then of copies back."""
+        layers = list(_layers(base))
+        self._num_copies = len(layers) * base.case.num_micro_batches
+        """Of an iteration, each way."""
+        self._streams = [torch.cuda.Stream() for _ in range(2)] if use_gpu() else []
+        self._hooks = [layer.register_forward_hook(self._after) for layer in layers]
+        self._hooks += [
+            layer.register_forward_pre_hook(self._before, with_kwargs=True) for layer in layers
+        ]
+
+    def run(self, iteration: int) -> list[torch.Tensor]:
+        """See :meth:`Way.run`."""
+        self._nbytes = self._ours.report.d2h_bytes // self._num_copies
+        if self._nbytes and (not self._buffers or self._buffers[0].numel() < self._nbytes):
+            self._buffers = [
+                torch.empty(
+                    self._nbytes,
+                    dtype=torch.uint8,
+                    device="cuda" if is_on_device and use_gpu() else "cpu",
+                    pin_memory=use_gpu() and not is_on_device,
+                )
+                for is_on_device in (True, False, True, False)
+            ]
+        try:
+            return super().run(iteration)
+        finally:
+            self._nbytes = 0
+
+    def close(self) -> None:
+        """Return the memory."""
+        for hook in self._hooks:
+            hook.remove()
+        self._buffers.clear()
+
+    def _before(self, _: Any, arguments: Any, options: Any) -> None:
+        hidden = options.get("hidden_states", arguments[0] if arguments else None)
+        if self._nbytes and hidden is not None and hidden.requires_grad:
+            hidden.register_hook(lambda _: self._copy(2, 3, 1))
+
+    def _after(self, *_: Any) -> None:
+        if self._nbytes:
+            self._copy(1, 0, 0)
+
+    def _copy(self, to: int, source: int, stream: int) -> None:
+        destination, origin = (self._buffers[place][: self._nbytes] for place in (to, source))
+        if not self._streams:
+            destination.copy_(origin)
+            return
+        with torch.cuda.stream(self._streams[stream]):
+            destination.copy_(origin, non_blocking=True)
+
+
+def _layers(base: BaseModel) -> Iterator[torch.nn.Module]:
+    for chunk in base.chunks:
+        decoder: Any = chunk.decoder
+        yield from decoder.layers
