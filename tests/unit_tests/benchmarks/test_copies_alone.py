@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
-import pytest
 import torch
 from megatron_models import initialize
 from model_case import ModelCase
+from ranks import run_ranks
 
 from benchmarks.case import Case, Variant
 from benchmarks.copies_alone import CopiesAlone
@@ -17,39 +18,50 @@ from benchmarks.engines import BaseModel, Comparison, Engine
 
 CASE = Case("tiny", "", ModelCase(num_layers=3), (), num_micro_batches=2)
 NUM_COPIES = 3 * 2
+Copies = list[tuple[int, int, int]]
 
 
-@pytest.fixture
-def base() -> BaseModel:
-    initialize(CASE.model, 0, 1, 0)
-    return BaseModel(CASE)
-
-
-def test_each_layer_copies_both_ways(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[tuple[int, int, int]] = []
-    copy = CopiesAlone._copy
-
-    def note(way: CopiesAlone, to: int, source: int, stream: int) -> None:
-        moved.append((to, source, way._nbytes))
-        copy(way, to, source, stream)
-
-    monkeypatch.setattr(CopiesAlone, "_copy", note)
+def run_in_turn(rank: int, num_ranks: int, port: int) -> tuple[bool, list[Copies]]:
+    """Whether losses are equal, and the copies of each of four turns."""
+    initialize(CASE.model, rank, num_ranks, port)
+    base = BaseModel(CASE)
     manager = SimpleNamespace(report=SimpleNamespace(d2h_bytes=100 * NUM_COPIES))
     off = Engine("off", base, base.chunks)
     copies = CopiesAlone(base, Engine("slipstream", base, base.chunks, manager))
-    expected = off.run(0)
-    assert moved == []
-    assert all(map(torch.equal, copies.run(0), expected))
+    seen: Copies = []
+    copy = CopiesAlone._copy
+
+    def note(way: CopiesAlone, to: int, source: int, stream: int) -> None:
+        seen.append((to, source, way._nbytes))
+        copy(way, to, source, stream)
+
+    losses, turns = [], []
+    with patch.object(CopiesAlone, "_copy", note):
+        for way in (off, copies, off, copies):
+            losses.append(way.run(0))
+            turns.append(sorted(seen))
+            seen.clear()
+            if len(turns) == 3:
+                copies.close()
+    return all(torch.equal(*pair) for pair in zip(*losses[:2], strict=True)), turns
+
+
+def test_each_layer_copies_both_ways() -> None:
+    ((is_equal, turns),) = run_ranks(1, run_in_turn)
+    assert is_equal
     # The input of the first layer is the embedding's output, which has a gradient too.
-    assert sorted(moved) == [(1, 0, 100)] * NUM_COPIES + [(2, 3, 100)] * NUM_COPIES
-    moved.clear()
-    off.run(0)
-    copies.close()
-    copies.run(0)
-    assert moved == []
+    assert turns == [[], [(1, 0, 100)] * NUM_COPIES + [(2, 3, 100)] * NUM_COPIES, [], []]
+
+
+def build_alone(rank: int, num_ranks: int, port: int) -> str:
+    initialize(CASE.model, rank, num_ranks, port)
+    try:
+        Comparison(CASE).build(Variant(("core_attn",)), "copies", {})
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def test_it_needs_the_engine_whose_bytes_it_copies() -> None:
-    initialize(CASE.model, 0, 1, 0)
-    with pytest.raises(ValueError, match="needs 'slipstream' before it"):
-        Comparison(CASE).build(Variant(("core_attn",)), "copies", {})
+    (error,) = run_ranks(1, build_alone)
+    assert "needs 'slipstream' before it" in error
