@@ -47,7 +47,7 @@ WITHOUT_WEIGHTS = frozenset(("core_attn", "moe_act"))
 
 _FEATURES = (
     *(Feature.ENGINE, Feature.ENGINE_ON_GPU, Feature.CHECKPOINT_INPUTS),
-    Feature.MODEL_CALLS,
+    *(Feature.MODEL_CALLS, Feature.SYNC_FREE_DISPATCH),
 )
 """Features that :func:`uninstall` undoes. The others belong to a model or a training."""
 
@@ -84,7 +84,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
             return current.router.default
         current.router.close()
     backend = open_backend(config)
-    features = [Feature.ENGINE]
+    features = [Feature.ENGINE, Feature.SYNC_FREE_DISPATCH]
     if isinstance(backend, CudaBackend):
         features.append(Feature.ENGINE_ON_GPU)
     if config.offload_checkpoint_inputs:

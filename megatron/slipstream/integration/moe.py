@@ -1,10 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Expert layers whose token dispatch does not make the host wait.
+"""Expert layers whose flex dispatcher does not make the host wait, for models built from a spec.
 
-megatron-core's DeepEP dispatcher turns expert indices into a multi-hot map by boolean indexing and
-``repeat_interleave``, whose result sizes only the GPU knows: the host waits for it three times a
-layer. The map has a fixed size, so one scatter can fill it.
+``install()`` and ``./run train`` need none: they patch the dispatcher's class.
 """
 
 from __future__ import annotations
@@ -12,33 +10,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.slipstream.integration.specs import replace_classes
-
-
-def indices_to_multihot(
-    indices: torch.Tensor, probs: torch.Tensor, num_local_experts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A multi-hot map and its probabilities, without a wait of the host.
-
-    Args:
-        indices: int ``[num_tokens, topk]``, local experts; -1 is none.
-        probs: float ``[num_tokens, topk]``.
-        num_local_experts: Columns of the results.
-
-    Returns:
-        bool and float32 ``[num_tokens, num_local_experts]``. Gradients flow into ``probs``.
-    """
-    # What is masked goes to a column of its own, which is cut off.
-    column = torch.where(indices < 0, num_local_experts, indices).long()
-    shape = (indices.shape[0], num_local_experts + 1)
-    chosen = torch.zeros(shape, dtype=torch.bool, device=indices.device)
-    chosen = chosen.scatter(1, column, True)
-    weights = torch.zeros(shape, dtype=torch.float, device=indices.device)
-    weights = weights.scatter(1, column, probs.float())
-    return chosen[:, :-1].contiguous(), weights[:, :-1].contiguous()
+from megatron.slipstream.patches.multihot_map import indices_to_multihot
 
 
 class SyncFreeMoELayer(MoELayer):

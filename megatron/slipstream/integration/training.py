@@ -151,7 +151,8 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     """Train as the arguments say, with the engine they ask for, and report at every end."""
     from megatron.slipstream.integration import install, providers
 
-    table.apply(Feature.FUSED_ROTATION)  # with the engine off too, so that the two can be compared
+    # With the engine off too, so that the two can be compared.
+    table.apply(Feature.FUSED_ROTATION, Feature.SYNC_FREE_DISPATCH)
     manager = None
     if args.fine_grained_activation_offloading and config.offload_engine == "slipstream":
         manager = install.install(config)

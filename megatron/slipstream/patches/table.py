@@ -32,6 +32,7 @@ class Feature(enum.Enum):
     CHECKPOINT_INPUTS = "`install()` with `offload_checkpoint_inputs`"
     MODEL_CALLS = "`install_at_first_call()`"
     FUSED_ROTATION = "`./run train`, chunk graphs and dynamic context parallelism, with any engine"
+    SYNC_FREE_DISPATCH = "`install()` and `./run train`, with any engine"
     PADDED_ROUTING = "packed sequences"
     EXCHANGES_STAY = "capture of a chunk graph"
     TRAINING_ENTRY = "`./run train`"
@@ -148,6 +149,15 @@ CHECKPOINTS = (
     ),
 )
 
+DISPATCH = (
+    Patch(
+        f"{_CORE}.transformer.moe.token_dispatcher._DeepepManager._indices_to_multihot",
+        _lazy("multihot_map", "convert_by_scatter"),
+        "the host would wait three times in each expert layer for sizes that follow from its input",
+        parameters=("self", "indices", "probs"),
+    ),
+)
+
 PADDING = (
     Patch(
         f"{_ROUTER}.TopKRouter.routing",
@@ -224,6 +234,7 @@ TABLE: dict[Feature, tuple[Patch, ...]] = {
     Feature.CHECKPOINT_INPUTS: CHECKPOINTS,
     Feature.MODEL_CALLS: CALLS,
     Feature.FUSED_ROTATION: ROTATION,
+    Feature.SYNC_FREE_DISPATCH: DISPATCH,
     Feature.PADDED_ROUTING: PADDING,
     Feature.EXCHANGES_STAY: EXCHANGES,
     Feature.TRAINING_ENTRY: (EVALUATE_FIRST, FINALIZE, *INITIALIZE),

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron.slipstream.integration import moe
 from megatron.slipstream.patches.d2h_by_kernel import SLOT_NUMEL, D2HByKernel
+from megatron.slipstream.patches.multihot_map import indices_to_multihot
 
 pytestmark = pytest.mark.releases
 
@@ -45,7 +46,7 @@ def test_the_map_and_its_gradient_are_megatrons() -> None:
     indices, probs = _routing()
     weights = torch.rand(TOKENS, EXPERTS)
     results = []
-    for convert in (_by_megatron, lambda i, p: moe.indices_to_multihot(i, p, EXPERTS)):
+    for convert in (_by_megatron, lambda i, p: indices_to_multihot(i, p, EXPERTS)):
         leaf = probs.clone().requires_grad_()
         chosen, values = convert(indices, leaf)
         (values * weights).sum().backward()
@@ -88,7 +89,7 @@ def test_the_map_is_made_without_a_wait() -> None:
     try:
         with pytest.raises(RuntimeError, match="synchroniz"):
             _by_megatron(indices, probs)
-        result = moe.indices_to_multihot(indices, probs, EXPERTS)
+        result = indices_to_multihot(indices, probs, EXPERTS)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
