@@ -1,0 +1,104 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Rows of several ranks exchanged at a fixed capacity, so that the host needs no number of rows.
+
+Each rank has a slot of ``capacity`` rows for each other one, and a collective of equal parts
+exchanges the slots. Which rows of a slot are in use, only the device knows: the numbers of rows are
+exchanged beside them.
+
+[Note: Rows that are not in use]
+A slot's rest holds copies of other rows, and is sorted behind all experts, where a grouped GEMM
+neither reads nor writes. So its outputs and gradients are arbitrary, and are dropped: gathering
+goes by the index of rows in use only, forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class FixedExchange:
+    """Where the rows of one exchange are, on the device.
+
+    Rows are sorted by expert, and experts by rank. Received slots are in the order of their source.
+
+    Args:
+        sent: int64 ``[num_ranks, num_local_experts]``, rows for each expert of each rank.
+        received: The same, rows from each rank for each local expert.
+        num_rows: Rows that this rank sends.
+        capacity: Rows of a slot.
+    """
+
+    def __init__(
+        self, sent: torch.Tensor, received: torch.Tensor, num_rows: int, capacity: int
+    ) -> None:
+        device, num_ranks = sent.device, sent.shape[0]
+        self.rows_by_rank = sent.sum(1)
+        """int64 ``[num_ranks]``: what a slot has to hold."""
+        ends = self.rows_by_rank.cumsum(0)
+        begins = ends - self.rows_by_rank
+        row = torch.arange(num_rows, device=device)
+        rank = torch.bucketize(row, ends, right=True).clamp(max=num_ranks - 1)
+        within = (row - begins[rank]).clamp(max=capacity - 1)
+        self.slot_of_row = rank * capacity + within
+        """int64 ``[num_rows]``: the place of each row among all slots."""
+        place = torch.arange(capacity, device=device)
+        self.row_of_slot = (begins[:, None] + place).clamp(max=num_rows - 1).flatten()
+        """int64 ``[num_ranks * capacity]``: the row in each place; see the note above."""
+
+        ends = received.cumsum(1).clamp(max=capacity)
+        begins = torch.cat((ends.new_zeros(num_ranks, 1), ends), 1)
+        counts = ends - begins[:, :-1]
+        self.rows_of_experts = counts.sum(0)
+        """int64 ``[num_local_experts]``: rows for each, of all ranks."""
+        # The expert of each place, one behind the last for what is not in use.
+        expert = torch.searchsorted(ends, place.expand(num_ranks, -1).contiguous(), right=True)
+        unused = capacity - ends[:, -1:]
+        counts = torch.cat((counts, unused), 1)
+        totals = counts.sum(0)
+        first = (totals.cumsum(0) - totals) + (counts.cumsum(0) - counts)
+        ordered = (first - begins).gather(1, expert) + place
+        self.sorted_of_slot = ordered.flatten()
+        """int64 ``[num_ranks * capacity]``: the place of each received row sorted by expert."""
+        self.slot_of_sorted = torch.empty_like(self.sorted_of_slot).scatter_(
+            0, self.sorted_of_slot, torch.arange(num_ranks * capacity, device=device)
+        )
+
+    def to_slots(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows to send, ``[num_rows, ...]``, in their slots."""
+        return _gather(rows, self.row_of_slot, self.slot_of_row)
+
+    def sort(self, slots: torch.Tensor) -> torch.Tensor:
+        """Received slots, ``[num_ranks * capacity, ...]``, sorted by expert."""
+        return _gather(slots, self.slot_of_sorted, self.sorted_of_slot)
+
+    def unsort(self, rows: torch.Tensor) -> torch.Tensor:
+        """Undo :meth:`sort`."""
+        return _gather(rows, self.sorted_of_slot, self.slot_of_sorted)
+
+    def from_slots(self, slots: torch.Tensor) -> torch.Tensor:
+        """Undo :meth:`to_slots`."""
+        return _gather(slots, self.slot_of_row, self.row_of_slot)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows by an index, and gradients by the index of the other direction, without a sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, index: torch.Tensor, back: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (back,) = ctx.saved_tensors
+        return gradients[0].index_select(0, back), None, None
+
+
+def _gather(rows: torch.Tensor, index: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    gathered: torch.Tensor = _Gather.apply(rows, index, back)
+    return gathered
