@@ -26,12 +26,16 @@ class ExpertOptions:
 
     moe_sync_free_experts: bool = False
     """Keep the number of tokens of each expert on the GPU, so that the host never waits for it:
-    dropless experts on torch's grouped GEMM. bf16, one expert-parallel and one tensor-parallel
-    rank."""
+    dropless experts on torch's grouped GEMM. bf16, one tensor-parallel rank."""
+    moe_sync_free_capacity_factor: Optional[float] = None
+    """Rows that sync-free experts can send from one expert-parallel rank to another, by those of an
+    even share, such as 2.0. A step that needs more ends with an error that says how much. Default:
+    as many as there can be, which takes memory for expert_model_parallel_size times the rows."""
 
 
 _DEFAULTS: dict[str, Any] = {
     "moe_sync_free_experts": False,
+    "moe_sync_free_capacity_factor": None,
     "expert_model_parallel_size": 1,
     "tensor_model_parallel_size": 1,
     "moe_token_dispatcher_type": "allgather",
@@ -80,11 +84,30 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "moe_sync_free_experts has no effect without num_experts",
         "set num_experts, or leave moe_sync_free_experts out",
     ),
-    _unsupported(
-        "expert_model_parallel_size",
-        "how many tokens a rank sends to another is not yet kept on the GPU",
-        "set expert_model_parallel_size=1",
-        is_one_of("expert_model_parallel_size", (1,)),
+    option_rule(
+        "moe_sync_free_capacity_factor",
+        lambda f: f.moe_sync_free_capacity_factor is not None,
+        lambda f: f.moe_sync_free_capacity_factor >= 1,
+        "moe_sync_free_capacity_factor={moe_sync_free_capacity_factor} has no room for tokens that "
+        "are divided evenly",
+        "set moe_sync_free_capacity_factor=1 or more, or leave it out",
+    ),
+    option_rule(
+        "moe_sync_free_capacity_factor",
+        lambda f: f.moe_sync_free_capacity_factor is not None,
+        lambda f: f.moe_sync_free_experts and f.expert_model_parallel_size > 1,
+        "moe_sync_free_capacity_factor has no effect without moe_sync_free_experts and "
+        "expert_model_parallel_size above 1",
+        "leave moe_sync_free_capacity_factor out",
+    ),
+    option_rule(
+        "moe_token_dispatcher_type",
+        lambda f: _is_on(f) and f.expert_model_parallel_size > 1,
+        is_one_of("moe_token_dispatcher_type", ("alltoall", "flex")),  # the latter has its own rule
+        "moe_token_dispatcher_type={moe_token_dispatcher_type} is not supported with "
+        "moe_sync_free_experts and expert_model_parallel_size={expert_model_parallel_size} because "
+        "tokens are exchanged between the ranks of their experts only",
+        "set moe_token_dispatcher_type=alltoall",
     ),
     _unsupported(
         "tensor_model_parallel_size",

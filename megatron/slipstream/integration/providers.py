@@ -50,7 +50,8 @@ def model_config(args: Any) -> Any:
     if args.moe_sync_free_experts:
         from megatron.slipstream.integration.sync_free_experts import with_sync_free_experts
 
-        change_model_spec(config, with_sync_free_experts)
+        factor = args.moe_sync_free_capacity_factor
+        change_model_spec(config, partial(with_sync_free_experts, capacity_factor=factor))
     if args.offload_engine == "slipstream" and moves_in_layer_graphs(args):
         from megatron.slipstream.integration.graph_layers import with_graph_offloading
 

@@ -37,6 +37,8 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
+from megatron.slipstream.experts.capacity import LayerCapacity, Slots, step_check
+from megatron.slipstream.experts.fixed_exchange import FixedExchange
 from megatron.slipstream.experts.grouped_linear import grouped_linear
 from megatron.slipstream.experts.options import check_experts
 from megatron.slipstream.integration.specs import replace_classes
@@ -88,7 +90,8 @@ class SyncFreeGroupedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.empty(shape, dtype=config.params_dtype, device=device)
         )
-        self.weight.allreduce = True  # type: ignore[attr-defined]
+        # False: reduced over the ranks that have the same experts.
+        self.weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
         self.weight.tensor_model_parallel = False  # type: ignore[attr-defined]
         self._fuses_accumulation = bool(config.gradient_accumulation_fusion)
         if config.perform_initialization:
@@ -247,28 +250,92 @@ class SyncFreeGroupedMLP(TEGroupedMLP):
 
 
 class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
-    """Sorts tokens by expert on one expert-parallel rank, dropless, at a static shape."""
+    """Sorts tokens by expert, dropless, at a static shape.
+
+    Between expert-parallel ranks, rows are exchanged at a fixed capacity.
+
+    Args:
+        capacity_factor: Rows of a slot, by those of an even share; None: as many as there can be.
+        arguments: Those of megatron-core's dispatcher.
+        options: Likewise.
+    """
 
     tokens_per_expert: Any
+    input_splits: Any
+    output_splits: Any
+    num_out_tokens: Any
+
+    def __init__(self, *arguments: Any, capacity_factor: Optional[float], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._capacity_factor = capacity_factor
+        self._exchange: Optional[FixedExchange] = None
+        """Of the pass that runs; None on one rank."""
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        self.capacity_use = LayerCapacity(self.ep_group.rank(), torch.device(device))
+        """How much of the slots is in use."""
+        if self.ep_size > 1:
+            step_check.layers.add(self.capacity_use)
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
         return tokens_per_expert
 
+    def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """Find where each row goes.
+
+        Args:
+            routing_map: bool ``[num_tokens, num_experts]``.
+
+        Returns:
+            int64 ``[num_local_experts]``: the number of rows for each local expert.
+        """
+        self.num_out_tokens = routing_map.shape[0] * self.config.moe_router_topk
+        counts = routing_map.sum(0)
+        if self.ep_size == 1:
+            return counts
+        # Equal parts: all_to_all() asks for no sizes.
+        self.input_splits = self.output_splits = None
+        sent = counts.view(self.ep_size, self.num_local_experts)
+        received = torch.empty_like(sent)
+        torch.distributed.all_to_all_single(received, sent, group=self.ep_group)
+        slots = Slots.of(self.num_out_tokens, self.ep_size, self._capacity_factor)
+        self._exchange = FixedExchange(sent, received, self.num_out_tokens, slots.capacity)
+        self.capacity_use.note(self._exchange.rows_by_rank, slots)
+        return self._exchange.rows_of_experts
+
+    def token_dispatch(
+        self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange rows and their probabilities."""
+        rows = permutated_local_input_tokens, permuted_probs
+        if self._exchange is not None:
+            rows = self._exchange.to_slots(rows[0]), self._exchange.to_slots(rows[1])
+        received: tuple[torch.Tensor, torch.Tensor] = super().token_dispatch(*rows)
+        return received
+
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """All tokens are this rank's, and sorted by expert already."""
+        """Sort what has arrived by expert. Of one rank it is sorted already."""
         counts = self.tokens_per_expert
         self.tokens_per_expert = None
-        return global_input_tokens, counts, global_probs
+        if self._exchange is None:
+            return global_input_tokens, counts, global_probs
+        sort = self._exchange.sort
+        return sort(global_input_tokens), counts, sort(global_probs)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """They need not be sorted back by rank."""
-        return hidden_states
+        """Sort rows back by source."""
+        return hidden_states if self._exchange is None else self._exchange.unsort(hidden_states)
+
+    def token_combine(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        """Return rows to their sources."""
+        returned = super().token_combine(hidden_states, *arguments, **options)
+        exchange, self._exchange = self._exchange, None
+        return returned if exchange is None else exchange.from_slots(returned)
 
 
 class SyncFreeExpertsLayer(MoELayer):
-    """A ``MoELayer`` on one expert-parallel rank, without a wait of the host.
+    """A ``MoELayer`` without a wait of the host.
 
     Raises:
         ValueError: The configuration or the GPU does not go together with it.
@@ -276,11 +343,17 @@ class SyncFreeExpertsLayer(MoELayer):
 
     is_sync_free = True
     """``replay_chunks()`` looks for it: this module cannot be imported with every release."""
+    capacity_factor: Optional[float] = None
+    """See :func:`with_sync_free_experts`."""
 
     def __init__(
         self, config: Any, *arguments: Any, pg_collection: Any = None, **options: Any
     ) -> None:
-        facts = SimpleNamespace(**{**vars(config), "moe_sync_free_experts": True})
+        own = {
+            "moe_sync_free_experts": True,
+            "moe_sync_free_capacity_factor": self.capacity_factor,
+        }
+        facts = SimpleNamespace(**{**vars(config), **own})
         has_gpu = torch.cuda.is_available()
         require(check_experts(facts, torch.cuda.get_device_capability() if has_gpu else None))
         if pg_collection is None:
@@ -291,24 +364,38 @@ class SyncFreeExpertsLayer(MoELayer):
             self.local_expert_indices,
             config=config,
             pg_collection=pg_collection,
+            capacity_factor=self.capacity_factor,
         )
         if self.use_shared_expert and self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
 
+    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        """See ``MoELayer.forward``; between ranks, the step ends with a check of the capacity."""
+        if self.token_dispatcher.ep_size > 1 and torch.is_grad_enabled():
+            self.token_dispatcher.capacity_use.layer = self.layer_number
+            step_check.at_end_of_step(self.config, hidden_states)
+        return super().forward(hidden_states, *arguments, **options)
 
-def with_sync_free_experts(spec: Any) -> Any:
+
+def with_sync_free_experts(spec: Any, capacity_factor: Optional[float] = None) -> Any:
     """A copy of a layer or block spec whose expert layers never make the host wait.
 
     Args:
         spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
+        capacity_factor: With several expert-parallel ranks: rows that a rank can send to another,
+            by those of an even share. None: as many as there can be, which is safe and takes the
+            memory of ``expert_model_parallel_size``.
 
     Example:
         spec = with_sync_free_experts(get_gpt_decoder_block_spec(config, use_te))
     """
+    layer: Any = SyncFreeExpertsLayer
+    if capacity_factor is not None:
+        layer = type(layer.__name__, (layer,), {"capacity_factor": capacity_factor})
     return replace_classes(
         spec,
         {
-            MoELayer: SyncFreeExpertsLayer,
+            MoELayer: layer,
             TEGroupedMLP: SyncFreeGroupedMLP,
             SequentialMLP: SyncFreeGroupedMLP,
         },

@@ -347,9 +347,21 @@ OF_DYNAMIC_SIZES = [
     off("fp8_dot_product_attention"),
     off("fp8_multi_head_attention"),
 ]
+TWO_RANKS = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
 OF_EXPERTS = [
     Case({"num_experts": None}, [{"num_experts": 8}, {"moe_sync_free_experts": False}]),
-    either("expert_model_parallel_size", 2, a=1),
+    Case(
+        {**TWO_RANKS, "moe_sync_free_capacity_factor": 0.5},
+        [{"moe_sync_free_capacity_factor": 1.0}, {"moe_sync_free_capacity_factor": None}],
+    ),
+    Case(
+        {"moe_sync_free_capacity_factor": 2.0},
+        [{"moe_sync_free_capacity_factor": None}, TWO_RANKS],
+    ),
+    Case(
+        {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
+        [{"moe_token_dispatcher_type": "alltoall"}],
+    ),
     either("tensor_model_parallel_size", 2, a=1),
     either("moe_token_dispatcher_type", "flex", a="alltoall", b="allgather"),
     off("moe_expert_capacity_factor", 1.0),

@@ -15,7 +15,6 @@ HOPPER = (9, 0)
 VALID = {"moe_sync_free_experts": True, "num_experts": 8, "bf16": True, "hidden_size": 64}
 REFUSED: list[dict[str, Any]] = [
     {"num_experts": None},
-    {"expert_model_parallel_size": 2},
     {"tensor_model_parallel_size": 2},
     {"moe_token_dispatcher_type": "flex"},
     {"moe_expert_capacity_factor": 1.0},
@@ -39,6 +38,17 @@ REFUSED: list[dict[str, Any]] = [
 ]
 
 
+TWO_RANKS = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+OF_RANKS: list[tuple[dict[str, Any], str]] = [
+    ({**TWO_RANKS, "moe_sync_free_capacity_factor": 0.9}, "factor=0.9 has no room for"),
+    ({"moe_sync_free_capacity_factor": 2.0}, "factor has no effect without"),
+    (
+        {**TWO_RANKS, "moe_token_dispatcher_type": "allgather"},
+        "set moe_token_dispatcher_type=allto",
+    ),
+]
+
+
 def found(options: dict[str, Any], capability: Optional[tuple[int, int]] = HOPPER) -> list[str]:
     findings = check_experts(SimpleNamespace(**{**VALID, **options}), capability)
     return [finding.text for finding in findings]
@@ -52,10 +62,18 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any]) -> None:
     assert found({**options, "moe_sync_free_experts": False}) == []
 
 
+@pytest.mark.parametrize("options, text", OF_RANKS, ids=str)
+def test_options_of_several_ranks(options: dict[str, Any], text: str) -> None:
+    (finding,) = found(options)
+    assert text in finding
+    assert found({**TWO_RANKS, "moe_sync_free_capacity_factor": 1.0}) == []
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
+        TWO_RANKS,
         {"moe_token_dispatcher_type": "alltoall", "moe_ffn_hidden_size": 1408},
         {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
         {"num_experts": None, "num_moe_experts": 8},
@@ -78,4 +96,4 @@ def test_a_gpu_on_which_the_grouped_gemm_waits_is_refused(capability: tuple[int,
 
 
 def test_every_rule_is_tried_here() -> None:
-    assert len(EXPERT_RULES) == len(REFUSED) + 1  # and the GPU's
+    assert len(EXPERT_RULES) == len(REFUSED) + len(OF_RANKS) + 1  # and the GPU's

@@ -4,22 +4,23 @@
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from forked import run_function
+from expert_layers import (
+    differences,
+    expert_config,
+    expert_layer,
+    expert_spec,
+    in_a_process,
+    load_from,
+    run_layer,
+)
 from host_reads import HostReads
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import apply_factories, apply_factory_merges
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from tiny_gpt import ModelCase, initialize, make_config
 
 from megatron.slipstream.integration.sync_free_experts import (
     RowsOfExperts,
@@ -29,7 +30,6 @@ from megatron.slipstream.integration.sync_free_experts import (
     with_sync_free_experts,
 )
 
-TOKENS, BATCH = 24, 2
 OVERRIDES: dict[str, dict[str, Any]] = {
     "SwiGLU": {},
     "not gated": {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu},
@@ -65,93 +65,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
-def in_a_process(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test in a child that has set megatron-core up for one rank.
-
-    What has run the layers cannot be forked afterwards, as other tests do.
-    """
-
-    @functools.wraps(test)
-    def run(**arguments: Any) -> None:
-        def child() -> int:
-            initialize(ModelCase("moe"))
-            test(**arguments)
-            return 0
-
-        done = run_function(child)
-        assert done.returncode == 0, done.stderr
-
-    return run
-
-
-def _config(bf16: bool = False, **overrides: Any) -> Any:
-    return make_config(ModelCase("moe", bf16=bf16, overrides=overrides))
-
-
-def _spec(config: Any, experts: type) -> Any:
-    """The layer's ``mlp``: with grouped experts as Transformer Engine has them, or one by one."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=experts is TEGroupedMLP
-    )
-    return spec.submodules.mlp
-
-
-def _layer(config: Any, experts: type, change: Callable[[Any], Any] = lambda spec: spec) -> Any:
-    torch.manual_seed(3)
-    layer = change(_spec(config, experts))(config=config)
-    layer.set_layer_number(1)
-    return layer.to(config.params_dtype)
-
-
-def _load(layer: Any, other: Any) -> None:
-    """Give ``layer`` the weights of ``other``, by name and place of their shards."""
-    saved, wanted = other.sharded_state_dict(), layer.sharded_state_dict()
-    factories = {name: item for name, item in wanted.items() if hasattr(item, "build_fn")}
-    for state in (saved, wanted):
-        apply_factories(state)
-    shards = {
-        (item.key, item.global_offset, item.global_shape): item.data
-        for item in nested_values(saved)
-        if item.data is not None
-    }
-
-    def found(item: Any) -> Any:
-        return shards.pop((item.key, item.global_offset, item.global_shape), None)
-
-    loaded = dict_list_map_outplace(found, wanted)
-    assert not shards, "a shard is not asked for"
-    layer.load_state_dict(apply_factory_merges(loaded, factories))
-
-
-def _run(layer: Any, config: Any, seed: int = 5) -> dict[str, torch.Tensor]:
-    """Output of one pass, and every gradient; those of weights by expert."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (TOKENS, BATCH, config.hidden_size)
-    values, upstream = (
-        torch.randn(shape, generator=generator).to(config.params_dtype) for _ in range(2)
-    )
-    values.requires_grad_()
-    layer.zero_grad(set_to_none=True)
-    output, _ = layer(values)
-    output.backward(upstream)
-    results = {"output": output.detach(), "input": values.grad}
-    for name, parameter in layer.named_parameters():
-        kind, _, of_experts = name.partition("experts.linear_")
-        if kind == "" and parameter.dim() == 3:
-            linear = of_experts.removesuffix(".weight")
-            for index, gradient in enumerate(parameter.grad):
-                results[f"experts.{index}.linear_{linear}.weight"] = gradient
-        else:
-            name = re.sub(r"^experts\.(linear_fc.)\.weight(\d+)$", r"experts.\2.\1.weight", name)
-            results[name.replace("local_experts.", "")] = parameter.grad
-    return results
-
-
-def _differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
-    assert left.keys() == right.keys()
-    return [name for name in left if not torch.equal(left[name], right[name])]
-
-
 # --- results --------------------------------------------------------------------------------------
 
 
@@ -159,36 +72,37 @@ def _differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
 @in_a_process
 def test_results_are_those_of_experts_one_by_one(overrides: dict[str, Any], bf16: bool) -> None:
-    config = _config(bf16, **overrides)
-    theirs = _layer(config, SequentialMLP)
-    ours = _layer(config, SequentialMLP, with_sync_free_experts)
-    _load(ours, theirs)
+    config = expert_config(bf16, **overrides)
+    theirs = expert_layer(config, SequentialMLP)
+    ours = expert_layer(config, SequentialMLP, with_sync_free_experts)
+    load_from(ours, theirs)
     for seed in range(3):
-        results = _run(ours, config, seed)
-        assert _differences(_run(theirs, config, seed), results) == []
+        results = run_layer(ours, config, seed)
+        assert differences(run_layer(theirs, config, seed), results) == []
     assert results["experts.0.linear_fc1.weight"].any()
 
 
 @in_a_process
 def test_experts_without_tokens_get_gradients_of_zero() -> None:
-    config = _config(moe_router_topk=1, moe_router_pre_softmax=True, num_moe_experts=8)
-    theirs = _layer(config, SequentialMLP)
+    config = expert_config(moe_router_topk=1, moe_router_pre_softmax=True, num_moe_experts=8)
+    theirs = expert_layer(config, SequentialMLP)
     with torch.no_grad():  # all tokens go to two experts
         theirs.router.weight.copy_(torch.randn(1, config.hidden_size).expand(8, -1) * 1e-3)
         theirs.router.weight[2], theirs.router.weight[5] = 1.0, -1.0
-    ours = _layer(config, SequentialMLP, with_sync_free_experts)
-    _load(ours, theirs)
-    results = _run(ours, config)
-    assert _differences(_run(theirs, config), results) == []
+    ours = expert_layer(config, SequentialMLP, with_sync_free_experts)
+    load_from(ours, theirs)
+    results = run_layer(ours, config)
+    assert differences(run_layer(theirs, config), results) == []
     idle = [i for i in range(8) if not results[f"experts.{i}.linear_fc2.weight"].any()]
     assert idle == [0, 1, 3, 4, 6, 7]
 
 
 @in_a_process
 def test_new_weights_are_those_of_grouped_experts() -> None:
-    config = _config()
-    ours = _layer(config, TEGroupedMLP, with_sync_free_experts)
-    assert _differences(_run(_layer(config, TEGroupedMLP), config), _run(ours, config)) == []
+    config = expert_config()
+    ours = expert_layer(config, TEGroupedMLP, with_sync_free_experts)
+    theirs = expert_layer(config, TEGroupedMLP)
+    assert differences(run_layer(theirs, config), run_layer(ours, config)) == []
 
 
 # --- no wait --------------------------------------------------------------------------------------
@@ -197,21 +111,21 @@ def test_new_weights_are_those_of_grouped_experts() -> None:
 @pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
 @in_a_process
 def test_the_host_reads_nothing(overrides: dict[str, Any]) -> None:
-    config = _config(**overrides)
-    layer = _layer(config, TEGroupedMLP, with_sync_free_experts)
-    _run(layer, config)  # what is made once may read
+    config = expert_config(**overrides)
+    layer = expert_layer(config, TEGroupedMLP, with_sync_free_experts)
+    run_layer(layer, config)  # what is made once may read
     with HostReads() as reads:
-        _run(layer, config)
+        run_layer(layer, config)
     assert reads.found == []
 
 
 @pytest.mark.parametrize("kind", ["alltoall", "allgather"])
 @in_a_process
 def test_megatrons_own_layer_reads_the_numbers_of_tokens(kind: str) -> None:
-    config = _config(moe_token_dispatcher_type=kind)
-    layer = _layer(config, SequentialMLP)
+    config = expert_config(moe_token_dispatcher_type=kind)
+    layer = expert_layer(config, SequentialMLP)
     with HostReads() as reads:
-        _run(layer, config)
+        run_layer(layer, config)
     assert any("experts.py" in place for place in reads.found)
     assert any("token_dispatcher.py" in place or "moe_utils.py" in place for place in reads.found)
 
@@ -222,32 +136,32 @@ def test_megatrons_own_layer_reads_the_numbers_of_tokens(kind: str) -> None:
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
 @in_a_process
 def test_experts_one_by_one_load_what_ours_saved(gated: bool) -> None:
-    config = _config(gated_linear_unit=gated)
-    ours = _layer(config, SequentialMLP, with_sync_free_experts)
-    theirs = _layer(config, SequentialMLP)
-    _load(theirs, ours)
-    assert _differences(_run(theirs, config), _run(ours, config)) == []
+    config = expert_config(gated_linear_unit=gated)
+    ours = expert_layer(config, SequentialMLP, with_sync_free_experts)
+    theirs = expert_layer(config, SequentialMLP)
+    load_from(theirs, ours)
+    assert differences(run_layer(theirs, config), run_layer(ours, config)) == []
 
 
 @in_a_process
 def test_a_state_dict_has_the_names_of_grouped_experts() -> None:
-    config = _config()
-    ours = _layer(config, TEGroupedMLP, with_sync_free_experts)
-    theirs = _layer(config, TEGroupedMLP)
+    config = expert_config()
+    ours = expert_layer(config, TEGroupedMLP, with_sync_free_experts)
+    theirs = expert_layer(config, TEGroupedMLP)
     with torch.no_grad():
         theirs.experts.linear_fc1.weight2.fill_(0.5)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     ours.load_state_dict(theirs.state_dict())
-    expected = _run(theirs, config)
-    assert _differences(expected, _run(ours, config)) == []
+    expected = run_layer(theirs, config)
+    assert differences(expected, run_layer(ours, config)) == []
     theirs.experts.linear_fc1.weight2.data.zero_()
     theirs.load_state_dict(ours.state_dict())
-    assert _differences(expected, _run(theirs, config)) == []
+    assert differences(expected, run_layer(theirs, config)) == []
 
 
 @in_a_process
 def test_weights_saved_by_name_of_shard_are_refused() -> None:
-    layer = _layer(_config(), SequentialMLP, with_sync_free_experts)
+    layer = expert_layer(expert_config(), SequentialMLP, with_sync_free_experts)
     with pytest.raises(ValueError, match="set singleton_local_shards=False"):
         layer.sharded_state_dict(metadata={"singleton_local_shards": True, "dp_cp_group": None})
 
@@ -258,6 +172,7 @@ def test_weights_saved_by_name_of_shard_are_refused() -> None:
 def _linear(**attributes: Any) -> Any:
     config = SimpleNamespace(
         use_cpu_initialization=True,
+        expert_model_parallel_size=1,
         params_dtype=torch.bfloat16,
         gradient_accumulation_fusion=True,
         perform_initialization=True,
@@ -318,7 +233,7 @@ def test_ddp_is_told_that_the_gradient_has_been_added() -> None:
 @pytest.mark.parametrize("experts", [SequentialMLP, TEGroupedMLP])
 @in_a_process
 def test_a_spec_is_copied_with_layer_and_experts_replaced(experts: type) -> None:
-    spec = _spec(_config(), experts)
+    spec = expert_spec(expert_config(), experts)
     changed = with_sync_free_experts(spec)
     assert changed.func is SyncFreeExpertsLayer
     assert changed.keywords["submodules"].experts.func is SyncFreeGroupedMLP
@@ -328,16 +243,16 @@ def test_a_spec_is_copied_with_layer_and_experts_replaced(experts: type) -> None
 
 @in_a_process
 def test_a_configuration_that_does_not_go_together_is_refused() -> None:
-    config = _config(add_bias_linear=True)
+    config = expert_config(add_bias_linear=True)
     with pytest.raises(ValueError, match="add_bias_linear=True is not supported with moe_sync"):
-        _layer(config, SequentialMLP, with_sync_free_experts)
+        expert_layer(config, SequentialMLP, with_sync_free_experts)
 
 
 @in_a_process
 def test_shared_experts_may_overlap() -> None:
-    config = _config(
+    config = expert_config(
         moe_shared_expert_intermediate_size=32, moe_shared_expert_overlap=True, num_moe_experts=4
     )
-    theirs = _layer(config, TEGroupedMLP)
-    ours = _layer(config, TEGroupedMLP, with_sync_free_experts)
-    assert _differences(_run(theirs, config), _run(ours, config)) == []
+    theirs = expert_layer(config, TEGroupedMLP)
+    ours = expert_layer(config, TEGroupedMLP, with_sync_free_experts)
+    assert differences(run_layer(theirs, config), run_layer(ours, config)) == []

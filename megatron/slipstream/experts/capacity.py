@@ -1,0 +1,119 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Slots that were too small end the step with an error: no row is dropped silently.
+
+The largest number of rows for a slot is kept on the device, and read once at the end of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+
+class Slots(NamedTuple):
+    """The slots of an exchange."""
+
+    num_rows: int
+    """Rows that a rank sends."""
+    capacity: int
+    """Rows of a slot."""
+    num_ranks: int
+
+    @classmethod
+    def of(cls, num_rows: int, num_ranks: int, factor: Optional[float]) -> Slots:
+        """Slots of ``factor`` times an even share; None: as large as they could have to be."""
+        even = num_rows / num_ranks
+        capacity = num_rows if factor is None else math.ceil(even * factor)
+        return cls(num_rows, min(capacity, num_rows), num_ranks)
+
+
+class LayerCapacity:
+    """The largest number of rows that a layer had for a slot in this step."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank = rank
+        self.layer: Optional[int] = None
+        """Its number in the model, from 1; None until it is known."""
+        self.slots: Optional[Slots] = None
+        """Those that the layer had last."""
+        self.largest = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def note(self, rows_by_rank: torch.Tensor, slots: Slots) -> None:
+        """Note what an exchange had to hold: int64 ``[num_ranks]``, on the device."""
+        self.slots = slots
+        torch.maximum(self.largest, rows_by_rank.max(), out=self.largest)
+
+
+def check_capacity(layers: Iterable[LayerCapacity]) -> None:
+    """Read the layers' numbers, and begin anew. The host waits for the device, once.
+
+    Raises:
+        RuntimeError: A layer had more rows for a slot than it holds.
+    """
+    layers = [layer for layer in layers if layer.slots is not None]
+    if not layers:
+        return
+    largest = torch.cat([layer.largest for layer in layers]).tolist()
+    for layer in layers:
+        layer.largest.zero_()
+    for layer, rows in zip(layers, largest, strict=True):
+        assert layer.slots is not None
+        num_rows, capacity, num_ranks = layer.slots
+        if rows > capacity:
+            needed = math.ceil(100 * rows * num_ranks / num_rows) / 100
+            raise RuntimeError(
+                f"rank {layer.rank}, layer {layer.layer}: {rows} of {num_rows} rows are for the "
+                "experts of one rank, and moe_sync_free_capacity_factor leaves room for "
+                f"{capacity}; "
+                f"set moe_sync_free_capacity_factor={needed:g} or more, or leave it out"
+            )
+
+
+class StepCheck:
+    """Checks layers where a step ends.
+
+    That is where megatron-core finalizes gradients, if its configuration has a function for that;
+    in other training loops, each backward ends with a check.
+    """
+
+    def __init__(self) -> None:
+        self.layers: weakref.WeakSet[LayerCapacity] = weakref.WeakSet()
+
+    def at_end_of_step(self, config: Any, hidden: torch.Tensor) -> None:
+        """Called in each forward pass of a layer.
+
+        Args:
+            config: The model's configuration.
+            hidden: Input of the layer.
+        """
+        finalize = config.finalize_model_grads_func
+        if finalize is None:
+            if hidden.requires_grad:
+                hidden.register_hook(self._check_after_backward)
+        elif getattr(finalize, "checked_by", None) is not self:
+            config.finalize_model_grads_func = self._checked(finalize)
+
+    def _checked(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(finalize)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            result = finalize(*arguments, **options)
+            check_capacity(self.layers)
+            return result
+
+        setattr(checked, "checked_by", self)  # noqa: B010  # functions have no such attribute
+        return checked
+
+    def _check_after_backward(self, _: torch.Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(functools.partial(check_capacity, self.layers))
+
+
+step_check = StepCheck()
+"""That of the process."""
