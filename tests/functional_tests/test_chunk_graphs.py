@@ -159,8 +159,15 @@ def test_expert_parallel_ranks(overlap: bool) -> None:
     check(2, case, (2, 3, 1), {"overlap_grad_reduce": overlap})
 
 
-def test_offloading_inside_the_graphs_of_expert_parallel_ranks() -> None:
-    case = ModelCase("moe", ep=2, num_layers=8, overrides=DROP_AND_PAD)
+def test_dropless_experts_of_two_ranks() -> None:
+    overrides = {**EXPERT_BIAS, "hidden_dropout": 0.1}
+    check(2, ModelCase("moe", ep=2, sync_free_experts=True, overrides=overrides), (2, 3, 1))
+
+
+@pytest.mark.parametrize("is_dropless", [False, True], ids=["", "dropless"])
+def test_offloading_inside_the_graphs_of_expert_parallel_ranks(is_dropless: bool) -> None:
+    overrides = {} if is_dropless else DROP_AND_PAD
+    case = ModelCase("moe", ep=2, num_layers=8, sync_free_experts=is_dropless, overrides=overrides)
     for result in check(2, case, (2, 3, 1), None, MOE_MODULES, "cpu-lazy"):
         assert min(result.moved_bytes) > 0
 
@@ -282,6 +289,7 @@ def test_pipelines_of_two_gpus(name: str, num_iterations: int, vpp: Optional[int
 
 LAYOUTS = {
     "EP2": dataclasses.replace(PACKED["experts"], ep=2),
+    "EP2, dropless": dataclasses.replace(PACKED["dropless experts"], ep=2),
     "EP2, FP8": dataclasses.replace(ON_GPU["FP8, experts"], ep=2),
     "TP2, sequence parallel": on_gpu(ModelCase(tp=2), sequence_parallel=True, **DROPOUT),
     "TP2, sequence parallel, experts": on_gpu(
@@ -302,7 +310,7 @@ def test_other_layouts_of_two_gpus(name: str) -> None:
 
 @pytest.mark.gpus2
 @pytest.mark.timeout(TIMEOUT_S + 60)
-@pytest.mark.parametrize("name", ["EP2", "TP2, sequence parallel", "CP2"])
+@pytest.mark.parametrize("name", ["EP2", "EP2, dropless", "TP2, sequence parallel", "CP2"])
 def test_offloading_inside_the_graphs_of_other_layouts(name: str) -> None:
     case = dataclasses.replace(LAYOUTS[name], num_layers=8)  # the last layer stays
     modules = DENSE_MODULES if case.kind == "dense" else MOE_MODULES

@@ -33,8 +33,8 @@ def grouped_linear(
     Args:
         tokens: ``[num_rows, in_features]``, sorted by expert.
         weight: ``[num_experts, out_features, in_features]``, of the same dtype.
-        offsets: int32 ``[num_experts]``, the row after the last of each expert. The last is
-            ``num_rows``: further rows would stay uninitialised.
+        offsets: int32 ``[num_experts]``, the row after the last of each expert. Further rows are
+            not read, and their outputs and gradients stay uninitialised.
         take_gradient: Gets the gradient of ``weight`` in its dtype, in place of autograd.
 
     Returns:

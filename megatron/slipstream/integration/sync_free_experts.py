@@ -241,8 +241,8 @@ class SyncFreeGroupedMLP(TEGroupedMLP):
 
         Args:
             permuted_local_hidden_states: ``[num_rows, hidden_size]``, sorted by expert.
-            tokens_per_expert: int64 ``[num_local_experts]`` on the device; their sum is
-                ``num_rows``.
+            tokens_per_expert: int64 ``[num_local_experts]`` on the device. Rows beyond their sum
+                are not in use.
             rest: The rows' probabilities, float ``[num_rows]``.
         """
         rows = RowsOfExperts(tokens_per_expert.cumsum(0, dtype=torch.int32))
