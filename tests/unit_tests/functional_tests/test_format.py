@@ -254,6 +254,13 @@ def test_what_graphs_keep_counts_as_peak() -> None:
     assert result_of(peak=100, pool=60).peak_bytes() == 101
 
 
+def test_the_first_iterations_can_count_alone() -> None:
+    result = result_of(peak=100)
+    for record in result.records:
+        record["iterations"][0]["activation_peak_bytes"] -= 50
+    assert (result.peak_bytes(), result.peak_bytes(1), result.peak_bytes(3)) == (101, 51, 101)
+
+
 def test_a_resumed_training_is_compared_where_both_have_been() -> None:
     again = result_of(first=3)
     assert list(again.by_iteration("loss")) == [3, 4]
