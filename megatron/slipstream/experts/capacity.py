@@ -85,6 +85,8 @@ class StepCheck:
 
     def __init__(self) -> None:
         self.layers: weakref.WeakSet[LayerCapacity] = weakref.WeakSet()
+        self._backward = -1
+        """The backward pass that ends with a check, by its number."""
 
     def at_end_of_step(self, config: Any, hidden: torch.Tensor) -> None:
         """Called in each forward pass of a layer.
@@ -111,8 +113,12 @@ class StepCheck:
         return checked
 
     def _check_after_backward(self, _: torch.Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward == self._backward:
+            return
+        self._backward = backward
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(functools.partial(check_capacity, self.layers))
+        engine.queue_callback(lambda: check_capacity(self.layers))
 
 
 step_check = StepCheck()

@@ -37,7 +37,12 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
-from megatron.slipstream.experts.capacity import LayerCapacity, Slots, step_check
+from megatron.slipstream.experts.capacity import (
+    LayerCapacity,
+    Slots,
+    check_capacity,
+    step_check,
+)
 from megatron.slipstream.experts.fixed_exchange import FixedExchange
 from megatron.slipstream.experts.grouped_linear import grouped_linear
 from megatron.slipstream.experts.options import check_experts
@@ -370,11 +375,21 @@ class SyncFreeExpertsLayer(MoELayer):
             self.token_dispatcher.set_shared_experts(self.shared_experts)
 
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        """See ``MoELayer.forward``; between ranks, the step ends with a check of the capacity."""
-        if self.token_dispatcher.ep_size > 1 and torch.is_grad_enabled():
-            self.token_dispatcher.capacity_use.layer = self.layer_number
+        """See ``MoELayer.forward``.
+
+        Between ranks, a training step ends with a check of the capacity, and so does each pass of
+        an evaluation.
+        """
+        if self.token_dispatcher.ep_size == 1:
+            return super().forward(hidden_states, *arguments, **options)
+        capacity_use = self.token_dispatcher.capacity_use
+        capacity_use.layer = self.layer_number
+        if torch.is_grad_enabled():
             step_check.at_end_of_step(self.config, hidden_states)
-        return super().forward(hidden_states, *arguments, **options)
+        output = super().forward(hidden_states, *arguments, **options)
+        if not self.training:
+            check_capacity([capacity_use])
+        return output
 
 
 def with_sync_free_experts(spec: Any, capacity_factor: Optional[float] = None) -> Any:

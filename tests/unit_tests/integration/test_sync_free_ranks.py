@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Optional
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from ranks import run_ranks
 from tiny_gpt import ModelCase, initialize, make_config
 
-from megatron.slipstream.experts.capacity import step_check
+from megatron.slipstream.experts import capacity
+from megatron.slipstream.experts.capacity import StepCheck, step_check
 from megatron.slipstream.integration.sync_free_experts import with_sync_free_experts
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -88,50 +91,66 @@ def test_four_ranks() -> None:
 # --- capacity -------------------------------------------------------------------------------------
 
 
+def send_to(layer: Any, *experts: int) -> None:
+    """Send all rows to these two of four experts, of which the first two are the first rank's."""
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        for expert in experts:
+            layer.router.weight[expert] = 1.0 + expert / 10
+
+
+def error_of(step: Callable[[], object]) -> str:
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def exceed(
     rank: int, num_ranks: int, port: int, factor: Optional[float], has_finalize: bool
-) -> tuple[str, str]:
-    """The errors of a step in which all tokens are for the first rank, and of one after it."""
+) -> tuple[str, str, str]:
+    """Errors: of a step with all rows for the first rank, of an even one, of an evaluation."""
     initialize(ModelCase("moe", ep=num_ranks), rank, num_ranks, port)
     config = config_of(num_ranks)
     if has_finalize:
         config.finalize_model_grads_func = lambda *_, **__: None
     layer = layer_of(config, factor)
     layer.set_layer_number(3)
-    errors = []
-    for is_even in (False, True):
-        with torch.no_grad():
-            # Of four experts, two on each rank: one of each, or both of the first.
-            ahead = (0, 2) if is_even else (0, 1)
-            layer.router.weight.zero_()
-            for expert in ahead:
-                layer.router.weight[expert] = 1.0 + expert / 10
-        try:
-            values = torch.ones(TOKENS, BATCH, config.hidden_size, requires_grad=True)
-            layer(values)[0].sum().backward()
-            if has_finalize:
-                config.finalize_model_grads_func()
-            errors.append("")
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors[0], errors[1]
+    values = torch.ones(TOKENS, BATCH, config.hidden_size, requires_grad=True)
+
+    def step() -> None:
+        (layer(values)[0] + layer(values)[0]).sum().backward()
+        if has_finalize:
+            config.finalize_model_grads_func()
+
+    send_to(layer, 0, 1)
+    too_many = error_of(step)
+    send_to(layer, 0, 2)
+    even = error_of(step)
+    send_to(layer, 0, 1)
+    layer.eval()
+    with torch.no_grad():
+        evaluation = error_of(lambda: layer(values))
+    return too_many, even, evaluation
 
 
 @pytest.mark.parametrize("has_finalize", [True, False], ids=["finalized", "own loop"])
 def test_too_many_rows_end_the_step_with_an_error(has_finalize: bool) -> None:
-    for rank, (error, after) in enumerate(run_ranks(2, exceed, 1.5, has_finalize)):
+    for rank, (error, even, evaluation) in enumerate(run_ranks(2, exceed, 1.5, has_finalize)):
         capacity = NUM_ROWS * 3 // 4
         assert error == (
             f"rank {rank}, layer 3: {NUM_ROWS} of {NUM_ROWS} rows are for the experts of one rank, "
             f"and moe_sync_free_capacity_factor leaves room for {capacity}; set "
             "moe_sync_free_capacity_factor=2 or more, or leave it out"
         )
-        assert after == ""
+        assert even == ""
+        assert evaluation == error
 
 
 @pytest.mark.parametrize("factor", [2.0, None])
 def test_the_factor_that_it_asks_for_is_enough(factor: Optional[float]) -> None:
-    assert run_ranks(2, exceed, factor, True) == [("", "")] * 2
+    assert run_ranks(2, exceed, factor, True) == [("", "", "")] * 2
 
 
 def test_a_function_is_wrapped_once() -> None:
@@ -141,3 +160,16 @@ def test_a_function_is_wrapped_once() -> None:
         step_check.at_end_of_step(config, hidden)
     assert config.finalize_model_grads_func() == 7
     assert not hasattr(config.finalize_model_grads_func.__wrapped__, "__wrapped__")
+
+
+def test_a_backward_ends_with_one_check() -> None:
+    checked: list[int] = []
+    check = StepCheck()
+    with patch.object(capacity, "check_capacity", lambda layers: checked.append(len(layers))):
+        for _ in range(2):
+            values = torch.ones(2, requires_grad=True)
+            hidden = [values * 2, values * 3]
+            for tensor in hidden:
+                check.at_end_of_step(SimpleNamespace(finalize_model_grads_func=None), tensor)
+            (hidden[0] + hidden[1]).sum().backward()
+    assert checked == [0, 0]
