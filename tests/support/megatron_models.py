@@ -210,10 +210,10 @@ def make_config(case: ModelCase, offload_modules: Sequence[str] = (), **offload:
     return config_class(**(options | case.overrides))
 
 
-def build_chunks(case: ModelCase, config: Any) -> list[torch.nn.Module]:
+def build_chunks(case: ModelCase, config: Any, seed: int = 7) -> list[torch.nn.Module]:
     """This rank's model chunks; a case's weights do not depend on offloading."""
-    torch.manual_seed(7)
-    _seed(case, 7)
+    torch.manual_seed(seed)
+    _seed(case, seed)
     chunks: list[torch.nn.Module] = []
     for stage in range(case.vpp or 1):
         vp_stage = stage if case.vpp else None
