@@ -333,6 +333,11 @@ def patches_page() -> str:
                     "capture of a chunk: tables that live as long as its graphs",
                 ),
                 (
+                    "layers of a model with `--cuda-graph-impl transformer_engine`",
+                    "`__class__`",
+                    "`install()`: captures tell the engine where a layer's graph begins and ends",
+                ),
+                (
                     "`_comm_manager` of a flex dispatcher",
                     "`_indices_to_multihot`",
                     "`with_sync_free_dispatch(spec)`: a map of fixed size",

@@ -118,6 +118,14 @@ def test_graphs_and_offloading(
     _record_equality(record_row, kind, scope, modules, training)
 
 
+@pytest.mark.parametrize("kind, scope", [("dense", ()), ("moe", ("attn", "moe_router"))], ids=str)
+def test_layers_that_a_framework_builds(kind: str, scope: tuple[str, ...]) -> None:
+    case = replace(with_graphs(CASES[kind], scope), keeps_layers=True)
+    result, training = _train(case, ("core_attn", "attn_proj"), **OFFLOAD)
+    _assert_equal(result, _eager(kind))
+    assert training.graphed_bytes > 0
+
+
 def _record_equality(
     record_row: Row,
     case: str,

@@ -81,9 +81,10 @@ class PipelineOffloadManager(OffloadEngine):
         """
         if not self.graphs.is_capturing and self.store.backend.is_capturing():
             raise RuntimeError(
-                "offload_modules inside CUDA graphs are not supported with megatron-core's own "
-                "layers because their copies would not be part of the graph; build the model from "
-                "megatron.slipstream.with_graph_offloading(spec), or leave the modules that are "
+                "offload_modules inside CUDA graphs are not supported with layers of which the "
+                "engine has seen no iteration before the capture because their copies would not "
+                "be part of the graph; set cuda_graph_warmup_steps to at least 1, build the model "
+                "from megatron.slipstream.with_graph_offloading(spec), or leave the modules that are "
                 "captured out of offload_modules"
             )
         return self.store.copy_streams.d2h

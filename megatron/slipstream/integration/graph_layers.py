@@ -9,10 +9,15 @@ so that what follows a graph waits for its computation only and not for its last
 They are put in the place of megatron-core's layers in the model's spec:
 
     spec = with_graph_offloading(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
+
+Where a framework has built other layers, ``install()`` is enough: layers become those of this
+module when their model is first called with gradients, before anything is captured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -35,7 +40,15 @@ class GraphOffloadMixin(torch.nn.Module):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._vp_stage: int = options.get("vp_stage") or 0
+        self.take_part(options.get("vp_stage") or 0)
+
+    def take_part(self, vp_stage: int) -> None:
+        """Begin to tell the engine of captures of this layer.
+
+        Args:
+            vp_stage: The model chunk that it is in.
+        """
+        self._vp_stage = vp_stage
         self._graph_event: Optional[torch.cuda.Event] = None
         """Recorded in each graph of the layer when only copies are left to do."""
         compat.unmark_norms_at_graph_edges(self)
@@ -119,6 +132,47 @@ def with_graph_offloading(spec: Any) -> Any:
             MambaLayer: GraphOffloadMambaLayer,
         },
     )
+
+
+def offload_in_graphs(chunk: torch.nn.Module) -> list[Callable[[], None]]:
+    """Have the layers of a model chunk offload inside their graphs, whatever built them.
+
+    Each layer gets a class derived from its own.
+
+    Args:
+        chunk: A model chunk, not yet captured.
+
+    Returns:
+        Functions that undo it.
+    """
+    stage = getattr(chunk, "vp_stage", None) or 0
+    undo: list[Callable[[], None]] = []
+    for layer in chunk.modules():
+        kind = type(layer)
+        if isinstance(layer, (TransformerLayer, MambaLayer)) and not issubclass(
+            kind, GraphOffloadMixin
+        ):
+            _set_class(layer, _class_with_graphs(kind))
+            layer.take_part(stage)
+            undo.append(partial(_set_class, layer, kind))
+    return undo
+
+
+def _set_class(layer: Any, kind: type) -> None:
+    layer.__class__ = kind
+    if isinstance(layer, TransformerLayer) and hasattr(layer, "_set_offload_modules"):
+        layer._set_offload_modules()
+
+
+_classes: dict[type, type] = {}
+"""The classes of :func:`offload_in_graphs` by the layers' own."""
+
+
+def _class_with_graphs(kind: type) -> type:
+    if kind not in _classes:
+        base = GraphOffloadMambaLayer if issubclass(kind, MambaLayer) else GraphOffloadMixin
+        _classes[kind] = type(f"GraphOffload{kind.__name__}", (base, kind), {})
+    return _classes[kind]
 
 
 def _engine_of(config: Any) -> Optional[PipelineOffloadManager]:

@@ -26,7 +26,7 @@ from typing import Any, Optional
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
-from megatron.slipstream.config import OffloadConfig
+from megatron.slipstream.config import OffloadConfig, moves_in_layer_graphs
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat
@@ -93,6 +93,11 @@ class _Model:
         self._chunks.append(weakref.ref(chunk))
         if copies_beside_compute:
             self._undo.append(disable_p2p_host_sync(chunk))
+        if moves_in_layer_graphs(chunk.config):
+            # Here and not above: those layers know install(), which knows this module.
+            from megatron.slipstream.integration.graph_layers import offload_in_graphs
+
+            self._undo += offload_in_graphs(chunk)
         output_layer = getattr(chunk, "output_layer", None)
         # Engines that take turns with one model, as in benchmarks, share its hooks.
         if (

@@ -99,11 +99,13 @@ def _mask(x: torch.Tensor) -> torch.Tensor:
     return torch.ones(1, 1, len(x), len(x), dtype=torch.bool).triu(1)
 
 
-def _compare(rank: int, world_size: int, port: int, scope: Sequence[str], backend: str) -> Any:
+def _compare(
+    rank: int, world_size: int, port: int, scope: Sequence[str], backend: str, is_stock: bool
+) -> Any:
     from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
 
-    case, events = _case("dense", scope), []
+    case, events = dataclasses.replace(_case("dense", scope), keeps_layers=is_stock), []
     initialize(case, rank, world_size, port)
     with _as_on_a_gpu(events):
         torch.manual_seed(11)
@@ -126,6 +128,8 @@ def _compare(rank: int, world_size: int, port: int, scope: Sequence[str], backen
         moved = {name: item.num_groups_moved for name, item in manager.graphs.modules.items()}
         kinds = {type(layer).__name__ for layer in layers}
         install.uninstall()
+        kinds_after = {type(layer).__name__ for layer in layers}
+        assert (kinds_after == {"TransformerLayer"}) == is_stock
     equal = [torch.equal(a, b) for a, b in zip(expected, result, strict=True)]
     return equal, moved, kinds, events
 
@@ -219,8 +223,11 @@ def test_a_hybrid_model_is_built_from_such_layers() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-lazy"])
 @pytest.mark.parametrize("scope", [("attn", "mlp"), ()], ids=["attn mlp", "whole layer"])
-def test_captured_layers_compute_what_eager_ones_do(scope: tuple[str, ...], backend: str) -> None:
-    ((equal, moved, kinds, events),) = run_ranks(1, _compare, scope, backend)
+@pytest.mark.parametrize("is_stock", [False, True], ids=["", "of a framework"])
+def test_captured_layers_compute_what_eager_ones_do(
+    scope: tuple[str, ...], backend: str, is_stock: bool
+) -> None:
+    ((equal, moved, kinds, events),) = run_ranks(1, _compare, scope, backend, is_stock)
     assert all(equal), equal
     assert len(equal) > 6
     assert kinds == {"GraphOffloadTransformerLayer"}

@@ -317,7 +317,11 @@ class Chunk(torch.nn.Module):
     def __init__(self, stage: Optional[int] = None, num_stages: Optional[int] = None) -> None:
         super().__init__()
         self.vp_stage = stage
-        self.config = type("Config", (), {"virtual_pipeline_model_parallel_size": num_stages})()
+        options = {
+            "virtual_pipeline_model_parallel_size": num_stages,
+            "fine_grained_activation_offloading": True,
+        }
+        self.config = type("Config", (), options)()
 
 
 LIMIT_BYTES = 3 << 20
