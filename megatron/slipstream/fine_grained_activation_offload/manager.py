@@ -84,8 +84,8 @@ class PipelineOffloadManager(OffloadEngine):
                 "offload_modules inside CUDA graphs are not supported with layers of which the "
                 "engine has seen no iteration before the capture because their copies would not "
                 "be part of the graph; set cuda_graph_warmup_steps to at least 1, build the model "
-                "from megatron.slipstream.with_graph_offloading(spec), or leave the modules that are "
-                "captured out of offload_modules"
+                "from megatron.slipstream.with_graph_offloading(spec), or leave the modules that "
+                "are captured out of offload_modules"
             )
         return self.store.copy_streams.d2h
 
