@@ -221,6 +221,47 @@ def test_a_hybrid_model_is_built_from_such_layers() -> None:
     assert layers.mamba_layer.module.__name__ == "GraphOffloadMambaLayer"
 
 
+def _classes(rank: int, world_size: int, port: int) -> list[tuple[str, bool, bool]]:
+    """Of a framework's layer: its class before, while it takes part, again, and afterwards."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron.slipstream.integration.graph_layers import GraphOffloadMixin, offload_in_graphs
+
+    class OwnLayer(TransformerLayer):
+        pass
+
+    case = dataclasses.replace(_case("dense", ()), keeps_layers=True)
+    initialize(case, rank, world_size, port)
+    with _as_on_a_gpu([]):
+        (chunk,) = build_chunks(case, make_config(case, ["core_attn"]))
+        layer = chunk.decoder.layers[0]
+        layer.__class__ = OwnLayer
+        found = []
+
+        def note() -> None:
+            kind = type(layer)
+            is_own, takes_part = issubclass(kind, OwnLayer), issubclass(kind, GraphOffloadMixin)
+            found.append((kind.__name__, is_own, takes_part))
+
+        note()
+        undo = offload_in_graphs(chunk)
+        note()
+        assert offload_in_graphs(chunk) == []
+        for one in undo:
+            one()
+        note()
+    return found
+
+
+def test_a_layer_of_a_framework_keeps_what_it_has() -> None:
+    (found,) = run_ranks(1, _classes)
+    assert found == [
+        ("OwnLayer", True, False),
+        ("GraphOffloadOwnLayer", True, True),
+        ("OwnLayer", True, False),
+    ]
+
+
 @pytest.mark.parametrize("backend", ["cpu", "cpu-lazy"])
 @pytest.mark.parametrize("scope", [("attn", "mlp"), ()], ids=["attn mlp", "whole layer"])
 @pytest.mark.parametrize("is_stock", [False, True], ids=["", "of a framework"])
