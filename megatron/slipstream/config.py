@@ -232,7 +232,7 @@ def moves_in_layer_graphs(facts: Any) -> bool:
     Args:
         facts: With megatron-core's option names.
     """
-    return _offloading(facts) and _graph_impl(facts) == "transformer_engine"
+    return _graph_impl(facts) == "transformer_engine" and _offloading(facts)
 
 
 def modules_at_the_edge_of_graphs(facts: Any) -> list[str]:
