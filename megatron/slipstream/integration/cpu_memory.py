@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 GLOO_RELEASES_S = 0.0005
 """After a collective returns, gloo's thread holds the tensors for about 0.15 ms."""
+MAX_RELEASES = 8
+"""Times of :data:`GLOO_RELEASES_S` that a new peak waits: the thread may have to wait for a CPU."""
 
 
 class DeviceMemoryMeter(TorchDispatchMode):
@@ -80,7 +82,10 @@ class DeviceMemoryMeter(TorchDispatchMode):
     def _note_peak(self) -> None:
         if self._allocated_bytes > self._peak_bytes:
             if self._gloo_holds:
-                time.sleep(GLOO_RELEASES_S)
+                for _ in range(MAX_RELEASES):
+                    time.sleep(GLOO_RELEASES_S)
+                    if self._allocated_bytes <= self._peak_bytes:
+                        break
                 self._gloo_holds = False
             self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
 
