@@ -8,32 +8,37 @@ Nothing waits for them, and they copy the same memory over and over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron_models import use_gpu
 
-from benchmarks.engines import BaseModel, Engine
+from benchmarks.ways import Way
 
 
-class CopiesAlone(Engine):
+class CopiesAlone(Way):
     """A way without an engine, with copies of the bytes that ``ours`` has moved before.
 
     Args:
-        base: The model.
+        off: The same model without an engine.
+        chunks: Its chunks.
+        num_micro_batches: Of an iteration.
         ours: Slipstream's engine of the same variant.
     """
 
-    def __init__(self, base: BaseModel, ours: Engine) -> None:
-        super().__init__("copies", base, base.chunks)
-        self._ours = ours.manager
+    label = "copies"
+
+    def __init__(
+        self, off: Way, chunks: Sequence[torch.nn.Module], num_micro_batches: int, ours: Way
+    ) -> None:
+        self._off, self._ours = off, ours.manager
         self._nbytes = 0
         """Of each copy; 0 while other ways run."""
         self._buffers: list[torch.Tensor] = []
         """Device and host memory of copies out, then of copies back."""
-        layers = list(_layers(base))
-        self._num_copies = len(layers) * base.case.num_micro_batches
+        layers = list(_layers(chunks))
+        self._num_copies = len(layers) * num_micro_batches
         """Of an iteration, each way."""
         self._streams = [torch.cuda.Stream() for _ in range(2)] if use_gpu() else []
         self._hooks = [layer.register_forward_hook(self._after) for layer in layers]
@@ -55,7 +60,7 @@ class CopiesAlone(Engine):
                 for is_on_device in (True, False, True, False)
             ]
         try:
-            return super().run(iteration)
+            return self._off.run(iteration)
         finally:
             self._nbytes = 0
 
@@ -83,7 +88,7 @@ class CopiesAlone(Engine):
             destination.copy_(origin, non_blocking=True)
 
 
-def _layers(base: BaseModel) -> Iterator[torch.nn.Module]:
-    for chunk in base.chunks:
+def _layers(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    for chunk in chunks:
         decoder: Any = chunk.decoder
         yield from decoder.layers

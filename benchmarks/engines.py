@@ -21,6 +21,7 @@ from megatron_models import build_chunks, make_config, micro_batches, run_schedu
 from model_case import ModelCase
 
 from benchmarks.case import Case, Variant
+from benchmarks.copies_alone import CopiesAlone
 from benchmarks.ways import Way
 
 Chunks = Sequence[torch.nn.Module]
@@ -119,20 +120,20 @@ class Comparison:
         self._built_for: Optional[Variant] = None
         self._ours: Optional[Engine] = None
 
-    def build(self, variant: Variant, label: str, options: Mapping[str, Any]) -> Engine:
+    def build(self, variant: Variant, label: str, options: Mapping[str, Any]) -> Way:
         """See :class:`benchmarks.ways.Comparison`."""
         if label != "off" and self._built_for != variant:
             self._chunks = ()
             self._chunks = build_offloading_chunks(self._base, variant)
             self._built_for = variant
         if label == "copies":
-            from benchmarks.copies_alone import CopiesAlone
-
             if self._ours is None:
                 raise ValueError(
                     "the way 'copies' needs 'slipstream' before it, whose bytes it copies"
                 )
-            return CopiesAlone(self._base, self._ours)
+            base = self._base
+            off = Engine("off", base, base.chunks)
+            return CopiesAlone(off, base.chunks, base.case.num_micro_batches, self._ours)
         engine = make_engine(self._base, label, self._chunks, options)
         if label == "slipstream":
             self._ours = engine

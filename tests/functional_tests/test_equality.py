@@ -17,7 +17,7 @@ from tiny_gpt import (
     skip_without_model,
 )
 
-from megatron.slipstream.integration import compat
+from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
 from megatron.slipstream.patches import releases
 
 # For every release, the backend on which a missing wait changes results.
@@ -190,7 +190,7 @@ def test_each_module_alone(module: str) -> None:
     ids=str,
 )
 def test_options(offload: dict[str, Any]) -> None:
-    later = offload.keys() & compat.defaults_of_later_options().keys()
+    later = offload.keys() & defaults_of_later_options().keys()
     if later and not releases.models_pass_their_rank():
         pytest.skip(f"{releases.release()} has no {', '.join(later)}")
     _check(ModelCase("moe"), MOE_MODULES, "cpu-lazy", (2, 2, 3), offload)

@@ -82,7 +82,7 @@ def test_an_option_without_a_docstring_cannot_be_documented(tmp_path: Path) -> N
 
 @pytest.mark.releases
 def test_documented_defaults_of_megatron_core_are_those_of_the_installed_one() -> None:
-    from megatron.slipstream.integration import compat
+    from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
 
     spec = importlib.util.find_spec("megatron.core")
     if spec is None or spec.origin is None:
@@ -99,7 +99,7 @@ def test_documented_defaults_of_megatron_core_are_those_of_the_installed_one() -
         for node in ast.walk(ast.parse(source.read_text()))
         if isinstance(node, ast.AnnAssign) and node.value is not None
     }
-    later = compat.defaults_of_later_options()
+    later = defaults_of_later_options()
     assert len(later.keys() & defaults.keys()) in (0, len(later)), "older and later in one release"
     defaults = {name: repr(default) for name, default in later.items()} | defaults
     written = {"1048576": "1024 * 1024", "[]": "field(default_factory=list)"}

@@ -34,7 +34,10 @@ from megatron.slipstream.context_parallel.options import check_dynamic_context_p
 from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
 from megatron.slipstream.experts.options import check_experts
 from megatron.slipstream.integration import compat
-from megatron.slipstream.integration.frameworks.options import OffloadOptions
+from megatron.slipstream.integration.frameworks.options import (
+    OffloadOptions,
+    defaults_of_later_options,
+)
 from megatron.slipstream.packed_sequences.options import check_corpora, check_packing
 from megatron.slipstream.rules import (
     Finding,
@@ -78,7 +81,7 @@ def _of_all(checks: Sequence[OptionCheck], args: Any) -> list[Finding]:
 
 def _check_model_options(args: Any) -> list[Finding]:
     """Megatron's offloading options, under the names that ``TransformerConfig`` gives them."""
-    facts = SimpleNamespace(**{**compat.defaults_of_later_options(), **vars(args)})
+    facts = SimpleNamespace(**{**defaults_of_later_options(), **vars(args)})
     facts.num_moe_experts = args.num_experts
     facts.cpu_offloading = args.cpu_offloading_num_layers > 0
     return check_model_options(facts)

@@ -18,7 +18,6 @@ from typing import Any, NoReturn, Optional
 import torch
 
 from megatron.slipstream.config import graphed_modules
-from megatron.slipstream.integration.frameworks.options import DEFAULTS
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.releases import (
@@ -86,11 +85,6 @@ LATER_OPTIONS: Mapping[str, str] = {
     "delay_offload_until_cuda_graph": "leave it out",
 }
 """Offloading options of megatron-core 0.19, and the cure without each."""
-
-
-def defaults_of_later_options() -> dict[str, Any]:
-    """Options of later releases of megatron-core, with the values of releases without them."""
-    return {name: DEFAULTS[name] for name in LATER_OPTIONS}
 
 
 def refuse_later_flags(message: str) -> None:

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from megatron.slipstream import preflight
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphedLayer
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.integration import compat, install
+from megatron.slipstream.integration import compat, model_router
 from megatron.slipstream.integration.specs import replace_classes
 from megatron.slipstream.rules import require
 
@@ -69,7 +69,7 @@ class GraphOffloadMixin(torch.nn.Module):
             if not manager.graphs.is_open:
                 require(preflight.check_graphs(preflight.collect()))
                 manager.graphs.open(manager.plan)
-            with install.suspended():
+            with manager.suspended():
                 outputs = capture(*arguments, **options)
             manager.graphs.reserve()
             return outputs
@@ -175,8 +175,8 @@ def _class_with_graphs(kind: type) -> type:
     return _classes[kind]
 
 
-def _engine_of(config: Any) -> Optional[PipelineOffloadManager]:
-    return install.installed() if config.fine_grained_activation_offloading else None
+def _engine_of(config: Any) -> Optional[model_router.RoutedManager]:
+    return model_router.installed() if config.fine_grained_activation_offloading else None
 
 
 class _BackwardGraph(torch.autograd.Function):

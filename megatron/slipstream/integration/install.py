@@ -19,7 +19,11 @@ from typing import Any, Optional
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
-from megatron.slipstream.config import OffloadConfig, check_is_config
+from megatron.slipstream.config import (
+    OffloadConfig,
+    check_is_config,
+    moves_in_layer_graphs,
+)
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import (
@@ -90,7 +94,8 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     if config.offload_checkpoint_inputs:
         features.append(Feature.CHECKPOINT_INPUTS)
     options = policy_options(config)
-    manager = model_router.Router(partial(_make_manager, config, backend, options)).default
+    make_manager = partial(_make_manager, config, backend, options)
+    manager = model_router.Router(make_manager, _prepare_chunk).default
     table.apply(*features)
     table.undo(*(feature for feature in _FEATURES if feature not in features))
     set_before_first_call(None)
@@ -99,6 +104,15 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     if not is_given:
         log_settings(config)
     return manager
+
+
+def _prepare_chunk(chunk: torch.nn.Module) -> list[Callable[[], None]]:
+    """Make a model chunk ready, before it runs. Returns functions that undo it."""
+    if not moves_in_layer_graphs(chunk.config):
+        return []
+    from megatron.slipstream.integration.graph_layers import offload_in_graphs
+
+    return offload_in_graphs(chunk)
 
 
 def _make_manager(
@@ -154,8 +168,7 @@ def uninstall() -> None:
 
 def installed() -> Optional[model_router.RoutedManager]:
     """The engine of the model that was trained last, if :func:`install` has been called."""
-    current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-    return current if isinstance(current, model_router.RoutedManager) else None
+    return model_router.installed()
 
 
 def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -199,15 +212,8 @@ def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 def suspended() -> Iterator[None]:
     """Move nothing inside. Not needed for passes without gradients, which are never touched."""
     manager = installed()
-    if manager is None:
+    with contextlib.nullcontext() if manager is None else manager.suspended():
         yield
-        return
-    before = manager.do_offload
-    manager.disable_offload()
-    try:
-        yield
-    finally:
-        manager.do_offload = before
 
 
 def report(model: Optional[torch.nn.Module] = None) -> Report:

@@ -26,7 +26,7 @@ from typing import Any, Optional
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
-from megatron.slipstream.config import OffloadConfig, moves_in_layer_graphs
+from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat
@@ -34,6 +34,9 @@ from megatron.slipstream.integration.gradients import Gradients
 from megatron.slipstream.integration.p2p_sync import disable_p2p_host_sync
 from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 from megatron.slipstream.plan.trace import StepKind
+
+Prepare = Callable[[torch.nn.Module], list[Callable[[], None]]]
+"""Makes a model chunk ready before it runs, and returns functions that undo it."""
 
 
 class RoutedManager(PipelineOffloadManager):
@@ -55,6 +58,16 @@ class RoutedManager(PipelineOffloadManager):
         self.router.is_on = is_on
         for manager in self.router.managers:
             manager.follow_in_python()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Move nothing inside, of all models of the process."""
+        before = self.do_offload
+        self.disable_offload()
+        try:
+            yield
+        finally:
+            self.do_offload = before
 
     def init_model_chunk_offload_handler(self, *arguments: Any, **options: Any) -> None:
         """A pass begins, unless it has: [Note: Models with a forward of their own]."""
@@ -88,16 +101,12 @@ class _Model:
         self._chunks: list[weakref.ref[torch.nn.Module]] = []
         self._undo: list[Callable[[], None]] = []
 
-    def add(self, chunk: torch.nn.Module, copies_beside_compute: bool) -> None:
+    def add(self, chunk: torch.nn.Module, copies_beside_compute: bool, prepare: Prepare) -> None:
         """A chunk of this model; its host runs ahead if ``copies_beside_compute``."""
         self._chunks.append(weakref.ref(chunk))
         if copies_beside_compute:
             self._undo.append(disable_p2p_host_sync(chunk))
-        if moves_in_layer_graphs(chunk.config):
-            # Here and not above: those layers know install(), which knows this module.
-            from megatron.slipstream.integration.graph_layers import offload_in_graphs
-
-            self._undo += offload_in_graphs(chunk)
+        self._undo += prepare(chunk)
         output_layer = getattr(chunk, "output_layer", None)
         # Engines that take turns with one model, as in benchmarks, share its hooks.
         if (
@@ -130,10 +139,15 @@ class _Model:
 class Router:
     """Knows the models of a process and puts the engine of the right one in place."""
 
-    def __init__(self, make_manager: Callable[[Router], RoutedManager]) -> None:
+    def __init__(
+        self,
+        make_manager: Callable[[Router], RoutedManager],
+        prepare: Prepare = lambda _: [],
+    ) -> None:
         self.is_on = True
         """False while offloading is suspended."""
         self._make_manager = make_manager
+        self._prepare = prepare
         self._models: list[_Model] = []
         self._model_of: weakref.WeakKeyDictionary[torch.nn.Module, _Model] = (
             weakref.WeakKeyDictionary()
@@ -177,7 +191,8 @@ class Router:
         for chunk in chunks:
             if chunk not in self._model_of:
                 self._model_of[chunk] = model
-                model.add(chunk, isinstance(self.default.store.backend, CudaBackend))
+                copies_beside_compute = isinstance(self.default.store.backend, CudaBackend)
+                model.add(chunk, copies_beside_compute, self._prepare)
 
     def manager_of(self, chunk: torch.nn.Module) -> RoutedManager:
         """The engine of the model that ``chunk`` is of, made if there is none.
@@ -303,6 +318,12 @@ class Router:
             if model.manager is not None and model.manager is not self.default:
                 model.manager.close()
                 self._share_host_memory(self.managers)
+
+
+def installed() -> Optional[RoutedManager]:
+    """The engine of the model that was trained last, if there is one."""
+    current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+    return current if isinstance(current, RoutedManager) else None
 
 
 def _output_begins(_: torch.nn.Module, inputs: tuple[Any, ...]) -> None:

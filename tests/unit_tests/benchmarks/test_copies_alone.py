@@ -27,7 +27,8 @@ def run_in_turn(rank: int, num_ranks: int, port: int) -> tuple[bool, list[Copies
     base = BaseModel(CASE)
     manager = SimpleNamespace(report=SimpleNamespace(d2h_bytes=100 * NUM_COPIES))
     off = Engine("off", base, base.chunks)
-    copies = CopiesAlone(base, Engine("slipstream", base, base.chunks, manager))
+    ours = Engine("slipstream", base, base.chunks, manager)
+    copies = CopiesAlone(off, base.chunks, CASE.num_micro_batches, ours)
     seen: Copies = []
     copy = CopiesAlone._copy
 

@@ -17,7 +17,8 @@ import torch
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import CommitMark
-from megatron.slipstream.integration import compat, install
+from megatron.slipstream.integration import install
+from megatron.slipstream.integration.frameworks.options import defaults_of_later_options
 from megatron.slipstream.patches import releases
 from megatron.slipstream.plan.trace import StepKind
 
@@ -243,7 +244,7 @@ def test_what_models_say_when_a_pass_begins_arrives(manager: PipelineOffloadMana
     _begin_pass()
     (chunk,) = manager._now.passes
     assert (chunk.vp_stage, chunk.min_offloaded_tensor_size) == (1, 7)
-    options, defaults = manager._tuner.options, compat.defaults_of_later_options()
+    options, defaults = manager._tuner.options, defaults_of_later_options()
     for name in defaults.keys() & VALUES.keys():
         said = VALUES if releases.models_pass_their_rank() else defaults
         assert getattr(options, name) == said[name]

@@ -215,6 +215,13 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def defaults_of_later_options() -> dict[str, Any]:
+    """Options of later releases of megatron-core, with the values of releases without them."""
+    from megatron.slipstream.integration import compat
+
+    return {name: DEFAULTS[name] for name in compat.LATER_OPTIONS}
+
+
 def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
     """The options that the installed megatron-core has."""
     known = {}
