@@ -16,8 +16,8 @@ module when their model is first called with gradients, before anything is captu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -152,16 +152,30 @@ def offload_in_graphs(chunk: torch.nn.Module) -> list[Callable[[], None]]:
         if isinstance(layer, (TransformerLayer, MambaLayer)) and not issubclass(
             kind, GraphOffloadMixin
         ):
-            _set_class(layer, _class_with_graphs(kind))
-            layer.take_part(stage)
-            undo.append(partial(_set_class, layer, kind))
+            undo.append(_convert(layer, stage))
     return undo
 
 
-def _set_class(layer: Any, kind: type) -> None:
-    layer.__class__ = kind
-    if isinstance(layer, TransformerLayer) and hasattr(layer, "_set_offload_modules"):
+_MARKS = ("offload_attn_norm", "offload_mlp_norm", "offload_module_in_cuda_graph")
+"""Attributes of a layer that depend on whether it takes part."""
+
+
+def _convert(layer: Any, stage: int) -> Callable[[], None]:
+    """Have one layer take part. Returns a function that undoes it."""
+    kind, marks = type(layer), {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
+    layer.__class__ = _class_with_graphs(kind)
+    if hasattr(kind, "_set_offload_modules"):  # from 0.19 on
         layer._set_offload_modules()
+    layer.take_part(stage)
+    reference = weakref.ref(layer)  # What undoes it must not keep the model alive.
+
+    def undo() -> None:
+        layer = reference()
+        if layer is not None:
+            layer.__class__ = kind
+            vars(layer).update(marks)
+
+    return undo
 
 
 _classes: dict[type, type] = {}

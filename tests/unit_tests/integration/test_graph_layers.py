@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -238,18 +240,25 @@ def _classes(rank: int, world_size: int, port: int) -> list[tuple[str, bool, boo
         layer.__class__ = OwnLayer
         found = []
 
-        def note() -> None:
+        def note(layer: Any) -> None:
             kind = type(layer)
             is_own, takes_part = issubclass(kind, OwnLayer), issubclass(kind, GraphOffloadMixin)
             found.append((kind.__name__, is_own, takes_part))
 
-        note()
+        note(layer)
         undo = offload_in_graphs(chunk)
-        note()
+        note(layer)
         assert offload_in_graphs(chunk) == []
         for one in undo:
             one()
-        note()
+        note(layer)
+        undo = offload_in_graphs(chunk)
+        reference = weakref.ref(chunk)
+        del chunk, layer
+        gc.collect()
+        assert reference() is None
+        for one in undo:
+            one()
     return found
 
 
