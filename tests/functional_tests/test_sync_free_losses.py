@@ -1,0 +1,78 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Models with sync-free experts learn as those with megatron-core's experts do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from gpu_models import MIN_NUMEL, MOE
+from ranks import TIMEOUT_S, run_ranks
+from tiny_gpt import (
+    MOE_MODULES,
+    ModelCase,
+    build_chunks,
+    compare,
+    initialize,
+    make_config,
+    run_step,
+)
+
+NUM_DATA = 8
+"""Steps with data of their own, which come again: the model learns them by heart."""
+
+
+def losses(
+    rank: int, num_ranks: int, port: int, case: ModelCase, seed: int, num_steps: int
+) -> list[float]:
+    """The loss of each step of a training."""
+    initialize(case, rank, num_ranks, port)
+    config = make_config(case)
+    chunks = build_chunks(case, config, seed)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    found = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        of_step = run_step(case, config, chunks, step % NUM_DATA, 2)
+        optimizer.step()
+        found.append(torch.stack(of_step).mean())
+    return torch.stack(found).tolist()
+
+
+def distance(left: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+def test_without_a_gpu_the_losses_are_the_same() -> None:
+    stock = ModelCase("moe")
+    ours = dataclasses.replace(stock, sync_free_experts=True)
+    (expected,), (actual,) = (run_ranks(1, losses, case, 7, 20) for case in (stock, ours))
+    assert actual == expected
+    assert expected[-1] < expected[0] - 0.1
+    ((other,),) = (run_ranks(1, losses, stock, 8, 20),)
+    assert distance(expected, other) > 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_two_hundred_steps_are_within_the_spread_of_two_seeds() -> None:
+    stock = dataclasses.replace(MOE, num_layers=4, seq_length=512)
+    ours = dataclasses.replace(stock, sync_free_experts=True)
+    ((expected,), (actual,), (other,)) = (
+        run_ranks(1, losses, case, seed, 200) for case, seed in ((stock, 7), (ours, 7), (stock, 8))
+    )
+    spread = distance(expected, other)
+    print(f"{distance(expected, actual):.4f} from megatron-core's, two seeds {spread:.4f}")
+    assert expected[-1] < expected[0] - 1
+    assert distance(expected, actual) < spread
+
+
+@pytest.mark.gpu
+def test_offloading_changes_no_bit() -> None:
+    case = dataclasses.replace(MOE, sync_free_experts=True)
+    result = compare(0, 1, 0, case, MOE_MODULES, "cuda", (2, 2, 2), dict(MIN_NUMEL))
+    assert result.difference is None
+    assert result.moved_bytes > 0
