@@ -125,7 +125,7 @@ class Comparison:
         if label != "off" and self._built_for != variant:
             self._chunks = ()
             self._chunks = build_offloading_chunks(self._base, variant)
-            self._built_for = variant
+            self._built_for, self._ours = variant, None
         if label == "copies":
             if self._ours is None:
                 raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
+from gpu_models import SMALL_SIZES
 from ranks import TIMEOUT_S, run_ranks
 from replayed_gpt import DROP_AND_PAD, Replayed, compare, replay_again, train_and_leave
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
@@ -174,14 +175,6 @@ def test_offloading_inside_the_graphs_of_expert_parallel_ranks(is_dropless: bool
 
 # With a GPU: CUDA graphs of Transformer Engine's modules.
 
-GPU_SIZES: dict[str, Any] = {
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "seq_length": 1024,
-    "micro_batch_size": 1,
-    "vocab_size": 1024,
-    "bf16": True,
-}
 MLA_SIZES = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 EXPERTS = {**DROP_AND_PAD, "moe_permute_fusion": True}
 DROPLESS = {"moe_permute_fusion": True}
@@ -192,7 +185,7 @@ UNEVEN_EXPERTS = {**EXPERTS, "moe_expert_capacity_factor": 1.1}
 
 def on_gpu(case: ModelCase, **overrides: Any) -> ModelCase:
     merged = {**case.overrides, **overrides}
-    values = {**vars(case), **GPU_SIZES, "overrides": merged}
+    values = {**vars(case), **SMALL_SIZES, "overrides": merged}
     return ModelCase(**values)
 
 

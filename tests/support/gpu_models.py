@@ -1,8 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Models large enough for meaningful memory measurements, for tests of peaks."""
+"""Models large enough for meaningful memory measurements, and the sizes of smaller ones."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from model_case import ModelCase
 
@@ -41,3 +43,13 @@ MLA = ModelCase(
 MIN_NUMEL = {"min_offloaded_tensor_size": 1024 * 1024}
 PLAN_TOLERANCE = 0.002
 """Relative to the planned bytes; the allocator rounds each tensor to 512 bytes."""
+
+SMALL_SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "seq_length": 1024,
+    "micro_batch_size": 1,
+    "vocab_size": 1024,
+    "bf16": True,
+}
+"""Of models whose results alone are compared."""

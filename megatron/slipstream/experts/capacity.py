@@ -52,7 +52,7 @@ class LayerCapacity:
 
 
 def check_capacity(layers: Iterable[LayerCapacity]) -> None:
-    """Read the layers' numbers, and begin anew. The host waits for the device, once.
+    """Read the layers' numbers, then reset them to 0. The host waits for the device once.
 
     Raises:
         RuntimeError: A layer had more rows for a slot than it holds.

@@ -139,11 +139,7 @@ class _Model:
 class Router:
     """Knows the models of a process and puts the engine of the right one in place."""
 
-    def __init__(
-        self,
-        make_manager: Callable[[Router], RoutedManager],
-        prepare: Prepare = lambda _: [],
-    ) -> None:
+    def __init__(self, make_manager: Callable[[Router], RoutedManager], prepare: Prepare) -> None:
         self.is_on = True
         """False while offloading is suspended."""
         self._make_manager = make_manager

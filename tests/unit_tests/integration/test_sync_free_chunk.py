@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_models import SMALL_SIZES
 from host_reads import HostReads
 from megatron_models import micro_batches, run_schedule
 from ranks import run_ranks
@@ -74,16 +75,6 @@ def test_megatrons_experts_are_found() -> None:
     assert found
 
 
-GPU_SIZES: dict[str, Any] = {
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "seq_length": 1024,
-    "micro_batch_size": 1,
-    "vocab_size": 1024,
-    "bf16": True,
-}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("overrides", ROUTERS.values(), ids=ROUTERS)
@@ -94,6 +85,6 @@ def test_a_step_on_a_gpu(overrides: dict[str, Any], is_packed: bool) -> None:
         sync_free_experts=True,
         is_packed=is_packed,
         overrides={**overrides, **fused},
-        **GPU_SIZES,
+        **SMALL_SIZES,
     )
     assert run_ranks(1, waits_of_a_step, case) == [[]]
