@@ -31,6 +31,11 @@ class Variant:
         """As in commands and results."""
         return "+".join(self.modules)
 
+    @property
+    def moves(self) -> bool:
+        """Whether there are modules: '-' stands for none."""
+        return self.modules != ("-",)
+
 
 def short_name(variant: str) -> str:
     """A variant's name for people: 'all' for all modules that a kind of model can have."""
@@ -47,7 +52,7 @@ COMPARISONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("eager", "eager+offload", "graph", "graph+offload", "graph+offload+delayed"),
             "graph+megatron",  # the engine that is not ours is captured last
         ),
-        "chunk_graphs": ("eager", "stock", "layer", "chunk"),
+        "chunk_graphs": ("eager", "stock", "layer", "chunk", "chunk+offload"),
         "graph_bank": ("eager", "bank", "fixed", "fixed+graph"),
         "attached": ("plain", "attach", "torchtune", "trl", "save_on_cpu"),
     }
@@ -111,9 +116,10 @@ class Limits:
 IN_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 """Modules inside of captured attention: nothing of them is put off until a graph is launched."""
 
+# Slipstream chooses what moves, among the variant's modules.
 AUTO = {"auto": {"offload_max_overhead_percent": "auto"}}
-PYTHON = {"python": {"offload_native": "off"}}
-"""Slipstream chooses what moves, among the variant's modules."""
+HOST = {"python": {"offload_native": "off"}, "stays": {"offload_target_memory_gib": 1000.0}}
+"""Python does the work of each group; no group has to move."""
 
 
 def way_labels(case: Case, variant: Variant, chosen: Sequence[str]) -> tuple[str, ...]:
@@ -129,6 +135,8 @@ def way_labels(case: Case, variant: Variant, chosen: Sequence[str]) -> tuple[str
         labels += ["copies"] if "copies" in chosen else []
     if case.captured is None:
         labels.remove("layer")
+    if not variant.moves:
+        labels = [label for label in labels if "+offload" not in label]
     if "stock" in labels and not case.model.sync_free_experts:
         labels.remove("stock")
     if set(variant.modules) <= set(IN_ATTENTION):

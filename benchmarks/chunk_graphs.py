@@ -2,13 +2,14 @@
 
 """Steps whose kernels are launched one by one, by a graph for each layer, or by one for all layers.
 
-Each way has weights and gradients of its own; nothing moves. Without a GPU graphs are imitated.
+Each way has weights and gradients of its own. Without a GPU graphs are imitated.
 
 - ``eager``: one by one.
 - ``stock``: likewise, with megatron-core's experts, where the model has sync-free ones.
 - ``layer``: a CUDA graph for each layer (megatron-core with Transformer Engine's graphs), where
   those can run: not with packed sequences, and of expert layers only the attention.
 - ``chunk``: one CUDA graph for all layers (Slipstream's chunk graphs).
+- ``chunk+offload``: likewise, and the modules of the variant move inside the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from captured_layers import capture_layers, with_graphs
 from megatron_models import build_chunks, make_config, micro_batches, run_schedule, use_gpu, wrap
 
 from benchmarks.case import Case, Variant
-from benchmarks.engines import NUM_DATA
+from benchmarks.engines import NUM_DATA, behind_the_seam, make_slipstream
 from benchmarks.measure import HeldMemory
 from benchmarks.ways import Way
 
@@ -40,12 +41,21 @@ class ChunkWay(Way):
         label: See above.
         case: The model.
         data: Micro-batches of each iteration.
+        modules: What moves, if something does.
+        options: Options of ``OffloadConfig``.
     """
 
     num_eager_iterations = NUM_EAGER_ITERATIONS
     ends_process = True
 
-    def __init__(self, label: str, case: Case, data: Sequence[Sequence[Any]]) -> None:
+    def __init__(
+        self,
+        label: str,
+        case: Case,
+        data: Sequence[Sequence[Any]],
+        modules: Sequence[str],
+        options: Mapping[str, Any],
+    ) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         model_parallel_cuda_manual_seed(1, te_rng_tracker=use_gpu(), force_reset_rng=True)
@@ -59,14 +69,17 @@ class ChunkWay(Way):
         if label == "layer":
             assert case.captured is not None
             self._model = with_graphs(self._model, case.captured, NUM_EAGER_ITERATIONS)
-        self._config = make_config(self._model)
+        moves = label == "chunk+offload"
+        self.manager = make_slipstream(options) if moves else None
+        self._config = make_config(self._model, modules if moves else (), **case.offload)
         self._chunks: list[Any] = wrap(self._config, build_chunks(self._model, self._config))
         self._graphs: Any = None
         self._layer_graphs: Any = None
-        if label == "chunk":
+        if label.startswith("chunk"):
             from megatron.slipstream.integration.chunk_graphs import replay_chunks
 
-            (self._graphs,) = replay_chunks(self._chunks, NUM_EAGER_ITERATIONS)
+            with behind_the_seam(self.manager):
+                (self._graphs,) = replay_chunks(self._chunks, NUM_EAGER_ITERATIONS)
         self._forward_us: list[float] = []
         """Host time of each forward pass through the layers."""
         self._time_forward()
@@ -90,7 +103,9 @@ class ChunkWay(Way):
         """See :meth:`Way.run`."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        return run_schedule(self._model, self._chunks, self._data[iteration % NUM_DATA])
+        data = self._data[iteration % NUM_DATA]
+        with behind_the_seam(self.manager):
+            return run_schedule(self._model, self._chunks, data)
 
     def capture(self) -> None:
         """Capture layers, as ``megatron.training`` does after the eager iterations."""
@@ -110,6 +125,9 @@ class ChunkWay(Way):
         if self._graphs is not None:
             row["slot"] = dataclasses.asdict(self._graphs.figures)
             row["notes"] = [self._graphs.figures.render()]
+            offloading = self._graphs.chunk.offloading
+            if offloading is not None:
+                row["moved_bytes"] = offloading.moved_bytes * len(self._data[0])
         return row
 
     def close(self) -> None:
@@ -118,6 +136,8 @@ class ChunkWay(Way):
             self._layer_graphs.delete_cuda_graphs()
         if self._graphs is not None:
             self._graphs.delete()
+        if self.manager is not None:
+            self.manager.close()
         self._chunks.clear()
         gc.collect()
 
@@ -136,4 +156,4 @@ class Comparison:
 
     def build(self, variant: Variant, label: str, options: Mapping[str, Any]) -> ChunkWay:
         """See :class:`benchmarks.ways.Comparison`."""
-        return ChunkWay(label, self._case, self._data)
+        return ChunkWay(label, self._case, self._data, variant.modules, options)

@@ -250,10 +250,15 @@ def make_engine(base: BaseModel, label: str, chunks: Chunks, options: Mapping[st
                 "megatron-core's own engine moves CUDA tensors only, and torch sees no GPU"
             )
         return Engine(label, base, chunks, seam()())
-    return Engine(label, base, chunks, _make_slipstream(options))
+    return Engine(label, base, chunks, make_slipstream(options))
 
 
-def _make_slipstream(options: Mapping[str, Any]) -> Any:
+def make_slipstream(options: Mapping[str, Any]) -> Any:
+    """Slipstream's engine with these options of ``OffloadConfig``; :func:`behind_the_seam` uses it.
+
+    Raises:
+        ValueError: An option is not one, or not supported.
+    """
     from megatron.slipstream.integration import install
 
     # An engine that install() finds at the seam would be replaced, and closed.

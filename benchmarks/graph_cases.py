@@ -110,6 +110,13 @@ GRAPH_CASES: tuple[Case, ...] = (
         replace(MOE, sync_free_experts=True),
         captured=None,
     ),
+    _chunk(
+        "chunk_dropless_long",
+        "the same with sequence 16384, micro-batch 1: its GPU is busy",
+        replace(MOE, seq_length=16384, micro_batch_size=1, sync_free_experts=True),
+        "core_attn expert_fc1",
+        captured=None,
+    ),
     *(
         _bank(
             f"bank_cp{size}",
@@ -155,6 +162,8 @@ GRAPH_CASES: tuple[Case, ...] = (
         "smoke_dropless",
         "the same with sync-free experts",
         ModelCase("moe", bf16=True, sync_free_experts=True),
+        "core_attn expert_fc1",
+        offload={"min_offloaded_tensor_size": 1},
         captured=None,
         needs_gpu=False,
     ),

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,28 +35,48 @@ MAX_STALL_CYCLES = 4_000_000
 
 
 class RandomStalls:
-    """Puts sleeps of random length into the copy streams before some copies."""
+    """Puts sleeps of random length into the copy streams while the model runs.
 
-    def __init__(self, store: Any, seed: int) -> None:
+    Module hooks do it, which run whether the copies themselves are issued in Python or in C++.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        chunks: Sequence[torch.nn.Module],
+        places: tuple[type[torch.nn.Module], ...],
+        seed: int,
+    ) -> None:
         self._random = random.Random(seed)
+        self._streams = (store.copy_streams.d2h, store.copy_streams.h2d)
         self.num_stalls = 0
-        for name, stream in (
-            ("copy_out", store.copy_streams.d2h),
-            ("copy_in", store.copy_streams.h2d),
-        ):
-            setattr(store.copy_streams, name, self._stalled(store.copy_streams, name, stream))
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, places):
+                    module.register_forward_pre_hook(self._stall)
+                    module.register_full_backward_pre_hook(self._stall)
 
-    def _stalled(self, owner: Any, name: str, stream: Any) -> Callable[..., Any]:
-        original = getattr(owner, name)
-
-        def stalled(*arguments: Any, **options: Any) -> Any:
+    def _stall(self, *_: object) -> None:
+        for stream in self._streams:
             if self._random.random() < STALL_PROBABILITY:
                 self.num_stalls += 1
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(self._random.randrange(MAX_STALL_CYCLES))
-            return original(*arguments, **options)
 
-        return stalled
+
+class MovedByCpp:
+    """Counts the bytes that C++ copies out, beside those of the Python path."""
+
+    def __init__(self, store: Any) -> None:
+        self.num_bytes = 0
+        self._original = store.end_iteration
+        store.end_iteration = self._end_iteration
+
+    def _end_iteration(self) -> Any:
+        counted = self._original()
+        if counted.in_cpp is not None:
+            self.num_bytes += sum(amounts["d2h_bytes"] for _, amounts in counted.in_cpp.items())
+        return counted
 
 
 def _train_step(case: ModelCase, config: Any, chunks: Any, step: int, count: int) -> torch.Tensor:
@@ -75,19 +95,26 @@ def _train_step(case: ModelCase, config: Any, chunks: Any, step: int, count: int
 @pytest.mark.gpu
 @pytest.mark.exclusive
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("offload_native", ["auto", "off"])
 def test_losses_stay_equal_and_memory_stays_flat(
-    request: pytest.FixtureRequest, record_row: Callable[..., None]
+    offload_native: Any, request: pytest.FixtureRequest, record_row: Callable[..., None]
 ) -> None:
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
     from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
 
     num_iterations = request.config.getoption("--soak-iterations")
     initialize(CASE)
     install.uninstall()
-    manager = install.install(OffloadConfig(offload_backend="cuda"))
+    manager = install.install(OffloadConfig(offload_backend="cuda", offload_native=offload_native))
     off_config, on_config = make_config(CASE), make_config(CASE, MOE_MODULES)
     off, on = build_chunks(CASE, off_config), build_chunks(CASE, on_config)
-    stalls = RandomStalls(manager.store, seed=1)
+    places = (TransformerLayer, SelfAttention, MoELayer)
+    stalls = RandomStalls(manager.store, on, places, seed=1)
+    moved_by_cpp = MovedByCpp(manager.store)
     choice = random.Random(2)
     moved_bytes = 0
     marks: list[tuple[int, int, int]] = []
@@ -106,7 +133,9 @@ def test_losses_stay_equal_and_memory_stays_flat(
                 "soak",
                 step=step + 1,
                 loss=float(actual.mean()),
+                offload_native=offload_native,
                 moved_bytes=moved_bytes,
+                moved_by_cpp_bytes=moved_by_cpp.num_bytes,
                 num_stalls=stalls.num_stalls,
                 device_bytes=marks[-1][0],
                 host_bytes=marks[-1][1],
@@ -120,4 +149,6 @@ def test_losses_stay_equal_and_memory_stays_flat(
     assert max(device for device, _, _ in half) - min(device for device, _, _ in half) < 1 << 20
     assert half[0][1] == half[-1][1], "host memory still grows"
     assert stalls.num_stalls > num_iterations
+    assert moved_bytes > 0
+    assert (moved_by_cpp.num_bytes > 0) == (offload_native == "auto")
     install.uninstall()

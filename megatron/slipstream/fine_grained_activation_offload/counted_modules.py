@@ -27,14 +27,14 @@ class CountedModules:
         in_cpp: Optional[Any] = None,
     ) -> None:
         self._modules = defaultdict(ModuleCounters) if modules is None else modules
-        self._in_cpp = in_cpp
+        self.in_cpp = in_cpp
         self.late_groups = late_groups or {}
 
     def by_name(self) -> dict[str, ModuleCounters]:
         """The counters by module name."""
-        if self._in_cpp is not None:
-            add_counters(self._in_cpp, self._modules)
-            self._in_cpp = None
+        if self.in_cpp is not None:
+            add_counters(self.in_cpp, self._modules)
+            self.in_cpp = None
         return dict(self._modules)
 
 

@@ -40,8 +40,11 @@ def test_sync_free_experts_are_compared_with_stock_ones(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "engines.jsonl")
     summaries = {row["engine"]: row for row in rows if row["kind"] == "summary"}
-    assert list(summaries) == ["eager", "stock", "chunk"]
-    assert summaries["chunk"]["loss_difference"] == 0
+    assert list(summaries) == ["eager", "stock", "chunk", "chunk+offload"]
+    for name in ("chunk", "chunk+offload"):
+        assert summaries[name]["error"] is None
+        assert summaries[name]["loss_difference"] == 0
+    assert summaries["chunk+offload"]["moved_bytes"] > 0
     assert summaries["stock"]["loss_difference"] < 1e-3
 
 
