@@ -222,6 +222,10 @@ def build_chunks(case: ModelCase, config: Any, seed: int = 7) -> list[torch.nn.M
             model = model.bfloat16()
         model.model_type = 1
         chunks.append(model.cuda() if use_gpu() else model)
+    if case.is_packed and config.cuda_graph_impl == "transformer_engine":
+        from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences
+
+        take_packed_sequences(chunks)
     return chunks
 
 

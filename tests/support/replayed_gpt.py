@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
+from captured_layers import capture_layers, with_graphs
+from imitated_layer_graphs import imitated_layer_graphs
 from megatron_models import forget_expert_metrics, use_gpu, wrap
 from quantized_linears import MarksBakedIn, train_in_fp8
 from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make_config, run_step
@@ -97,6 +100,98 @@ def compare(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class LayersReplayed:
+    """Result of :func:`compare_layers` on one rank."""
+
+    difference: Optional[str]
+    """The first difference between training with and without graphs; None if equal."""
+    num_sets: int
+    """Sets of graphs of all model chunks."""
+    moved_bytes: int
+    """Bytes that one replay of all graphs copies out."""
+    num_poisoned: int
+    """Number of times that graphs' memory was filled."""
+    allocated_bytes: tuple[int, ...]
+    """Device memory of tensors after each iteration with graphs (GPU)."""
+
+
+def compare_layers(
+    rank: int,
+    world_size: int,
+    port: int,
+    case: ModelCase,
+    scope: Sequence[str],
+    counts: Sequence[int],
+    offload_modules: Sequence[str] = (),
+    backend: str = "auto",
+) -> LayersReplayed:
+    """Train a packed ``case`` without graphs and with those of layers; to be run on every rank.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        port: Port of their rendezvous.
+        case: The model.
+        scope: The parts of each layer that are captured; the whole layer if empty.
+        counts: Number of micro-batches of each iteration; the first runs eagerly.
+        offload_modules: Modules that move with graphs; nothing moves without graphs.
+        backend: Backend of the engine.
+    """
+    case = dataclasses.replace(case, te_rng_tracker=True)
+    initialize(case, rank, world_size, port)
+    if not use_gpu():
+        torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
+    expected, _ = _train(case, counts, False, {})
+    engine = None
+    if offload_modules:
+        engine = install.install(OffloadConfig(offload_backend=backend))
+    poison = Poison()
+    graphed = with_graphs(case, scope, 1)
+    with contextlib.nullcontext() if use_gpu() else imitated_layer_graphs():
+        layers = LayerGraphs(graphed, poison)
+        actual, _ = _train(graphed, counts, False, {}, None, offload_modules, layers)
+        moved_bytes = 0
+        if engine is not None:
+            moved_bytes = sum(item.d2h_bytes for item in engine.graphs.modules.values())
+        found = LayersReplayed(
+            difference=first_difference(expected, actual),
+            num_sets=sum(len(packed.pools) for packed in layers.packed),
+            moved_bytes=moved_bytes,
+            num_poisoned=poison.num_filled,
+            allocated_bytes=tuple(layers.allocated_bytes),
+        )
+        layers.helper.delete_cuda_graphs()
+    install.uninstall()
+    return found
+
+
+class LayerGraphs:
+    """The graphs of a model's layers, captured after the first iteration."""
+
+    def __init__(self, case: ModelCase, poison: Poison) -> None:
+        self._case, self._poison = case, poison
+        self.helper: Any = None
+        self.packed: list[Any] = []
+        """The ``PackedLayers`` of each chunk."""
+        self.allocated_bytes: list[int] = []
+
+    def capture(self, config: Any, chunks: Sequence[Any], num_micro_batches: int) -> None:
+        """Capture, as ``megatron.training`` does between two iterations."""
+        self.helper = capture_layers(self._case, config, chunks, num_micro_batches)
+        layers = [get_block(chunk).layers[0] for chunk in chunks]
+        self.packed = [layer.packed for layer in layers if layer.packed.is_captured]
+        assert self.packed
+        if self._case.pp == 1:  # Then no set is in use when a forward pass begins.
+            for chunk in chunks:
+                self._poison.fill_pools_before_forward(chunk, self.packed)
+
+    def end_iteration(self) -> None:
+        """Note the memory of tensors."""
+        if use_gpu() and self.helper is not None:
+            self.allocated_bytes.append(torch.cuda.memory_allocated())
+
+
 def train_and_leave(
     rank: int, world_size: int, port: int, case: ModelCase, counts: Sequence[int]
 ) -> tuple[int, ...]:
@@ -162,19 +257,37 @@ class Poison:
 
         block.forward = poisoned
 
+    def fill_pools_before_forward(self, chunk: Any, of_chunks: Sequence[Any]) -> None:
+        """Fill the memory of all graphs of layers before each training pass of this chunk."""
+        block = get_block(chunk)
+        forward = block.forward
+
+        def poisoned(*arguments: Any, **options: Any) -> Any:
+            if torch.is_grad_enabled():
+                self.num_filled += 1
+                for packed in of_chunks:
+                    for pool in packed.pools if use_gpu() else ():
+                        self._fill_pool(pool)
+            return forward(*arguments, **options)
+
+        block.forward = poisoned
+
     @torch.no_grad()
     def _fill(self, slot: Any) -> None:
         self.num_filled += 1
         for tensor in (slot.hidden, slot.output, slot.grad_output, slot.grad_hidden):
             tensor.fill_(float("nan"))
-        if not use_gpu():
-            return
+        if use_gpu():
+            self._fill_pool(slot.pool)
+
+    @torch.no_grad()
+    def _fill_pool(self, pool: Any) -> None:
         pieces = [
             piece
             for piece in torch.cuda.memory_snapshot()
-            if tuple(piece["segment_pool_id"]) == tuple(slot.pool)
+            if tuple(piece["segment_pool_id"]) == tuple(pool)
         ]
-        assert pieces, "the slot's memory was not found"
+        assert pieces, "the memory of the graphs was not found"
         for piece in pieces:
             storage = torch._C._construct_storage_from_data_pointer(
                 piece["address"], torch.device("cuda", piece["device"]), piece["total_size"]
@@ -202,6 +315,7 @@ def _train(
     wrapper: dict[str, Any],
     poison: Optional[Poison] = None,
     offload_modules: Sequence[str] = (),
+    layers: Optional[LayerGraphs] = None,
 ) -> tuple[list[list[torch.Tensor]], list[Any]]:
     from megatron.slipstream.integration.chunk_graphs import replay_chunks
 
@@ -225,6 +339,8 @@ def _train(
             poison.fill_before_forward(chunk, graph)
     results = []
     for step, count in enumerate(counts):
+        if layers is not None and step == 1:
+            layers.capture(config, chunks, count)
         for chunk in chunks:
             chunk.zero_grad_buffer()
         result = run_step(case, config, chunks, step, count)
@@ -235,7 +351,10 @@ def _train(
         if step % 2:
             with torch.no_grad():
                 result += run_step(case, config, chunks, step + 1000, count, forward_only=True)
-        results.append(result)
+        results.append([tensor.to("cpu", copy=True) for tensor in result])
+        del result
+        if layers is not None:
+            layers.end_iteration()
     return results, graphs
 
 
@@ -273,8 +392,11 @@ def expert_metrics() -> list[torch.Tensor]:
 
 @torch.no_grad()
 def update(chunks: Sequence[torch.nn.Module]) -> None:
-    """Replaces an optimizer, and megatron's log, which clears the metrics."""
+    """Replaces an optimizer, and the resets that follow it: of routers' counts, and of metrics."""
     for chunk in chunks:
+        for module in chunk.modules():
+            if getattr(module, "local_tokens_per_expert", None) is not None:
+                module.local_tokens_per_expert.zero_()
         for parameter in chunk.parameters():
             gradient: Any = getattr(parameter, "main_grad", None)
             if gradient is not None:

@@ -126,7 +126,7 @@ class OffloadEngine:
         report.host_memory_limit_bytes = pool.limit_bytes
         report.num_host_allocations = pool.num_slabs
         report.graphs = self.graphs.modules
-        report.graph_host_bytes = self.graphs.pool.allocated_bytes if self.graphs.pool else 0
+        report.graph_host_bytes = self.graphs.host_bytes
         if self._last_plan is not None:
             report.num_kept_for_host_memory = self._last_plan.num_kept_for_host_memory
         return report

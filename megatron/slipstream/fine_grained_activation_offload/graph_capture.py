@@ -13,13 +13,19 @@ Graphs move the same groups as the plan of the iterations before the capture.
 
 Addresses of host memory are baked into graphs: it comes from a separate pool, which serves nothing
 else as long as graphs exist.
+
+[Note: Sets of graphs]
+Graphs are captured in the order in which they are replayed, so that one may reuse host memory that
+an earlier one has read back. Where the graphs of a model chunk are made in sets, which
+micro-batches use in turn, that order holds inside of a set only: each set has a pool of its own.
+Graphs of other context-parallel sizes in the same set share it, as they are never in use at once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 import torch
@@ -31,10 +37,10 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPo
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
-from megatron.slipstream.plan.actions import GroupPlan, Plan
+from megatron.slipstream.plan.actions import GroupPlan, Plan, StoragePlan
 from megatron.slipstream.plan.host_layout import size_class_bytes
 from megatron.slipstream.plan.render import format_bytes
-from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD
+from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +74,17 @@ class _Outside(NamedTuple):
     verifier: Optional[Verifier]
 
 
+class _Set(NamedTuple):
+    """A set of graphs; see [Note: Sets of graphs]."""
+
+    vp_stage: int
+    number: int
+
+
 class _Decided(NamedTuple):
     """The plan of a traced group, with the properties that identify it during a capture."""
 
+    key: GroupKey
     vp_stage: int
     micro_batch: int
     name: str
@@ -90,16 +104,20 @@ class GraphCaptures:
         """Tensors of fewer elements stay on the device."""
         self.modules: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
         """The counters of one replay of all graphs, by module name."""
-        self.pool: Optional[HostPool] = None
-        """The host memory of the graphs; None without graphs."""
+        self._pools: dict[Optional[_Set], HostPool] = {}
+        """The host memory of the graphs, by set."""
         self._taken_bytes = 0
-        """Bytes by which the limit of the store's own pool is lowered for it."""
+        """Bytes by which the limit of the store's own pool is lowered for them."""
+        self._set: Optional[_Set] = None
+        """The set that is being captured; None where each micro-batch has graphs of its own."""
+        self._num_sets: Optional[Sequence[int]] = None
+        """Of each model chunk."""
+        self._counted: defaultdict[str, ModuleCounters] = self.modules
+        """Where the graphs that are captured now are counted."""
         self.is_open = False
         """Whether a set of graphs is being warmed up or captured."""
         self._plan: Optional[Plan] = None
         self._decisions: dict[tuple[int, int, str, int], list[GroupPlan]] = {}
-        self._takes_turns = False
-        """Whether each micro-batch ends before the next begins, so that they share graphs."""
         self._names: set[str] = set()
         """Modules with groups in the warm-up of the graphs."""
         self._passes: dict[int, tuple[ChunkOffloadHandler, int, GraphedLayer]] = {}
@@ -122,6 +140,16 @@ class GraphCaptures:
         return self.layer is not None
 
     @property
+    def pools(self) -> list[HostPool]:
+        """The host memory of the graphs: a pool for each set."""
+        return list(self._pools.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all graphs."""
+        return sum(pool.allocated_bytes for pool in self._pools.values())
+
+    @property
     def moves_anything(self) -> bool:
         """Whether any graph has copies."""
         return any(counters.d2h_copies for counters in self.modules.values())
@@ -132,33 +160,56 @@ class GraphCaptures:
 
     # A set of graphs.
 
-    def open(self, plan: Optional[Plan]) -> None:
-        """Prepare the warm-up and capture of a set of graphs; does nothing if already open.
+    def open(self, plan: Optional[Plan], num_sets: Optional[Sequence[int]] = None) -> None:
+        """Prepare the warm-up and capture of graphs; does nothing if already open.
 
         Args:
             plan: The plan of the iterations so far.
+            num_sets: The number of sets of each model chunk; see [Note: Sets of graphs]. None: each
+                micro-batch has graphs of its own.
         """
         if self.is_open:
             return
         self.is_open = True
         self._plan = plan
-        self.modules = defaultdict(ModuleCounters)
-        self._forget_pool()
+        self.modules = self._counted = defaultdict(ModuleCounters)
+        self._forget_pools()
         self._names.clear()
         self._passes.clear()
         self._num_passes.clear()
-        decided = list(_decided(plan)) if plan is not None else []
-        self._takes_turns = plan is not None and _takes_turns(plan)
+        if num_sets is None and plan is not None and _takes_turns(plan):
+            num_sets = (1,)  # megatron-core captures graphs for one micro-batch then.
+        self._num_sets = num_sets
+        self._set = None if num_sets is None else _Set(0, 0)
         self._decisions = {}
-        for item in decided:
-            micro_batch = 0 if self._takes_turns else item.micro_batch
-            key = (item.vp_stage, micro_batch, item.name, item.layer)
+        for item in _decided(plan) if plan is not None else ():
+            at = self._set_of(item.vp_stage, item.micro_batch)
+            number = item.micro_batch if at is None else at.number
+            key = (item.vp_stage, number, item.name, item.layer)
             self._decisions.setdefault(key, []).append(item.plan)
         if plan is None:
             logger.warning(
                 "no iteration was planned before CUDA graphs are captured, so nothing inside them "
                 "moves; set cuda_graph_warmup_steps to at least 1"
             )
+
+    def begin_set(self, vp_stage: int, number: int, is_counted: bool) -> None:
+        """Begin the warm-up and capture of one set of graphs of a model chunk.
+
+        Args:
+            vp_stage: The model chunk.
+            number: The number of the set.
+            is_counted: False for graphs that are replayed in the place of others, which count.
+        """
+        self._set = _Set(vp_stage, number)
+        self._counted = self.modules if is_counted else defaultdict(ModuleCounters)
+        self._passes.pop(vp_stage, None)
+
+    def _set_of(self, vp_stage: int, micro_batch: int) -> Optional[_Set]:
+        """The set whose graphs a micro-batch uses."""
+        if self._num_sets is None:
+            return None
+        return _Set(vp_stage, micro_batch % self._num_sets[vp_stage])
 
     def note_warmup(self, name: str) -> None:
         """Note a group of that name in the warm-up of a layer."""
@@ -179,7 +230,7 @@ class GraphCaptures:
             logger.info(
                 "CUDA graphs move %s in each replay of all of them (host memory: %s)%s",
                 format_bytes(total),
-                format_bytes(self.pool.allocated_bytes if self.pool else 0),
+                format_bytes(self.host_bytes),
                 f"; {kept} groups stay: too little host memory" if kept else "",
             )
 
@@ -189,29 +240,47 @@ class GraphCaptures:
         Called after each layer's warm-up, which may have brought new modules.
         """
         outside = self._store.host_pool
-        if self.pool is None:
-            self.pool = self._store.new_host_pool(0)
-            if outside.in_use_bytes == 0:
-                # The store's pool mostly served groups that are in graphs from now on.
-                self._store.close()
-        needed = _in_use_bytes(self._plan, self._names, self._takes_turns) if self._plan else 0
-        more = needed + int(SLACK * needed) - self.pool.allocated_bytes
+        if not self._pools and outside.in_use_bytes == 0:
+            # The store's pool mostly served groups that are in graphs from now on.
+            self._store.close()
+        if self._set not in self._pools:
+            self._pools[self._set] = self._store.new_host_pool(0)
+        pool = self._pools[self._set]
+        needed = self._needed_bytes()
+        more = needed + int(SLACK * needed) - pool.allocated_bytes
         if outside.limit_bytes is not None:
             more = min(more, outside.limit_bytes - outside.allocated_bytes)
         if more > 0:
-            had_bytes = self.pool.allocated_bytes
-            self.pool.reserve(more)
+            had_bytes = pool.allocated_bytes
+            pool.reserve(more)
             if outside.limit_bytes is not None:
-                taken_bytes = self.pool.allocated_bytes - had_bytes
+                taken_bytes = pool.allocated_bytes - had_bytes
                 outside.limit_bytes -= taken_bytes
                 self._taken_bytes += taken_bytes
 
-    def _forget_pool(self) -> None:
-        """Drop the pool: its graphs have been deleted, and their memory is freed with it."""
+    def _needed_bytes(self) -> int:
+        """Host bytes that the set's groups in graphs have at once, in whole buffers."""
+        if self._plan is None:
+            return 0
+        moved = _moved_bytes(self._plan, self._names)
+        if self._set is None:
+            return _most_in_use_bytes(self._plan, moved)
+        # A micro-batch has all of its groups on the host between forward and backward. Graphs move
+        # every group that moves in any micro-batch that they are replayed for.
+        largest: Counter[tuple[str, int, int]] = Counter()
+        for item in _decided(self._plan):
+            if self._set == self._set_of(item.vp_stage, item.micro_batch):
+                for position, nbytes, _ in moved.get(item.key, ()):
+                    at = (item.name, item.layer, position)
+                    largest[at] = max(largest[at], nbytes)
+        return sum(largest.values())
+
+    def _forget_pools(self) -> None:
+        """Drop the pools: their graphs have been deleted, and their memory is freed with them."""
         outside = self._store.host_pool
         if outside.limit_bytes is not None:
             outside.limit_bytes += self._taken_bytes
-        self.pool, self._taken_bytes = None, 0
+        self._pools, self._taken_bytes = {}, 0
 
     # One graph.
 
@@ -266,10 +335,11 @@ class GraphCaptures:
     def _enter(self, layer: GraphedLayer) -> None:
         store = self._store
         self._outside = _Outside(store.host_pool, store.modules, store.verifier)
-        if self.pool is None:
+        if self._set not in self._pools:
             raise RuntimeError("a graph is captured that has not been warmed up")
         # The verifier makes the host wait, which a capture forbids.
-        store.host_pool, store.modules, store.verifier = self.pool, self.modules, None
+        store.host_pool, store.modules = self._pools[self._set], self._counted
+        store.verifier = None
         store.copy_streams.begin_graph()
         self.layer = layer
         self._leaving, self._pending = self._pending, []
@@ -337,8 +407,8 @@ class GraphCaptures:
     def _plans_of(self, group: OffloadTensorGroup) -> list[GroupPlan]:
         """The plans of the moving traced groups that it represents."""
         label = group.label
-        micro_batch = 0 if self._takes_turns else label.micro_batch
-        plans = self._decisions.get((label.vp_stage, micro_batch, label.name, label.layer), [])
+        number = label.micro_batch if self._set is None else self._set.number
+        plans = self._decisions.get((label.vp_stage, number, label.name, label.layer), [])
         return [plan for plan in plans if plan.moves]
 
 
@@ -354,6 +424,7 @@ def _decided(plan: Plan) -> Iterable[_Decided]:
         layer = layers[chunk_pass, group.name]
         layers[chunk_pass, group.name] += 1
         yield _Decided(
+            group.key,
             group.vp_stage,
             micro_batches[chunk_pass],
             group.name,
@@ -375,29 +446,32 @@ def _takes_turns(plan: Plan) -> bool:
     return True
 
 
-def _in_use_bytes(plan: Plan, names: set[str], takes_turns: bool) -> int:
-    """Host bytes that the groups of these names have at once, in whole buffers.
+class _Moved(NamedTuple):
+    position: int
+    """Of the storage in its group."""
+    nbytes: int
+    """In whole buffers."""
+    storage: StoragePlan
 
-    Graphs captured for one micro-batch move every group that moves in any micro-batch.
-    """
-    owners = {
-        storage.index: plan.trace.storages[storage.index].holders[0] for storage in plan.storages
-    }
-    moved = [
-        (owners[storage.index], size_class_bytes(storage.nbytes), storage)
-        for storage in plan.storages
-        if plan.group_by_key[owners[storage.index]].name in names
-    ]
-    if takes_turns:
-        largest: Counter[tuple[int, int]] = Counter()
-        for owner, nbytes, storage in moved:
+
+def _moved_bytes(plan: Plan, names: set[str]) -> dict[GroupKey, list[_Moved]]:
+    """What moves of the groups of these names."""
+    moved: defaultdict[GroupKey, list[_Moved]] = defaultdict(list)
+    for storage in plan.storages:
+        owner = plan.trace.storages[storage.index].holders[0]
+        if plan.group_by_key[owner].name in names:
             position = plan.trace.group_by_key[owner].storages.index(storage.index)
-            largest[owner.group, position] = max(largest[owner.group, position], nbytes)
-        return sum(largest.values())
+            moved[owner].append(_Moved(position, size_class_bytes(storage.nbytes), storage))
+    return moved
+
+
+def _most_in_use_bytes(plan: Plan, moved: Mapping[GroupKey, Sequence[_Moved]]) -> int:
+    """Host bytes in use at once, while the schedule runs as the plan has it."""
     changes = [0] * (len(plan.trace.steps) + 1)
-    for _, nbytes, storage in moved:
-        changes[storage.d2h_step] += nbytes
-        changes[storage.h2d_step] -= nbytes
+    for items in moved.values():
+        for _, nbytes, storage in items:
+            changes[storage.d2h_step] += nbytes
+            changes[storage.h2d_step] -= nbytes
     in_use = most = 0
     for change in changes:
         in_use += change

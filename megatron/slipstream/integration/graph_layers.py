@@ -17,7 +17,7 @@ module when their model is first called with gradients, before anything is captu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -28,6 +28,7 @@ from megatron.slipstream import preflight
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphedLayer
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat, model_router
+from megatron.slipstream.integration.layer_classes import convert
 from megatron.slipstream.integration.specs import replace_classes
 from megatron.slipstream.rules import require
 
@@ -66,9 +67,7 @@ class GraphOffloadMixin(torch.nn.Module):
             return capture(*arguments, **options)
         if not manager.store.backend.is_capturing():
             # Transformer Engine warms its graphs up: what is copied now would be for nothing.
-            if not manager.graphs.is_open:
-                require(preflight.check_graphs(preflight.collect()))
-                manager.graphs.open(manager.plan)
+            open_graphs(self.config)
             with manager.suspended():
                 outputs = capture(*arguments, **options)
             manager.graphs.reserve()
@@ -115,11 +114,15 @@ class GraphOffloadMoETransformerLayer(GraphOffloadMixin, MoETransformerLayer):
     """The same for the expert layers of a ``HybridModel``."""
 
 
-class GraphOffloadMambaLayer(GraphOffloadMixin, MambaLayer):
-    """A ``MambaLayer`` whose graphs are replayed in order with those of the other layers."""
+class GraphOffloadMambaMixin(GraphOffloadMixin):
+    """For a ``MambaLayer``: its graphs are replayed in order with those of the other layers."""
 
     def _set_offload_modules(self) -> None:
         """Nothing in it is marked."""
+
+
+class GraphOffloadMambaLayer(GraphOffloadMambaMixin, MambaLayer):
+    """A ``MambaLayer`` with that."""
 
 
 def with_graph_offloading(spec: Any) -> Any:
@@ -148,11 +151,10 @@ def offload_in_graphs(chunk: torch.nn.Module) -> list[Callable[[], None]]:
     stage = getattr(chunk, "vp_stage", None) or 0
     undo: list[Callable[[], None]] = []
     for layer in chunk.modules():
-        kind = type(layer)
-        if isinstance(layer, (TransformerLayer, MambaLayer)) and not issubclass(
-            kind, GraphOffloadMixin
+        if isinstance(layer, (TransformerLayer, MambaLayer)) and not isinstance(
+            layer, GraphOffloadMixin
         ):
-            undo.append(_convert(layer, stage))
+            undo += _take_part(layer, stage)
     return undo
 
 
@@ -160,33 +162,45 @@ _MARKS = ("offload_attn_norm", "offload_mlp_norm", "offload_module_in_cuda_graph
 """Attributes of a layer that depend on whether it takes part."""
 
 
-def _convert(layer: Any, stage: int) -> Callable[[], None]:
-    """Have one layer take part. Returns a function that undoes it."""
-    kind, marks = type(layer), {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
-    layer.__class__ = _class_with_graphs(kind)
-    if hasattr(kind, "_set_offload_modules"):  # from 0.19 on
+def _take_part(layer: Any, stage: int) -> list[Callable[[], None]]:
+    """Have one layer take part. Returns functions that undo it."""
+    marks = {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
+    is_mamba = isinstance(layer, MambaLayer)
+    undo = convert(layer, GraphOffloadMambaMixin if is_mamba else GraphOffloadMixin)
+    if hasattr(layer, "_set_offload_modules"):  # from 0.19 on
         layer._set_offload_modules()
     layer.take_part(stage)
     reference = weakref.ref(layer)  # What undoes it must not keep the model alive.
 
-    def undo() -> None:
+    def restore_marks() -> None:
         layer = reference()
         if layer is not None:
-            layer.__class__ = kind
             vars(layer).update(marks)
 
-    return undo
+    return [undo, restore_marks]
 
 
-_classes: dict[type, type] = {}
-"""The classes of :func:`offload_in_graphs` by the layers' own."""
+def open_graphs(
+    config: Any, num_sets: Optional[Sequence[int]] = None
+) -> Optional[model_router.RoutedManager]:
+    """Prepare the engine for the capture of a set of graphs; does nothing if it is prepared.
 
+    Args:
+        config: The model's ``TransformerConfig``.
+        num_sets: The number of sets of graphs of each model chunk, which micro-batches use in turn;
+            None: each micro-batch has graphs of its own.
 
-def _class_with_graphs(kind: type) -> type:
-    if kind not in _classes:
-        base = GraphOffloadMambaLayer if issubclass(kind, MambaLayer) else GraphOffloadMixin
-        _classes[kind] = type(f"GraphOffload{kind.__name__}", (base, kind), {})
-    return _classes[kind]
+    Returns:
+        The engine; None without one.
+
+    Raises:
+        ValueError: The installed packages cannot capture copies.
+    """
+    manager = _engine_of(config)
+    if manager is not None and not manager.graphs.is_open:
+        require(preflight.check_graphs(preflight.collect()))
+        manager.graphs.open(manager.plan, num_sets)
+    return manager
 
 
 def _engine_of(config: Any) -> Optional[model_router.RoutedManager]:

@@ -34,6 +34,7 @@ class Feature(enum.Enum):
     FUSED_ROTATION = "`./run train`, chunk graphs and dynamic context parallelism, with any engine"
     SYNC_FREE_DISPATCH = "`install()` and `./run train`, with any engine"
     PADDED_ROUTING = "packed sequences"
+    PACKED_LAYER_GRAPHS = "packed sequences with `cuda_graph_impl=transformer_engine`"
     EXCHANGES_STAY = "capture of a chunk graph"
     TRAINING_ENTRY = "`./run train`"
 
@@ -184,6 +185,23 @@ PADDING = (
     ),
 )
 
+_HELPER = f"{_CORE}.transformer.cuda_graphs.TECudaGraphHelper"
+LAYER_CAPTURE = (
+    Patch(
+        f"{_HELPER}.create_cudagraphs",
+        _lazy("layer_capture", "capture_packed"),
+        "graphs of layers would have no sequence offsets, and one set for each micro-batch",
+        (4359, 5618),
+        parameters=("self",),
+    ),
+    Patch(
+        f"{_HELPER}.delete_cuda_graphs",
+        _lazy("layer_capture", "delete_packed"),
+        "the graphs of other context-parallel sizes would stay",
+        parameters=("self",),
+    ),
+)
+
 EXCHANGES = tuple(
     Patch(
         f"torch.distributed.{module}{name}",
@@ -236,6 +254,7 @@ TABLE: dict[Feature, tuple[Patch, ...]] = {
     Feature.FUSED_ROTATION: ROTATION,
     Feature.SYNC_FREE_DISPATCH: DISPATCH,
     Feature.PADDED_ROUTING: PADDING,
+    Feature.PACKED_LAYER_GRAPHS: LAYER_CAPTURE,
     Feature.EXCHANGES_STAY: EXCHANGES,
     Feature.TRAINING_ENTRY: (EVALUATE_FIRST, FINALIZE, *INITIALIZE),
 }

@@ -162,7 +162,7 @@ def test_the_report_tells_what_graphs_move(has_marks: bool) -> None:
         manager.reset()
     report = Report([manager.report])
     assert manager.report.graphs["first"].d2h_bytes > 0
-    assert manager.report.graph_host_bytes == manager.graphs.pool.allocated_bytes > 0
+    assert manager.report.graph_host_bytes == manager.graphs.host_bytes > 0
     assert "first, in graphs" in report.render()
     assert "more for CUDA graphs" in report.render()
     assert Report.from_json(report.to_json()) == report
@@ -206,7 +206,7 @@ def test_host_memory_of_graphs_serves_nothing_else(backend: str) -> None:
     manager.store.copy_streams.copy_out = noting
     step(chunks, manager, "F0 B0")
     manager.graphs.close()
-    in_graphs, pool = set(baked), manager.graphs.pool
+    in_graphs, (pool,) = set(baked), manager.graphs.pools
     assert in_graphs
     assert pool is not manager.store.host_pool
     baked.clear()
@@ -222,8 +222,8 @@ def test_without_enough_host_memory_groups_stay(backend: str) -> None:
     expected = step(chunks, None, "F0 B0")
     manager = trained(chunks, backend, "one micro-batch")
     warm_up(chunks, manager)
-    manager.graphs.pool.limit_bytes = 0
-    manager.graphs.pool.close()
+    manager.graphs.pools[0].limit_bytes = 0
+    manager.graphs.pools[0].close()
     assert all_equal(expected, step(chunks, manager, "F0 B0"))
     assert not manager.graphs.moves_anything
     assert sum(c.num_kept_for_host_memory for c in manager.graphs.modules.values()) > 0
@@ -239,7 +239,7 @@ def test_graphs_that_are_captured_again_get_the_host_memory_of_those_before() ->
         warm_up(chunks, manager)
         step(chunks, manager, "F0 B0")
         manager.graphs.close()
-        assert outside.limit_bytes + manager.graphs.pool.allocated_bytes == limit_bytes
+        assert outside.limit_bytes + manager.graphs.host_bytes == limit_bytes
         moved_bytes.append(sum(c.d2h_bytes for c in manager.graphs.modules.values()))
     assert moved_bytes == [moved_bytes[0]] * 4
     assert moved_bytes[0] > 0
@@ -253,7 +253,7 @@ def test_host_memory_that_graphs_were_refused_is_not_taken_from_others() -> None
     backend = manager.store.backend
     backend.allocate_host = Mock(side_effect=MemoryError)  # type: ignore[method-assign]
     warm_up(chunks, manager)
-    assert manager.graphs.pool.allocated_bytes == 0
+    assert manager.graphs.host_bytes == 0
     assert outside.limit_bytes == limit_bytes
 
 
@@ -298,7 +298,7 @@ def test_a_second_set_of_graphs_replaces_the_first() -> None:
         warm_up(chunks, manager)
         assert all_equal(expected, step(chunks, manager, "F0 B0"))
         manager.graphs.close()
-        pools.append(manager.graphs.pool)
+        pools += manager.graphs.pools
         run_schedule(chunks, SCHEDULES["one micro-batch"], manager)
     assert pools[0] is not pools[1]
 
@@ -353,7 +353,7 @@ def test_every_storage_is_freed() -> None:
     step(chunks, manager, "F0 B0")
     manager.graphs.close()
     assert all(known() is None for known in manager.store._by_memory.values())
-    assert manager.graphs.pool.in_use_bytes == 0
+    assert manager.graphs.pools[0].in_use_bytes == 0
 
 
 def test_one_set_for_all_micro_batches_moves_what_moves_in_any_of_them() -> None:

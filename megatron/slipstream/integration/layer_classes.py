@@ -1,0 +1,37 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Layers that exist get a class derived from their own, whatever framework has built them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+_classes: dict[tuple[type, type], type] = {}
+"""The derived classes by mixin and the layers' own class."""
+
+
+def convert(layer: Any, mixin: type) -> Callable[[], None]:
+    """Put ``mixin`` before the class of one layer.
+
+    Args:
+        layer: A module.
+        mixin: A class without state that ``__init__`` would have to make.
+
+    Returns:
+        A function that gives the layer its class back. It does not keep the layer alive.
+    """
+    kind = type(layer)
+    if (mixin, kind) not in _classes:
+        name = f"{mixin.__name__.removesuffix('Mixin')}{kind.__name__}"
+        _classes[mixin, kind] = type(name, (mixin, kind), {})
+    layer.__class__ = _classes[mixin, kind]
+    reference = weakref.ref(layer)
+
+    def undo() -> None:
+        layer = reference()
+        if layer is not None:
+            layer.__class__ = kind
+
+    return undo

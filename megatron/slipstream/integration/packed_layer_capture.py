@@ -1,0 +1,144 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Captures the graphs of layers that take packed sequences; see ``packed_layer_graphs.py``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Optional
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import cuda_graphs
+
+from megatron.slipstream.chunk_graphs.bank import CpSizes
+from megatron.slipstream.integration.graph_layers import open_graphs
+from megatron.slipstream.integration.schedules import chunk_slots
+
+ONE_SIZE = 0
+"""The only context-parallel size, where it does not change."""
+NUM_WARMUPS = 3
+"""Passes before the first capture of a size; each other set has one."""
+
+
+class _Chunk(NamedTuple):
+    packed: Any
+    """Its ``PackedLayers``."""
+    layers: Sequence[Any]
+    num_sets: int
+
+    @property
+    def vp_stage(self) -> int:
+        return getattr(self.packed.model, "vp_stage", None) or 0
+
+
+def capture(helper: Any) -> None:
+    """Capture the graphs of all layers that have run with packed sequences.
+
+    Args:
+        helper: megatron-core's ``TECudaGraphHelper``.
+
+    Raises:
+        RuntimeError: Another rank could not capture.
+    """
+    slots = chunk_slots(helper.config)
+    chunks = [
+        _Chunk(layers[0].packed, layers, num_sets)
+        for layers, num_sets in zip(_of_chunks(helper), slots, strict=True)
+        if layers
+    ]
+    start = helper._start_capturing()
+    try:
+        with _random_numbers_of(helper.config):
+            _capture_sizes(helper.config, chunks, slots)
+    except BaseException:
+        helper._graphs_created = True
+        helper.delete_cuda_graphs()
+        cuda_graphs._set_capture_end()
+        raise
+    helper._graphs_created = True
+    helper._finish_capturing(start)
+
+
+def delete(helper: Any) -> None:
+    """Give the layers of a helper all of their graphs, of every size, which it then deletes."""
+    for layers in _of_chunks(helper):
+        if not layers:
+            continue
+        packed = layers[0].packed
+        for layer, graphs in packed.all_graphs.items():
+            layer.cuda_graphs = graphs
+        packed.forget_graphs()
+
+
+def _of_chunks(helper: Any) -> list[list[Any]]:
+    """The layers of each model chunk that have run with packed sequences."""
+    return [
+        [layer for layer in layers if _is_packed(layer)] for layers in helper.callables_per_chunk
+    ]
+
+
+def _is_packed(layer: Any) -> bool:
+    packed = getattr(layer, "packed", None)
+    return packed is not None and packed.has_learned(layer)
+
+
+def _capture_sizes(config: Any, chunks: Sequence[_Chunk], slots: Sequence[int]) -> None:
+    """See [Note: A bank of layer graphs]."""
+    engine = open_graphs(config, slots)
+    for chunk in chunks:
+        chunk.packed.begin_capture(chunk.layers, [_new_pool() for _ in range(chunk.num_sets)])
+    bank: Optional[CpSizes] = chunks[0].packed.sizes if chunks else None
+    sizes = (ONE_SIZE,) if bank is None else sorted(bank.sizes, reverse=True)
+    make_graphs = partial(cuda_graphs.make_graphed_callables, **_options(config))
+    for size in sizes:
+        is_first = size == sizes[0]
+        with _together(bank, size):
+            for chunk in chunks:
+                begin_set = partial(_begin_set, chunk, engine, is_first)
+                chunk.packed.capture_size(size, chunk.layers, begin_set, make_graphs)
+    for chunk in chunks:
+        chunk.packed.end_capture(chunk.layers)
+
+
+def _begin_set(chunk: _Chunk, engine: Any, is_first_size: bool, number: int) -> Mapping[str, Any]:
+    if engine is not None:
+        engine.graphs.begin_set(chunk.vp_stage, number, is_first_size)
+    return {"num_warmup_iters": 1 if number else NUM_WARMUPS}
+
+
+def _options(config: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "allow_unused_input": True,
+        "retain_graph_in_backward": config.cuda_graph_retain_backward_graph,
+        "_reuse_graph_input_output_buffers": True,
+    }
+    if config.gradient_accumulation_fusion:
+        # The gradients that a graph returns are dummies then; real ones must not be shared.
+        options["clone_param_grads_on_return"] = False
+    return options
+
+
+@contextlib.contextmanager
+def _together(bank: Optional[CpSizes], size: int) -> Iterator[None]:
+    """Around the capture of a size: an error of one rank is one of all."""
+    if bank is None:
+        yield
+        return
+    error: Optional[Exception] = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    bank.agree(size, error)
+
+
+def _random_numbers_of(config: Any) -> contextlib.AbstractContextManager[Any]:
+    """As in the capture of megatron-core."""
+    return get_cuda_rng_tracker().fork() if config.sequence_parallel else contextlib.nullcontext()
+
+
+def _new_pool() -> Any:
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None

@@ -1,0 +1,89 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Packed sequences in graphs of layers, imitated without a GPU: a replay runs the layer again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
+from ranks import run_ranks
+from replayed_gpt import LayersReplayed, compare_layers
+
+DENSE = ModelCase("dense", is_packed=True, micro_batch_size=1)
+MOE = ModelCase("moe", is_packed=True, micro_batch_size=1)
+EXPERT_BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+CASES = {
+    "dense": (DENSE, ()),
+    "dense, attention": (DENSE, ("attn",)),
+    "dense, MLP": (DENSE, ("mlp",)),
+    "MoE, attention": (MOE, ("attn",)),
+    "MoE, router": (MOE, ("moe_router",)),
+    "MoE, attention and router": (MOE, ("attn", "moe_router")),
+    "MoE, dispatch": (
+        ModelCase("moe", is_packed=True, micro_batch_size=1, overrides=EXPERT_BIAS),
+        ("attn", "moe_router", "moe_preprocess"),
+    ),
+    "mixed": (ModelCase("mixed", is_packed=True, micro_batch_size=1), ("attn", "moe_router")),
+    "MLA": (ModelCase("mla", is_packed=True, micro_batch_size=1), ()),
+}
+
+
+def check(
+    num_ranks: int,
+    case: ModelCase,
+    scope: Sequence[str],
+    counts: Sequence[int],
+    offload_modules: Sequence[str] = (),
+) -> list[LayersReplayed]:
+    results = run_ranks(num_ranks, compare_layers, case, scope, counts, offload_modules, "cpu-lazy")
+    for result in results:
+        assert result.difference is None
+        assert (result.moved_bytes > 0) == bool(offload_modules)
+    return results
+
+
+@pytest.mark.parametrize("case, scope", CASES.values(), ids=CASES)
+def test_one_rank(case: ModelCase, scope: Sequence[str]) -> None:
+    (result,) = check(1, case, scope, (2, 3, 1))
+    assert result.num_sets == 1
+    assert result.num_poisoned == 4
+
+
+PIPELINES = {
+    "PP2": (ModelCase("dense", pp=2, is_packed=True, micro_batch_size=1), (), (1, 2)),
+    "PP2, MoE": (
+        ModelCase("moe", pp=2, is_packed=True, micro_batch_size=1),
+        ("attn", "moe_router"),
+        (1, 2),
+    ),
+    "PP2 VPP2": (
+        ModelCase("dense", num_layers=8, pp=2, vpp=2, is_packed=True, micro_batch_size=1),
+        ("attn",),
+        (4, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("case, scope, num_sets", PIPELINES.values(), ids=PIPELINES)
+def test_numbers_of_micro_batches_change(
+    case: ModelCase, scope: Sequence[str], num_sets: Sequence[int]
+) -> None:
+    results = check(2, case, scope, (4, 2, 6, 8))
+    assert sorted(result.num_sets for result in results) == sorted(num_sets)
+
+
+@pytest.mark.parametrize("name", ["dense", "MoE, attention and router", "MLA"])
+def test_offloading_inside(name: str) -> None:
+    case, scope = CASES[name]
+    check(1, case, scope, (2, 3, 1), MOE_MODULES if case.kind == "moe" else DENSE_MODULES)
+
+
+def test_offloading_inside_of_a_pipeline() -> None:
+    case, scope, _ = PIPELINES["PP2 VPP2"]
+    check(2, case, scope, (4, 2, 6), DENSE_MODULES)
