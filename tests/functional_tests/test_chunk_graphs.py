@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
-from gpu_models import SMALL_SIZES
+from gpu_models import FUSED_ROPE, MLA_SIZES, on_gpu
 from ranks import TIMEOUT_S, run_ranks
 from replayed_gpt import DROP_AND_PAD, Replayed, compare, replay_again, train_and_leave
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
@@ -175,7 +175,6 @@ def test_offloading_inside_the_graphs_of_expert_parallel_ranks(is_dropless: bool
 
 # With a GPU: CUDA graphs of Transformer Engine's modules.
 
-MLA_SIZES = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 EXPERTS = {**DROP_AND_PAD, "moe_permute_fusion": True}
 DROPLESS = {"moe_permute_fusion": True}
 BLOCKS = RECIPES["blockwise"]
@@ -183,14 +182,6 @@ UNEVEN_EXPERTS = {**EXPERTS, "moe_expert_capacity_factor": 1.1}
 """564 tokens for each, which layers in FP8 pad to 576."""
 
 
-def on_gpu(case: ModelCase, **overrides: Any) -> ModelCase:
-    merged = {**case.overrides, **overrides}
-    values = {**vars(case), **SMALL_SIZES, "overrides": merged}
-    return ModelCase(**values)
-
-
-FUSED_ROPE = {"apply_rope_fusion": True}
-"""Rotation of packed sequences that does not read their lengths from the GPU."""
 PACKED = {
     "dense": on_gpu(ModelCase(is_packed=True), hidden_dropout=0.1, **FUSED_ROPE),
     "MLA": on_gpu(ModelCase("mla", is_packed=True), **MLA_SIZES, rope_type="yarn", **FUSED_ROPE),

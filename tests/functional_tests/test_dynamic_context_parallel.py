@@ -14,7 +14,14 @@ from dataclasses import replace
 from typing import Any, Optional
 
 import pytest
-from banked_gpt import Banked, compare_bank, every_order, random_sizes
+from banked_gpt import (
+    Banked,
+    LayersBanked,
+    compare_bank,
+    compare_layer_bank,
+    every_order,
+    random_sizes,
+)
 from ranks import TIMEOUT_S, run_ranks
 from replayed_gpt import DROP_AND_PAD
 from shared_documents import Found, Setting, Sizes, compare_sizes, losses_of_stages
@@ -228,3 +235,70 @@ def test_graphs_of_each_size_in_other_layouts(name: str, layout: dict[str, int])
 @pytest.mark.gpus4
 def test_three_sizes_under_a_hundred_steps_of_random_sizes() -> None:
     check_bank(4, GRAPHED["dense"], random_sizes((1, 2, 4), 100))
+
+
+# Graphs of layers, of each size.
+
+MAX_MEMORY_OF_SIZES = 1.15
+"""Device memory of the graphs of all sizes, relative to that of the largest size alone."""
+DROPLESS = replace(DENSE, kind="moe", overrides={**DENSE.overrides, "moe_permute_fusion": True})
+LAYERS: dict[str, tuple[ModelCase, tuple[str, ...]]] = {
+    "dense": (GRAPHED["dense"], ()),
+    "dense, attention": (GRAPHED["dense"], ("attn",)),
+    FUSED: (GRAPHED[FUSED], ()),
+    "experts": (DROPLESS, ("attn", "moe_router")),
+}
+
+
+def check_layers(
+    num_ranks: int,
+    name: str,
+    steps: Sequence[Sequence[int]],
+    offload_modules: Sequence[str] = (),
+    **changes: Any,
+) -> list[LayersBanked]:
+    case, scope = LAYERS[name]
+    case = ModelCase(**{**vars(case), **changes})
+    num_sharing = num_ranks // (case.tp * case.pp)
+    limits = RankLimits(num_sharing, TOKENS_PER_RANK, MAX_SEQUENCES)
+    setting = Setting(case, limits, LENGTHS, ON_RANKS[num_sharing])
+    ranks = run_ranks(num_ranks, compare_layer_bank, setting, scope, steps, offload_modules)
+    for found in ranks:
+        print(found.graph_bytes)
+        assert found.difference is None
+        assert (found.moved_bytes > 0) == bool(offload_modules)
+        half = found.allocated_bytes[len(found.allocated_bytes) // 2 :]
+        assert max(half) - min(half) <= FLAT_BYTES
+        together = found.graph_bytes[min(found.graph_bytes)]
+        assert together <= MAX_MEMORY_OF_SIZES * found.graph_bytes[max(found.graph_bytes)]
+    return ranks
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_graphs_of_two_sizes_train_as_without(name: str) -> None:
+    for found in check_layers(2, name, every_order((1, 2), NUM_STEPS)):
+        assert found.num_poisoned > 0
+
+
+@pytest.mark.gpus2
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_activations_move_inside_the_layer_graphs_of_each_size(name: str) -> None:
+    check_layers(2, name, every_order((1, 2), 10), DENSE_MODULES, num_layers=6)
+
+
+@pytest.mark.gpus2
+def test_layer_graphs_under_a_hundred_steps_of_random_sizes() -> None:
+    check_layers(2, "experts", random_sizes((1, 2), 100))
+
+
+@pytest.mark.gpus4
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_layer_graphs_of_three_sizes_train_as_without(name: str) -> None:
+    check_layers(4, name, every_order((1, 2, 4), NUM_STEPS))
+
+
+@pytest.mark.gpus4
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_layer_graphs_of_each_size_in_other_layouts(layout: dict[str, int]) -> None:
+    check_layers(4, "dense", random_sizes((1, 2), 20), **layout)

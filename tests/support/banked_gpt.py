@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -13,8 +14,11 @@ from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
+from captured_layers import with_graphs
+from imitated_layer_graphs import imitated_layer_graphs
 from megatron_models import forget_expert_metrics, wrap
 from replayed_gpt import (
+    LayerGraphs,
     Poison,
     expert_metrics,
     gradients_and_state,
@@ -132,6 +136,73 @@ def compare_bank(
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class LayersBanked:
+    """Result of :func:`compare_layer_bank` on one rank."""
+
+    difference: Optional[str]
+    """The first difference between training with and without the bank; None if equal."""
+    num_poisoned: int
+    moved_bytes: int
+    """Bytes that one replay of the graphs of a size copies out."""
+    graph_bytes: dict[int, int]
+    """Device memory of all graphs after the capture of each size, from the largest (GPU)."""
+    allocated_bytes: tuple[int, ...]
+    """Device memory of tensors after each iteration with graphs (GPU)."""
+
+
+def compare_layer_bank(
+    rank: int,
+    num_ranks: int,
+    port: int,
+    setting: Setting,
+    scope: Sequence[str],
+    steps: Steps,
+    offload_modules: Sequence[str] = (),
+    backend: str = "auto",
+) -> LayersBanked:
+    """Train without graphs and with graphs of layers for each size; to be run on every rank.
+
+    Args:
+        rank: This rank.
+        num_ranks: Number of ranks.
+        port: Port of their rendezvous.
+        setting: The model, and a micro-batch of each size.
+        scope: The parts of each layer that are captured; the whole layer if empty.
+        steps: The iterations; the first runs eagerly.
+        offload_modules: Modules that move with graphs; nothing moves without graphs.
+        backend: Backend of the engine.
+    """
+    case = dataclasses.replace(setting.case, te_rng_tracker=True)
+    setting = dataclasses.replace(setting, case=case)
+    initialize(case, rank, num_ranks, port)
+    if not use_gpu():
+        torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
+    expected = Training(setting, False, {}).run(steps)
+    engine = None
+    if offload_modules:
+        engine = install.install(OffloadConfig(offload_backend=backend))
+    poison, graphed = Poison(), with_graphs(case, scope, 1)
+    with contextlib.nullcontext() if use_gpu() else imitated_layer_graphs():
+        layers = LayerGraphs(graphed, poison)
+        graphed_setting = dataclasses.replace(setting, case=graphed)
+        banked = Training(graphed_setting, False, {}, offload_modules, layers)
+        actual = banked.run(steps)
+        moved_bytes = 0
+        if engine is not None:
+            moved_bytes = sum(item.d2h_bytes for item in engine.graphs.modules.values())
+        found = LayersBanked(
+            difference=first_difference(expected, actual),
+            num_poisoned=poison.num_filled,
+            moved_bytes=moved_bytes,
+            graph_bytes=layers.graph_bytes,
+            allocated_bytes=tuple(layers.allocated_bytes),
+        )
+        layers.helper.delete_cuda_graphs()
+    install.uninstall()
+    return found
+
+
 class Training:
     """A model and its training."""
 
@@ -141,6 +212,7 @@ class Training:
         replays: bool,
         wrapper: dict[str, Any],
         offload_modules: Sequence[str] = (),
+        layers: Optional[LayerGraphs] = None,
     ) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -158,6 +230,11 @@ class Training:
         self.config = make_config(setting.case, offload_modules)
         with changed_specs(with_dynamic_context_parallelism):
             chunks = build_chunks(setting.case, self.config)
+        self.layers = layers
+        if layers is not None:
+            from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences
+
+            take_packed_sequences(chunks, setting.limits)
         self.chunks: list[Any] = wrap(self.config, chunks, **wrapper)
         torch.manual_seed(11)
         model_parallel_cuda_manual_seed(11, te_rng_tracker=use_gpu(), force_reset_rng=True)
@@ -177,6 +254,8 @@ class Training:
             return [self._iterate(step, sizes) for step, sizes in enumerate(steps)]
 
     def _iterate(self, step: int, sizes: Sequence[int]) -> list[torch.Tensor]:
+        if self.layers is not None and step == 1:
+            self.layers.capture(self.config, self.chunks, len(sizes))
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         forget_rotary_tables(self.chunks)
@@ -193,6 +272,9 @@ class Training:
         if use_gpu() and self.graphs and step:
             del result
             self.allocated_bytes.append(torch.cuda.memory_allocated())
+        if self.layers is not None:
+            result = []
+            self.layers.end_iteration()
         return kept
 
     def _pass(self, sizes: Sequence[int], forward_only: bool = False) -> list[torch.Tensor]:

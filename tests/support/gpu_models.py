@@ -53,3 +53,12 @@ SMALL_SIZES: dict[str, Any] = {
     "bf16": True,
 }
 """Of models whose results alone are compared."""
+MLA_SIZES: dict[str, Any] = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+FUSED_ROPE: dict[str, Any] = {"apply_rope_fusion": True}
+"""Rotation of packed sequences that does not read their lengths from the GPU."""
+
+
+def on_gpu(case: ModelCase, **overrides: Any) -> ModelCase:
+    """The case at those sizes, with more options of the ``TransformerConfig``."""
+    merged = {**case.overrides, **overrides}
+    return ModelCase(**{**vars(case), **SMALL_SIZES, "overrides": merged})

@@ -58,11 +58,17 @@ def make_graphed_callables(
     """Warm up and capture one micro-batch of the layers of one chunk."""
     assert list(_order) == [1, -1]
     assert list(_num_layers_per_chunk) == [len(layers)]
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
     calls = list(zip(layers, sample_args, sample_kwargs, strict=True))
+    tracker = get_cuda_rng_tracker()
+    states = torch.get_rng_state(), tracker.get_states()
     for _ in range(num_warmup_iters):
         _run_all(calls)
     with patch.object(CpuBackend, "is_capturing", lambda _: True):
         _run_all(calls)
+    torch.set_rng_state(states[0])
+    tracker.set_states(states[1])
     return tuple(_Graph(*call) for call in calls)
 
 

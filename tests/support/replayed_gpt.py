@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
+from unittest.mock import patch
 
 import torch
 from captured_layers import capture_layers, with_graphs
+from garbage import give_back_unused_memory
 from imitated_layer_graphs import imitated_layer_graphs
 from megatron_models import forget_expert_metrics, use_gpu, wrap
 from quantized_linears import MarksBakedIn, train_in_fp8
 from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make_config, run_step
 
+from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
+from megatron.slipstream.integration.packed_layer_graphs import PackedLayers
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 """Experts with static shapes."""
@@ -175,16 +179,32 @@ class LayerGraphs:
         self.packed: list[Any] = []
         """The ``PackedLayers`` of each chunk."""
         self.allocated_bytes: list[int] = []
+        self.graph_bytes: dict[int, int] = {}
+        """Device memory of all graphs after the capture of each size (GPU)."""
 
     def capture(self, config: Any, chunks: Sequence[Any], num_micro_batches: int) -> None:
         """Capture, as ``megatron.training`` does between two iterations."""
-        self.helper = capture_layers(self._case, config, chunks, num_micro_batches)
+        with self._memory_by_size():
+            self.helper = capture_layers(self._case, config, chunks, num_micro_batches)
         layers = [get_block(chunk).layers[0] for chunk in chunks]
         self.packed = [layer.packed for layer in layers if layer.packed.is_captured]
         assert self.packed
         if self._case.pp == 1:  # Then no set is in use when a forward pass begins.
             for chunk in chunks:
                 self._poison.fill_pools_before_forward(chunk, self.packed)
+
+    @contextlib.contextmanager
+    def _memory_by_size(self) -> Iterator[None]:
+        original = PackedLayers.capture_size
+
+        def measured(packed: Any, size: int, *arguments: Any) -> None:
+            original(packed, size, *arguments)
+            if use_gpu():
+                give_back_unused_memory()
+                self.graph_bytes[size] = graph_pool_bytes()
+
+        with patch.object(PackedLayers, "capture_size", measured):
+            yield
 
     def end_iteration(self) -> None:
         """Note the memory of tensors."""

@@ -176,6 +176,10 @@ class PackedLayers:
         of_sets: list[dict[torch.nn.Module, Any]] = []
         for number in range(len(self._static)):
             named = [self._inputs_of(layer, number) for layer in layers]
+            for layer, inputs in zip(layers, named, strict=True):
+                # Another size has left its own there.
+                arguments = self._calls[size][layer].arguments
+                _copy(arguments.tensors, arguments, inputs)
             with self._tables.in_place():
                 graphs = make_graphs(
                     tuple(layers),
@@ -277,15 +281,20 @@ class PackedLayers:
         call = self._calls[self._size][layer]
         assert self._hidden is not None
         tensors = call.tensors_of(_seen_by_graphs(layer, options), self._hidden.shape[0])
-        for name, tensor in zip(call.arguments.names, tensors, strict=True):
-            static = inputs[_keyword(name)]
-            if static is not tensor:
-                static.copy_(tensor)
+        _copy(tensors, call.arguments, inputs)
         return inputs
 
     def _use(self, layer: Any, size: int) -> None:
         """Have the layer replay the graphs of a size."""
         layer.cuda_graphs = [of_layers[layer] for of_layers in self._graphs[size]]
+
+
+def _copy(tensors: Sequence[torch.Tensor], call: StaticArguments, inputs: Tensors) -> None:
+    """Copy the tensors of a call to static inputs."""
+    for name, tensor in zip(call.names, tensors, strict=True):
+        static = inputs[_keyword(name)]
+        if static is not tensor:
+            static.copy_(tensor)
 
 
 def _seen_by_graphs(layer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,11 +5,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from banked_gpt import compare_layer_bank, random_sizes
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
 from replayed_gpt import LayersReplayed, compare_layers
+from shared_documents import Setting
+
+from megatron.slipstream.context_parallel.limits import RankLimits
 
 DENSE = ModelCase("dense", is_packed=True, micro_batch_size=1)
 MOE = ModelCase("moe", is_packed=True, micro_batch_size=1)
@@ -87,3 +92,32 @@ def test_offloading_inside(name: str) -> None:
 def test_offloading_inside_of_a_pipeline() -> None:
     case, scope, _ = PIPELINES["PP2 VPP2"]
     check(2, case, scope, (4, 2, 6), DENSE_MODULES)
+
+
+PER_TOKEN = {"calculate_per_token_loss": True}
+SMALL: dict[str, Any] = {"num_layers": 3, "seq_length": 64, "micro_batch_size": 1}
+TWO = RankLimits(2, tokens_per_rank=32, max_sequences=4)
+BANKS = {
+    "dense": (2, ModelCase(**SMALL, overrides={**PER_TOKEN, "hidden_dropout": 0.1}), ()),
+    "MoE": (2, ModelCase("moe", **SMALL, overrides=PER_TOKEN), ("attn", "moe_router")),
+    "MLA": (2, ModelCase("mla", **SMALL, overrides=PER_TOKEN), ("attn",)),
+    "PP2": (4, ModelCase(pp=2, **{**SMALL, "num_layers": 4}, overrides=PER_TOKEN), ()),
+}
+
+
+def on_two(case: ModelCase) -> Setting:
+    lengths = (61, 29, 17, 9)
+    return Setting(case, TWO, lengths, {1: [(1, [1]), (1, [2])], 2: [(2, [0])]})
+
+
+@pytest.mark.parametrize("name", BANKS)
+@pytest.mark.parametrize("offload_modules", [(), DENSE_MODULES], ids=["", "offloading"])
+def test_sizes_change(name: str, offload_modules: Sequence[str]) -> None:
+    num_ranks, case, scope = BANKS[name]
+    if offload_modules and name in ("MoE", "MLA"):
+        pytest.skip("covered by dense layers")
+    steps = random_sizes((1, 2), 6, most=3)
+    arguments = (on_two(case), scope, steps, offload_modules, "cpu-lazy")
+    for found in run_ranks(num_ranks, compare_layer_bank, *arguments):
+        assert found.difference is None
+        assert (found.moved_bytes > 0) == bool(offload_modules)
