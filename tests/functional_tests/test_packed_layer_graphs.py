@@ -103,7 +103,7 @@ LAYOUTS = {
         {"tp": 2},
         {"sequence_parallel": True},
     ),
-    "EP2": ("MoE, attention and router", {"ep": 2, "dp": 2}, {}),
+    "EP2": ("MoE, attention and router", {"ep": 2}, {}),
 }
 
 
