@@ -6,8 +6,8 @@ Each way has weights and gradients of its own. Without a GPU graphs are imitated
 
 - ``eager``: one by one.
 - ``stock``: likewise, with megatron-core's experts, where the model has sync-free ones.
-- ``layer``: a CUDA graph for each layer (megatron-core with Transformer Engine's graphs), where
-  those can run: not with packed sequences, and of expert layers only the attention.
+- ``layer``: a CUDA graph for each layer, or for its captured parts (Transformer Engine's graphs;
+  with packed sequences, Slipstream has megatron-core capture them).
 - ``chunk``: one CUDA graph for all layers (Slipstream's chunk graphs).
 - ``chunk+offload``: likewise, and the modules of the variant move inside the graph.
 """

@@ -76,7 +76,24 @@ GRAPH_CASES: tuple[Case, ...] = (
         "16 layers of hidden 1024, 4096 packed tokens: the GPU waits for launches",
         replace(_LAUNCH_BOUND, is_packed=True, overrides={"apply_rope_fusion": True}),
         num_micro_batches=4,
-        captured=None,
+    ),
+    _chunk(
+        "layers_thd_moe",
+        "8 layers of hidden 1024 with 8 experts, top 2, no token dropped, 4096 packed tokens; of "
+        "each layer attention, router and dispatch are captured",
+        replace(
+            _LAUNCH_BOUND,
+            kind="moe",
+            num_layers=8,
+            is_packed=True,
+            overrides={
+                "num_moe_experts": 8,
+                "moe_permute_fusion": True,
+                "apply_rope_fusion": True,
+            },
+        ),
+        num_micro_batches=4,
+        captured=("attn", "moe_router", "moe_preprocess"),
     ),
     _chunk(
         "chunk_small", "the same, one sequence of 4096 tokens", _LAUNCH_BOUND, num_micro_batches=4

@@ -25,6 +25,7 @@ _HOMES = {
     "gather_report": "megatron.slipstream.integration.install",
     "save_trace": "megatron.slipstream.integration.install",
     "with_graph_offloading": "megatron.slipstream.integration.graph_layers",
+    "with_packed_layer_graphs": "megatron.slipstream.integration.packed_layer_graphs",
     "with_dynamic_context_parallelism": "megatron.slipstream.integration.dynamic_context_parallel",
     "with_sync_free_dispatch": "megatron.slipstream.integration.moe",
     "with_sync_free_experts": "megatron.slipstream.integration.sync_free_experts",

@@ -93,6 +93,14 @@ TOO_OLD_FOR_GRAPHS = Rule(
     "because {why} only from {needed} on",
     "install {package} {needed} or newer, or set cuda_graph_impl='none'",
 )
+TOO_OLD_FOR_PACKS = Rule(
+    "too-old-for-packs",
+    "error",
+    "cuda_graph_impl='transformer_engine' is not supported with packed sequences on "
+    "transformer_engine {found} because its attention waits for the GPU in a capture before "
+    "{needed}",
+    "install transformer_engine {needed} or newer, or set cuda_graph_granularity=chunk",
+)
 
 
 def check_process(facts: Facts, offloading: bool) -> list[Finding]:
@@ -141,6 +149,18 @@ def check_graphs(facts: Facts) -> list[Finding]:
         )
         if found is not None and Version(found) < Version(needed)
     ]
+
+
+def check_packed_graphs(facts: Facts) -> list[Finding]:
+    """Findings about packed sequences inside Transformer Engine's CUDA graphs.
+
+    Args:
+        facts: From :func:`collect`.
+    """
+    found, needed = facts.transformer_engine, "2.18"
+    if found is None or Version(found) >= Version(needed):
+        return []
+    return [TOO_OLD_FOR_PACKS.found(found=found, needed=needed)]
 
 
 # Datasets. Layout of an index: magic, version (u64), dtype code (u8), number of sequences (u64),

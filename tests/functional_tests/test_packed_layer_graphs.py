@@ -27,6 +27,7 @@ DROPLESS = {
     "moe_router_score_function": "sigmoid",
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
+NO_EXPERTS = {"num_moe_experts": None, "moe_ffn_hidden_size": None}
 DENSE = on_gpu(ModelCase(is_packed=True), hidden_dropout=0.1, **FUSED_ROPE)
 MOE = on_gpu(ModelCase("moe", is_packed=True), **DROPLESS, **FUSED_ROPE)
 MLA = on_gpu(ModelCase("mla", is_packed=True), **MLA_SIZES, rope_type="yarn", **FUSED_ROPE)
@@ -41,6 +42,10 @@ CASES = {
     "MLA": (MLA, ()),
     "hybrid": (
         on_gpu(ModelCase("hybrid", num_layers=8, is_packed=True), **FUSED_ROPE),
+        ("attn", "moe_router"),
+    ),
+    "hybrid, dense": (
+        on_gpu(ModelCase("hybrid", num_layers=3, is_packed=True), **NO_EXPERTS, **FUSED_ROPE),
         ("attn", "mlp"),
     ),
 }

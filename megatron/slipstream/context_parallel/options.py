@@ -114,10 +114,10 @@ DYNAMIC_RULES: tuple[Rule, ...] = (
     ),
     _unsupported(
         "cuda_graph_impl",
-        "graphs of layers are captured with one size",
-        "leave it out, or set cuda_graph_granularity=chunk instead, which captures one graph per "
-        "size",
-        is_one_of("cuda_graph_impl", ("none",)),
+        "those graphs are captured with one size",
+        "set transformer_engine, or leave it out and set cuda_graph_granularity=chunk; both "
+        "capture graphs of every size",
+        is_one_of("cuda_graph_impl", ("none", "transformer_engine")),
     ),
     _unsupported(
         "use_megatron_fsdp",

@@ -111,8 +111,9 @@ def _prepare_chunk(chunk: torch.nn.Module) -> list[Callable[[], None]]:
     if not moves_in_layer_graphs(chunk.config):
         return []
     from megatron.slipstream.integration.graph_layers import offload_in_graphs
+    from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences
 
-    return offload_in_graphs(chunk)
+    return [*take_packed_sequences([chunk]), *offload_in_graphs(chunk)]
 
 
 def _make_manager(

@@ -13,9 +13,11 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 
+from megatron.slipstream import preflight
 from megatron.slipstream.chunk_graphs.bank import CpSizes
 from megatron.slipstream.integration.graph_layers import open_graphs
 from megatron.slipstream.integration.schedules import chunk_slots
+from megatron.slipstream.rules import require
 
 ONE_SIZE = 0
 """The only context-parallel size, where it does not change."""
@@ -42,7 +44,9 @@ def capture(helper: Any) -> None:
 
     Raises:
         RuntimeError: Another rank could not capture.
+        ValueError: Transformer Engine is too old.
     """
+    require(preflight.check_packed_graphs(preflight.collect()))
     slots = chunk_slots(helper.config)
     chunks = [
         _Chunk(layers[0].packed, layers, num_sets)

@@ -275,6 +275,10 @@ class PackedLayers:
             self._loaded[key] = self._copied(layer, options)
         return self._loaded[key]
 
+    def sends_gradient(self, layer: torch.nn.Module) -> bool:
+        """Whether the gradient of a layer's input goes to another pipeline stage."""
+        return layer is self._first and not self.model.pre_process
+
     def _copied(self, layer: Any, options: Mapping[str, Any]) -> Tensors:
         number = layer.current_microbatch % len(self._static)
         inputs = self._inputs_of(layer, number)
@@ -369,6 +373,8 @@ class PackedGraphMixin(torch.nn.Module):
         if not self.packed.is_captured:
             return replay(*arguments, **options)
         call = _without_hidden(options)
+        if self.packed.sends_gradient(self):
+            arguments, options = _with_hidden(arguments, options, _CopiedGradient.apply)
         self._inputs_now = self.packed.load(self, call)
         self._mask_now = call.get("padding_mask")
         if self.captures_attention:  # Else megatron-core runs it before the graph.
@@ -387,16 +393,42 @@ class PackedGraphMixin(torch.nn.Module):
         return positional, {**named, **(self._inputs_now or {})}
 
 
+class _CopiedGradient(torch.autograd.Function):
+    """Passes a tensor on; its gradient is copied out of the memory of graphs.
+
+    The gradient goes to the stage before, and the send may still be under way when the next
+    micro-batch takes the set of graphs whose memory it lies in.
+    """
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(_: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0].clone()
+
+
+def _with_hidden(
+    arguments: tuple[Any, ...], options: dict[str, Any], change: Callable[..., torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer with changed hidden states."""
+    if arguments:
+        return (change(arguments[0]), *arguments[1:]), options
+    return arguments, {**options, "hidden_states": change(options["hidden_states"])}
+
+
 def _without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "hidden_states"}
 
 
-def take_packed_sequences(
+def with_packed_layer_graphs(
     chunks: Sequence[torch.nn.Module], limits: Optional[RankLimits] = None
-) -> list[Callable[[], None]]:
+) -> list[torch.nn.Module]:
     """Have the layers of model chunks take packed sequences in their graphs, whatever built them.
 
-    For ``cuda_graph_impl='transformer_engine'``. Each layer gets a class derived from its own.
+    For ``cuda_graph_impl='transformer_engine'``. Each layer gets a class derived from its own. For
+    megatron's ``ModelConfig.post_wrap_hooks``.
 
     Args:
         chunks: The rank's model chunks, wrapped or not, before their layers are captured.
@@ -405,13 +437,21 @@ def take_packed_sequences(
             micro-batches have one size.
 
     Returns:
-        Functions that undo it.
+        The same chunks.
 
     Raises:
         RuntimeError: What has to be patched has moved.
     """
+    take_packed_sequences(chunks, limits)
+    return list(chunks)
+
+
+def take_packed_sequences(
+    chunks: Sequence[torch.nn.Module], limits: Optional[RankLimits] = None
+) -> list[Callable[[], None]]:
+    """As :func:`with_packed_layer_graphs`. Returns functions that undo it."""
     table.apply(Feature.PACKED_LAYER_GRAPHS, Feature.FUSED_ROTATION)
-    undo: list[Callable[[], None]] = []
+    undo: list[Callable[[], None]] = [functools.partial(table.undo, Feature.PACKED_LAYER_GRAPHS)]
     for chunk in chunks:
         model: Any = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         sizes = None

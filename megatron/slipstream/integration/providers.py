@@ -56,11 +56,15 @@ def model_config(args: Any) -> Any:
         from megatron.slipstream.integration.graph_layers import with_graph_offloading
 
         change_model_spec(config, with_graph_offloading)
+    limits = rank_limits(args) if args.dynamic_context_parallel else None
     if args.cuda_graph_granularity == "chunk":
         from megatron.slipstream.integration.chunk_graphs import change_model_config
 
-        limits = rank_limits(args) if args.dynamic_context_parallel else None
         change_model_config(config, args.cuda_graph_warmup_steps, limits)
+    if args.sequence_packing is not None and args.cuda_graph_impl == "transformer_engine":
+        from megatron.slipstream.integration.packed_layer_graphs import with_packed_layer_graphs
+
+        config.post_wrap_hooks.append(partial(with_packed_layer_graphs, limits=limits))
     return config
 
 

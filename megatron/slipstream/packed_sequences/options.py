@@ -51,6 +51,9 @@ _DEFAULTS: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",
     "attention_backend": "auto",
     "cuda_graph_impl": "none",
+    "cuda_graph_warmup_steps": 3,
+    "apply_rope_fusion": True,
+    "offload_engine": "slipstream",
 }
 """Defaults of options that rules read; others are None. Not every release has every option."""
 
@@ -64,6 +67,24 @@ def _packs_balanced(facts: Any) -> bool:
 
 
 _unsupported = partial(unsupported, "with sequence_packing={sequence_packing}", _packs)
+
+
+def _captures_layers(facts: Any) -> bool:
+    return _packs(facts) and bool(facts.cuda_graph_impl == "transformer_engine")
+
+
+def _captures_attention(facts: Any) -> bool:
+    parts = facts.cuda_graph_modules or facts.cuda_graph_scope
+    parts = [parts] if isinstance(parts, str) else parts or []
+    names = {getattr(part, "name", part) for part in parts}
+    return _captures_layers(facts) and (not names or "attn" in names)
+
+
+_unsupported_in_layers = partial(
+    unsupported,
+    "with sequence_packing={sequence_packing} and cuda_graph_impl={cuda_graph_impl}",
+    _captures_layers,
+)
 
 
 def _needs_packing(option: str) -> Rule:
@@ -203,9 +224,49 @@ PACKING_RULES: tuple[Rule, ...] = (
     ),
     _unsupported(
         "cuda_graph_impl",
-        "megatron-core's graphs do not support packed sequences",
-        "leave it out, or set cuda_graph_granularity=chunk instead",
-        is_one_of("cuda_graph_impl", ("none",)),
+        "those graphs have no sequence offsets",
+        "set transformer_engine, or leave it out and set cuda_graph_granularity=chunk",
+        is_one_of("cuda_graph_impl", ("none", "transformer_engine")),
+    ),
+    _unsupported_in_layers(
+        "cuda_graph_warmup_steps",
+        "what layers are called with is learned from an iteration without graphs",
+        "set at least 1",
+        lambda f: f.cuda_graph_warmup_steps >= 1,
+    ),
+    unsupported(
+        "with sequence_packing={sequence_packing} and cuda_graph_impl={cuda_graph_impl}",
+        _captures_attention,
+        "apply_rope_fusion",
+        "unfused rotary embeddings read the lengths of sequences from the GPU",
+        "leave --no-rope-fusion out, or attn out of cuda_graph_modules",
+        lambda f: f.apply_rope_fusion,
+    ),
+    *(
+        _unsupported_in_layers(
+            option,
+            "the graphs of a layer would share quantized weights that each of them computes",
+            "train in bf16, or set cuda_graph_granularity=chunk instead of cuda_graph_impl",
+        )
+        for option in ("fp8", "fp4")
+    ),
+    _unsupported_in_layers(
+        "overlap_moe_expert_parallel_comm",
+        "its schedule interleaves the layers of two micro-batches",
+        "leave it out",
+    ),
+    _unsupported_in_layers(
+        "delay_wgrad_compute",
+        "the graphs of weight gradients are found by the number of the micro-batch",
+        "leave it out",
+    ),
+    unsupported(
+        "with sequence_packing={sequence_packing} and cuda_graph_impl={cuda_graph_impl}",
+        lambda f: _captures_layers(f) and bool(f.fine_grained_activation_offloading),
+        "offload_engine",
+        "megatron-core's engine expects a graph for each micro-batch",
+        "set offload_engine=slipstream",
+        lambda f: f.offload_engine == "slipstream",
     ),
     option_rule(
         "position_embedding_type",
@@ -270,6 +331,9 @@ def check_packing(args: Any) -> list[Finding]:
         "num_experts",
         "sequence_parallel",
         "transformer_impl",
+        "cuda_graph_modules",
+        "cuda_graph_scope",
+        "fine_grained_activation_offloading",
     )
     facts = facts_of(args, PACKING_RULES, others, _DEFAULTS)
     # Megatron parses this option to a member of an enum.

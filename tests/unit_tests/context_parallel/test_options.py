@@ -48,7 +48,7 @@ REFUSED: list[dict[str, Any]] = [
     {"hierarchical_context_parallel_sizes": [2, 4]},
     {"mtp_num_layers": 1},
     {"hybrid_layer_pattern": "*-/*-"},
-    {"cuda_graph_impl": "transformer_engine"},
+    {"cuda_graph_impl": "full_iteration"},
     {"cuda_graph_impl": "local", "cuda_graph_granularity": "layer"},
     {"use_megatron_fsdp": True},
     {"fp8_dot_product_attention": True},
@@ -60,6 +60,7 @@ REFUSED: list[dict[str, Any]] = [
 ]
 
 ACCEPTED: list[dict[str, Any]] = [
+    {"cuda_graph_impl": "transformer_engine"},
     {},
     {"dynamic_context_parallel": False, "sequence_packing": None, "mtp_num_layers": 1},
     {"cp_comm_type": ["p2p"], "hybrid_layer_pattern": "*-*E"},

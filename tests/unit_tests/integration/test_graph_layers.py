@@ -280,7 +280,7 @@ def test_captured_layers_compute_what_eager_ones_do(
     ((equal, moved, kinds, events),) = run_ranks(1, _compare, scope, backend, is_stock)
     assert all(equal), equal
     assert len(equal) > 6
-    assert kinds == {"GraphOffloadTransformerLayer"}
+    assert all("GraphOffload" in kind for kind in kinds)
     # All layers but the last one's, whose backward follows.
     assert moved["core_attn"] == 2
     assert moved["qkv_linear"] == 2

@@ -36,6 +36,20 @@ CASES = {
     ),
     "mixed": (ModelCase("mixed", is_packed=True, micro_batch_size=1), ("attn", "moe_router")),
     "MLA": (ModelCase("mla", is_packed=True, micro_batch_size=1), ()),
+    "hybrid": (
+        ModelCase("hybrid", is_packed=True, micro_batch_size=1),
+        ("attn", "moe_router"),
+    ),
+    "hybrid, dense": (
+        ModelCase(
+            "hybrid",
+            num_layers=3,
+            is_packed=True,
+            micro_batch_size=1,
+            overrides={"num_moe_experts": None, "moe_ffn_hidden_size": None},
+        ),
+        ("attn", "mlp"),
+    ),
 }
 
 

@@ -42,6 +42,7 @@ class Backend(enum.Enum):
     auto = 5
 
 
+LAYERS = {"cuda_graph_impl": "transformer_engine"}
 IN_PARTS = {"context_parallel_size": 2, "calculate_per_token_loss": True}
 
 REFUSED: list[dict[str, Any]] = [
@@ -70,7 +71,15 @@ REFUSED: list[dict[str, Any]] = [
     {"experimental_attention_variant": "gated_delta_net"},
     {"attention_backend": "flash", "transformer_impl": "transformer_engine"},
     {"attention_backend": Backend.unfused, "transformer_impl": "transformer_engine"},
-    {"cuda_graph_impl": "transformer_engine"},
+    {"cuda_graph_impl": "local"},
+    {**LAYERS, "cuda_graph_warmup_steps": 0},
+    {**LAYERS, "apply_rope_fusion": False},
+    {**LAYERS, "apply_rope_fusion": False, "cuda_graph_modules": ["attn", "moe_router"]},
+    {**LAYERS, "fp8": "e4m3"},
+    {**LAYERS, "fp4": "e2m1"},
+    {**LAYERS, "overlap_moe_expert_parallel_comm": True},
+    {**LAYERS, "delay_wgrad_compute": True},
+    {**LAYERS, "fine_grained_activation_offloading": True, "offload_engine": "megatron"},
     {"position_embedding_type": "mrope"},
     {"mtp_num_layers": 1, **IN_PARTS},
     {"hybrid_layer_pattern": "*-/*-", **IN_PARTS},
@@ -98,6 +107,9 @@ ACCEPTED: list[dict[str, Any]] = [
     {"attention_backend": "fused", "transformer_impl": "transformer_engine"},
     {"attention_backend": "unfused", "transformer_impl": "local"},
     {"cuda_graph_impl": "none"},
+    LAYERS,
+    {**LAYERS, "apply_rope_fusion": False, "cuda_graph_modules": ["moe_router"]},
+    {"fp8": "e4m3", "apply_rope_fusion": False, "offload_engine": "megatron"},
     {"cuda_graph_granularity": "chunk"},
     {"sequence_packing": None, "cuda_graph_impl": "local", "mtp_num_layers": 1, **IN_PARTS},
 ]
