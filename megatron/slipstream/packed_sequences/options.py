@@ -246,7 +246,7 @@ PACKING_RULES: tuple[Rule, ...] = (
         _unsupported_in_layers(
             option,
             "the graphs of a layer would share quantized weights that each of them computes",
-            "train in bf16, or set cuda_graph_granularity=chunk instead of cuda_graph_impl",
+            "leave it out",
         )
         for option in ("fp8", "fp4")
     ),
