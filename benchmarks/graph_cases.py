@@ -129,8 +129,8 @@ GRAPH_CASES: tuple[Case, ...] = (
     ),
     _chunk(
         "chunk_dropless_long",
-        "the same with sequence 16384, micro-batch 1: its GPU is busy",
-        replace(MOE, seq_length=16384, micro_batch_size=1, sync_free_experts=True),
+        "the same with sequence 16384, micro-batch 1 and vocabulary 8192: its GPU is busy",
+        replace(MOE, seq_length=16384, micro_batch_size=1, vocab_size=8192, sync_free_experts=True),
         "core_attn expert_fc1",
         captured=None,
     ),

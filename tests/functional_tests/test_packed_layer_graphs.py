@@ -20,7 +20,7 @@ from replayed_gpt import LayersReplayed, compare_layers
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 FLAT_BYTES = 1 << 20
-"""Tolerance of the memory of tensors in the second half of a training."""
+"""By which the memory of tensors may grow in the second half of a training."""
 DROPLESS = {
     "moe_permute_fusion": True,
     "moe_router_enable_expert_bias": True,
@@ -70,8 +70,10 @@ def check(
         assert result.difference is None
         assert (result.moved_bytes > 0) == bool(offload_modules)
         assert result.num_poisoned == (sum(counts[1:]) if case.pp == 1 else 0)
-        half = result.allocated_bytes[len(result.allocated_bytes) // 2 :]
-        assert max(half) - min(half) <= FLAT_BYTES
+        # Every second iteration ends with an evaluation, whose exchanges leave some memory.
+        middle = len(result.allocated_bytes) // 2
+        before, after = result.allocated_bytes[1:middle], result.allocated_bytes[middle:]
+        assert max(after) - max(before) <= FLAT_BYTES
     return results
 
 
