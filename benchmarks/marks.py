@@ -27,6 +27,8 @@ MANAGER_METHODS = (
     "end_group",
     "start_on",
     "end_on",
+    "mark_output",
+    "mark_gradient",
     "__enter__",
     "__exit__",
     "flush_delayed_groups",

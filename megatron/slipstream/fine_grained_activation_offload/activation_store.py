@@ -45,7 +45,7 @@ from megatron.slipstream.fine_grained_activation_offload.storage import (
 )
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
-from megatron.slipstream.plan.trace import GroupKey
+from megatron.slipstream.plan.trace import GroupKey, StepKind
 
 MIN_KNOWN = 4096
 """Number of freed storages whose addresses are kept: none of them holds memory."""
@@ -91,10 +91,15 @@ class ActivationStore:
         self.end: Callable[..., Optional[torch.Tensor]] = _none_in_cpp
         """End a group, of an engine, on an output, of a name. Returns the marked output; None if
         C++ did not do it."""
+        self.mark_output: Callable[[Any, StepKind], bool] = _not_in_cpp
+        """Mark the output layer in forward, of an engine; likewise."""
+        self.mark_gradient: Callable[..., bool] = _not_in_cpp
+        """Mark the first gradient of a list of tensors, of an engine, with a kind; likewise."""
         if self._module is not None:
             module = self._module
             self.start, self.enter = module.start, module.enter
             self.leave, self.end = module.leave, module.end
+            self.mark_output, self.mark_gradient = module.mark_output, module.mark_gradient
         self._max_known = MIN_KNOWN
         """Above this number of addresses, those of freed storages are removed."""
         self._by_memory: dict[int, weakref.ref[SavedStorage]] = {}

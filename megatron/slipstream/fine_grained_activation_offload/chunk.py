@@ -55,6 +55,10 @@ class ChunkOffloadHandler:
         self.groups.append(group)
         return group
 
+    def find(self, place: int) -> Optional[OffloadTensorGroup]:
+        """The group at a place in the order of starts; None if it has not started."""
+        return self.groups[place] if 0 <= place < len(self.groups) else None
+
     def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:
         """Commit the innermost open group called ``name``; None if there is none.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
@@ -363,17 +363,21 @@ class OffloadEngine:
         Args:
             kind: OUTPUT_START or OUTPUT_END.
         """
+        if self.store.mark_output(self, kind):
+            return
         chunk = self._marked_pass()
         if chunk is not None:
             self._advance(kind, mark_of_no_group(chunk, kind))
 
-    def mark_gradient(self, kind: StepKind, tensors: Iterable[torch.Tensor]) -> None:
+    def mark_gradient(self, kind: StepKind, tensors: list[torch.Tensor]) -> None:
         """Mark where backward has the gradient of the first of these tensors, once.
 
         Args:
             kind: BACKWARD_START, OUTPUT_BACKWARD_START or OUTPUT_BACKWARD_END.
             tensors: Tensors of the running forward pass. Those without gradient are skipped.
         """
+        if self.store.mark_gradient(self, kind, tensors):
+            return
         chunk = self._marked_pass()
         if chunk is not None:
             mark = mark_of_no_group(chunk, kind)
@@ -388,7 +392,7 @@ class OffloadEngine:
     def _marked_pass(self) -> Optional[ChunkOffloadHandler]:
         """The running forward pass, if it has groups: otherwise nothing could move."""
         chunk = self._now.chunk
-        if chunk is None or not chunk.groups or self.graphs.is_capturing:
+        if chunk is None or chunk.find(0) is None or self.graphs.is_capturing:
             return None
         return chunk if self._is_training_forward() else None
 

@@ -57,5 +57,4 @@ class Iteration:
         """The group of that key; None if it has not started."""
         if key.chunk_pass >= len(self.passes):
             return None
-        groups = self.passes[key.chunk_pass].groups
-        return groups[key.group] if key.group < len(groups) else None
+        return self.passes[key.chunk_pass].find(key.group)

@@ -31,8 +31,12 @@ from megatron.slipstream.fine_grained_activation_offload.manager import (
 from megatron.slipstream.fine_grained_activation_offload.native import build, native_module
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.plan import selection
+from megatron.slipstream.plan.actions import ActionKind
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
 
+OUTPUT_MARKS = (StepKind.OUTPUT_START, StepKind.OUTPUT_END)
 BACKENDS = ["cpu, native", LAZY_NATIVE]
 
 
@@ -102,29 +106,38 @@ class Log(LazyCpuBackend):
         return super().allocate_device(nbytes, device)
 
 
-def log_of(is_native: bool, program: Sequence[tuple[str, int]]) -> list[tuple[Any, ...]]:
+Program = list[tuple[str, int]]
+
+
+def log_of(
+    is_native: bool, program: Program, make: Callable[[], Any] = make_chunks
+) -> list[tuple[Any, ...]]:
     backend = Log()
     manager = PipelineOffloadManager(backend, PolicyOptions(), is_native=is_native)
-    chunks = make_chunks(1)
+    chunks = make()
     for name, rows in program:
         run_schedule(chunks, SCHEDULES[name], manager, rows=rows)
     return backend.entries
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        [("1F1B first of two", 7)] * 4,
-        # Departures, and sizes that vary.
-        [("accumulation", 7), ("one micro-batch", 7), ("accumulation", 7), ("accumulation", 50)]
-        * 2,
-        [("1F1B first of four", 7), ("1F1B first of two", 7)] * 3,
-    ],
-    ids=["alike", "departures", "in turn"],
-)
-def test_both_issue_the_same_operations(program: list[tuple[str, int]]) -> None:
-    log = log_of(False, program)
-    assert log_of(True, program) == log
+PROGRAMS: dict[str, Program] = {
+    "alike": [("1F1B first of two", 7)] * 4,
+    # Departures, and sizes that vary.
+    "departures": [
+        ("accumulation", 7),
+        ("one micro-batch", 7),
+        ("accumulation", 7),
+        ("accumulation", 50),
+    ]
+    * 2,
+    "in turn": [("1F1B first of four", 7), ("1F1B first of two", 7)] * 3,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_both_issue_the_same_operations(name: str) -> None:
+    log = log_of(False, PROGRAMS[name])
+    assert log_of(True, PROGRAMS[name]) == log
     assert {entry[0] for entry in log} == {"record", "wait", "copy", "drop", "allocate"}
 
 
@@ -189,14 +202,154 @@ class MarkedChunk(torch.nn.Module):
         return x
 
 
+MANY_ROWS = 50
+
+
+class HeadedChunk(MarkedChunk):
+    """With an output layer, which large micro-batches pass twice, and its marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, manager: PipelineOffloadManager | None) -> torch.Tensor:
+        num_rows = len(x)
+        x = super().forward(x, manager)
+        for _ in range(2 if num_rows == MANY_ROWS else 1):
+            if manager is not None:
+                manager.mark_output(StepKind.OUTPUT_START)
+                manager.mark_gradient(StepKind.OUTPUT_BACKWARD_END, [x.detach(), x])
+            x = self.head(x)
+            if manager is not None:
+                manager.mark_output(StepKind.OUTPUT_END)
+                manager.mark_gradient(StepKind.OUTPUT_BACKWARD_START, [x])
+        # Backward has the gradient of the second one first, and of both if it reads both.
+        result = 2 * x
+        if manager is not None:
+            manager.mark_gradient(StepKind.BACKWARD_START, [x, result])
+        return x + result
+
+
 def marked_chunks() -> Any:
     torch.manual_seed(5)
     return [MarkedChunk()]
 
 
-def test_marks_of_a_followed_plan_are_not_python_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def headed_chunks() -> Any:
+    torch.manual_seed(5)
+    return [HeadedChunk()]
+
+
+@pytest.fixture
+def acts_between_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans release and reload at marks of no group where such a mark is next to the planned one.
+
+    Without times a plan has nothing to do there.
+    """
+    count_steps = selection._count_steps
+
+    def steps(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[int, int]]:
+        def is_of_none(index: int) -> bool:
+            return 0 <= index < len(trace.steps) and not trace.steps[index].is_of_group
+
+        return {
+            key: (free_step + is_of_none(free_step + 1), h2d_step - is_of_none(h2d_step - 1))
+            for key, (free_step, h2d_step) in count_steps(trace, options).items()
+        }
+
+    monkeypatch.setattr(selection, "_count_steps", steps)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_both_issue_the_same_operations_with_marks_in_cpp(name: str) -> None:
+    log = log_of(False, PROGRAMS[name], marked_chunks)
+    assert log_of(True, PROGRAMS[name], marked_chunks) == log
+
+
+@pytest.mark.usefixtures("acts_between_groups")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_both_issue_the_same_operations_at_marks_of_no_group(name: str) -> None:
+    log = log_of(False, PROGRAMS[name], headed_chunks)
+    assert log_of(True, PROGRAMS[name], headed_chunks) == log
+
+
+@pytest.mark.usefixtures("acts_between_groups")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_right_with_marks_of_no_group_in_cpp(name: str) -> None:
+    manager, chunks = make_manager(LAZY_NATIVE), headed_chunks() * 2
+    for _ in range(5):
+        assert is_right(manager, SCHEDULES[name], chunks)
+    plan = manager.plan
+    assert plan is not None
+    acted = {
+        (step.kind, action.kind)
+        for step, actions in zip(plan.trace.steps, plan.actions, strict=True)
+        for action in actions
+        if not step.is_of_group
+    }
+    assert (StepKind.OUTPUT_BACKWARD_END, ActionKind.H2D) in acted
+    assert (StepKind.OUTPUT_START, ActionKind.FREE) in acted
+
+
+def test_a_departure_at_a_mark_of_no_group_goes_on_in_python(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    manager, chunks = make_manager(LAZY_NATIVE), headed_chunks()
+    for rows in (7, 7, 7, MANY_ROWS):
+        with caplog.at_level(logging.INFO):
+            assert is_right(manager, SCHEDULES["accumulation"], chunks, rows=rows)
+    departures = [text for text in caplog.messages if "is not in the plan" in text]
+    assert len(departures) == 1
+    assert "0.output_layer:OS" in departures[0]
+    assert manager.plan is not None
+    keys = {step.key.group for step in manager.plan.trace.steps if step.kind in OUTPUT_MARKS}
+    assert keys == {-2, -3}, "of the first call and of the second"
+
+
+def test_gradients_mark_once_and_only_in_their_iteration() -> None:
+    manager, (chunk,) = make_manager(LAZY_NATIVE), headed_chunks()
+    for _ in range(4):
+        assert is_right(manager, SCHEDULES["one micro-batch"], [chunk])
+    num_planned = len(manager.plan.trace.steps) if manager.plan is not None else 0
+    x = torch.randn(7, WIDTH, requires_grad=True)
+    output = chunk(x, manager)
+    assert manager._now.steps is not None
+    output.sum().backward(retain_graph=True)
+    assert manager._now.num_steps == num_planned
+    output.sum().backward(retain_graph=True)
+    assert manager._now.num_steps == num_planned
+    assert manager._now.steps is not None, "no mark has departed from the plan"
+    manager.reset()
+    late = chunk(x, manager)
+    manager.reset()
+    running = chunk(x, manager)
+    num_steps = manager._now.num_steps
+    late.sum().backward()
+    assert manager._now.num_steps == num_steps
+    running.sum().backward()
+    manager.reset()
+
+
+def test_a_gradient_of_a_leaf_is_marked_in_python() -> None:
+    """As the input of an output layer that is alone on its stage."""
+    manager, (chunk,) = make_manager(LAZY_NATIVE), marked_chunks()
+    marks = []
+    for _ in range(4):
+        x, leaf = (torch.randn(7, WIDTH, requires_grad=True) for _ in range(2))
+        output = chunk(x, manager)
+        manager.mark_gradient(StepKind.BACKWARD_START, [leaf])
+        (output + leaf).sum().backward()
+        marks.append(manager._now.num_steps)
+        manager.reset()
+    assert marks == [4 * 4 + 1] * 4
+
+
+@pytest.mark.parametrize("make", [marked_chunks, headed_chunks])
+def test_marks_of_a_followed_plan_are_not_python_s(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Except the start of an iteration's first group, which chooses the plan, and its end."""
-    chunks, schedule = marked_chunks(), SCHEDULES["1F1B first of two"]
+    chunks, schedule = make(), SCHEDULES["1F1B first of two"]
     calls: list[str] = []
     come_to, enter_region = PlanExecutor.come_to, PipelineOffloadManager._enter_region
 

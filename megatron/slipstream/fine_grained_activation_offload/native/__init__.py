@@ -27,7 +27,7 @@ from megatron.slipstream.fine_grained_activation_offload.host_pool import HostMe
 from megatron.slipstream.fine_grained_activation_offload.native.build import BuildError, load
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
 from megatron.slipstream.plan.host_layout import size_class_bytes
-from megatron.slipstream.plan.trace import GroupKey, StepKind
+from megatron.slipstream.plan.trace import BACKWARD, OUTPUT_LAYER, GroupKey, Step, StepKind
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,11 @@ def native_module() -> Optional[Any]:
         HostMemoryFull,
         GroupKey,
         GroupLabel,
+        Step,
         KINDS_OF_MARKS,
+        StepKind.OUTPUT_START,
+        StepKind.BACKWARD_START,
+        OUTPUT_LAYER,
+        BACKWARD,
     )
     return module

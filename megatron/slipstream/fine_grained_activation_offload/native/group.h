@@ -9,7 +9,13 @@
 
 namespace slipstream {
 
-class Group {
+// Where a mark is: in a group, or in none. The key and the name of a `Step`.
+struct Place {
+  int64_t chunk_pass, group;
+  py::object name;
+};
+
+class Group : public std::enable_shared_from_this<Group> {
  public:
   Group(py::object label, int64_t min_numel)
       : serial(next_serial_++), min_numel(min_numel), label_(std::move(label)) {
@@ -53,6 +59,8 @@ class Group {
   }
 
   py::object key() { return label()[py::int_(0)]; }
+
+  Place place() const { return {chunk_pass, index, name}; }
 
   // A storage that the group saved. Autograd owns it.
   struct Held {

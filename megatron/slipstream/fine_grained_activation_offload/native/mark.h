@@ -86,6 +86,12 @@ class MarkHook : public torch::autograd::FunctionPreHook {
   Callback callback_;
 };
 
+// Has the calls made before the hooks of `node`, where the gradient of its result is there: as a
+// hook on that result.
+inline void call_at_gradient(torch::autograd::Node& node, Callback callback) {
+  node.add_tensor_pre_hook(std::make_unique<MarkHook>(std::move(callback)));
+}
+
 // Newer releases of torch count the references of a node in the node.
 template <typename Node, typename... Arguments>
 auto make_node(Arguments&&... arguments) {

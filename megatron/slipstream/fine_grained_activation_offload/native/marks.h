@@ -1,8 +1,8 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The marks of groups in an iteration that follows its plan, where nothing is measured: the methods
-// of those names in engine.py and manager.py are the reference. `engine` is a
-// `PipelineOffloadManager`. Where anything is out of the ordinary, they leave it to Python.
+// The marks of an iteration that follows its plan, where nothing is measured: the methods of those
+// names in engine.py and manager.py are the reference. `engine` is a `PipelineOffloadManager`.
+// Where anything is out of the ordinary, they leave it to Python.
 
 #pragma once
 
@@ -23,11 +23,17 @@ class Marks {
     Store& store = *steps.store;
     const auto group = chunk_pass->open_group(name);
     group->is_planned = true;
-    now.set_nothing_started();
+    now.set_started(py::none());
     store.started = group;
     store.kept_in = steps.tracks(*group) ? py::none() : steps.trace;
     ++store.modules[name].num_groups;
-    advance(engine, now, python->forward_start, group);
+    advance(engine, now, python->forward_start, *group);
+    if (!now.follows_steps()) {  // It has departed from its plan, so Python enters the region.
+      group->is_planned = false;
+      store.started = nullptr;
+      store.kept_in = py::none();
+      now.set_started(py::cast(group));
+    }
     call_before(tensor, Callback([engine, group] { leave(engine, group); }));
     return true;
   }
@@ -53,11 +59,56 @@ class Marks {
     const auto group = chunk_pass->commit_group(name);
     if (!group) return tensor;
     if (group->untracked_in.is_none()) Store::commit(*group);
-    advance(engine, now, python->forward_commit, group);
+    advance(engine, now, python->forward_commit, *group);
     return mark(tensor, Callback([engine, group] { use(engine, group); }));
   }
 
+  // Forward reaches the output layer, or has computed it. False, with nothing done, if Python has
+  // to do it.
+  static bool mark_output(const py::object& engine, const py::object& kind) {
+    Iteration now(GET(engine, "_now"));
+    Pass* chunk_pass = current_pass(now);
+    if (chunk_pass == nullptr || chunk_pass->groups.empty()) return false;
+    advance(engine, now, kind, place_of(*chunk_pass, kind));
+    return true;
+  }
+
+  // Mark where backward has the gradient of the first of `tensors`, a list, once. False, with
+  // nothing done, if Python has to do it.
+  static bool mark_gradient(const py::object& engine, const py::object& kind,
+                            const py::object& tensors) {
+    const Iteration now(GET(engine, "_now"));
+    Pass* chunk_pass = current_pass(now);
+    if (chunk_pass == nullptr || chunk_pass->groups.empty() || !PyList_CheckExact(tensors.ptr())) {
+      return false;
+    }
+    std::vector<Node*> nodes;
+    for (const auto& item : py::reinterpret_borrow<py::list>(tensors)) {
+      const auto object = py::reinterpret_borrow<py::object>(item);
+      if (!is_torch_tensor(object)) return false;
+      const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+      if (!tensor.requires_grad()) continue;
+      if (!tensor.grad_fn()) return false;  // A leaf has no node of its own.
+      nodes.push_back(tensor.grad_fn().get());
+    }
+    const auto arrival = std::make_shared<Arrival>(
+        Arrival{py::reinterpret_borrow<py::object>(now.chunk()), place_of(*chunk_pass, kind)});
+    for (Node* node : nodes) {
+      call_at_gradient(*node, Callback([engine, kind, arrival] { come(engine, kind, *arrival); }));
+    }
+    return true;
+  }
+
  private:
+  using Node = torch::autograd::Node;
+
+  // The first of several gradients, which backward may reach twice.
+  struct Arrival {
+    py::object chunk_pass;
+    Place place;
+    bool is_over = false;
+  };
+
   // The pass that forward is in; null where marks are not the plan's. While offloading is
   // suspended, or layers are captured, no steps are followed.
   static Pass* current_pass(const Iteration& now) {
@@ -80,7 +131,24 @@ class Marks {
     Iteration now(GET(engine, "_now"));
     if (group->state != from || !is_current(now, *group)) return;
     group->move_to(to);
-    advance(engine, now, kind, group);
+    advance(engine, now, kind, *group);
+  }
+
+  // A mark of no group: `mark_of_no_group` in chunk.py.
+  static Place place_of(Pass& chunk_pass, const py::object& kind) {
+    if (kind.ptr() == python->backward_start.ptr()) return {chunk_pass.index, -1, python->backward};
+    if (kind.ptr() == python->output_start.ptr()) ++chunk_pass.num_outputs;
+    return {chunk_pass.index, -1 - chunk_pass.num_outputs, python->output_layer};
+  }
+
+  // Backward has a gradient that is marked.
+  static void come(const py::object& engine, const py::object& kind, Arrival& arrival) {
+    const HostTime time(HostTime::AUTOGRAD);
+    Iteration now(GET(engine, "_now"));
+    if (std::exchange(arrival.is_over, true)) return;
+    if (now.has_pass(arrival.place.chunk_pass, arrival.chunk_pass)) {
+      advance(engine, now, kind, arrival.place);
+    }
   }
 
   // Backward needs the group from here on.
@@ -94,15 +162,28 @@ class Marks {
   }
 
   static void advance(const py::object& engine, Iteration& now, const py::object& kind,
-                      const std::shared_ptr<Group>& group) {
-    if (now.follows_steps()) {
-      const size_t index = now.num_steps();
-      now.set_num_steps(index + 1);
-      const auto executor = [&engine] { return GET(engine, "_executor"); };
-      if (inside<Steps>(now.steps()).come_to(executor, now, index, kind, *group)) return;
-      now.set_num_steps(index);
-    }
-    engine.attr("_advance")(kind, group);
+                      Group& group) {
+    if (is_planned(engine, now, kind, group.place())) return;
+    engine.attr("_advance")(kind, group.shared_from_this());
+  }
+
+  static void advance(const py::object& engine, Iteration& now, const py::object& kind,
+                      const Place& place) {
+    if (is_planned(engine, now, kind, place)) return;
+    const py::object key = python->group_key(place.chunk_pass, place.group);
+    engine.attr("_advance")(kind, python->step(kind, key, place.name));
+  }
+
+  // Performs the step. False, with nothing done, if the plan has another one or there is none.
+  static bool is_planned(const py::object& engine, Iteration& now, const py::object& kind,
+                         const Place& place) {
+    if (!now.follows_steps()) return false;
+    const size_t index = now.num_steps();
+    now.set_num_steps(index + 1);
+    const auto executor = [&engine] { return GET(engine, "_executor"); };
+    if (inside<Steps>(now.steps()).come_to(executor, now, index, kind, place)) return true;
+    now.set_num_steps(index);
+    return false;
   }
 };
 

@@ -268,6 +268,7 @@ void bind_pass(py::module_& module) {
                                for (const auto& group : chunk_pass.groups) groups.append(group);
                                return groups;
                              })
+      .def("find", &Pass::find)
       .def("open_group", &Pass::open_group)
       .def("commit_group", &Pass::commit_group)
       .def("used_before", &Pass::used_before)
@@ -332,6 +333,14 @@ py::object leave(const py::object* given) { return py::bool_(Regions::leave(give
 
 py::object end(const py::object* given) { return Marks::end(given[0], given[1], given[2]); }
 
+py::object mark_output(const py::object* given) {
+  return py::bool_(Marks::mark_output(given[0], given[1]));
+}
+
+py::object mark_gradient(const py::object* given) {
+  return py::bool_(Marks::mark_gradient(given[0], given[1], given[2]));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -339,7 +348,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                              py::object bytes, py::object empty_if_hidden, py::object refill,
                              py::object parameter, py::object size_class_bytes,
                              py::object host_memory_full, py::object group_key,
-                             py::object group_label, const py::list& step_kinds) {
+                             py::object group_label, py::object step,
+                             const py::list& step_kinds, py::object output_start,
+                             py::object backward_start, py::object output_layer,
+                             py::object backward) {
     python = new Python();
     for (int index = 0; index < kNumResidences; ++index) {
       python->residences[index] = residences[index];
@@ -355,10 +367,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     python->host_memory_full = std::move(host_memory_full);
     python->group_key = std::move(group_key);
     python->group_label = std::move(group_label);
+    python->step = std::move(step);
     python->forward_start = step_kinds[0];
     python->forward_commit = step_kinds[1];
     python->backward_use = step_kinds[2];
     python->backward_end = step_kinds[3];
+    python->output_start = std::move(output_start);
+    python->backward_start = std::move(backward_start);
+    python->output_layer = std::move(output_layer);
+    python->backward = std::move(backward);
   });
   bind_waits(module);
   bind_host_layout(module);
@@ -385,8 +402,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         HostTime::nanoseconds[0] = HostTime::nanoseconds[1] = 0;
         return taken;
       });
-  static PyMethodDef marks[] = {fast_method<3, start>("start"), fast_method<1, enter>("enter"),
-                                fast_method<1, leave>("leave"), fast_method<3, end>("end")};
+  static PyMethodDef marks[] = {fast_method<3, start>("start"),
+                                fast_method<1, enter>("enter"),
+                                fast_method<1, leave>("leave"),
+                                fast_method<3, end>("end"),
+                                fast_method<2, mark_output>("mark_output"),
+                                fast_method<3, mark_gradient>("mark_gradient")};
   for (auto& definition : marks) {
     module.attr(definition.ml_name) =
         py::reinterpret_steal<py::object>(PyCFunction_New(&definition, nullptr));

@@ -26,6 +26,11 @@ class Pass {
     return group;
   }
 
+  // The group at a place in the order of starts; null if it has not started.
+  std::shared_ptr<Group> find(int64_t place) const {
+    return 0 <= place && place < static_cast<int64_t>(groups.size()) ? groups[place] : nullptr;
+  }
+
   // Commit the innermost open group of that name; null if there is none.
   std::shared_ptr<Group> commit_group(const py::object& name) {
     for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
@@ -63,11 +68,6 @@ class Pass {
   bool awaits_backward() const {
     return std::any_of(groups.begin(), groups.end(),
                        [](const std::shared_ptr<Group>& group) { return group->is_alive(); });
-  }
-
-  bool has(const Group& group) const {
-    return group.index >= 0 && group.index < static_cast<int64_t>(groups.size()) &&
-           groups[group.index].get() == &group;
   }
 
  private:

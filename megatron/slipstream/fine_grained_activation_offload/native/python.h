@@ -28,9 +28,12 @@ constexpr int kNumGroupStates = 4;
 struct Python {
   py::object residences[kNumResidences], group_states[kNumGroupStates];
   py::object bytes, empty_if_hidden, refill, parameter, size_class_bytes, host_memory_full;
-  py::object group_key, group_label;
-  // Of `StepKind`: the marks of a group.
+  py::object group_key, group_label, step;
+  // Of `StepKind`: the marks of a group, and those of no group that are not all alike.
   py::object forward_start, forward_commit, backward_use, backward_end;
+  py::object output_start, backward_start;
+  // The names of the marks of no group.
+  py::object output_layer, backward;
 };
 inline Python* python = nullptr;
 

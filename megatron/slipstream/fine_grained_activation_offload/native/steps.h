@@ -23,9 +23,13 @@ struct Action {
 
 struct Step {
   py::object kind;
-  int64_t chunk_pass, group;
-  py::object name;
+  Place place;
   std::vector<Action> actions;
+
+  bool is_at(const py::object& other_kind, const Place& other) const {
+    return kind.ptr() == other_kind.ptr() && place.chunk_pass == other.chunk_pass &&
+           place.group == other.group && is_same(place.name, other.name);
+  }
 };
 
 // The running iteration: `Iteration` in iteration.py.
@@ -40,7 +44,7 @@ class Iteration {
   py::handle passes() const { return slots().passes.get(object_); }
   py::handle chunk() const { return slots().chunk.get(object_); }
   bool has_started() const { return !slots().started.get(object_).is_none(); }
-  void set_nothing_started() { slots().started.set(object_, py::none()); }
+  void set_started(py::object group) { slots().started.set(object_, std::move(group)); }
   bool has_layout() const { return slots().has_layout.get(object_).ptr() == Py_True; }
 
   size_t num_steps() const {
@@ -50,6 +54,11 @@ class Iteration {
   }
 
   void set_num_steps(size_t number) { slots().num_steps.set(object_, py::int_(number)); }
+
+  bool has_pass(int64_t index, const py::object& chunk_pass) const {
+    PyObject* all = passes().ptr();
+    return index < PyList_GET_SIZE(all) && PyList_GET_ITEM(all, index) == chunk_pass.ptr();
+  }
 
   // The group of that key; null if it has not started.
   Group* find(int64_t chunk_pass, int64_t index) const {
@@ -90,7 +99,7 @@ class Steps {
       : store(std::move(store)), trace(std::move(trace)) {
     for (const auto& item : steps) {
       const auto fields = py::reinterpret_borrow<py::tuple>(item);
-      Step step{fields[0], number(fields[1], 0), number(fields[1], 1), fields[2], {}};
+      Step step{fields[0], place_of(fields[1], fields[2]), {}};
       for (const auto& action : py::object(fields[3])) {
         const auto parts = py::reinterpret_borrow<py::tuple>(action);
         step.actions.push_back({static_cast<ActionKind>(parts[0].cast<int>()), number(parts[1], 0),
@@ -120,14 +129,9 @@ class Steps {
   // `executor` performs in Python what is rare.
   template <typename Executor>
   bool come_to(const Executor& executor, const Iteration& now, size_t index, const py::object& kind,
-               const Group& group) const {
-    if (index >= steps_.size()) return false;
-    const Step& step = steps_[index];
-    if (step.kind.ptr() != kind.ptr() || step.chunk_pass != group.chunk_pass ||
-        step.group != group.index || !is_same(step.name, group.name)) {
-      return false;
-    }
-    perform_all(executor, now, step);
+               const Place& place) const {
+    if (index >= steps_.size() || !steps_[index].is_at(kind, place)) return false;
+    perform_all(executor, now, steps_[index]);
     return true;
   }
 
@@ -135,23 +139,18 @@ class Steps {
   bool come_to_any(const py::object& executor, const py::object& now, size_t index,
                    const py::object& kind, const py::object& at) const {
     const auto given = [&executor] { return executor; };
-    if (py::isinstance<Group>(at)) {
-      return come_to(given, Iteration(now), index, kind, at.cast<const Group&>());
-    }
-    if (index >= steps_.size()) return false;
-    const Step& step = steps_[index];
-    const py::object key = at.attr("key");
-    if (step.kind.ptr() != kind.ptr() || step.chunk_pass != number(key, 0) ||
-        step.group != number(key, 1) || !is_same(step.name, at.attr("name"))) {
-      return false;
-    }
-    perform_all(given, Iteration(now), step);
-    return true;
+    const Place place = py::isinstance<Group>(at) ? at.cast<const Group&>().place()
+                                                  : place_of(at.attr("key"), at.attr("name"));
+    return come_to(given, Iteration(now), index, kind, place);
   }
 
  private:
   static int64_t number(const py::object& key, int place) {
     return py::reinterpret_borrow<py::tuple>(key)[place].cast<int64_t>();
+  }
+
+  static Place place_of(const py::object& key, py::object name) {
+    return {number(key, 0), number(key, 1), std::move(name)};
   }
 
   template <typename Executor>
