@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron.slipstream.fine_grained_activation_offload.manager import (
     PipelineOffloadManager,
     RegionFlag,
 )
+from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
 from megatron.slipstream.fine_grained_activation_offload.native import build, native_module
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
@@ -175,6 +177,27 @@ def test_an_engine_goes_with_its_last_graph_and_needs_no_garbage_collector(backe
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_groups_do_not_outlive_their_iteration() -> None:
+    """Each refers to its name. The last ones may be kept until others start."""
+    manager, (chunk,) = make_manager(LAZY_NATIVE), headed_chunks()
+    num_references = []
+    name = "".join(["a ", "name"])
+    for _ in range(12):
+        x = torch.randn(7, WIDTH, requires_grad=True)
+        output = chunk(x, manager)
+        with offload_group(manager, name) as group:
+            output = torch.tanh(2 * output)
+        output = group.commit(output)
+        manager.start_on(output, name)
+        with manager:
+            output = torch.tanh(2 * output)
+        manager.end_on(output, name).sum().backward()
+        manager.reset()
+        num_references.append(sys.getrefcount(name))
+    assert manager.report.total.num_groups_moved > 0
+    assert len(set(num_references[-6:])) == 1
 
 
 class MarkedChunk(torch.nn.Module):

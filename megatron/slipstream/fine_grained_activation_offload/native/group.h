@@ -66,8 +66,8 @@ class Group : public std::enable_shared_from_this<Group> {
   struct Held {
     std::weak_ptr<Storage> storage;
     int64_t serial;
-    // The group that saved it first.
-    std::shared_ptr<Group> owner;
+    // The key of the group that saved it first. Not that group, which may be the one that holds it.
+    int64_t owner_pass, owner_index;
     // What a copy of it would move, as of the commit; -1 before.
     int64_t nbytes;
   };
@@ -91,7 +91,8 @@ class Group : public std::enable_shared_from_this<Group> {
   }
 
   void hold(const std::shared_ptr<Storage>& storage) {
-    held.push_back({storage, storage->serial, storage->owner, -1});
+    const Group& owner = *storage->owner;
+    held.push_back({storage, storage->serial, owner.chunk_pass, owner.index, -1});
   }
 
   bool is_alive() const {

@@ -203,7 +203,8 @@ void bind_group(py::module_& module) {
                              [](const Group& group) {
                                py::dict held;
                                for (const auto& item : group.held) {
-                                 held[py::int_(item.serial)] = item.owner->key();
+                                 held[py::int_(item.serial)] =
+                                     python->group_key(item.owner_pass, item.owner_index);
                                }
                                return held;
                              })
