@@ -80,7 +80,7 @@ class ActivationStore:
             self.native = self._module.Store(backend, *arguments)
             self.saved_type = self._module.SavedTensor
             self.make_group = self._module.OffloadTensorGroup
-            self.make_pass = self._module.ChunkOffloadHandler
+            self.make_pass = self.native.make_pass
         self.start: Callable[..., bool] = _not_in_cpp
         """Start a group, of an engine, with an input, of a name. Returns whether C++ did it; it
         does where nothing is out of the ordinary."""

@@ -243,8 +243,9 @@ class OffloadEngine:
             self._finish_iteration()
         elif now.trial is not None or (now.has_begun and self.graphs.modules):
             self._finish_without_marks()
-        # Also without marks, as without gradients, or if a chunk is replayed as one graph.
-        self._now = Iteration()
+        if self._now is now:
+            # Without marks, as without gradients, or if a chunk is replayed as one graph.
+            self._now = Iteration()
 
     def _stays(self, group: OffloadTensorGroup) -> bool:
         """Whether the plan keeps the group, so that its saved tensors need not be tracked."""
@@ -459,14 +460,17 @@ class OffloadEngine:
         if plan is None:
             # Departed, or ended before the plan did: another plan may still match it.
             plan = self._cache.find(StepsKey(tuple(self._recorder.steps))) or self._make_plan()
-        self._cache.note_order(plan, now.num_entered)
         self._tuner.read_clocks()
-        # The plan for the same steps, which may have been rebuilt.
-        self._last_plan = self._cache.find(plan.trace.steps_key)
-        self._next_plan = self._cache.plan_after(plan)
+        is_next = plan is self._last_plan and plan is self._next_plan
+        if not (is_next and self._cache.is_repeated(plan, now.num_entered)):
+            self._cache.note_order(plan, now.num_entered)
+            # The plan for the same steps, which may have been rebuilt.
+            self._last_plan = self._cache.find(plan.trace.steps_key)
+            self._next_plan = self._cache.plan_after(plan)
         self._report.is_left_out = False
         self._note_iteration()
-        self._stop_verifying()
+        if self.store.verifier is not None:
+            self._stop_verifying(self.store.verifier)
         self._counted = self._clear_iteration()
         # The allocator is read at every mark only while its readings are needed.
         self._recorder.reads_memory = False
@@ -481,9 +485,8 @@ class OffloadEngine:
         if self._tuner.change_options(options):
             self._executor.leave_plan(self._now, self._now.num_steps)
 
-    def _stop_verifying(self) -> None:
-        verifier = self.store.verifier
-        if verifier is not None and self._report.num_iterations >= self._num_verified_iterations:
+    def _stop_verifying(self, verifier: Verifier) -> None:
+        if self._report.num_iterations >= self._num_verified_iterations:
             verifier.stop()
             self.store.verifier = None
             logger.info(

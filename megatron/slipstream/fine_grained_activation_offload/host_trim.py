@@ -57,13 +57,15 @@ class HostTrimmer:
 
     def end_iteration(self, plan: Optional[Plan]) -> None:
         """Call at the end of an iteration like that of ``plan``."""
+        if self._is_decided and self._num_plans == self._report.num_plans:
+            return
         pool = self._store.host_pool
         peak_in_use = pool.take_peak_in_use()
         if self._num_plans != self._report.num_plans:
             self._num_plans = self._report.num_plans
             self._is_decided = self._num_times == MAX_TIMES
             self._num_alike = 0
-        elif not self._is_decided and plan is not None:
+        elif plan is not None:
             self._num_alike = self._num_alike + 1 if peak_in_use == plan.peak_host_bytes else 0
             if (
                 self._num_alike >= NUM_ALIKE

@@ -157,9 +157,11 @@ class PipelineOffloadManager(OffloadEngine):
 
     def reset(self, **_: Any) -> None:
         """Called by the schedule after a whole forward-backward pass, or a forward-only one."""
-        self.flush_delayed_groups()
+        if self._delayed:
+            self.flush_delayed_groups()
         self.graphs.close()
-        self._warn_of_no_groups()
+        if not self._now.num_steps:
+            self._warn_of_no_groups()
         self.end_iteration()
 
     def disable_offload(self) -> None:
@@ -265,7 +267,7 @@ class PipelineOffloadManager(OffloadEngine):
 
     def _warn_of_no_groups(self) -> None:
         now = self._now
-        is_empty = now.has_begun and not now.num_steps and not self.graphs.modules
+        is_empty = now.has_begun and not self.graphs.modules
         if is_empty and now.trial is None and self.wanted_modules and self.do_offload:
             if not self._has_warned_of_no_groups:
                 logger.warning(

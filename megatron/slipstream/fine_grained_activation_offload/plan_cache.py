@@ -25,6 +25,9 @@ class PlanCache:
         """The most recently used entry is last."""
         self._last_steps: Optional[StepsKey] = None
         """Steps of the last iteration that had marks."""
+        self._newest: Optional[PlanEntry] = None
+        """The entry of the last iteration, found without hashing; None if entries have changed
+        since."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -32,10 +35,11 @@ class PlanCache:
     def clear(self) -> None:
         """Drop all plans."""
         self._entries.clear()
-        self._last_steps = None
+        self._last_steps = self._newest = None
 
     def put(self, entry: PlanEntry) -> None:
         """Replace the plan for the same steps."""
+        self._newest = None
         steps = entry.plan.trace.steps_key
         before = self._entries.pop(steps, None)
         if before is not None:
@@ -46,10 +50,14 @@ class PlanCache:
 
     def forget(self, plan: Plan) -> None:
         """Drop the plan for these steps, so that their next iteration makes a new one."""
+        self._newest = None
         self._entries.pop(plan.trace.steps_key, None)
 
     def entry_of(self, plan: Optional[Plan]) -> Optional[PlanEntry]:
         """The entry of a plan; None if it was dropped."""
+        newest = self._newest
+        if newest is not None and newest.plan is plan:
+            return newest
         entry = self._entries.get(plan.trace.steps_key) if plan is not None else None
         return entry if entry is not None and entry.plan is plan else None
 
@@ -81,6 +89,18 @@ class PlanCache:
                 return entry.plan
         return None
 
+    def is_repeated(self, plan: Plan, num_passes: int) -> bool:
+        """Whether an iteration like this changes nothing: the last two were like it.
+
+        Args:
+            plan: Its plan.
+            num_passes: Number of times that forward entered a model chunk.
+        """
+        entry = self._newest
+        if entry is None or entry.plan is not plan or entry.num_passes != num_passes:
+            return False
+        return entry.is_followed_by_itself
+
     def note_order(self, plan: Plan, num_passes: int) -> None:
         """Note that an iteration had the steps of ``plan``.
 
@@ -93,7 +113,7 @@ class PlanCache:
         if before is not None:
             before.followed_by = (before.followed_by[1], steps)
         self._last_steps = steps
-        entry = self._entries.pop(steps, None)
+        entry = self._newest = self._entries.pop(steps, None)
         if entry is not None:
             entry.num_passes = num_passes
             self._entries[steps] = entry

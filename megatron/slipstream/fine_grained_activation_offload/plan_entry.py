@@ -67,6 +67,8 @@ class Phase(enum.Enum):
     SETTLED = "nothing more is measured"
     DECLINED = "nothing can move within the allowed overhead: the engine is left out"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function.
+
     @property
     def is_last(self) -> bool:
         """Whether no other phase follows."""
@@ -150,6 +152,12 @@ class PlanEntry:
         if self.steps is None:
             self.steps = compile_steps(self.plan)
         return self.steps
+
+    @property
+    def is_followed_by_itself(self) -> bool:
+        """Whether the last two iterations after one like this were like this too."""
+        steps = self.plan.trace.steps_key
+        return self.followed_by[0] is steps and self.followed_by[1] is steps
 
     @property
     def num_moving(self) -> int:

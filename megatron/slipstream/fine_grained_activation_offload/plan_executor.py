@@ -129,7 +129,8 @@ class PlanExecutor:
 
     def stop_measuring(self, now: Iteration) -> None:
         """Stop measuring this iteration."""
-        now.probe = self.store.copy_streams.timings = None
+        if now.probe is not None:
+            now.probe = self.store.copy_streams.timings = None
 
     def clear(self, now: Iteration) -> None:
         """Call when the iteration has ended, or is dropped."""

@@ -153,7 +153,7 @@ class Recorder:
         self.reads_memory = True
         """Whether to read the allocator at every mark: tens of microseconds each, and see [Note:
         The recorder resets the peak counter]."""
-        self.clear()
+        self._begin()
 
     def watch_gradients(self) -> None:
         """Track new gradients in the iteration that begins, if memory is read."""
@@ -162,6 +162,10 @@ class Recorder:
 
     def clear(self) -> None:
         """Clear the iteration, but keep the records of storages."""
+        if self.steps or self.reads_memory:  # else nothing has been recorded
+            self._begin()
+
+    def _begin(self) -> None:
         self.steps: list[Step] = []
         self._away: dict[int, _Away] = {}
         """Absences by serial number; only while memory is read."""

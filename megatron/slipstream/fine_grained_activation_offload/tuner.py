@@ -331,7 +331,10 @@ class Tuner:
 
     def read_clocks(self) -> None:
         """Read the times of finished iterations, and rebuild plans once there are enough."""
-        self._read_trials()
+        if self._trials_to_read:
+            self._read_trials()
+        if not self._read_later:
+            return
         later, self._read_later = self._read_later, []
         for plan, clock in later:
             times = clock.read()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
 
@@ -15,7 +16,8 @@ from toy_model import make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
-from megatron.slipstream.fine_grained_activation_offload.plan_cache import MAX_PLANS
+from megatron.slipstream.fine_grained_activation_offload.plan_cache import MAX_PLANS, PlanCache
+from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.report_page.findings import findings
@@ -202,6 +204,33 @@ def test_a_run_that_ends_without_the_engine_tells_what_moved_with_it() -> None:
             assert "Nothing moves" not in problems(engine)
         moved = engine.report.d2h_bytes
     assert seen
+
+
+def test_only_an_iteration_like_the_last_two_leaves_the_cache_as_it_is() -> None:
+    manager = make_engine()
+    run(manager, [1, 2])
+    one, two = manager._cache.plans()
+    cache = PlanCache()
+    for plan in (one, two):
+        cache.put(PlanEntry(plan))
+    is_repeated = []
+    for plan in (one, one, one, two, one, one, one):
+        cache.note_order(plan, 1)
+        is_repeated.append(cache.is_repeated(one, 1))
+    assert is_repeated == [False, False, True, False, False, False, True]
+    assert not cache.is_repeated(one, 2), "another number of passes"
+    assert not cache.is_repeated(two, 1)
+    again = PlanEntry(replace(one))
+    cache.put(again)
+    assert not cache.is_repeated(one, 1)
+    assert cache.entry_of(one) is None
+    assert cache.entry_of(again.plan) is again
+    cache.note_order(again.plan, 1)
+    cache.forget(again.plan)
+    assert cache.entry_of(again.plan) is None
+    cache.note_order(two, 1)
+    cache.clear()
+    assert cache.entry_of(two) is None
 
 
 def test_the_plan_that_was_used_last_is_forgotten_last() -> None:

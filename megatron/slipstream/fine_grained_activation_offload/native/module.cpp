@@ -256,7 +256,6 @@ void bind_pass(py::module_& module) {
   py::class_<Pass> pass_class(module, "ChunkOffloadHandler");
   class_of<Pass> = reinterpret_cast<PyTypeObject*>(pass_class.ptr());
   pass_class
-      .def(py::init<int64_t, int64_t, int64_t, int64_t>())
       .def_readonly("index", &Pass::index)
       .def_readonly("vp_stage", &Pass::vp_stage)
       .def_readonly("min_offloaded_tensor_size", &Pass::min_numel)
@@ -286,6 +285,11 @@ void bind_store(py::module_& module) {
       .def(py::init<const py::object&, std::shared_ptr<Waits>, py::object, py::object,
                     py::object>())
       .def_readwrite("pool", &Store::pool)
+      .def("make_pass",
+           [](Store& store, int64_t index, int64_t vp_stage, int64_t min_numel,
+              int64_t micro_batch) {
+             return std::make_unique<Pass>(index, vp_stage, min_numel, micro_batch, store.spent);
+           })
       .def("take_counters", [](Store& store) { return std::exchange(store.modules, {}); })
       .def_readwrite("is_verified", &Store::is_verified)
       .def_readwrite("crosses_streams", &Store::crosses_streams)

@@ -8,10 +8,22 @@
 
 namespace slipstream {
 
+// Groups of earlier iterations. Each that starts frees one, so that the end of an iteration does not
+// have to free all of them.
+using SpentGroups = std::vector<std::shared_ptr<Group>>;
+
 class Pass {
  public:
-  Pass(int64_t index, int64_t vp_stage, int64_t min_numel, int64_t micro_batch)
-      : index(index), vp_stage(vp_stage), min_numel(min_numel), micro_batch(micro_batch) {}
+  Pass(int64_t index, int64_t vp_stage, int64_t min_numel, int64_t micro_batch,
+       std::shared_ptr<SpentGroups> spent)
+      : index(index),
+        vp_stage(vp_stage),
+        min_numel(min_numel),
+        micro_batch(micro_batch),
+        spent_(std::move(spent)) {}
+  Pass(const Pass&) = delete;
+
+  ~Pass() { std::move(groups.begin(), groups.end(), std::back_inserter(*spent_)); }
 
   const int64_t index, vp_stage, min_numel, micro_batch;
   py::object given_up_by = py::tuple();
@@ -19,6 +31,7 @@ class Pass {
   std::vector<std::shared_ptr<Group>> groups;
 
   std::shared_ptr<Group> open_group(const py::object& name) {
+    if (!spent_->empty()) spent_->pop_back();
     auto group = std::make_shared<Group>(index, static_cast<int64_t>(groups.size()), name,
                                          next_layer(name), micro_batch, vp_stage, min_numel);
     is_over_ = false;
@@ -36,7 +49,7 @@ class Pass {
     for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
       if ((*group)->state == GroupState::OPEN && is_same((*group)->name, name)) {
         (*group)->move_to(GroupState::COMMITTED);
-        committed_.push_back(*group);
+        committed_.push_back((*group)->index);
         return *group;
       }
     }
@@ -45,9 +58,10 @@ class Pass {
 
   // The `depth` groups that backward most likely reaches right after `group`; null is its begin.
   py::list used_before(const std::shared_ptr<Group>& group, int64_t depth) const {
-    auto place = std::find(committed_.begin(), committed_.end(), group) - committed_.begin();
+    const int64_t last = group ? group->index : -1;
+    auto place = std::find(committed_.begin(), committed_.end(), last) - committed_.begin();
     py::list before;
-    while (place > 0 && depth-- > 0) before.append(committed_[--place]);
+    while (place > 0 && depth-- > 0) before.append(groups[committed_[--place]]);
     return before;
   }
 
@@ -79,7 +93,9 @@ class Pass {
     return 0;
   }
 
-  std::vector<std::shared_ptr<Group>> committed_;
+  std::shared_ptr<SpentGroups> spent_;
+  // Places of the groups, in the order of their commits.
+  std::vector<int64_t> committed_;
   // How many groups of each name there are.
   std::vector<std::pair<py::object, int64_t>> num_layers_;
   // Whether backward has come to all groups, after forward has ended.

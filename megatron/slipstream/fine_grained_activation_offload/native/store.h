@@ -11,6 +11,7 @@
 #include "counters.h"
 #include "group.h"
 #include "host_time.h"
+#include "pass.h"
 
 namespace slipstream {
 
@@ -53,6 +54,7 @@ class Store : public std::enable_shared_from_this<Store> {
   // The pool of the host buffers of storages saved from now on.
   py::object pool;
   CountersByName modules;
+  const std::shared_ptr<SpentGroups> spent = std::make_shared<SpentGroups>();
   // The group that a mark in C++ has started last, and whose region is not entered yet; the trace
   // of the plan that keeps it, else None.
   std::shared_ptr<Group> started;
