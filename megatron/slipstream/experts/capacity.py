@@ -80,8 +80,7 @@ class StepCheck:
     """Checks layers where a step ends.
 
     That is where megatron-core finalizes gradients, if its configuration has a function for that;
-    in other training loops, each backward ends with a check. A replayed graph has no such end, so
-    there the next iteration begins with one.
+    in other training loops, each backward ends with a check.
     """
 
     def __init__(self) -> None:
@@ -103,11 +102,6 @@ class StepCheck:
         elif getattr(finalize, "checked_by", None) is not self:
             config.finalize_model_grads_func = self._checked(finalize)
 
-    def at_begin_of_replays(self, config: Any) -> None:
-        """Called before an iteration whose backward passes are replayed."""
-        if config.finalize_model_grads_func is None:
-            check_capacity(self.layers)
-
     def _checked(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(finalize)
         def checked(*arguments: Any, **options: Any) -> Any:
@@ -120,15 +114,11 @@ class StepCheck:
 
     def _check_after_backward(self, _: torch.Tensor) -> None:
         backward = torch._C._current_graph_task_id()
-        if backward == self._backward or _is_capturing():
+        if backward == self._backward:
             return
         self._backward = backward
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: check_capacity(self.layers))
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 step_check = StepCheck()

@@ -39,7 +39,6 @@ from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading, share_of_host_memory
 from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
 from megatron.slipstream.context_parallel.limits import RankLimits
-from megatron.slipstream.experts.capacity import step_check
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
@@ -245,7 +244,6 @@ def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
     zero_grad_buffer = wrapper.zero_grad_buffer
 
     def begin_iteration() -> None:
-        step_check.at_begin_of_replays(block.config)
         with parallel.hooks_off():
             graphs.begin_iteration()
         zero_grad_buffer()

@@ -173,21 +173,3 @@ def test_a_backward_ends_with_one_check() -> None:
                 check.at_end_of_step(SimpleNamespace(finalize_model_grads_func=None), tensor)
             (hidden[0] + hidden[1]).sum().backward()
     assert checked == [0, 0]
-
-
-@pytest.mark.parametrize("is_finalized", [True, False], ids=["finalized", "own loop"])
-def test_a_captured_backward_is_checked_before_the_next_iteration(is_finalized: bool) -> None:
-    checked: list[int] = []
-    check = StepCheck()
-    finalize = (lambda: None) if is_finalized else None
-    config = SimpleNamespace(finalize_model_grads_func=finalize)
-    with (
-        patch.object(capacity, "check_capacity", lambda layers: checked.append(len(layers))),
-        patch.object(capacity, "_is_capturing", lambda: True),
-    ):
-        hidden = torch.ones(2, requires_grad=True) * 2
-        check.at_end_of_step(config, hidden)
-        hidden.sum().backward()
-        assert checked == []
-        check.at_begin_of_replays(config)
-    assert checked == ([] if is_finalized else [0])
