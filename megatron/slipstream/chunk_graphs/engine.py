@@ -33,7 +33,7 @@ import torch
 from megatron.slipstream.chunk_graphs.backend import Graph, GraphBackend
 from megatron.slipstream.chunk_graphs.capture_parameters import CaptureParameters
 from megatron.slipstream.chunk_graphs.chunk import CaptureHooks, Chunk, Constants, NoCaptureHooks
-from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory, copy_to
+from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory, StaticInputs
 from megatron.slipstream.chunk_graphs.static_arguments import (
     FastMatch,
     StaticArguments,
@@ -72,18 +72,20 @@ class _Slot:
     ) -> None:
         self.memory = memory
         self.hidden = memory.static("hidden_states", hidden).tensor.requires_grad_()
-        self._statics = [
+        statics = [
             memory.static(name, tensor)
             for name, tensor in zip(arguments.names, arguments.tensors, strict=True)
         ]
-        self.tensors = tuple(static.tensor for static in self._statics)
+        self._inputs = StaticInputs(statics)
+        self.tensors = tuple(static.tensor for static in statics)
         self.output: torch.Tensor
         self.grad_output: torch.Tensor
         self.grad_hidden: torch.Tensor
         self.forward: Graph
         self.backward: Graph
         self.hooks: CaptureHooks = NoCaptureHooks()
-        self.feed(hidden, arguments.tensors)
+        with torch.no_grad():
+            self.feed(hidden, arguments.tensors)
 
     @property
     def is_free(self) -> bool:
@@ -96,10 +98,9 @@ class _Slot:
         return self.memory.pool
 
     def feed(self, hidden: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy a call's tensors to the static inputs of the graphs."""
-        with torch.no_grad():
-            self.hidden.copy_(hidden)
-            copy_to(self._statics, tensors)
+        """Copy a call's tensors to the static inputs of the graphs, where autograd is off."""
+        self.hidden.copy_(hidden)
+        self._inputs.renew(tensors)
 
 
 class _Prepared(NamedTuple):
@@ -256,16 +257,16 @@ class ChunkGraphs:
             self._learn(hidden, arguments)
             return self.chunk.run(hidden, **arguments)
         tensors = self._match_call(hidden, arguments)
-        slot = next((slot for slot in self._slots if slot.is_free), None)
-        if slot is None:
+        for slot in self._slots:
+            if slot.memory.is_free:
+                break
+        else:
             self._warn_of_too_few_slots()
             return self.chunk.run(hidden, **arguments)
         self.chunk.before_replay()
         self.num_replays += 1
-        allocation = _SlotAllocation(slot)
-        slot.feed(hidden, tensors)
         output: torch.Tensor = _Replay.apply(
-            hidden, self._anchor, allocation, self.chunk.after_replay
+            hidden, self._anchor, _SlotAllocation(slot), tensors, self.chunk.after_replay
         )
         return output
 
@@ -318,7 +319,8 @@ class ChunkGraphs:
         put_back = self.chunk.save_state()
         try:
             for slot in slots:
-                slot.feed(sample, self._arguments.tensors)  # Other graphs may share the inputs.
+                with torch.no_grad():  # Other graphs may share the inputs.
+                    slot.feed(sample, self._arguments.tensors)
                 self._record(slot, parameters)
         except BaseException:
             for slot in slots:
@@ -503,9 +505,11 @@ class _Replay(torch.autograd.Function):
         hidden: torch.Tensor,
         anchor: torch.Tensor,
         allocation: _SlotAllocation,
+        tensors: Sequence[torch.Tensor],
         after_replay: Callable[[], None],
     ) -> torch.Tensor:
         slot = allocation.slot
+        slot.feed(hidden, tensors)  # No gradients are recorded in here.
         slot.forward.replay()
         ctx.allocation = allocation
         ctx.after_replay = after_replay
@@ -520,4 +524,4 @@ class _Replay(torch.autograd.Function):
         grad = slot.grad_hidden.clone() if ctx.needs_input_grad[0] else None
         ctx.allocation.end()
         ctx.after_replay()
-        return grad, None, None, None
+        return grad, None, None, None, None

@@ -18,40 +18,65 @@ from megatron.slipstream.chunk_graphs.static_arguments import TensorFacts
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 
+MAX_SMALL_BYTES = 64 * 1024
+"""Tensors up to this size are copied together, whatever their types: the launch costs more than the
+copy. Larger ones are copied faster one by one."""
+
 
 class Static:
     """A tensor that graphs read, and the last tensor that was copied to it."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.tensor = like.detach().clone()
-        self._source: Optional[torch.Tensor] = None
-        self._version = 0
-
-    def renew(self, source: torch.Tensor) -> bool:
-        """Note ``source`` as its next content. Returns whether it must be copied."""
-        # Rotary tables are the same in every call.
-        if self._source is source and self._version == source._version:
-            return False
-        self._source, self._version = source, source._version
-        return True
+        self.source: Optional[torch.Tensor] = None
+        self.version = 0
+        is_small = self.tensor.nbytes <= MAX_SMALL_BYTES
+        self.words = _as_words(self.tensor) if is_small else None
+        """Its memory as int32; None if that is impossible, or the tensor is large."""
 
 
-def copy_to(statics: Sequence[Static], sources: Sequence[torch.Tensor]) -> None:
-    """Copy a call's tensors to the static inputs of graphs, except those that are there already.
+class StaticInputs:
+    """The static inputs of a slot's graphs, in the order of a call's tensors."""
 
-    No gradients are recorded. All tensors of one dtype are copied by one operation: packed
-    sequences have half a dozen tensors of a few offsets each, and the launch costs the same.
+    def __init__(self, statics: Sequence[Static]) -> None:
+        self._statics = tuple(statics)
 
-    Args:
-        statics: The destinations.
-        sources: As many tensors of the same shapes, dtypes and device.
-    """
-    stale: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for static, source in zip(statics, sources, strict=True):
-        if static.renew(source):
-            stale.setdefault(source.dtype, []).append((static.tensor, source))
-    for pairs in stale.values():
-        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+    def renew(self, sources: Sequence[torch.Tensor]) -> None:
+        """Copy a call's tensors, except those that are there already; without autograd.
+
+        Small tensors are copied by one operation: packed sequences have offsets and masks of a few
+        thousand bytes, and each launch costs as much as that of a large copy.
+
+        Args:
+            sources: As many tensors as inputs, of the same shapes, dtypes and device.
+        """
+        to: list[Any] = []
+        words: list[torch.Tensor] = []
+        for static, source in zip(self._statics, sources, strict=True):
+            # Rotary tables are the same in every call.
+            if static.source is source and static.version == source._version:
+                continue
+            static.source, static.version = source, source._version
+            source_words = None if static.words is None else _as_words(source)
+            if source_words is None:
+                static.tensor.copy_(source)
+            else:
+                to.append(static.words)
+                words.append(source_words)
+        if to:
+            torch._foreach_copy_(to, words)
+
+
+def _as_words(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor as int32; None if it is not contiguous, or not in whole words."""
+    if not tensor.is_contiguous():
+        return None
+    if tensor.dtype == torch.int32:
+        return tensor
+    size = tensor.element_size()
+    if not tensor.dim() or tensor.shape[-1] * size % 4 or tensor.storage_offset() * size % 4:
+        return None
+    return tensor.view(torch.int32)
 
 
 class SlotMemory:

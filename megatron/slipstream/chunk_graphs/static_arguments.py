@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
@@ -123,41 +124,51 @@ class FastMatch:
     """Matches calls against the captured one without flattening them.
 
     A small model runs hundreds of calls per second, and each call's values are compared with the
-    captured ones: here by a few operations over all of them.
+    captured ones: here by a few operations over all of them, without a loop in Python.
 
     Args:
         captured: The call that all others must match.
     """
 
     def __init__(self, captured: StaticArguments) -> None:
-        self._names = tuple(captured.rest)
+        names = tuple(captured.rest)
+        self._num_names = len(names)
+        self._values = _getter(operator.itemgetter, names)
         self._instances: list[tuple[int, Callable[[Any], tuple[Any, ...]]]] = []
         """Indices of values that are data classes, and functions that return their fields."""
         self._facts = _facts(captured.tensors)
-        values: list[Any] = [captured.rest[name] for name in self._names]
+        values: list[Any] = [captured.rest[name] for name in names]
         for place, value in enumerate(values):  # values grows in the loop
             if isinstance(value, _Instance):
-                self._instances.append((place, _getter(tuple(value.fields))))
+                fields = _getter(operator.attrgetter, tuple(value.fields))
+                self._instances.append((place, fields))
                 values += value.fields.values()
-        self._kinds = [_kind(value) for value in values]
-        self._places: list[int] = [-1] * len(captured.tensors)
-        """For each tensor, its first index."""
-        self._repeated: list[tuple[int, int]] = []
-        """Each later index of a tensor, with its first index."""
+        self._kinds = tuple(_kind(value) for value in values)
+        first: dict[int, int] = {}  # of each tensor, the place among the values
+        repeated: list[tuple[int, int]] = []
+        constants: list[int] = []
         for place, value in enumerate(values):
-            if not isinstance(value, _TensorIndex):
-                continue
-            if self._places[value.index] < 0:
-                self._places[value.index] = place
-            else:
-                self._repeated.append((place, self._places[value.index]))
-        self._constant_places = [
-            place
-            for place, value in enumerate(values)
-            if not isinstance(value, (_TensorIndex, _Instance))
+            if isinstance(value, _TensorIndex):
+                if first.setdefault(value.index, place) != place:
+                    repeated.append((place, first[value.index]))
+            elif not isinstance(value, _Instance):
+                constants.append(place)
+        # Tensors in containers have no index of their own.
+        self._is_possible = len(first) == len(captured.tensors) and not any(
+            isinstance(values[place], _CONTAINERS) for place in constants
+        )
+        self._constant_values = tuple(values[place] for place in constants)
+        self._constants = _getter(operator.itemgetter, constants)
+        self._tensors = _getter(operator.itemgetter, [first[index] for index in sorted(first)])
+        self._same = _pairs(repeated)
+        """Pairs of values that are the same tensor."""
+        alike = [
+            (first[one], first[other])
+            for one, other in itertools.combinations(sorted(first), 2)
+            if self._facts[one] == self._facts[other]
         ]
-        self._constants = [values[place] for place in self._constant_places]
-        self._is_possible = not any(isinstance(value, _CONTAINERS) for value in self._constants)
+        self._different = _pairs(alike)
+        """Pairs of different tensors that could be one tensor by their properties."""
 
     def tensors(self, arguments: Mapping[str, Any]) -> Optional[Sequence[torch.Tensor]]:
         """The tensors of a call that matches, as :attr:`StaticArguments.tensors`.
@@ -168,33 +179,40 @@ class FastMatch:
         Returns:
             None if the call must be flattened to decide: it differs, or has tensors in containers.
         """
-        if not self._is_possible or len(arguments) != len(self._names):
+        if not self._is_possible or len(arguments) != self._num_names:
             return None
         try:
-            values = [arguments[name] for name in self._names]
+            values = self._values(arguments)
             for place, fields in self._instances:
                 values += fields(values[place])
         except (AttributeError, KeyError):
             return None
         # Kinds first: comparing a tensor with a value runs a tensor operation.
-        if list(map(type, values)) != self._kinds:
+        if tuple(map(type, values)) != self._kinds:
             return None
-        if [values[place] for place in self._constant_places] != self._constants:
+        if self._constants(values) != self._constant_values:
             return None
-        if any(values[place] is not values[first] for place, first in self._repeated):
+        tensors = self._tensors(values)
+        if _facts(tensors) != self._facts:
             return None
-        tensors = [values[place] for place in self._places]
-        if len(set(map(id, tensors))) != len(tensors):
+        left, right = self._same
+        if not all(map(operator.is_, left(values), right(values))):
             return None
-        return tensors if _facts(tensors) == self._facts else None
+        left, right = self._different
+        if not all(map(operator.is_not, left(values), right(values))):
+            return None
+        return tensors
 
 
 _CONTAINERS = (Mapping, tuple, list)
 
 
+_tensor_facts = operator.attrgetter("shape", "dtype", "device")
+
+
 def _facts(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
     """The :class:`TensorFacts` of each tensor as plain tuples, which are faster to create."""
-    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+    return list(map(_tensor_facts, tensors))
 
 
 def _kind(value: Any) -> type:
@@ -203,11 +221,27 @@ def _kind(value: Any) -> type:
     return value.kind if isinstance(value, _Instance) else type(value)
 
 
-def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that returns those attributes of an object."""
-    if len(names) > 1:
-        return operator.attrgetter(*names)
-    return lambda value: tuple(getattr(value, name) for name in names)
+def _getter(
+    make: Callable[..., Callable[[Any], Any]], keys: Sequence[Any]
+) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that returns a tuple of some items or attributes of an object.
+
+    Args:
+        make: ``operator.itemgetter`` or ``operator.attrgetter``.
+        keys: Of the items or attributes.
+    """
+    if len(keys) > 1:
+        return make(*keys)
+    single = [make(key) for key in keys]
+    return lambda value: tuple(get(value) for get in single)
+
+
+def _pairs(
+    places: Sequence[tuple[int, int]],
+) -> tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any], tuple[Any, ...]]]:
+    """Functions that return the first, and the second values of pairs."""
+    first, second = [one for one, _ in places], [other for _, other in places]
+    return _getter(operator.itemgetter, first), _getter(operator.itemgetter, second)
 
 
 def _with_indices(value: Any, replace: Callable[[torch.Tensor], _TensorIndex]) -> Any:

@@ -362,6 +362,8 @@ class _DataParallel:
         """After the last micro-batch's backward, start to reduce the gradients."""
         if not self._wrapper.ddp_config.overlap_grad_reduce:
             return
+        if not any(group.is_last_microbatch for group in self._groups):
+            return  # Groups are few, parameters are many.
         for parameter, group in self._gradients:
             if group.is_last_microbatch:
                 # Recomputation can add to a gradient in several parts, each of which is counted.

@@ -17,7 +17,11 @@ from megatron.slipstream.chunk_graphs.backend import Cost, EagerGraphs
 from megatron.slipstream.chunk_graphs.bank import GraphBank
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
-from megatron.slipstream.chunk_graphs.slot_memory import Static, copy_to
+from megatron.slipstream.chunk_graphs.slot_memory import (
+    MAX_SMALL_BYTES,
+    Static,
+    StaticInputs,
+)
 
 SIZES = (1, 2, 4)
 SCHEDULES = ["FB", "FFBB", "FFBFBB", "FFFBFBFBBB", "FB", "FFFBBB"]
@@ -191,11 +195,11 @@ def test_an_input_that_sizes_share_is_copied_again_when_another_size_had_it() ->
     assert shared is second._slots[0].memory.static("mask", torch.ones(3))
     one, other = torch.ones(3), torch.full((3,), 2.0)
     for source in (one, other, one):
-        copy_to([shared], [source])
+        StaticInputs([shared]).renew([source])
         assert torch.equal(shared.tensor, source)
 
 
-def test_inputs_of_all_types_are_copied_where_they_are_others(
+def test_small_inputs_of_all_types_are_copied_by_one_operation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copied: list[int] = []
@@ -203,17 +207,36 @@ def test_inputs_of_all_types_are_copied_where_they_are_others(
     monkeypatch.setattr(
         torch, "_foreach_copy_", lambda to, sources: copied.append(len(to)) or copy(to, sources)
     )
-    sources = [torch.arange(3), torch.ones(2), torch.arange(4), torch.tensor([True])]
+    sources = [
+        torch.arange(3, dtype=torch.int32),
+        torch.ones(2),
+        torch.arange(4),
+        torch.tensor([[True, False, True, True]]),
+        torch.randn(2, 6, dtype=torch.bfloat16),
+        # The others are copied one by one: of no whole number of words, not contiguous, large.
+        torch.tensor([True]),
+        torch.ones(()),
+        torch.arange(6).view(2, 3).t(),
+        torch.ones(MAX_SMALL_BYTES // 4 + 1),
+    ]
     statics = [Static(torch.zeros_like(source)) for source in sources]
-    copy_to(statics, sources)
-    assert copied == [2, 1, 1]
+    inputs = StaticInputs(statics)
+    inputs.renew(sources)
+    assert copied == [5]
     assert all(map(torch.equal, (static.tensor for static in statics), sources))
-    copy_to(statics, sources)
-    assert copied == [2, 1, 1], "nothing has changed"
+    inputs.renew(sources)
+    assert copied == [5], "nothing has changed"
     sources[2].add_(1)
-    copy_to(statics, sources)
-    assert copied == [2, 1, 1, 1]
-    assert torch.equal(statics[2].tensor, sources[2])
+    sources[7].add_(1)
+    inputs.renew(sources)
+    assert copied == [5, 1]
+    assert all(map(torch.equal, (static.tensor for static in statics), sources))
+    mask = torch.tensor([False, True, True, False, True, False])
+    for elsewhere in (mask.repeat(4).view(4, 6)[:, 1:2].t(), mask[1:5].view(1, 4)):
+        sources[3] = elsewhere  # not contiguous, or not at the start of a word
+        inputs.renew(sources)
+        assert copied == [5, 1]
+        assert torch.equal(statics[3].tensor, elsewhere)
 
 
 def test_a_place_is_taken_whatever_the_size() -> None:

@@ -10,9 +10,10 @@ from typing import Any, Optional
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy_chunk import TOKENS, WIDTH, ToyChunk, Training, equal
 
-from megatron.slipstream.chunk_graphs.backend import Cost, EagerGraphs
+from megatron.slipstream.chunk_graphs.backend import Cost, EagerGraphs, Recorded, Work
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 
@@ -131,6 +132,55 @@ def test_an_output_is_not_overwritten_by_the_next_micro_batch() -> None:
     training.graphs(torch.randn(TOKENS, 1, WIDTH, requires_grad=True), {"scale": scale})
     assert torch.equal(first, kept)
     assert first._base is None
+
+
+class _Operations(TorchDispatchMode):
+    """The names of operations inside, other than views, which launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if name not in ("view", "detach", "alias"):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class _WithoutWork(EagerGraphs):
+    """A replay does nothing."""
+
+    def record(self, work: Work, pool: Any) -> Recorded:
+        graph, results = super().record(work, pool)
+        graph.replay = lambda: None  # type: ignore[method-assign]
+        return Recorded(graph, results)
+
+
+def test_a_replay_launches_a_copy_of_each_large_tensor_and_one_of_all_small_ones() -> None:
+    def arguments() -> dict[str, torch.Tensor]:
+        offsets = {name: torch.arange(3, dtype=torch.int32) for name in ("offsets", "padded")}
+        return {"scale": torch.ones(TOKENS, 1, 1), "mask": torch.ones(1, 8).bool(), **offsets}
+
+    module = ToyChunk()
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+    run = lambda hidden, scale, **_: module(hidden, scale)  # noqa: E731
+    graphs = ChunkGraphs(Chunk("chunk 0", module, run), 1, 1, _WithoutWork())
+    graphs.begin_iteration()
+    hidden = torch.randn(TOKENS, 1, WIDTH, requires_grad=True)
+    graphs(hidden, arguments())
+    graphs.begin_iteration()
+    call = arguments()
+    with _Operations() as forward:
+        output = graphs(hidden, call)
+    grad = torch.randn_like(output)
+    with _Operations() as backward:
+        (_,) = torch.autograd.grad(output, hidden, grad)
+    assert forward.names == ["copy_", "_foreach_copy_", "clone"]
+    assert backward.names == ["copy_", "clone"]
 
 
 def test_hidden_states_that_need_no_gradient() -> None:
