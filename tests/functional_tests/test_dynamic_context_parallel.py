@@ -25,7 +25,7 @@ from banked_gpt import (
 from ranks import TIMEOUT_S, run_ranks
 from replayed_gpt import DROP_AND_PAD
 from shared_documents import Found, Setting, Sizes, compare_sizes, losses_of_stages
-from tiny_gpt import DENSE_MODULES, ModelCase
+from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
 from megatron.slipstream.context_parallel.limits import RankLimits
 
@@ -153,6 +153,12 @@ def test_two_stages_have_the_losses_of_one(name: str) -> None:
 
 FUSED = "MLA, yarn, fused"
 """The only rotation of multi-latent attention that does not read lengths from the GPU."""
+SYNC_FREE = replace(
+    DENSE,
+    kind="moe",
+    sync_free_experts=True,
+    overrides={**DENSE.overrides, "moe_permute_fusion": True, "hidden_dropout": 0.1},
+)
 GRAPHED: dict[str, ModelCase] = {
     "dense": replace(DENSE, overrides={**DENSE.overrides, "hidden_dropout": 0.1}),
     "dense, core attention recomputed": CASES["dense, core attention recomputed"],
@@ -162,6 +168,9 @@ GRAPHED: dict[str, ModelCase] = {
         kind="moe",
         overrides={**DENSE.overrides, **DROP_AND_PAD, "moe_permute_fusion": True},
     ),
+    "sync-free experts": SYNC_FREE,
+    # Slots of this factor hold any routing, also of padding, which is one token many times.
+    "sync-free experts on two ranks": replace(SYNC_FREE, ep=2, sync_free_capacity_factor=2.0),
 }
 NUM_STEPS = 50
 FLAT_BYTES = 1 << 20
@@ -198,11 +207,12 @@ def test_graphs_of_two_sizes_train_as_without(name: str) -> None:
 
 
 @pytest.mark.gpus2
-@pytest.mark.parametrize("name", ["dense", FUSED])
+@pytest.mark.parametrize("name", ["dense", FUSED, "sync-free experts on two ranks"])
 def test_activations_move_inside_the_graphs_of_each_size(name: str) -> None:
     case = replace(GRAPHED[name], num_layers=6)
     steps = every_order((1, 2), 10)
-    for found in check_bank(2, case, steps, offload_modules=DENSE_MODULES):
+    modules = MOE_MODULES if case.kind == "moe" else DENSE_MODULES
+    for found in check_bank(2, case, steps, offload_modules=modules):
         assert min(found.moved_bytes.values()) > 0
         assert found.host_bytes[1] < found.host_bytes[2]  # most of it is shared
 

@@ -262,7 +262,7 @@ def _build_model(case: ModelCase, config: Any, vp_stage: Optional[int]) -> torch
     if case.sync_free_experts:
         from megatron.slipstream.integration.sync_free_experts import with_sync_free_experts
 
-        spec = with_sync_free_experts(spec)
+        spec = with_sync_free_experts(spec, case.sync_free_capacity_factor)
     if config.cuda_graph_impl == "transformer_engine" and not case.keeps_layers:
         from megatron.slipstream.integration.graph_layers import with_graph_offloading
 

@@ -41,6 +41,8 @@ class ModelCase:
     """Keep megatron-core's own layers even if they are captured, for its own engine."""
     sync_free_experts: bool = False
     """With ``with_sync_free_experts``."""
+    sync_free_capacity_factor: Optional[float] = None
+    """Its ``capacity_factor``."""
     has_own_norms: bool = False
     """Norms of dense layers are modules, not a part of the linear layer that follows."""
     overrides: dict[str, Any] = field(default_factory=dict)

@@ -7,10 +7,11 @@ The largest number of rows for a slot is kept on the device, and read once at th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -63,17 +64,23 @@ def check_capacity(layers: Iterable[LayerCapacity]) -> None:
     largest = torch.cat([layer.largest for layer in layers]).tolist()
     for layer in layers:
         layer.largest.zero_()
-    for layer, rows in zip(layers, largest, strict=True):
-        assert layer.slots is not None
-        num_rows, capacity, num_ranks = layer.slots
-        if rows > capacity:
-            needed = math.ceil(100 * rows * num_ranks / num_rows) / 100
-            raise RuntimeError(
-                f"rank {layer.rank}, layer {layer.layer}: {rows} of {num_rows} rows are for the "
-                "experts of one rank, and moe_sync_free_capacity_factor leaves room for "
-                f"{capacity}; "
-                f"set moe_sync_free_capacity_factor={needed:g} or more, or leave it out"
-            )
+    exceeded = [
+        (rows * layer.slots.num_ranks / layer.slots.num_rows, -(layer.layer or 0), layer, rows)
+        for layer, rows in zip(layers, largest, strict=True)
+        if layer.slots is not None and rows > layer.slots.capacity
+    ]
+    if not exceeded:
+        return
+    # That of the layer with the largest need is enough for the others.
+    factor, _, layer, rows = max(exceeded, key=lambda found: found[:2])
+    assert layer.slots is not None
+    raise RuntimeError(
+        f"rank {layer.rank}, layer {layer.layer}: {rows} of {layer.slots.num_rows} rows are for "
+        "the experts of one rank, and moe_sync_free_capacity_factor leaves room for "
+        f"{layer.slots.capacity}; "
+        f"set moe_sync_free_capacity_factor={math.ceil(100 * factor) / 100:g} or more, or leave it "
+        "out"
+    )
 
 
 class StepCheck:
@@ -87,6 +94,16 @@ class StepCheck:
         self.layers: weakref.WeakSet[LayerCapacity] = weakref.WeakSet()
         self._backward = -1
         """The backward pass that ends with a check, by its number."""
+        self._is_off = False
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, layers ask for no check: their passes are no steps, or are captured."""
+        was_off, self._is_off = self._is_off, True
+        try:
+            yield
+        finally:
+            self._is_off = was_off
 
     def at_end_of_step(self, config: Any, hidden: torch.Tensor) -> None:
         """Called in each forward pass of a layer.
@@ -95,12 +112,28 @@ class StepCheck:
             config: The model's configuration.
             hidden: Input of the layer.
         """
+        if self._is_off or self._at_finalize(config):
+            return
+        if hidden.requires_grad:
+            hidden.register_hook(self._check_after_backward)
+
+    def at_end_of_replay(self, config: Any) -> None:
+        """Called in backward after a graph of layers has been replayed, in which no layer asks.
+
+        Args:
+            config: The model's configuration.
+        """
+        if not self._at_finalize(config):
+            self._check_after_backward()
+
+    def _at_finalize(self, config: Any) -> bool:
+        """Check where gradients are finalized. Returns whether that is possible."""
         finalize = config.finalize_model_grads_func
         if finalize is None:
-            if hidden.requires_grad:
-                hidden.register_hook(self._check_after_backward)
-        elif getattr(finalize, "checked_by", None) is not self:
+            return False
+        if getattr(finalize, "checked_by", None) is not self:
             config.finalize_model_grads_func = self._checked(finalize)
+        return True
 
     def _checked(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(finalize)
@@ -112,7 +145,7 @@ class StepCheck:
         setattr(checked, "checked_by", self)  # noqa: B010  # functions have no such attribute
         return checked
 
-    def _check_after_backward(self, _: torch.Tensor) -> None:
+    def _check_after_backward(self, _: Optional[torch.Tensor] = None) -> None:
         backward = torch._C._current_graph_task_id()
         if backward == self._backward:
             return

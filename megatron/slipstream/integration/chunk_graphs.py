@@ -39,6 +39,7 @@ from megatron.slipstream.chunk_graphs.engine import ChunkGraphs
 from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading, share_of_host_memory
 from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
 from megatron.slipstream.context_parallel.limits import RankLimits
+from megatron.slipstream.experts.capacity import LayerCapacity, step_check
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
@@ -199,6 +200,13 @@ def _is_sync_free(chunk: torch.nn.Module) -> bool:
     return all(getattr(layer, "is_sync_free", False) for layer in layers)
 
 
+def _capacities(block: torch.nn.Module) -> list[LayerCapacity]:
+    """Of sync-free experts on several ranks, how much of each layer's slots is in use."""
+    layers: list[Any] = [m for m in block.modules() if getattr(m, "is_sync_free", False)]
+    dispatchers = [layer.token_dispatcher for layer in layers]
+    return [dispatcher.capacity_use for dispatcher in dispatchers if dispatcher.ep_size > 1]
+
+
 def _check_not_replayed(blocks: Sequence[torch.nn.Module]) -> None:
     """A second replacement of a method would be undone in no fixed order with the first."""
     known = {chunk.block for chunk in _replayed}
@@ -218,12 +226,19 @@ def _chunk(
 ) -> Chunk:
     block = get_attr_wrapped_model(wrapper, "decoder")
     parallel = _DataParallel(wrapper, block)
+    checks_capacity = bool(_capacities(block))
+
+    def after_replay() -> None:
+        parallel.start_reducing()
+        if checks_capacity:
+            step_check.at_end_of_replay(block.config)
+
     return Chunk(
         name=name,
         module=block,
         run=partial(_run, block, forward),
         before_replay=parallel.wait_for_parameters,
-        after_replay=parallel.start_reducing,
+        after_replay=after_replay,
         save_state=partial(_save_state, block),
         offloading=make_offloading(),
         make_constants=partial(RotaryTables, block),
@@ -244,7 +259,7 @@ def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
     zero_grad_buffer = wrapper.zero_grad_buffer
 
     def begin_iteration() -> None:
-        with parallel.hooks_off():
+        with parallel.hooks_off(), step_check.off():
             graphs.begin_iteration()
         zero_grad_buffer()
 
@@ -386,13 +401,14 @@ class _DataParallel:
 def _save_state(block: torch.nn.Module) -> Callable[[], None]:
     """Copy what a forward pass changes beside gradients; returns a function that puts it back.
 
-    Buffers (counts of expert bias), metrics of experts, and states of random numbers that are
-    tensors. The backend keeps generators.
+    Buffers (counts of expert bias), metrics of experts, use of the slots of sync-free experts, and
+    states of random numbers that are tensors. The backend keeps generators.
     """
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     tensors = [*block.buffers()]
     tensors += [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+    tensors += [capacity.largest for capacity in _capacities(block)]
     saved = [tensor.clone() for tensor in tensors]
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()

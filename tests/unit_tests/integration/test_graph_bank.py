@@ -36,6 +36,10 @@ RECOMPUTED = {
 }
 
 
+def dropless(capacity_factor: float) -> dict[str, Any]:
+    return {"sync_free_experts": True, "sync_free_capacity_factor": capacity_factor}
+
+
 def on_four(case: ModelCase) -> Setting:
     """One kind of micro-batch has groups of different sizes."""
     return Setting(
@@ -60,6 +64,22 @@ CASES: dict[str, tuple[int, Setting, tuple[Any, ...]]] = {
     "experts on both ranks": (
         2,
         on_two(ModelCase("moe", ep=2, **SMALL, overrides={**PER_TOKEN, **DROP_AND_PAD})),
+        (),
+    ),
+    "dropless experts": (
+        2,
+        on_two(ModelCase("moe", sync_free_experts=True, **SMALL, overrides=PER_TOKEN)),
+        (),
+    ),
+    "dropless experts on both ranks": (
+        2,
+        on_two(ModelCase("moe", ep=2, **dropless(1.8), **SMALL, overrides=PER_TOKEN)),
+        (),
+    ),
+    # Padding is one token many times: up to half of the rows are for the same expert.
+    "dropless experts on ranks of all sizes": (
+        4,
+        on_four(ModelCase("moe", ep=4, **dropless(2.0), **SMALL, overrides=DROPOUT)),
         (),
     ),
     "reduction overlapped": (
@@ -109,6 +129,17 @@ def offloaded() -> list[Banked]:
 
 def test_activations_move_inside_the_graphs_of_every_size() -> None:
     for found in offloaded():
+        assert found.difference is None
+        assert found.num_other == 0
+        assert min(found.moved_bytes[size] for size in (1, 2)) > 0
+
+
+def test_activations_of_dropless_experts_move_inside_the_graphs_of_every_size() -> None:
+    options = {**SMALL, "num_layers": 3}  # the last layer stays
+    setting = on_two(ModelCase("moe", ep=2, **dropless(1.8), **options, overrides=PER_TOKEN))
+    steps = every_order((1, 2), 3)
+    modules = ("core_attn", "expert_fc1", "moe_act")
+    for found in run_ranks(2, compare_bank, setting, steps, None, modules, "cpu-lazy"):
         assert found.difference is None
         assert found.num_other == 0
         assert min(found.moved_bytes[size] for size in (1, 2)) > 0
