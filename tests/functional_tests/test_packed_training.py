@@ -98,6 +98,11 @@ def test_packed_training_learns_the_same_with_the_engine(
     assert after < before - 0.3
 
 
+SYNC_FREE = """
+    --moe-sync-free-experts --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2
+    --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+""".split()
 CHUNK_GRAPHS = "--cuda-graph-granularity chunk".split()
 
 
@@ -123,8 +128,14 @@ def _main_replayed(rank: int, num_ranks: int, port: int, folder: Path, flags: li
         (1, ["--sequence-packing", "greedy"], []),
         (2, [*PP2, *VPP2, *MOE], []),
         (2, DYNAMIC, ["--dynamic-context-parallel-verify"]),
+        (2, [*DYNAMIC, *SYNC_FREE], []),
     ],
-    ids=["greedy", "balanced, PP2 VPP2, MoE", "dynamic context parallelism"],
+    ids=[
+        "greedy",
+        "balanced, PP2 VPP2, MoE",
+        "dynamic context parallelism",
+        "dynamic, EP2, sync-free",
+    ],
 )
 def test_packed_training_learns_the_same_with_chunk_graphs(
     num_ranks: int,
