@@ -146,6 +146,12 @@ CHUNK_GRAPH_RULES: tuple[Rule, ...] = (
         "set moe_expert_capacity_factor with moe_pad_expert_input_to_capacity",
     ),
     _unsupported(
+        "moe_paged_stash",
+        "it follows the order of all layers and micro-batches of an iteration, and a graph has "
+        "those of one micro-batch",
+        "leave it out",
+    ),
+    _unsupported(
         "overlap_moe_expert_parallel_comm",
         "its schedule interleaves the layers of two micro-batches and never runs a whole chunk",
         "leave it out",

@@ -184,6 +184,12 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "leave it out",
     ),
     _unsupported(
+        "moe_paged_stash",
+        "it stashes what the fused experts of Transformer Engine (use_transformer_engine_op_fuser) "
+        "save in MXFP8 or NVFP4, and nothing of other experts",
+        "leave it out",
+    ),
+    _unsupported(
         "use_megatron_fsdp",
         "it does not know a weight of all experts",
         "use distributed data parallelism (use_distributed_optimizer)",

@@ -121,6 +121,7 @@ def test_what_goes_together(options: dict[str, Any]) -> None:
             ({option: value}, f"{option}={value} is not supported with cuda_graph_granularity")
             for option, value in {
                 "moe_input_jitter_eps": 0.1,
+                "moe_paged_stash": True,
                 "overlap_moe_expert_parallel_comm": True,
                 "delay_wgrad_compute": True,
                 "cpu_offloading_num_layers": 2,

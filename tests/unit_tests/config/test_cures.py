@@ -165,6 +165,7 @@ OF_CHUNK_GRAPHS = [
         {"num_experts": 8, **RANK_CAPACITY},
         [{"moe_expert_rank_capacity_factor": None, **EXPERTS}],
     ),
+    off("moe_paged_stash"),
     off("overlap_moe_expert_parallel_comm"),
     off("delay_wgrad_compute"),
     Case(
@@ -378,6 +379,7 @@ OF_EXPERTS = [
     off("delay_wgrad_compute"),
     off("overlap_dispatch_backward_with_experts_wgrad"),
     off("use_transformer_engine_op_fuser"),
+    off("moe_paged_stash"),
     off("use_megatron_fsdp"),
     off("use_torch_fsdp2"),
     either("cuda_graph_impl", "transformer_engine", a="none"),

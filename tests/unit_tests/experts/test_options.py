@@ -31,6 +31,7 @@ REFUSED: list[dict[str, Any]] = [
     {"delay_wgrad_compute": True},
     {"overlap_dispatch_backward_with_experts_wgrad": True},
     {"use_transformer_engine_op_fuser": True},
+    {"moe_paged_stash": True},
     {"use_megatron_fsdp": True},
     {"use_torch_fsdp2": True},
     {"cuda_graph_impl": "transformer_engine"},
