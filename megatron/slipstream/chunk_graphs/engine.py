@@ -179,7 +179,7 @@ class ChunkGraphs:
         """Constants that the graphs read."""
         self._prepared: Optional[_Prepared] = None
         self._anchor = torch.zeros((), requires_grad=True)
-        """Input of every replay, so that backward runs even if nothing before the chunk trains."""
+        """Input of a replay whose hidden states need no gradient, so that backward runs."""
         self._has_warned = False
 
     @property
@@ -266,7 +266,11 @@ class ChunkGraphs:
         self.chunk.before_replay()
         self.num_replays += 1
         output: torch.Tensor = _Replay.apply(
-            hidden, self._anchor, _SlotAllocation(slot), tensors, self.chunk.after_replay
+            hidden,
+            None if hidden.requires_grad else self._anchor,  # Autograd visits each input.
+            _SlotAllocation(slot),
+            tensors,
+            self.chunk.after_replay,
         )
         return output
 
@@ -503,7 +507,7 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        anchor: torch.Tensor,
+        anchor: Optional[torch.Tensor],
         allocation: _SlotAllocation,
         tensors: Sequence[torch.Tensor],
         after_replay: Callable[[], None],

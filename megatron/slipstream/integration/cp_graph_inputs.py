@@ -64,8 +64,7 @@ class DynamicSizes:
         if self._groups.get(size) is not params.cp_group:
             self._refuse_group(params.cp_group)
         capacity = size * self._limits.tokens_per_rank
-        offsets = params.cu_seqlens_q
-        num_sequences = len(offsets) - 1
+        num_sequences = params.cu_seqlens_q.numel() - 1
         if params.max_seqlen_q > capacity or num_sequences > self._limits.max_sequences:
             raise ValueError(
                 f"a pack of {params.max_seqlen_q} tokens and room for {num_sequences} sequences is "

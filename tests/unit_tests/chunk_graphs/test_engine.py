@@ -180,6 +180,8 @@ def test_a_replay_launches_a_copy_of_each_large_tensor_and_one_of_all_small_ones
     with _Operations() as backward:
         (_,) = torch.autograd.grad(output, hidden, grad)
     assert forward.names == ["copy_", "_foreach_copy_", "clone"]
+    visited = [node for node, _ in output.grad_fn.next_functions if node is not None]
+    assert len(visited) == 1, "that of the hidden states"
     assert backward.names == ["copy_", "clone"]
 
 
