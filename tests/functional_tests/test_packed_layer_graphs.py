@@ -15,7 +15,7 @@ import pytest
 from gpu_models import FUSED_ROPE, MLA_SIZES, on_gpu
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import TIMEOUT_S, run_ranks
-from replayed_gpt import LayersReplayed, compare_layers
+from replayed_gpt import LayersReplayed, compare_layers, compare_two_models
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
@@ -121,3 +121,13 @@ def test_other_layouts(name: str) -> None:
     case, scope = CASES[of]
     case = ModelCase(**{**vars(case), **layout, "overrides": {**case.overrides, **overrides}})
     check(2, case, scope, counts(10))
+
+
+@pytest.mark.gpu
+def test_two_models_of_a_process() -> None:
+    cases = (CASES["dense"], CASES["MoE, attention and router"])
+    ((differences, moved_bytes),) = run_ranks(
+        1, compare_two_models, cases, counts(10), DENSE_MODULES
+    )
+    assert differences == [None, None]
+    assert min(moved_bytes) > 0

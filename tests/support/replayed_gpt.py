@@ -170,6 +170,79 @@ def compare_layers(
     return found
 
 
+def compare_two_models(
+    rank: int,
+    world_size: int,
+    port: int,
+    cases: Sequence[tuple[ModelCase, Sequence[str]]],
+    counts: Sequence[int],
+    offload_modules: Sequence[str],
+    backend: str = "auto",
+) -> tuple[list[Optional[str]], list[int]]:
+    """Train packed models in turn, without graphs and with those of layers.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        port: Port of their rendezvous.
+        cases: The models, with the captured parts of each layer.
+        counts: Number of micro-batches of each iteration; the first runs eagerly.
+        offload_modules: Modules that move with graphs; nothing moves without graphs.
+        backend: Backend of the engines.
+
+    Returns:
+        For each model the first difference, None if equal, and the bytes that graphs copy out.
+    """
+    models = [(dataclasses.replace(case, te_rng_tracker=True), scope) for case, scope in cases]
+    initialize(models[0][0], rank, world_size, port)
+    if not use_gpu():
+        torch.compiler.set_stance("force_eager")
+    expected = _train_in_turn([case for case, _ in models], counts, (), [None] * len(models))
+    manager = install.install(OffloadConfig(offload_backend=backend))
+    graphed = [with_graphs(case, scope, 1) for case, scope in models]
+    layers = [LayerGraphs(case, Poison()) for case in graphed]
+    with contextlib.nullcontext() if use_gpu() else imitated_layer_graphs():
+        actual = _train_in_turn(graphed, counts, offload_modules, layers)
+        engines = manager.router.managers
+        assert len(engines) == len(models)
+        moved = [sum(c.d2h_bytes for c in one.graphs.modules.values()) for one in engines]
+        for one in layers:
+            one.helper.delete_cuda_graphs()
+    install.uninstall()
+    differences = [first_difference(*pair) for pair in zip(expected, actual, strict=True)]
+    return differences, moved
+
+
+def _train_in_turn(
+    cases: Sequence[ModelCase],
+    counts: Sequence[int],
+    offload_modules: Sequence[str],
+    layers: Sequence[Optional[LayerGraphs]],
+) -> list[list[list[torch.Tensor]]]:
+    """The results of each model's iterations; graphs are captured after the first ones."""
+    forget_expert_metrics()
+    models: list[tuple[Any, list[Any]]] = []
+    for case in cases:
+        config = make_config(case, offload_modules)
+        models.append((config, wrap(config, build_chunks(case, config))))
+    torch.manual_seed(11)
+    results: list[list[list[torch.Tensor]]] = [[] for _ in cases]
+    for step, count in enumerate(counts):
+        for index, (case, (config, chunks)) in enumerate(zip(cases, models, strict=True)):
+            graphs = layers[index]
+            if graphs is not None and step == 1:
+                graphs.capture(config, chunks, count)
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            result = run_step(case, config, chunks, step, count)
+            for chunk in chunks:
+                chunk.finish_grad_sync()
+            result += gradients_and_state(chunks)
+            update(chunks)
+            results[index].append([tensor.to("cpu", copy=True) for tensor in result])
+    return results
+
+
 class LayerGraphs:
     """The graphs of a model's layers, captured after the first iteration."""
 

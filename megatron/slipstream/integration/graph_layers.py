@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -50,6 +51,8 @@ class GraphOffloadMixin(torch.nn.Module):
             vp_stage: The model chunk that it is in.
         """
         self._vp_stage = vp_stage
+        self.find_engine: Callable[[], model_router.RoutedManager] | None = None
+        """The engine of the layer's model, once that has been called with gradients."""
         self._graph_event: Optional[torch.cuda.Event] = None
         """Recorded in each graph of the layer when only copies are left to do."""
         compat.unmark_norms_at_graph_edges(self)
@@ -62,12 +65,22 @@ class GraphOffloadMixin(torch.nn.Module):
 
     def _te_cuda_graph_capture(self, *arguments: Any, **options: Any) -> Any:
         capture = super()._te_cuda_graph_capture  # type: ignore[misc]
-        manager = _engine_of(self.config)
+        manager = _engine_of(self)
         if manager is None:
             return capture(*arguments, **options)
+        with manager.router.capturing(manager):
+            return self._capture(manager, capture, *arguments, **options)
+
+    def _capture(
+        self,
+        manager: model_router.RoutedManager,
+        capture: Callable[..., Any],
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
         if not manager.store.backend.is_capturing():
             # Transformer Engine warms its graphs up: what is copied now would be for nothing.
-            open_graphs(self.config)
+            open_graphs(self)
             with manager.suspended():
                 outputs = capture(*arguments, **options)
             manager.graphs.reserve()
@@ -85,7 +98,7 @@ class GraphOffloadMixin(torch.nn.Module):
 
     def _te_cuda_graph_replay(self, *arguments: Any, **options: Any) -> Any:
         outputs = super()._te_cuda_graph_replay(*arguments, **options)  # type: ignore[misc]
-        manager = _engine_of(self.config)
+        manager = _engine_of(self)
         # What was put off until the next graph has been launched (delay_offload_until_cuda_graph):
         # after the last one there is none to wait for.
         if manager is not None and manager.graphs.is_last(self._vp_stage, self.layer_number):
@@ -98,7 +111,7 @@ class GraphOffloadMixin(torch.nn.Module):
         positional, named = super()._get_te_cuda_graph_replay_args(  # type: ignore[misc]
             *arguments, **options
         )
-        manager = _engine_of(self.config)
+        manager = _engine_of(self)
         # All graphs or none: their memory is one another's, so one stream puts them in order.
         if manager is not None and manager.graphs.moves_anything:
             named["cuda_graph_stream"] = manager.cuda_graph_stream
@@ -137,13 +150,16 @@ def with_graph_offloading(spec: Any) -> Any:
     )
 
 
-def offload_in_graphs(chunk: torch.nn.Module) -> list[Callable[[], None]]:
+def offload_in_graphs(
+    chunk: torch.nn.Module, find_engine: Callable[[], model_router.RoutedManager]
+) -> list[Callable[[], None]]:
     """Have the layers of a model chunk offload inside their graphs, whatever built them.
 
     Each layer gets a class derived from its own.
 
     Args:
         chunk: A model chunk, not yet captured.
+        find_engine: Returns the engine of its model.
 
     Returns:
         Functions that undo it.
@@ -151,11 +167,19 @@ def offload_in_graphs(chunk: torch.nn.Module) -> list[Callable[[], None]]:
     stage = getattr(chunk, "vp_stage", None) or 0
     undo: list[Callable[[], None]] = []
     for layer in chunk.modules():
-        if isinstance(layer, (TransformerLayer, MambaLayer)) and not isinstance(
-            layer, GraphOffloadMixin
-        ):
+        if not isinstance(layer, (TransformerLayer, MambaLayer)):
+            continue
+        if not isinstance(layer, GraphOffloadMixin):
             undo += _take_part(layer, stage)
+        layer.find_engine = find_engine
+        undo.append(partial(_forget_engine, weakref.ref(layer)))
     return undo
+
+
+def _forget_engine(reference: weakref.ref[Any]) -> None:
+    layer = reference()  # What undoes it must not keep the model alive.
+    if layer is not None:
+        layer.find_engine = None
 
 
 _MARKS = ("offload_attn_norm", "offload_mlp_norm", "offload_module_in_cuda_graph")
@@ -181,30 +205,35 @@ def _take_part(layer: Any, stage: int) -> list[Callable[[], None]]:
 
 
 def open_graphs(
-    config: Any, num_sets: Optional[Sequence[int]] = None
+    layer: Any, num_sets: Optional[Sequence[int]] = None
 ) -> Optional[model_router.RoutedManager]:
-    """Prepare the engine for the capture of a set of graphs; does nothing if it is prepared.
+    """Prepare the engine for the capture of graphs; does nothing if it is prepared.
 
     Args:
-        config: The model's ``TransformerConfig``.
+        layer: A layer of the model.
         num_sets: The number of sets of graphs of each model chunk, which micro-batches use in turn;
             None: each micro-batch has graphs of its own.
 
     Returns:
-        The engine; None without one.
+        The engine of the model; None without one.
 
     Raises:
         ValueError: The installed packages cannot capture copies.
     """
-    manager = _engine_of(config)
+    manager = _engine_of(layer)
     if manager is not None and not manager.graphs.is_open:
         require(preflight.check_graphs(preflight.collect()))
         manager.graphs.open(manager.plan, num_sets)
     return manager
 
 
-def _engine_of(config: Any) -> Optional[model_router.RoutedManager]:
-    return model_router.installed() if config.fine_grained_activation_offloading else None
+def _engine_of(layer: Any) -> Optional[model_router.RoutedManager]:
+    """The engine of the layer's model; None without one."""
+    if not layer.config.fine_grained_activation_offloading:
+        return None
+    current = model_router.installed()
+    find = getattr(layer, "find_engine", None)
+    return current if current is None or find is None else find()
 
 
 class _BackwardGraph(torch.autograd.Function):

@@ -106,14 +106,18 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     return manager
 
 
-def _prepare_chunk(chunk: torch.nn.Module) -> list[Callable[[], None]]:
+def _prepare_chunk(
+    chunk: torch.nn.Module, find_engine: Callable[[], model_router.RoutedManager]
+) -> list[Callable[[], None]]:
     """Make a model chunk ready, before it runs. Returns functions that undo it."""
     if not moves_in_layer_graphs(chunk.config):
         return []
     from megatron.slipstream.integration.graph_layers import offload_in_graphs
     from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences
 
-    return [*take_packed_sequences([chunk]), *offload_in_graphs(chunk)]
+    # Only layers of a decoder are captured.
+    undo = take_packed_sequences([chunk]) if hasattr(chunk, "decoder") else []
+    return [*undo, *offload_in_graphs(chunk, find_engine)]
 
 
 def _make_manager(

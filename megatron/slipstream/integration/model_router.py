@@ -35,8 +35,12 @@ from megatron.slipstream.integration.p2p_sync import disable_p2p_host_sync
 from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 from megatron.slipstream.plan.trace import StepKind
 
-Prepare = Callable[[torch.nn.Module], list[Callable[[], None]]]
-"""Makes a model chunk ready before it runs, and returns functions that undo it."""
+Prepare = Callable[[torch.nn.Module, Callable[[], "RoutedManager"]], list[Callable[[], None]]]
+"""Makes a model chunk ready before it runs, and returns functions that undo it. Its other argument
+returns the engine of the chunk's model."""
+
+
+_PrepareChunk = Callable[[torch.nn.Module], list[Callable[[], None]]]
 
 
 class RoutedManager(PipelineOffloadManager):
@@ -101,7 +105,9 @@ class _Model:
         self._chunks: list[weakref.ref[torch.nn.Module]] = []
         self._undo: list[Callable[[], None]] = []
 
-    def add(self, chunk: torch.nn.Module, copies_beside_compute: bool, prepare: Prepare) -> None:
+    def add(
+        self, chunk: torch.nn.Module, copies_beside_compute: bool, prepare: _PrepareChunk
+    ) -> None:
         """A chunk of this model; its host runs ahead if ``copies_beside_compute``."""
         self._chunks.append(weakref.ref(chunk))
         if copies_beside_compute:
@@ -188,16 +194,23 @@ class Router:
             if chunk not in self._model_of:
                 self._model_of[chunk] = model
                 copies_beside_compute = isinstance(self.default.store.backend, CudaBackend)
-                model.add(chunk, copies_beside_compute, self._prepare)
+                model.add(chunk, copies_beside_compute, self._prepare_chunk)
+
+    def _prepare_chunk(self, chunk: torch.nn.Module) -> list[Callable[[], None]]:
+        reference = weakref.ref(chunk)
+
+        def find_engine() -> RoutedManager:
+            known = reference()
+            assert known is not None
+            return self.manager_of(known)
+
+        return self._prepare(chunk, find_engine)
 
     def manager_of(self, chunk: torch.nn.Module) -> RoutedManager:
         """The engine of the model that ``chunk`` is of, made if there is none.
 
         A chunk that is not bound is a model of its own. A virtual pipeline stage belongs to the
         newest model without that stage, first of those built from the same configuration.
-
-        Raises:
-            ValueError: It cannot be trained beside the other models of the process.
         """
         if chunk not in self._model_of:
             candidates = [model for model in reversed(self._models) if model.can_add(chunk)]
@@ -207,7 +220,7 @@ class Router:
             self.bind([*(other for model in siblings for other in model.chunks), chunk])
         model = self._model_of[chunk]
         if model.manager is None:
-            model.manager = self._new_manager(chunk)
+            model.manager = self._new_manager()
         return model.manager
 
     def known_manager(self, model: torch.nn.Module) -> RoutedManager:
@@ -229,6 +242,16 @@ class Router:
             if manager is not None:
                 manager.run_in_nodes()
             return nodes
+
+    @contextlib.contextmanager
+    def capturing(self, manager: RoutedManager) -> Iterator[None]:
+        """Around the capture of a layer, whose marks are those of this engine's model."""
+        seam = mcore_offload.PipelineOffloadManager
+        before, seam.OFFLOAD_MGR = seam.OFFLOAD_MGR, manager
+        try:
+            yield
+        finally:
+            seam.OFFLOAD_MGR = before
 
     @contextlib.contextmanager
     def calling(self, chunk: Any) -> Iterator[None]:
@@ -281,12 +304,9 @@ class Router:
 
     # The life of models.
 
-    def _new_manager(self, chunk: Any) -> RoutedManager:
+    def _new_manager(self) -> RoutedManager:
         self._drop_dead_models()
         trained = [model for model in self._models if model.manager is not None]
-        others = [other for model in trained for other in model.chunks]
-        for one in (chunk, *others) if trained else ():
-            _check_beside_others(one.config)
         if all(model.manager is not self.default for model in trained):
             return self.default
         manager = self._make_manager(self)
@@ -334,15 +354,6 @@ def _output_ends(_: torch.nn.Module, __: Any, logits: Any) -> None:
     if manager is not None:
         manager.mark_output(StepKind.OUTPUT_END)
         manager.mark_gradient(StepKind.OUTPUT_BACKWARD_START, tensors_in(logits))
-
-
-def _check_beside_others(config: Any) -> None:
-    if getattr(config, "cuda_graph_impl", "none") == "transformer_engine":
-        raise ValueError(
-            "cuda_graph_impl='transformer_engine' is not supported with offloading in two models "
-            "of a process because a captured layer does not say which of them it is of; set "
-            "cuda_graph_impl='none', or fine_grained_activation_offloading=False for one of them"
-        )
 
 
 def _num_stages(chunk: Any) -> int:

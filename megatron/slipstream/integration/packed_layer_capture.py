@@ -91,7 +91,7 @@ def _is_packed(layer: Any) -> bool:
 
 def _capture_sizes(config: Any, chunks: Sequence[_Chunk], slots: Sequence[int]) -> None:
     """See [Note: A bank of layer graphs]."""
-    engine = open_graphs(config, slots)
+    engine = open_graphs(chunks[0].layers[0], slots) if chunks else None
     for chunk in chunks:
         chunk.packed.begin_capture(chunk.layers, [_new_pool() for _ in range(chunk.num_sets)])
     bank: Optional[CpSizes] = chunks[0].packed.sizes if chunks else None

@@ -109,7 +109,7 @@ def _measure_eagerly(
             outcome.num_deleted += 1
 
     def capture_layers(model: Any, config: Any, chunks: Any, num_micro_batches: int) -> Graphs:
-        layer = type(chunks[0].decoder.layers[0]).__name__
+        layer = type(chunks[0].decoder.layers[0]).__name__.removeprefix("PackedGraph")
         parts = " ".join(part.name for part in config.cuda_graph_modules)
         delayed = " delayed" if config.delay_offload_until_cuda_graph else ""
         outcome.captured.append(f"{parts}: {layer}{delayed}")

@@ -246,13 +246,13 @@ def _classes(rank: int, world_size: int, port: int) -> list[tuple[str, bool, boo
             found.append((kind.__name__, is_own, takes_part))
 
         note(layer)
-        undo = offload_in_graphs(chunk)
+        undo = offload_in_graphs(chunk, lambda: None)
         note(layer)
         assert offload_in_graphs(chunk) == []
         for one in undo:
             one()
         note(layer)
-        undo = offload_in_graphs(chunk)
+        undo = offload_in_graphs(chunk, lambda: None)
         reference = weakref.ref(chunk)
         del chunk, layer
         gc.collect()

@@ -486,15 +486,19 @@ def test_suspending_leaves_no_model_to_cpp(router: Any) -> None:
     del keep, other
 
 
-def test_graphs_and_a_second_model_are_refused(router: Any) -> None:
-    first, second = Chunk(), Chunk()
-    router.manager_of(first)
-    first.config.cuda_graph_impl = "transformer_engine"
-    router.bind([second])  # as a reference model, which is never trained
-    with pytest.raises(ValueError, match="cuda_graph_impl='transformer_engine' is not supported"):
-        router.manager_of(second)
-    assert router.manager_of(first) is router.default
-    assert len(router.managers) == 1
+def test_models_with_layers_in_graphs_have_engines_of_their_own(router: Any) -> None:
+    chunks = Chunk(), Chunk()
+    for chunk in chunks:
+        chunk.config.cuda_graph_impl = "transformer_engine"
+    first, second = map(router.manager_of, chunks)
+    assert first.graphs is not second.graphs
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload
+
+    seam = fine_grained_activation_offload.PipelineOffloadManager
+    before = seam.OFFLOAD_MGR
+    with router.capturing(second):
+        assert seam.OFFLOAD_MGR is second
+    assert seam.OFFLOAD_MGR is before
 
 
 # Callers of the engine.

@@ -11,7 +11,7 @@ import pytest
 from banked_gpt import compare_layer_bank, random_sizes
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
-from replayed_gpt import LayersReplayed, compare_layers
+from replayed_gpt import LayersReplayed, compare_layers, compare_two_models
 from shared_documents import Setting
 
 from megatron.slipstream.context_parallel.limits import RankLimits
@@ -124,14 +124,24 @@ def on_two(case: ModelCase) -> Setting:
     return Setting(case, TWO, lengths, {1: [(1, [1]), (1, [2])], 2: [(2, [0])]})
 
 
-@pytest.mark.parametrize("name", BANKS)
-@pytest.mark.parametrize("offload_modules", [(), DENSE_MODULES], ids=["", "offloading"])
+@pytest.mark.parametrize(
+    "name, offload_modules",
+    [*((name, ()) for name in BANKS), ("dense", DENSE_MODULES), ("PP2", DENSE_MODULES)],
+    ids=str,
+)
 def test_sizes_change(name: str, offload_modules: Sequence[str]) -> None:
     num_ranks, case, scope = BANKS[name]
-    if offload_modules and name in ("MoE", "MLA"):
-        pytest.skip("covered by dense layers")
     steps = random_sizes((1, 2), 6, most=3)
     arguments = (on_two(case), scope, steps, offload_modules, "cpu-lazy")
     for found in run_ranks(num_ranks, compare_layer_bank, *arguments):
         assert found.difference is None
         assert (found.moved_bytes > 0) == bool(offload_modules)
+
+
+def test_two_models_of_a_process() -> None:
+    """An actor and a critic: each has graphs, an engine and a plan of its own."""
+    cases = (CASES["dense"], CASES["MoE, attention and router"])
+    arguments = (cases, (2, 3, 1, 2), DENSE_MODULES, "cpu-lazy")
+    ((differences, moved_bytes),) = run_ranks(1, compare_two_models, *arguments)
+    assert differences == [None, None]
+    assert min(moved_bytes) > 0
