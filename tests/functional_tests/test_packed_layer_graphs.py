@@ -99,7 +99,7 @@ def test_pipelines(name: str, vpp: int, is_offloading: bool) -> None:
     case, scope = CASES[name]
     case = replace(case, pp=2, vpp=vpp, num_layers=8)
     modules = DENSE_MODULES if is_offloading else ()
-    num_sets = [r.num_sets for r in check(2, case, scope, counts(20, 2), modules)]
+    num_sets = [r.num_sets for r in check(2, case, scope, counts(50, 2), modules)]
     assert sorted(num_sets) == ([1, 2] if vpp is None else [4, 6])
 
 
@@ -110,6 +110,8 @@ LAYOUTS = {
         {"tp": 2},
         {"sequence_parallel": True},
     ),
+    "CP2": ("dense", {"cp": 2}, {}),
+    "CP2, MLA": ("MLA", {"cp": 2}, {}),
     "EP2": ("MoE, attention and router", {"ep": 2}, {}),
 }
 
@@ -120,7 +122,7 @@ def test_other_layouts(name: str) -> None:
     of, layout, overrides = LAYOUTS[name]
     case, scope = CASES[of]
     case = ModelCase(**{**vars(case), **layout, "overrides": {**case.overrides, **overrides}})
-    check(2, case, scope, counts(10))
+    check(2, case, scope, counts(50))
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from megatron.slipstream import preflight
 from megatron.slipstream.context_parallel.documents import shared_sample
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import Share
-from megatron.slipstream.packed_sequences.batch import packed_sample
+from megatron.slipstream.packed_sequences.batch import for_context_parallel_rank, packed_sample
 from megatron.slipstream.packed_sequences.packing import PackLimits
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
@@ -337,11 +337,21 @@ def micro_batches(
     seed = 1000 * step + 17 + 1_000_000 * dp_rank
     device = "cuda" if use_gpu() else "cpu"
     if case.is_packed:
-        limits = PackLimits(max_tokens=case.seq_length, max_sequences=MAX_SEQUENCES)
+        limits = PackLimits(
+            max_tokens=case.seq_length * case.cp,
+            max_sequences=MAX_SEQUENCES,
+            alignment=2 * case.cp if case.cp > 1 else 1,
+        )
         draw = np.random.default_rng(seed)
         for _ in range(count):
             sample = packed_sample(_documents(draw, limits, case.vocab_size), limits)
-            yield {key: tensor.unsqueeze(0).to(device) for key, tensor in sample.items()}
+            batch = {key: tensor.unsqueeze(0) for key, tensor in sample.items()}
+            if case.cp > 1:
+                from megatron.core import parallel_state
+
+                rank = parallel_state.get_context_parallel_rank()
+                batch = for_context_parallel_rank(batch, case.cp, rank)
+            yield {key: tensor.to(device) for key, tensor in batch.items()}
         return
     generator = torch.Generator().manual_seed(seed)
     shape = (case.micro_batch_size, case.seq_length)
@@ -361,10 +371,11 @@ def _documents(draw: np.random.Generator, limits: PackLimits, vocab_size: int) -
     mean_log_length = math.log(limits.max_tokens / SEQ_LENGTH_PER_MEDIAN)
     while len(documents) < limits.max_sequences:
         length = min(int(draw.lognormal(mean_log_length, SIGMA_LOG_LENGTH)) + 1, limits.max_tokens)
-        if num_tokens + length > limits.max_tokens:
+        padded = -(-length // limits.alignment) * limits.alignment
+        if num_tokens + padded > limits.max_tokens:
             break
         documents.append(draw.integers(vocab_size, size=length + 1))
-        num_tokens += length
+        num_tokens += padded
     return documents
 
 
@@ -427,7 +438,7 @@ def _packing_of(case: ModelCase, batch: dict[str, torch.Tensor]) -> dict[str, An
     from megatron.slipstream.integration.packed_sequences import packed_seq_params
 
     cu_seqlens, padded = batch["cu_seqlens"][0], batch["cu_seqlens_padded"][0]
-    params = packed_seq_params(cu_seqlens, padded, case.seq_length)
+    params = packed_seq_params(cu_seqlens, padded, case.seq_length * case.cp)
     more: dict[str, Any] = {"packed_seq_params": params}
     if case.kind in ("moe", "mixed"):
         more["padding_mask"] = batch["padding_mask"]
