@@ -190,8 +190,9 @@ def _take_part(layer: Any, stage: int) -> list[Callable[[], None]]:
     """Have one layer take part. Returns functions that undo it."""
     marks = {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
     is_mamba = isinstance(layer, MambaLayer)
+    sets_marks = hasattr(layer, "_set_offload_modules")  # from 0.19 on
     undo = convert(layer, GraphOffloadMambaMixin if is_mamba else GraphOffloadMixin)
-    if hasattr(layer, "_set_offload_modules"):  # from 0.19 on
+    if sets_marks:
         layer._set_offload_modules()
     layer.take_part(stage)
     reference = weakref.ref(layer)  # What undoes it must not keep the model alive.
