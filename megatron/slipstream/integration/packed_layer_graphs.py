@@ -216,14 +216,16 @@ class PackedLayers:
         self._tables, self._first = None, None
 
     def _calls_of(self, size: int, layers: Sequence[torch.nn.Module]) -> dict[Any, _Call]:
-        made: dict[int, _Call] = {}
+        """The call of each layer in graphs of a size; layers that are called alike share one."""
+        made: list[tuple[StaticArguments, _Call]] = []
         calls = {}
         for layer in layers:
             learned = self._learned[layer]
-            if id(learned) not in made:
-                alike = next((c for c in made.values() if _is_same(c.arguments, learned)), None)
-                made[id(learned)] = alike or _Call.of(self._resized(learned, size))
-            calls[layer] = made[id(learned)]
+            call = next((call for other, call in made if _is_same(other, learned)), None)
+            if call is None:
+                call = _Call.of(self._resized(learned, size))
+                made.append((learned, call))
+            calls[layer] = call
         return calls
 
     def _resized(self, learned: StaticArguments, size: int) -> Mapping[str, Any]:
@@ -269,7 +271,8 @@ class PackedLayers:
         if layer is self._first:
             self._loaded.clear()
             self._size = ONE_SIZE if self.sizes is None else self.sizes.size_of(options)
-        self._use(layer, self._size)
+        if self.sizes is not None:
+            self._use(layer, self._size)
         key = tuple(map(id, options.values()))
         if key not in self._loaded:
             self._loaded[key] = self._copied(layer, options)
@@ -316,9 +319,8 @@ def _keyword(name: str) -> str:
 
 
 def _is_same(left: StaticArguments, right: StaticArguments) -> bool:
-    return left.rest == right.rest and all(
-        a is b for a, b in zip(left.tensors, right.tensors, strict=True)
-    )
+    """Whether two calls have the same tensors and the same other values."""
+    return left.rest == right.rest and list(map(id, left.tensors)) == list(map(id, right.tensors))
 
 
 class PackedGraphMixin(torch.nn.Module):
