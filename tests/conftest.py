@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from garbage import freeze
 
 from tools.shared_gpus import num_places, num_tests_per_gpu
 
@@ -51,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Freeze imported objects, so that the garbage collector skips them."""
     gc.collect()
-    gc.freeze()
+    freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

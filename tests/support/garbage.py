@@ -8,11 +8,20 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-import torch
+_frozen: list[bool] = []
+"""Not empty in a process whose objects are frozen for good, and in those forked from it."""
+
+
+def freeze() -> None:
+    """Freeze what is alive now for good: the garbage collector skips it."""
+    gc.freeze()
+    _frozen.append(True)
 
 
 def give_back_unused_memory() -> None:
     """Collect garbage, and empty the cache of the device's allocator."""
+    import torch
+
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -26,14 +35,13 @@ def without_garbage_collection() -> Iterator[None]:
     Such calls are cheap, since they skip objects that are alive now.
     """
     gc.collect()
-    # Objects frozen by the caller stay frozen. The interpreter itself freezes some hundreds.
-    is_frozen = gc.get_freeze_count() > 10_000
-    if not is_frozen:
+    # Objects frozen for good stay frozen. To count frozen objects would take longer than a step.
+    if not _frozen:
         gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        if not is_frozen:
+        if not _frozen:
             gc.unfreeze()

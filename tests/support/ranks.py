@@ -10,7 +10,6 @@ does not survive a fork.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from garbage import freeze
 
 from megatron.slipstream.launcher import free_port
 from tools.shared_gpus import take_place
@@ -94,7 +94,7 @@ def make_cheap() -> None:
     and fill them again though nothing is compiled. For devices that it was not built for, torch
     would record each seed with a formatted stack.
     """
-    gc.freeze()
+    freeze()
     torch._dynamo.config.disable = True
     torch._dynamo.trace_rules.clear_lru_cache = lambda: None
     for device in (torch.xpu, torch.mtia):
