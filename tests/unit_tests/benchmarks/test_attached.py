@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 def test_tiny_run(name: str, tmp_path: Path) -> None:
     arguments = f"--case {name} --min-iterations 4 --max-iterations 4 --output {tmp_path}"
-    result = benchmark("run", *arguments.split())
+    result = benchmark(*arguments.split())
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "engines.jsonl")
     assert [row["kind"] for row in rows].count("machine") == 1

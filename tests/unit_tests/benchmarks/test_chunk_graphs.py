@@ -16,7 +16,7 @@ from benchmarks.rows import read_rows
 
 def test_the_smoke_case_measures_both_ways_in_turn(tmp_path: Path) -> None:
     arguments = f"--case smoke_chunk --min-iterations 2 --max-iterations 2 --output {tmp_path}"
-    result = benchmark("run", *arguments.split(), sees_gpu=True)
+    result = benchmark(*arguments.split(), sees_gpu=True)
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "engines.jsonl")
     steps = [row for row in rows if row["kind"] == "iteration"]
@@ -36,7 +36,7 @@ def test_the_smoke_case_measures_both_ways_in_turn(tmp_path: Path) -> None:
 
 def test_sync_free_experts_are_compared_with_stock_ones(tmp_path: Path) -> None:
     arguments = f"--case smoke_dropless --min-iterations 2 --max-iterations 2 --output {tmp_path}"
-    result = benchmark("run", *arguments.split())
+    result = benchmark(*arguments.split())
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "engines.jsonl")
     summaries = {row["engine"]: row for row in rows if row["kind"] == "summary"}

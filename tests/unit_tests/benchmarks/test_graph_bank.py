@@ -18,9 +18,7 @@ from benchmarks.rows import read_rows
 
 def test_the_smoke_case_measures_all_ways_in_turn(tmp_path: Path) -> None:
     arguments = "--case smoke_bank --min-iterations 2 --max-iterations 2 --warmups 2"
-    result = benchmark(
-        "run", *arguments.split(), "--figures=", "--output", str(tmp_path), sees_gpu=True
-    )
+    result = benchmark(*arguments.split(), "--figures=", "--output", str(tmp_path), sees_gpu=True)
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "engines.jsonl")
     steps = [row["engine"] for row in rows if row["kind"] == "iteration"]

@@ -38,7 +38,7 @@ ALL = 6
 
 def test_the_smoke_case_measures_what_needs_no_gpu_in_turn(tmp_path: Path) -> None:
     arguments = f"--case smoke_graphs --min-iterations 2 --max-iterations 2 --output {tmp_path}"
-    result = benchmark("run", *arguments.split())
+    result = benchmark(*arguments.split())
     assert result.returncode == 0, result.stderr
     rows = read_rows(tmp_path / "engines.jsonl")
     steps = [row for row in rows if row["kind"] == "iteration"]

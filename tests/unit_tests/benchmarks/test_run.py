@@ -35,7 +35,6 @@ def summaries(rows: list[Row]) -> dict[tuple[str, int], Row]:
 
 def test_smoke_writes_rows_table_and_plots(tmp_path: Path) -> None:
     result = benchmark(
-        "run",
         *"--case smoke --modules all --name smoke --max-iterations 10".split(),
         *f"--output {tmp_path} --traces {tmp_path / 'traces'}".split(),
     )
@@ -74,9 +73,9 @@ def test_ranks_of_a_pipeline_are_started_and_one_bad_option_does_not_end_the_run
     tmp_path: Path,
 ) -> None:
     result = benchmark(
-        "run",
         *"--case smoke_pp2 --engines slipstream --engine-option offload_release_lags=2".split(),
         *f"--max-iterations 10 --output {tmp_path}".split(),
+        starts_ranks=True,
     )
     assert result.returncode == 0, result.stderr
     found = summaries(read_rows(tmp_path / "engines.jsonl"))
