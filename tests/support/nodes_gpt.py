@@ -54,21 +54,22 @@ def compare_in_nodes(
     rank: int,
     world_size: int,
     port: int,
-    modules: Sequence[str],
-    backend: str,
+    engines: Sequence[tuple[Sequence[str], str]],
     recomputes: bool,
     num_iterations: int,
-) -> InNodes:
+) -> list[InNodes]:
     """Train with the engine off and on; to be run on every rank.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
         port: Port of their rendezvous.
-        modules: Modules that move.
-        backend: Backend of the engine.
+        engines: Modules that move, and backend of the engine, of each training with it.
         recomputes: Whether norms and activation functions are recomputed.
         num_iterations: Number of iterations, of two micro-batches each.
+
+    Returns:
+        A result for each of ``engines``.
     """
     from megatron.slipstream.config import OffloadConfig
     from megatron.slipstream.integration import install
@@ -80,23 +81,30 @@ def compare_in_nodes(
     # megatron-core caches masks and tables per process, which would count for one run only.
     _train(case, (), CpuBackend(), 1)
     expected, peak_without = _train(case, (), CpuBackend(), num_iterations)
-    install.uninstall()
-    manager = install.install(OffloadConfig(offload_backend=backend))
-    actual, peak = _train(case, modules, manager.store.backend, num_iterations)
-    claimed = manager.offload_summary_total_bytes
-    manager.finish_report()
-    pairs = list(zip(expected, actual, strict=True))
-    report = manager.report
-    install.uninstall()
-    return InNodes(
-        difference=sum(not torch.equal(a, b) for a, b in pairs),
-        num_tensors=len(pairs),
-        moved_modules=tuple(name for name in report.modules if report.modules[name].d2h_bytes),
-        num_late=report.total.num_late,
-        num_plans=report.num_plans,
-        peak_drop_bytes=peak_without - peak,
-        claimed_drop_bytes=claimed,
-    )
+    results = []
+    for modules, backend in engines:
+        install.uninstall()
+        manager = install.install(OffloadConfig(offload_backend=backend))
+        actual, peak = _train(case, modules, manager.store.backend, num_iterations)
+        claimed = manager.offload_summary_total_bytes
+        manager.finish_report()
+        pairs = list(zip(expected, actual, strict=True))
+        report = manager.report
+        install.uninstall()
+        results.append(
+            InNodes(
+                difference=sum(not torch.equal(a, b) for a, b in pairs),
+                num_tensors=len(pairs),
+                moved_modules=tuple(
+                    name for name in report.modules if report.modules[name].d2h_bytes
+                ),
+                num_late=report.total.num_late,
+                num_plans=report.num_plans,
+                peak_drop_bytes=peak_without - peak,
+                claimed_drop_bytes=claimed,
+            )
+        )
+    return results
 
 
 def _train(
