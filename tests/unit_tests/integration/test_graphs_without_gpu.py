@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,13 +41,26 @@ def train(folder: Path, *flags: str) -> Done:
     return run_script(ROOT / "pretrain_gpt.py", *FLAGS, *flags, folder=folder)
 
 
+@pytest.fixture(scope="module")
+def trains(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bool]:
+    """Whether these flags train; the same flags are tried once."""
+
+    @functools.cache
+    def run(*flags: str) -> bool:
+        return train(tmp_path_factory.mktemp("trains"), *flags).returncode == 0
+
+    return run
+
+
 def examine(folder: Path, *flags: str) -> Done:
     words = ["doctor", "--no-bandwidth", "--", *FLAGS, *flags]
     return run_module("megatron.slipstream.cli", *words, folder=folder)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_graphs_are_refused_and_the_doctor_agrees(name: str, tmp_path: Path) -> None:
+def test_graphs_are_refused_and_the_doctor_agrees(
+    name: str, trains: Callable[..., bool], tmp_path: Path
+) -> None:
     flags, option = REFUSED[name]
     message = f"{option} is not supported without a GPU because CUDA graphs are captured"
     done = train(tmp_path, *flags)
@@ -57,7 +72,7 @@ def test_graphs_are_refused_and_the_doctor_agrees(name: str, tmp_path: Path) -> 
     assert done.returncode == 1
     assert message in " ".join(done.stdout.split())
     without = [word for word in flags if word not in (*TE, "local", flags[-1])]
-    assert train(tmp_path, *without).returncode == 0, "what the message says helps"
+    assert trains(*without), "what the message says helps"
 
 
 def test_graphs_of_chunks_are_imitated_and_said_to_be(tmp_path: Path) -> None:
