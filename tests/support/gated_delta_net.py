@@ -9,6 +9,7 @@ queries and keys, and checks that the package is installed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,8 +34,11 @@ OPTIONS = {
 def gated_delta_net() -> Iterator[None]:
     """Context in which GPT models are built with this attention in every layer."""
     from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.ssm.gated_delta_net import common
+    from megatron.core.ssm.gated_delta_net import common, gdn
 
+    # Without a GPU in short chunks: each token of a chunk takes some operations.
+    rule = gdn.torch_chunk_gated_delta_rule
+    rule = rule if use_gpu() else functools.partial(rule, chunk_size=8)
     build = gpt_layer_specs.get_gpt_decoder_block_spec
 
     def build_spec(config: Any, *arguments: Any, **options: Any) -> Any:
@@ -49,6 +53,7 @@ def gated_delta_net() -> Iterator[None]:
     with (
         patch.object(gpt_layer_specs, "get_gpt_decoder_block_spec", build_spec),
         patch.object(common, "HAVE_FLA", True),
+        patch.object(gdn, "torch_chunk_gated_delta_rule", rule),
         patch.object(common, "l2norm", _l2norm),
         torch.backends.cudnn.flags(deterministic=True),
     ):
