@@ -49,8 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """Freeze imported objects, so that the garbage collector skips them."""
+@pytest.fixture(scope="module", autouse=True)
+def _imports_are_frozen() -> None:
+    """Freeze what has been imported, also by earlier files: the garbage collector skips it."""
     gc.collect()
     freeze()
 

@@ -8,14 +8,15 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-_frozen: list[bool] = []
-"""Not empty in a process whose objects are frozen for good, and in those forked from it."""
+_is_frozen = False
+"""Whether this process, or the one that it is forked from, has frozen objects for good."""
 
 
 def freeze() -> None:
     """Freeze what is alive now for good: the garbage collector skips it."""
+    global _is_frozen
     gc.freeze()
-    _frozen.append(True)
+    _is_frozen = True
 
 
 def give_back_unused_memory() -> None:
@@ -36,12 +37,12 @@ def without_garbage_collection() -> Iterator[None]:
     """
     gc.collect()
     # Objects frozen for good stay frozen. To count frozen objects would take longer than a step.
-    if not _frozen:
+    if not _is_frozen:
         gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        if not _frozen:
+        if not _is_frozen:
             gc.unfreeze()
