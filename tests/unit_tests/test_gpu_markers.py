@@ -44,7 +44,9 @@ def run_pytest(folder: Path, test_source: str, num_gpus: int) -> str:
         cwd=folder,
         env=os.environ
         | {
-            "PYTHONPATH": os.pathsep.join([str(stub.parent), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (stub.parent, ROOT, ROOT / "tests" / "support"))
+            ),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         },
         capture_output=True,
