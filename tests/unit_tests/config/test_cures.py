@@ -235,6 +235,14 @@ NO_SINKHORN = either(
     d="none",
 )
 
+NO_LOCAL_GRAPHS = Case(
+    {"cuda_graph_impl": "local"},
+    [
+        TE_GRAPHS,
+        {"cuda_graph_impl": "none"},
+        {"cuda_graph_impl": "none", "cuda_graph_granularity": "chunk"},
+    ],
+)
 PACKED_IN_PARTS = {"context_parallel_size": 2, "calculate_per_token_loss": True}
 SHUFFLED = {"dataloader_type": "cyclic"}
 OF_PACKING = [
@@ -290,13 +298,17 @@ OF_PACKING = [
         {"attention_backend": Backend.unfused, "transformer_impl": "transformer_engine"},
         [{"attention_backend": Backend.fused}],
     ),
+    NO_LOCAL_GRAPHS,
+    Case({**TE_GRAPHS, "cuda_graph_warmup_steps": 0}, [{"cuda_graph_warmup_steps": 1}]),
     Case(
-        TE_GRAPHS,
-        [
-            {"cuda_graph_impl": "none"},
-            {"cuda_graph_impl": "none", "cuda_graph_granularity": "chunk"},
-        ],
+        {**TE_GRAPHS, "apply_rope_fusion": False},
+        [{"apply_rope_fusion": True}, {"cuda_graph_modules": ["mlp"]}],
     ),
+    off("fp8", "hybrid", **TE_GRAPHS),
+    off("fp4", "e2m1", **TE_GRAPHS),
+    off("overlap_moe_expert_parallel_comm", **TE_GRAPHS),
+    off("delay_wgrad_compute", **TE_GRAPHS),
+    Case({**TE_GRAPHS, "offload_engine": "megatron"}, [{"offload_engine": "slipstream"}]),
     either("position_embedding_type", "mrope", a="rope"),
     Case(
         {"mtp_num_layers": 1, **PACKED_IN_PARTS},
@@ -337,13 +349,7 @@ OF_DYNAMIC_SIZES = [
     off("hierarchical_context_parallel_sizes", [2, 4]),
     off("mtp_num_layers", 1),
     either("hybrid_layer_pattern", "*-/*-", a="*-"),
-    Case(
-        TE_GRAPHS,
-        [
-            {"cuda_graph_impl": "none"},
-            {"cuda_graph_impl": "none", "cuda_graph_granularity": "chunk"},
-        ],
-    ),
+    NO_LOCAL_GRAPHS,
     off("use_megatron_fsdp"),
     off("fp8_dot_product_attention"),
     off("fp8_multi_head_attention"),
