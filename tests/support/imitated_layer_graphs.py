@@ -113,6 +113,7 @@ class _Graph:
             torch.enable_grad(),
             patch.object(cuda_graphs, "_IS_GRAPH_CAPTURING", True),
             patch.object(graph_layers, "_engine_of", lambda _: None),
+            patch.object(self.layer, "_mask_now", None),  # A graph has what was captured.
             _nothing_moves(),
         ):
             return tuple(self.layer._te_cuda_graph_capture(self.hidden, **self.kwargs))

@@ -112,6 +112,8 @@ class LayersReplayed:
     """The first difference between training with and without graphs; None if equal."""
     num_sets: int
     """Sets of graphs of all model chunks."""
+    num_host_pools: int
+    """Pools of host memory of all graphs."""
     moved_bytes: int
     """Bytes that one replay of all graphs copies out."""
     num_poisoned: int
@@ -161,6 +163,7 @@ def compare_layers(
         found = LayersReplayed(
             difference=first_difference(expected, actual),
             num_sets=sum(len(packed.pools) for packed in layers.packed),
+            num_host_pools=0 if engine is None else len(engine.graphs.pools),
             moved_bytes=moved_bytes,
             num_poisoned=poison.num_filled,
             allocated_bytes=tuple(layers.allocated_bytes),
@@ -174,38 +177,40 @@ def compare_two_models(
     rank: int,
     world_size: int,
     port: int,
-    cases: Sequence[tuple[ModelCase, Sequence[str]]],
+    cases: Sequence[tuple[ModelCase, Sequence[str], Sequence[str]]],
     counts: Sequence[int],
-    offload_modules: Sequence[str],
     backend: str = "auto",
-) -> tuple[list[Optional[str]], list[int]]:
+) -> tuple[list[Optional[str]], list[list[str]]]:
     """Train packed models in turn, without graphs and with those of layers.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
         port: Port of their rendezvous.
-        cases: The models, with the captured parts of each layer.
+        cases: The models, with the captured parts of each layer, and modules that move with graphs;
+            nothing moves without graphs.
         counts: Number of micro-batches of each iteration; the first runs eagerly.
-        offload_modules: Modules that move with graphs; nothing moves without graphs.
         backend: Backend of the engines.
 
     Returns:
-        For each model the first difference, None if equal, and the bytes that graphs copy out.
+        For each model the first difference, None if equal, and the modules that move in graphs.
     """
-    models = [(dataclasses.replace(case, te_rng_tracker=True), scope) for case, scope in cases]
-    initialize(models[0][0], rank, world_size, port)
+    models = [dataclasses.replace(case, te_rng_tracker=True) for case, _, _ in cases]
+    initialize(models[0], rank, world_size, port)
     if not use_gpu():
         torch.compiler.set_stance("force_eager")
-    expected = _train_in_turn([case for case, _ in models], counts, (), [None] * len(models))
+    nothing: list[Any] = [() for _ in models]
+    expected = _train_in_turn(models, counts, nothing, [None] * len(models))
     manager = install.install(OffloadConfig(offload_backend=backend))
-    graphed = [with_graphs(case, scope, 1) for case, scope in models]
+    pairs = zip(models, cases, strict=True)
+    graphed = [with_graphs(case, scope, 1) for case, (_, scope, _) in pairs]
     layers = [LayerGraphs(case, Poison()) for case in graphed]
     with contextlib.nullcontext() if use_gpu() else imitated_layer_graphs():
-        actual = _train_in_turn(graphed, counts, offload_modules, layers)
+        actual = _train_in_turn(graphed, counts, [modules for _, _, modules in cases], layers)
         engines = manager.router.managers
         assert len(engines) == len(models)
-        moved = [sum(c.d2h_bytes for c in one.graphs.modules.values()) for one in engines]
+        counters = [engine.graphs.modules for engine in engines]
+        moved = [sorted(name for name in one if one[name].d2h_bytes) for one in counters]
         for one in layers:
             one.helper.delete_cuda_graphs()
     install.uninstall()
@@ -216,14 +221,14 @@ def compare_two_models(
 def _train_in_turn(
     cases: Sequence[ModelCase],
     counts: Sequence[int],
-    offload_modules: Sequence[str],
+    offload_modules: Sequence[Sequence[str]],
     layers: Sequence[Optional[LayerGraphs]],
 ) -> list[list[list[torch.Tensor]]]:
     """The results of each model's iterations; graphs are captured after the first ones."""
     forget_expert_metrics()
     models: list[tuple[Any, list[Any]]] = []
-    for case in cases:
-        config = make_config(case, offload_modules)
+    for case, modules in zip(cases, offload_modules, strict=True):
+        config = make_config(case, modules)
         models.append((config, wrap(config, build_chunks(case, config))))
     torch.manual_seed(11)
     results: list[list[list[torch.Tensor]]] = [[] for _ in cases]
