@@ -187,6 +187,17 @@ RELEASE_RULES: tuple[Rule, ...] = (
         "leave it out",
     ),
     _lacks(
+        "cuda_graph_impl",
+        lambda f: (
+            f.cuda_graph_impl == "transformer_engine"
+            and f.sequence_packing is not None
+            and not models_pass_their_rank()
+        ),
+        "cuda_graph_impl=transformer_engine with sequence_packing",
+        "its training loop has no place where finished models are changed",
+        "leave it out",
+    ),
+    _lacks(
         "moe_sync_free_experts",
         lambda f: f.moe_sync_free_experts and not models_pass_their_rank(),
         "moe_sync_free_experts",

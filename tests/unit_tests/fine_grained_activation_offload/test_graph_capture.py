@@ -303,6 +303,26 @@ def test_a_second_set_of_graphs_replaces_the_first() -> None:
     assert pools[0] is not pools[1]
 
 
+def test_a_set_of_graphs_moves_what_moves_in_any_of_its_micro_batches() -> None:
+    chunks = make_chunks(1, NUM_LAYERS)
+    manager = trained(chunks, "cpu-lazy", "1F1B first of two")
+    graphs, plan = manager.graphs, manager.plan
+    needed = []
+    for num_sets in (1, 2, 4):
+        graphs.open(plan, (num_sets,))
+        numbers = {number for _, number, _, _ in graphs._decisions}
+        assert numbers == set(range(num_sets))
+        assert {len(plans) for plans in graphs._decisions.values()} == {4 // num_sets}
+        for name in {name for _, _, name, _ in graphs._decisions}:
+            graphs.note_warmup(name)
+        for number in range(num_sets):
+            graphs.begin_set(0, number, True)
+            needed.append(graphs._needed_bytes())
+        graphs.close()
+    assert min(needed) > 0
+    assert max(needed) == needed[0]  # A set of all micro-batches moves what any of them moves.
+
+
 def test_nothing_is_verified_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for what it verifies, and no capture lets it."""
     chunks = make_chunks(1, NUM_LAYERS)

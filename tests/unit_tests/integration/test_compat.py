@@ -41,18 +41,27 @@ def test_what_users_may_install_is_what_is_tested() -> None:
     assert tested_by_ci == [*releases.TESTED_RELEASES[:-1]]
 
 
+LAYERS_IN_GRAPHS = {
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["core_attn"],
+    "offload_engine": "slipstream",
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_granularity": "layer",
+    "hybrid_layer_pattern": None,
+    "tokenizer_json": None,
+    "moe_sync_free_experts": False,
+    "sequence_packing": None,
+}
+
+
 def test_offloading_in_graphs_of_layers_is_refused_on_no_release() -> None:
-    args = SimpleNamespace(
-        fine_grained_activation_offloading=True,
-        offload_modules=["core_attn"],
-        offload_engine="slipstream",
-        cuda_graph_impl="transformer_engine",
-        cuda_graph_granularity="layer",
-        hybrid_layer_pattern=None,
-        tokenizer_json=None,
-        moe_sync_free_experts=False,
-    )
-    require(compat.check_release(args))
+    require(compat.check_release(SimpleNamespace(**LAYERS_IN_GRAPHS)))
+
+
+def test_packed_sequences_in_graphs_of_layers_need_a_place_for_finished_models() -> None:
+    args = SimpleNamespace(**{**LAYERS_IN_GRAPHS, "sequence_packing": "greedy"})
+    found = [finding.rule for finding in compat.check_release(args)]
+    assert found == ([] if releases.models_pass_their_rank() else ["cuda_graph_impl"])
 
 
 def _build_twice(rank: int, world_size: int, port: int) -> list[dict[str, Any]]:
