@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,16 @@ LEARNING_RATE = 0.05
 STALL_PROBABILITY = 0.1
 MAX_STALL_CYCLES = 4_000_000
 """About 2 ms on an H200."""
+
+
+MAX_GROWTH_BYTES = 16 << 20
+"""Of the process, in the second half: 2000 iterations that leave 1 KiB a group are three times it."""
+
+
+def _process_bytes() -> int:
+    """Host memory of this process, pinned memory included."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class RandomStalls:
@@ -118,6 +130,7 @@ def test_losses_stay_equal_and_memory_stays_flat(
     choice = random.Random(2)
     moved_bytes = 0
     marks: list[tuple[int, int, int]] = []
+    process_bytes: list[int] = []
     for step in range(num_iterations):
         case = replace(CASE, seq_length=choice.choice(SEQ_LENGTHS))
         count = choice.randint(1, MAX_MICRO_BATCHES)
@@ -129,6 +142,7 @@ def test_losses_stay_equal_and_memory_stays_flat(
             torch.cuda.synchronize()
             pool = manager.store.host_pool
             marks.append((torch.cuda.memory_allocated(), pool.allocated_bytes, step + 1))
+            process_bytes.append(_process_bytes())
             record_row(
                 "soak",
                 step=step + 1,
@@ -141,6 +155,7 @@ def test_losses_stay_equal_and_memory_stays_flat(
                 host_bytes=marks[-1][1],
                 host_lent_bytes=pool.in_use_bytes,
                 num_plans=manager.report.num_plans,
+                process_bytes=process_bytes[-1],
             )
     for left, right in zip(off[0].parameters(), on[0].parameters(), strict=True):
         assert torch.equal(left, right)
@@ -148,6 +163,7 @@ def test_losses_stay_equal_and_memory_stays_flat(
     half = marks[len(marks) // 2 :]
     assert max(device for device, _, _ in half) - min(device for device, _, _ in half) < 1 << 20
     assert half[0][1] == half[-1][1], "host memory still grows"
+    assert process_bytes[-1] - process_bytes[len(process_bytes) // 2] < MAX_GROWTH_BYTES
     assert stalls.num_stalls > num_iterations
     assert moved_bytes > 0
     assert (moved_by_cpp.num_bytes > 0) == (offload_native == "auto")
