@@ -37,7 +37,7 @@ MAX_STALL_CYCLES = 4_000_000
 
 
 MAX_GROWTH_BYTES = 16 << 20
-"""Of the process, in the second half: 2000 iterations that leave 1 KiB a group are three times it."""
+"""Of the process, in the second half: 2000 iterations that leave 1 KiB a group exceed it."""
 
 
 def _process_bytes() -> int:
