@@ -8,6 +8,26 @@ stream has finished with it. During a capture this is unknown, so all such memor
 until the end: with context parallelism, the keys and values of each exchange in each layer. On two
 and four H200s, graphs of 16 layers held 122 and 350 MiB more than an eager pass, of 128 and 384 MiB
 exchanged in forward. A measured pass keeps the same tensors.
+
+[Note: The tail of a forward graph]
+A graph joins its copies to its end (edge E9 of ``copy_streams``), so work after a forward graph
+would wait for the last copies out, which nothing in the graph hides any more. So the graph is
+replayed on a stream of its slot's memory. It records an event when only copies are left: the tail.
+The current stream waits for that event only, and output layer, loss, or the next micro-batch's
+forward run beside the tail. What they have in common with it:
+
+- The slot's pool: the tail reads saved activations, and may write reloaded ones. Outside, only the
+  output is read, which no copy writes. The backward graph reuses this memory and reads what was
+  copied, so the current stream waits for the tail before that graph is replayed.
+- Static inputs: the tail may read them, where an activation that moves is an input. They are
+  written when the slot's memory is taken again, which is after that backward. A micro-batch without
+  a backward frees its memory while the tail runs, so who takes it waits for the tail too. The slots
+  of one memory share its stream: the next one's graphs write the same pool and host memory.
+- The output's gradient lies outside of the pool, and the forward graph does not use it.
+- Host memory is unpinned, and static inputs are freed, when the host has waited for the tail.
+- Other slots have other pools and other host memory. Their graphs follow the event, and what all
+  graphs share is used by computation only: parameters, main gradients, workspaces, the state of
+  random numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
+from packaging.version import Version
 
 Work = Callable[[], Sequence[torch.Tensor]]
 """Work to capture. It returns tensors that are read after each replay."""
@@ -30,6 +51,23 @@ class Graph(abc.ABC):
     @abc.abstractmethod
     def replay(self) -> None:
         """Run it on the current stream, without waiting for it."""
+
+
+class Tail:
+    """What forward graphs in one slot memory still do when their results are there.
+
+    See [Note: The tail of a forward graph]. This one is empty: the results come last.
+    """
+
+    def begin(self) -> None:
+        """Call during a capture, when only copies remain to be joined."""
+
+    def replay(self, graph: Graph) -> None:
+        """Replay a graph that has a tail; the current stream waits for its results only."""
+        graph.replay()
+
+    def wait(self) -> None:
+        """Make the current stream wait for the end of the graph replayed last, if there is one."""
 
 
 class Recorded(NamedTuple):
@@ -64,6 +102,10 @@ class GraphBackend(abc.ABC):
     def new_pool(self) -> Any:
         """A private memory pool for graphs that are replayed in the order of capture."""
 
+    def new_tail(self) -> Tail:
+        """The tail of the forward graphs of a new slot memory."""
+        return Tail()
+
     @abc.abstractmethod
     def measure(self, work: Callable[[], None]) -> Cost:
         """Run work once, within a session, and return the memory that it needs."""
@@ -87,6 +129,28 @@ class _CudaGraph(Graph):
 
     def replay(self) -> None:
         raise NotImplementedError
+
+
+class _CudaTail(Tail):
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._results = torch.cuda.Event(external=True)
+        """Recorded inside of the graphs."""
+        self._end = torch.cuda.Event()
+
+    def begin(self) -> None:
+        self._results.record()
+
+    def replay(self, graph: Graph) -> None:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            graph.replay()
+        self._end.record(self._stream)
+        current.wait_event(self._results)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._end)
 
 
 class CudaGraphs(GraphBackend):
@@ -138,6 +202,10 @@ class CudaGraphs(GraphBackend):
 
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
+
+    def new_tail(self) -> Tail:
+        # Before, torch cannot record events for others inside of a graph.
+        return _CudaTail() if Version(torch.__version__) >= Version("2.9") else Tail()
 
     def measure(self, work: Callable[[], None]) -> Cost:
         # A private pool would also start without cached memory, and allocate whole segments.

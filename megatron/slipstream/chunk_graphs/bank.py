@@ -165,10 +165,13 @@ class GraphBank:
 
     def _capture(self, sample: torch.Tensor, call: StaticArguments) -> None:
         """See [Note: All ranks capture together]."""
-        memories = [SlotMemory(self._backend.new_pool()) for _ in range(self.num_slots)]
+        backend = self._backend
+        memories = [
+            SlotMemory(backend.new_pool(), backend.new_tail()) for _ in range(self.num_slots)
+        ]
         arguments = call.unflatten(call.tensors)
         try:
-            with self._backend.session():
+            with backend.session():
                 for size in self._graphs:
                     prepare = partial(self._prepare, size, sample, arguments, memories)
                     self._together(size, prepare)

@@ -22,6 +22,10 @@ def _nothing() -> None:
 class CaptureHooks(Protocol):
     """Contexts for the passes of one slot while they are captured."""
 
+    @property
+    def leaves_copies(self) -> bool:
+        """Whether the forward pass ends before its copies do: they are the slot memory's tail."""
+
     def forward(self) -> AbstractContextManager[None]:
         """The context of the forward pass."""
 
@@ -34,6 +38,8 @@ class CaptureHooks(Protocol):
 
 class NoCaptureHooks:
     """Hooks without any effect."""
+
+    leaves_copies = False
 
     def forward(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -102,6 +102,18 @@ class _Slot:
         self.hidden.copy_(hidden)
         self._inputs.renew(tensors)
 
+    def replay_forward(self) -> None:
+        """Compute :attr:`output`. Copies may still run afterwards."""
+        if self.hooks.leaves_copies:
+            self.memory.tail.replay(self.forward)
+        else:
+            self.forward.replay()
+
+    def replay_backward(self) -> None:
+        """Compute :attr:`grad_hidden`, once the copies of forward have ended."""
+        self.memory.tail.wait()
+        self.backward.replay()
+
 
 class _Prepared(NamedTuple):
     """Slots that have run and are ready to be captured."""
@@ -120,6 +132,7 @@ class _SlotAllocation:
     def __init__(self, slot: _Slot) -> None:
         self._slot: Optional[_Slot] = slot
         slot.memory.is_free = False
+        slot.memory.tail.wait()  # Of a micro-batch whose backward never ran.
 
     @property
     def slot(self) -> _Slot:
@@ -201,8 +214,11 @@ class ChunkGraphs:
         if self._slots:
             self._check_addresses()
         elif self._sample is not None and self._arguments is not None:
-            memories = [SlotMemory(self._backend.new_pool()) for _ in range(self.num_slots)]
-            with self._backend.session():
+            backend = self._backend
+            memories = [
+                SlotMemory(backend.new_pool(), backend.new_tail()) for _ in range(self.num_slots)
+            ]
+            with backend.session():
                 self.prepare(self._sample, self._arguments, memories)
                 self.record()
 
@@ -514,7 +530,7 @@ class _Replay(torch.autograd.Function):
     ) -> torch.Tensor:
         slot = allocation.slot
         slot.feed(hidden, tensors)  # No gradients are recorded in here.
-        slot.forward.replay()
+        slot.replay_forward()
         ctx.allocation = allocation
         ctx.after_replay = after_replay
         # A copy: schedules send it and then free it, and the next replay overwrites the slot's.
@@ -524,7 +540,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         slot = ctx.allocation.slot
         slot.grad_output.copy_(grad_outputs[0])
-        slot.backward.replay()
+        slot.replay_backward()
         grad = slot.grad_hidden.clone() if ctx.needs_input_grad[0] else None
         ctx.allocation.end()
         ctx.after_replay()

@@ -5,7 +5,8 @@
 To the engine, a captured chunk is an iteration of one micro-batch and one chunk: its forward, then
 its backward pass. Before the capture such iterations run with a separate engine, which records,
 plans and times them like any other. Then each slot is captured with an engine that follows the last
-plan: copies run on side streams inside the graph, which joins them at its end (edge E9).
+plan: copies run on side streams inside the graph, which joins them at its end (edge E9). What
+follows the forward graph waits for its computation only: [Note: The tail of a forward graph].
 
 Every slot has its own engine, and every slot memory its own host memory: addresses are baked into a
 graph, and the micro-batches in flight use theirs at the same time.
@@ -126,6 +127,11 @@ class SlotOffloading:
         store.host_pool = memory.share_host_pool(store.backend)
         return _hold(store.host_pool, self._plan)
 
+    @property
+    def leaves_copies(self) -> bool:
+        """Whether copies can outlast the computation of the forward pass."""
+        return self._plan is not None and bool(self._plan.storages)
+
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """The context of the forward pass. At its end all moving groups are offloaded."""
@@ -139,6 +145,8 @@ class SlotOffloading:
         try:
             with self._marks_go_to(self._engine):
                 yield
+            assert self._memory is not None
+            self._memory.tail.begin()  # First: to release a group waits for its copies.
             self._engine.release_all()
         finally:
             streams.end_graph()
@@ -160,6 +168,8 @@ class SlotOffloading:
     def close(self) -> None:
         """Free the host memory once no replay and no other slot uses it."""
         store = self._engine.store
+        if self._memory is not None:
+            self._memory.tail.wait()
         store.backend.wait_on_host(store.backend.current_stream())
         if self._memory is not None:
             store.host_pool = HostPool(store.backend, 0)

@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 import torch
 
+from megatron.slipstream.chunk_graphs.backend import Tail
 from megatron.slipstream.chunk_graphs.static_arguments import TensorFacts
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
@@ -84,10 +85,12 @@ class SlotMemory:
 
     Args:
         pool: Device memory of the graphs.
+        tail: Of the forward graphs.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, tail: Tail) -> None:
         self.pool = pool
+        self.tail = tail
         self.is_free = True
         """Whether no micro-batch in flight uses it."""
         self.host_pool: Optional[HostPool] = None

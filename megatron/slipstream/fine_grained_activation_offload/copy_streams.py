@@ -34,8 +34,9 @@ Under CUDA graph capture all of them except E7 are edges inside the graph.
 [Note: Graphs one after another]
 Work captured in one graph can only be waited for in the same graph. So a graph joins its copies to
 its end (E9), and graphs are replayed on one stream in the order of capture: then later work,
-captured or not, follows the graph's copies. Before a capture, the device is idle. So no wait is
-made for a signal of another graph, or across the border of a capture.
+captured or not, follows the graph's copies. (With graphs of chunks, what uses the memory of the
+copies does: [Note: The tail of a forward graph].) Before a capture, the device is idle. So no wait
+is made for a signal of another graph, or across the border of a capture.
 
 [Note: Memory belongs to a stream]
 The allocator reuses freed memory immediately on the stream that it was allocated for, since earlier

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Optional
+from typing import Any, Optional
+from unittest.mock import Mock
 
 import pytest
 import torch
 from toy_model import all_equal, make_chunks, make_manager, micro_batch
 
+from megatron.slipstream.chunk_graphs.backend import Tail
 from megatron.slipstream.chunk_graphs.offloading import (
     ChunkOffloading,
     SlotOffloading,
@@ -81,7 +83,7 @@ def rig(request: pytest.FixtureRequest) -> Rig:
 def test_a_pass_in_a_slot_moves_what_was_planned_and_nothing_else_changes(rig: Rig) -> None:
     rig.run()
     expected = [gradient.clone() for gradient in rig.gradients() if gradient is not None]
-    slot = rig.offloading.make_slot(SlotMemory(None))
+    slot = rig.offloading.make_slot(SlotMemory(None, Tail()))
     moved_bytes = rig.offloading.moved_bytes
     assert slot.host_bytes == rig.offloading.host_bytes >= moved_bytes > 0
     engine = rig.engines[-1]
@@ -105,7 +107,7 @@ def test_a_pass_in_a_slot_moves_what_was_planned_and_nothing_else_changes(rig: R
 
 
 def test_a_pass_that_does_not_go_as_planned_is_refused(rig: Rig) -> None:
-    slot = rig.offloading.make_slot(SlotMemory(None))
+    slot = rig.offloading.make_slot(SlotMemory(None, Tail()))
 
     def one_layer_more() -> None:
         with slot.forward():
@@ -117,7 +119,7 @@ def test_a_pass_that_does_not_go_as_planned_is_refused(rig: Rig) -> None:
 
 
 def test_slots_in_one_place_share_its_host_memory_and_the_last_one_returns_it(rig: Rig) -> None:
-    memory, other = SlotMemory(None), SlotMemory(None)
+    memory, other = SlotMemory(None, Tail()), SlotMemory(None, Tail())
     slots = [rig.offloading.make_slot(memory) for _ in range(2)]
     of_one = rig.offloading.host_bytes
     assert slots[0].host_bytes == slots[1].host_bytes == of_one
@@ -132,10 +134,38 @@ def test_slots_in_one_place_share_its_host_memory_and_the_last_one_returns_it(ri
     assert elsewhere.host_bytes == of_one, "other memory keeps its own"
 
 
+def test_the_tail_begins_before_groups_are_released_and_ends_before_host_memory_goes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    tail = Mock(begin=lambda: events.append("tail begins"), wait=lambda: events.append("tail ends"))
+    slot = rig.offloading.make_slot(SlotMemory(None, tail))
+    assert slot.leaves_copies
+    engine = rig.engines[-1]
+
+    def note(owner: Any, name: str, event: str) -> None:
+        usual = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (events.append(event), usual(*args))[-1])
+
+    note(engine, "release_all", "released")
+    note(engine, "close", "closed")
+    note(engine.store.backend, "wait_on_host", "host waits")
+    with slot.forward():
+        loss = rig.forward()
+    # To release a group makes the graph's stream wait for copies.
+    assert events == ["tail begins", "released"]
+    with slot.backward():
+        loss.backward()
+    events.clear()
+    slot.close()
+    assert events[:3] == ["tail ends", "host waits", "closed"]
+
+
 def test_a_slot_without_a_plan_moves_nothing() -> None:
     rig = Rig("cpu")
-    slot = rig.offloading.make_slot(SlotMemory(None))
+    slot = rig.offloading.make_slot(SlotMemory(None, Tail()))
     assert isinstance(slot, SlotOffloading)
+    assert not slot.leaves_copies
     with slot.forward():
         loss = rig.forward()
     with slot.backward():
