@@ -158,6 +158,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
+TITLE = "# Side by side"
+"""First line of a page; one that somebody has put in its place stays."""
+
+
 def write_results(path: Path) -> list[Path]:
     """Write table and plots beside a file of rows. Returns all files, the rows first.
 
@@ -171,7 +175,8 @@ def write_results(path: Path) -> list[Path]:
     if not summaries:
         raise ValueError(f"{path} holds no summary rows; it is not what benchmarks.run wrote")
     table = path.with_suffix(".md")
-    table.write_text(render(rows, path.name))
+    title = table.read_text().partition("\n")[0] if table.exists() else TITLE
+    table.write_text(render(rows, path.name, title))
     written = [path, table]
     measured = [row for row in summaries if row.get("step_ms") is not None]
     if any(row["engine"] not in FIRST for row in measured):
@@ -195,7 +200,7 @@ def latest_summaries(rows: Iterable[Row]) -> list[Row]:
     return sorted(latest.values(), key=lambda row: order.get(row["case"], len(order)))
 
 
-def render(rows: Sequence[Row], rows_name: str) -> str:
+def render(rows: Sequence[Row], rows_name: str, title: str = TITLE) -> str:
     """The table as Markdown."""
     summaries = latest_summaries(rows)
     cases = list(dict.fromkeys(row["case"] for row in summaries))
@@ -203,7 +208,7 @@ def render(rows: Sequence[Row], rows_name: str) -> str:
     shown = [column for column in _shown(COLUMNS, summaries) if column.about]
     legend = ["- `all` modules: every one that the kind of model can have."]
     legend += [f"- `{column.title}`: {column.about}." for column in shown]
-    parts = ["# Side by side", *_machine_lines(machines), f"Raw rows: {rows_name}."]
+    parts = [title, *_machine_lines(machines), f"Raw rows: {rows_name}."]
     parts.append("\n".join(legend))
     about = {case.name: case.about for case in CASES}
     for case in cases:

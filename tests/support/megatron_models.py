@@ -31,6 +31,9 @@ from tools.shared_gpus import take_place
 
 MAX_SEQUENCES = 64
 """Maximum number of documents in a pack."""
+MAX_DIVIDED_SEQUENCES = 6
+"""The same where context-parallel ranks share it: for more, cuDNN finds no workspace for its
+deterministic backward pass."""
 SIGMA_LOG_LENGTH, SEQ_LENGTH_PER_MEDIAN = 1.0, 16.7
 """Lengths of packed documents: log-normal, with a median of 245 tokens in a pack of 4096."""
 
@@ -339,7 +342,7 @@ def micro_batches(
     if case.is_packed:
         limits = PackLimits(
             max_tokens=case.seq_length * case.cp,
-            max_sequences=MAX_SEQUENCES,
+            max_sequences=MAX_SEQUENCES if case.cp == 1 else MAX_DIVIDED_SEQUENCES,
             alignment=2 * case.cp if case.cp > 1 else 1,
         )
         draw = np.random.default_rng(seed)

@@ -111,6 +111,17 @@ def test_ranks_that_shared_a_gpu_have_a_table_without_times(tmp_path: Path) -> N
     assert "|  | slipstream | +0.50% | 500 | 400 |" in text
 
 
+def test_a_title_that_somebody_wrote_stays(tmp_path: Path) -> None:
+    rows, page = tmp_path / "example.jsonl", tmp_path / "example.md"
+    write_example(rows)
+    table.write_results(rows)
+    text = page.read_text()
+    assert text.startswith("# Side by side\n")
+    page.write_text(text.replace("Side by side", "An example", 1))
+    table.write_results(rows)
+    assert page.read_text() == text.replace("Side by side", "An example", 1)
+
+
 def test_a_later_summary_replaces_an_earlier_one(tmp_path: Path) -> None:
     rows = tmp_path / "example.jsonl"
     write_example(rows)
