@@ -30,10 +30,11 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import Graph, GraphBackend
+from megatron.slipstream.chunk_graphs.backend import GraphBackend
 from megatron.slipstream.chunk_graphs.capture_parameters import CaptureParameters
-from megatron.slipstream.chunk_graphs.chunk import CaptureHooks, Chunk, Constants, NoCaptureHooks
-from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory, StaticInputs
+from megatron.slipstream.chunk_graphs.chunk import Chunk, Constants
+from megatron.slipstream.chunk_graphs.replay import Replay, Slot, SlotAllocation
+from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.chunk_graphs.static_arguments import (
     FastMatch,
     StaticArguments,
@@ -64,98 +65,15 @@ class CaptureFigures:
         )
 
 
-class _Slot:
-    """One pair of graphs with its static input and output tensors."""
-
-    def __init__(
-        self, hidden: torch.Tensor, arguments: StaticArguments, memory: SlotMemory
-    ) -> None:
-        self.memory = memory
-        self.hidden = memory.static("hidden_states", hidden).tensor.requires_grad_()
-        statics = [
-            memory.static(name, tensor)
-            for name, tensor in zip(arguments.names, arguments.tensors, strict=True)
-        ]
-        self._inputs = StaticInputs(statics)
-        self.tensors = tuple(static.tensor for static in statics)
-        self.output: torch.Tensor
-        self.grad_output: torch.Tensor
-        self.grad_hidden: torch.Tensor
-        self.forward: Graph
-        self.backward: Graph
-        self.hooks: CaptureHooks = NoCaptureHooks()
-        with torch.no_grad():
-            self.feed(hidden, arguments.tensors)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether no micro-batch in flight uses it."""
-        return self.memory.is_free
-
-    @property
-    def pool(self) -> Any:
-        """The memory pool of its graphs."""
-        return self.memory.pool
-
-    def feed(self, hidden: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy a call's tensors to the static inputs of the graphs, where autograd is off."""
-        self.hidden.copy_(hidden)
-        self._inputs.renew(tensors)
-
-    def replay_forward(self) -> None:
-        """Compute :attr:`output`. Copies may still run afterwards."""
-        if self.hooks.leaves_copies:
-            self.memory.tail.replay(self.forward)
-        else:
-            self.forward.replay()
-
-    def replay_backward(self) -> None:
-        """Compute :attr:`grad_hidden`, once the copies of forward have ended."""
-        self.memory.tail.wait()
-        self.backward.replay()
-
-
 class _Prepared(NamedTuple):
     """Slots that have run and are ready to be captured."""
 
-    slots: list[_Slot]
+    slots: list[Slot]
     parameters: CaptureParameters
     sample: torch.Tensor
     predicted_bytes: int
     """Device memory that one pass needed."""
     seconds: float
-
-
-class _SlotAllocation:
-    """A micro-batch's use of a slot. It ends with backward, or when autograd drops it."""
-
-    def __init__(self, slot: _Slot) -> None:
-        self._slot: Optional[_Slot] = slot
-        slot.memory.is_free = False
-        slot.memory.tail.wait()  # Of a micro-batch whose backward never ran.
-
-    @property
-    def slot(self) -> _Slot:
-        """The slot.
-
-        Raises:
-            RuntimeError: It has been freed.
-        """
-        if self._slot is None:
-            raise RuntimeError(
-                "backward of a micro-batch ran twice, or after its graphs were deleted; a replayed "
-                "chunk keeps no activations for a second time"
-            )
-        return self._slot
-
-    def end(self) -> None:
-        """Free the slot."""
-        if self._slot is not None:
-            self._slot.memory.is_free = True
-            self._slot = None
-
-    # If backward never runs, autograd drops this object with the loss.
-    __del__ = end
 
 
 class ChunkGraphs:
@@ -186,7 +104,7 @@ class ChunkGraphs:
         """Arguments of a micro-batch that ran eagerly, with hidden states; None before it ran."""
         self._fast_match: Optional[FastMatch] = None
         """Matches calls to replay."""
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self._addresses: tuple[int, ...] = ()
         self._constants: Optional[Constants] = None
         """Constants that the graphs read."""
@@ -281,10 +199,10 @@ class ChunkGraphs:
             return self.chunk.run(hidden, **arguments)
         self.chunk.before_replay()
         self.num_replays += 1
-        output: torch.Tensor = _Replay.apply(
+        output: torch.Tensor = Replay.apply(
             hidden,
             None if hidden.requires_grad else self._anchor,  # Autograd visits each input.
-            _SlotAllocation(slot),
+            SlotAllocation(slot),
             tensors,
             self.chunk.after_replay,
         )
@@ -319,7 +237,7 @@ class ChunkGraphs:
         self._arguments = arguments
         put_back = self.chunk.save_state()
         try:
-            slots = [_Slot(sample, arguments, memory) for memory in memories]
+            slots = [Slot(sample, arguments, memory) for memory in memories]
             with self._warmed_up(slots[0], parameters) as run:
                 cost = self._backend.measure(run)
             self._check_room(cost.peak_bytes)
@@ -373,7 +291,7 @@ class ChunkGraphs:
                 format_bytes(offloading.host_bytes),
             )
 
-    def _run(self, slot: _Slot) -> torch.Tensor:
+    def _run(self, slot: Slot) -> torch.Tensor:
         assert self._arguments is not None
         with torch.enable_grad():
             output = self.chunk.run(slot.hidden, **self._arguments.unflatten(slot.tensors))
@@ -391,14 +309,14 @@ class ChunkGraphs:
         with parameters.in_place(), self._constants.in_place():
             yield
 
-    def _run_once(self, slot: _Slot, parameters: CaptureParameters) -> None:
+    def _run_once(self, slot: Slot, parameters: CaptureParameters) -> None:
         with self._replaced(parameters):
             output = self._run(slot)
             output.backward(torch.ones_like(output))
         slot.hidden.grad = None
 
     def _warmed_up(
-        self, slot: _Slot, parameters: CaptureParameters
+        self, slot: Slot, parameters: CaptureParameters
     ) -> AbstractContextManager[Callable[[], None]]:
         """Run a slot's work once for first-use effects. The context gives a function to run it."""
         run = partial(self._run_once, slot, parameters)
@@ -407,7 +325,7 @@ class ChunkGraphs:
         run()
         return contextlib.nullcontext(run)
 
-    def _record(self, slot: _Slot, parameters: CaptureParameters) -> None:
+    def _record(self, slot: Slot, parameters: CaptureParameters) -> None:
         """Capture a slot's graphs; the backward graph frees activations into the same pool."""
         if self.chunk.offloading is not None:
             slot.hooks = self.chunk.offloading.make_slot(slot.memory)
@@ -514,34 +432,3 @@ def copy_of_call(
             )
     copies = tuple(tensor.detach().clone() for tensor in call.tensors)
     return hidden.detach().clone(), dataclasses.replace(call, tensors=copies)
-
-
-class _Replay(torch.autograd.Function):
-    """Replays a slot's graphs, forward and backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        anchor: Optional[torch.Tensor],
-        allocation: _SlotAllocation,
-        tensors: Sequence[torch.Tensor],
-        after_replay: Callable[[], None],
-    ) -> torch.Tensor:
-        slot = allocation.slot
-        slot.feed(hidden, tensors)  # No gradients are recorded in here.
-        slot.replay_forward()
-        ctx.allocation = allocation
-        ctx.after_replay = after_replay
-        # A copy: schedules send it and then free it, and the next replay overwrites the slot's.
-        return slot.output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        slot = ctx.allocation.slot
-        slot.grad_output.copy_(grad_outputs[0])
-        slot.replay_backward()
-        grad = slot.grad_hidden.clone() if ctx.needs_input_grad[0] else None
-        ctx.allocation.end()
-        ctx.after_replay()
-        return grad, None, None, None, None

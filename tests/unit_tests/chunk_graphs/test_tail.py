@@ -19,7 +19,7 @@ import pytest
 import torch
 from toy_chunk import Training, equal
 
-from megatron.slipstream.chunk_graphs import engine
+from megatron.slipstream.chunk_graphs import replay
 from megatron.slipstream.chunk_graphs.backend import CudaGraphs, EagerGraphs, Tail
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 
@@ -178,13 +178,13 @@ def test_the_next_slot_computes_beside_the_copies_of_the_one_before(streams: Str
 def written_after(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """What the copies to the inputs of slots follow."""
     found: list[set[str]] = []
-    feed = engine._Slot.feed
+    feed = replay.Slot.feed
 
     def noted(*arguments: Any) -> None:
         found.append(set(streams.main.follows))
         feed(*arguments)
 
-    monkeypatch.setattr(engine._Slot, "feed", noted)
+    monkeypatch.setattr(replay.Slot, "feed", noted)
     return found
 
 
