@@ -40,7 +40,7 @@ def select_variants(case: Case, chosen: Sequence[str]) -> tuple[Variant, ...]:
         ValueError: A name is not a module.
     """
     # Here and not above, so that importing this file needs megatron.slipstream for nothing else.
-    from megatron.slipstream.config import check_module_names
+    from megatron.slipstream.model_rules import check_module_names
     from megatron.slipstream.rules import require
 
     if not chosen:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # installed or not
 
-from megatron.slipstream import config  # noqa: E402
+from megatron.slipstream import model_rules  # noqa: E402
 from megatron.slipstream.patches import table as patch_table  # noqa: E402
 from megatron.slipstream.patches.patching import Patch  # noqa: E402
 from megatron.slipstream.rules import Rule  # noqa: E402
@@ -229,7 +229,7 @@ WITH_A_NORM = {
 
 
 def models_with(module: str) -> str:
-    if module in config.MOE_MODULE_NAMES:
+    if module in model_rules.MOE_MODULE_NAMES:
         return "with experts"
     return WITH_A_NORM.get(module, "all")
 
@@ -239,7 +239,9 @@ def options_page() -> str:
     lines = [
         "# Options",
         "",
-        generated_from("config.py, the options.py of each room and integration/arguments.py"),
+        generated_from(
+            "config.py, model_rules.py, the options.py of each room and integration/arguments.py"
+        ),
         "",
         "A flag `--a-b` and a configuration field `a_b` are the same option. `./run train --help` "
         "lists Slipstream's flags, `./run train --help-all` also Megatron's.",
@@ -263,7 +265,10 @@ def options_page() -> str:
         "",
         *table(
             ("name", "what moves", "models"),
-            ((f"`{name}`", text, models_with(name)) for name, text in config.MODULE_NAMES.items()),
+            (
+                (f"`{name}`", text, models_with(name))
+                for name, text in model_rules.MODULE_NAMES.items()
+            ),
         ),
         "",
         *(line for group in option_groups() for line in own_options(group)),

@@ -50,18 +50,18 @@ def test_the_generated_pages_are_what_the_source_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern, replacement",
+    "file, pattern, replacement",
     [
-        (r'( = [^\n]+\n    """)', r"\1Now: "),
-        (r"(: int = )\d+", r"\g<1>99"),
-        (r'("core_attn": ")', r"\1the "),
+        ("config.py", r'( = [^\n]+\n    """)', r"\1Now: "),
+        ("config.py", r"(: int = )\d+", r"\g<1>99"),
+        ("model_rules.py", r'("core_attn": ")', r"\1the "),
     ],
     ids=["docstring", "default", "module"],
 )
 def test_a_change_of_the_configuration_makes_the_page_stale(
-    tmp_path: Path, pattern: str, replacement: str
+    tmp_path: Path, file: str, pattern: str, replacement: str
 ) -> None:
-    source = copy_of_sources(tmp_path) / "megatron" / "slipstream" / "config.py"
+    source = copy_of_sources(tmp_path) / "megatron" / "slipstream" / file
     text, num_changes = re.subn(pattern, replacement, source.read_text())
     assert num_changes
     source.write_text(text)

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from megatron.slipstream import preflight
-from megatron.slipstream.config import NO_EFFECT, NOTHING_TO_MOVE, REFUSED_BY_MEGATRON, STAYS
 from megatron.slipstream.doctor.check import Check, Seen, Topic, not_checked
 from megatron.slipstream.doctor.facts import Command, Facts
 from megatron.slipstream.estimate.training_command import Words
+from megatron.slipstream.model_rules import NO_EFFECT, NOTHING_TO_MOVE, REFUSED_BY_MEGATRON, STAYS
 
 
 def check_command(words: Words) -> Command:

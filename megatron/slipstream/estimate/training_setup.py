@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from megatron.slipstream.config import check_model_options
 from megatron.slipstream.estimate.model_shapes import ModelShape, Parallelism
 from megatron.slipstream.estimate.saved_tensors import MODULES, marked_modules
 from megatron.slipstream.estimate.synthetic import DEFAULT_MIN_NUMEL
+from megatron.slipstream.model_rules import check_model_options
 from megatron.slipstream.rules import require
 
 

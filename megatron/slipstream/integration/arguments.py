@@ -21,13 +21,14 @@ import torch
 
 from megatron.slipstream import preflight
 from megatron.slipstream.chunk_graphs.options import ChunkGraphOptions
-from megatron.slipstream.config import MODULE_NAMES, OffloadConfig
+from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.context_parallel.options import DynamicContextParallelOptions
 from megatron.slipstream.experts.options import ExpertOptions
 from megatron.slipstream.integration import compat, cpu_only
 from megatron.slipstream.integration.config_file import config_from_environment
 from megatron.slipstream.integration.flag_names import did_you_mean
 from megatron.slipstream.launcher import rank
+from megatron.slipstream.model_rules import MODULE_NAMES
 from megatron.slipstream.packed_sequences.options import PackingOptions
 
 logger = logging.getLogger(__name__)

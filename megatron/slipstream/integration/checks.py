@@ -20,16 +20,7 @@ import torch
 
 from megatron.slipstream import preflight
 from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
-from megatron.slipstream.config import (
-    NO_EFFECT,
-    NOTHING_TO_MOVE,
-    RULES,
-    STAYS,
-    OffloadConfig,
-    check_model_options,
-    modules_at_the_edge_of_graphs,
-    moves_in_layer_graphs,
-)
+from megatron.slipstream.config import RULES, OffloadConfig
 from megatron.slipstream.context_parallel.options import check_dynamic_context_parallel
 from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
 from megatron.slipstream.experts.options import check_experts
@@ -37,6 +28,14 @@ from megatron.slipstream.integration import compat
 from megatron.slipstream.integration.frameworks.options import (
     OffloadOptions,
     defaults_of_later_options,
+)
+from megatron.slipstream.model_rules import (
+    NO_EFFECT,
+    NOTHING_TO_MOVE,
+    STAYS,
+    check_model_options,
+    modules_at_the_edge_of_graphs,
+    moves_in_layer_graphs,
 )
 from megatron.slipstream.packed_sequences.options import check_corpora, check_packing
 from megatron.slipstream.rules import (

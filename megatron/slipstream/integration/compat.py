@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Optional
 
 import torch
 
-from megatron.slipstream.config import graphed_modules
+from megatron.slipstream.model_rules import graphed_modules
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.releases import (

@@ -19,9 +19,9 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
-from megatron.slipstream.config import REFUSED_BY_MEGATRON
 from megatron.slipstream.integration import arguments, checks, cpu_only, validation
 from megatron.slipstream.launcher import launcher_number
+from megatron.slipstream.model_rules import REFUSED_BY_MEGATRON
 from megatron.slipstream.rules import Finding, check_by, finding_of
 
 

@@ -19,11 +19,7 @@ from typing import Any, Optional
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 
-from megatron.slipstream.config import (
-    OffloadConfig,
-    check_is_config,
-    moves_in_layer_graphs,
-)
+from megatron.slipstream.config import OffloadConfig, check_is_config
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.cuda_backend import CudaBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import (
@@ -36,6 +32,7 @@ from megatron.slipstream.integration.config_file import config_from_environment,
 from megatron.slipstream.integration.engine_setup import open_backend, policy_options
 from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
+from megatron.slipstream.model_rules import moves_in_layer_graphs
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.model_calls import set_before_first_call
 from megatron.slipstream.patches.table import Feature

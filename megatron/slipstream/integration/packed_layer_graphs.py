@@ -44,6 +44,7 @@ from megatron.slipstream.integration.cp_graph_inputs import DynamicSizes
 from megatron.slipstream.integration.layer_classes import convert
 from megatron.slipstream.integration.packed_layer_capture import ONE_SIZE, capture, delete
 from megatron.slipstream.integration.rotary_tables import RotaryTables
+from megatron.slipstream.model_rules import graphed_modules
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.table import Feature
 
@@ -336,11 +337,8 @@ class PackedGraphMixin(torch.nn.Module):
     @functools.cached_property
     def captures_attention(self) -> bool:
         """Whether attention is in the layer's graphs."""
-        config = self.config
-        parts = getattr(config, "cuda_graph_modules", None) or getattr(
-            config, "cuda_graph_scope", None
-        )
-        return not parts or "attn" in {getattr(part, "name", part) for part in parts}
+        parts = graphed_modules(self.config)
+        return not parts or "attn" in parts
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """The layer's own pass; the first ones show what to capture."""

@@ -20,7 +20,6 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron.slipstream.config import moves_in_layer_graphs
 from megatron.slipstream.context_parallel.options import rank_limits
 from megatron.slipstream.integration import (
     compat,
@@ -30,6 +29,7 @@ from megatron.slipstream.integration import (
 )
 from megatron.slipstream.integration.cpu_modules import local_hybrid_stack_spec
 from megatron.slipstream.integration.specs import change_model_spec
+from megatron.slipstream.model_rules import moves_in_layer_graphs
 
 if TYPE_CHECKING:
     from megatron.slipstream.integration.monitor import Monitor

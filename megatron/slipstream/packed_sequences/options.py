@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Optional
 
+from megatron.slipstream.model_rules import graphed_modules
 from megatron.slipstream.packed_sequences.packing import PackLimits
 from megatron.slipstream.rules import (
     Finding,
@@ -74,10 +75,8 @@ def _captures_layers(facts: Any) -> bool:
 
 
 def _captures_attention(facts: Any) -> bool:
-    parts = facts.cuda_graph_modules or facts.cuda_graph_scope
-    parts = [parts] if isinstance(parts, str) else parts or []
-    names = {getattr(part, "name", part) for part in parts}
-    return _captures_layers(facts) and (not names or "attn" in names)
+    parts = graphed_modules(facts)
+    return _captures_layers(facts) and (not parts or "attn" in parts)
 
 
 _unsupported_in_layers = partial(

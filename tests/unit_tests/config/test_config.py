@@ -13,18 +13,16 @@ from typing import Any
 import pytest
 from model_options import VALID_MODEL
 
-from megatron.slipstream.config import (
+from megatron.slipstream.config import RULES, OffloadConfig, parse_percent
+from megatron.slipstream.launcher import num_local_ranks
+from megatron.slipstream.model_rules import (
     MODEL_RULES,
     MODULE_NAMES,
     MOE_MODULE_NAMES,
-    RULES,
-    OffloadConfig,
     check_model_options,
     check_module_names,
     modules_at_the_edge_of_graphs,
-    parse_percent,
 )
-from megatron.slipstream.launcher import num_local_ranks
 from megatron.slipstream.rules import Rule, always, check_rules, option_rule, require
 
 CURES = ("set ", "add ", "remove ")

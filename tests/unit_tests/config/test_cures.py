@@ -15,12 +15,7 @@ import pytest
 from model_options import VALID_MODEL
 
 from megatron.slipstream.chunk_graphs.options import CHUNK_GRAPH_RULES, check_chunk_graphs
-from megatron.slipstream.config import (
-    MODEL_RULES,
-    RULES,
-    OffloadConfig,
-    check_model_options,
-)
+from megatron.slipstream.config import RULES, OffloadConfig
 from megatron.slipstream.context_parallel.options import (
     DYNAMIC_RULES,
     DynamicContextParallelOptions,
@@ -28,6 +23,7 @@ from megatron.slipstream.context_parallel.options import (
 )
 from megatron.slipstream.experts.options import EXPERT_RULES, ExpertOptions, check_experts
 from megatron.slipstream.integration.attach.handle import ATTACH_RULES
+from megatron.slipstream.model_rules import MODEL_RULES, check_model_options
 from megatron.slipstream.packed_sequences.options import (
     PACKING_RULES,
     PackingOptions,

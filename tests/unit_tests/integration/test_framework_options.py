@@ -14,7 +14,6 @@ from typing import Any, get_type_hints
 import pytest
 from ranks import run_ranks
 
-from megatron.slipstream.config import MODULE_NAMES
 from megatron.slipstream.integration.frameworks.options import (
     DEFAULTS,
     ModelFacts,
@@ -24,6 +23,7 @@ from megatron.slipstream.integration.frameworks.options import (
     to_cli,
     to_transformer_overrides,
 )
+from megatron.slipstream.model_rules import MODULE_NAMES
 from megatron.slipstream.patches import releases
 
 SWITCH = "fine_grained_activation_offloading"

@@ -18,7 +18,7 @@ from typing import Optional, Union
 
 import torch
 
-from megatron.slipstream.config import MODEL_RULES, OffloadConfig, check_is_config, check_type
+from megatron.slipstream.config import OffloadConfig, check_is_config, check_type
 from megatron.slipstream.fine_grained_activation_offload.report import Report
 from megatron.slipstream.integration.attach.engine import AttachedEngine
 from megatron.slipstream.integration.attach.forward import ForwardHooks
@@ -26,6 +26,7 @@ from megatron.slipstream.integration.attach.names import Match, Pattern, find_mo
 from megatron.slipstream.integration.engine_setup import open_backend, policy_options
 from megatron.slipstream.integration.run_metadata import environment, settings
 from megatron.slipstream.launcher import rank
+from megatron.slipstream.model_rules import MODEL_RULES
 from megatron.slipstream.plan import files
 from megatron.slipstream.plan.render import format_bytes, summarize
 from megatron.slipstream.rules import Rule, always, check_rules, is_one_of, require, unsupported

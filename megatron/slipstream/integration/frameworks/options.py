@@ -26,7 +26,7 @@ from typing import Any, Optional, TypedDict
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron.slipstream.config import check_model_options
+from megatron.slipstream.model_rules import check_model_options
 from megatron.slipstream.rules import require
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class OffloadOptions(TypedDict, total=False):
     fine_grained_activation_offloading: Optional[bool]
     """See [Note: Three values of on and off]."""
     offload_modules: Optional[list[str]]
-    """The modules that move, by the names in ``config.MODULE_NAMES``."""
+    """The modules that move, by the names in ``model_rules.MODULE_NAMES``."""
     activation_offload_fraction: Optional[float]
     """Fraction of each pass's groups that move, 0 to 1. From megatron-core 0.19 on."""
     delta_offload_bytes_across_pp_ranks: Optional[int]

@@ -1,0 +1,270 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Requirements on megatron-core's own offloading options, and what they mean with CUDA graphs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron.slipstream.rules import Finding, Rule, check_rules, option_rule
+
+MODULE_NAMES: Mapping[str, str] = {
+    "attn_norm": "input layer norm (saves the layer input, [s, b, h])",
+    "qkv_linear": "query/key/value projection (saves the normalised input, [s, b, h])",
+    "core_attn": "core attention (saves q, k, v and the attention output)",
+    "attn_proj": "attention output projection (saves the attention output, [s, b, h])",
+    "mlp_norm": "pre-MLP layer norm (saves the attention block's output, [s, b, h])",
+    "expert_fc1": "first grouped GEMM of the experts (saves the permuted tokens)",
+    "moe_act": "activation function of the experts (saves the first GEMM's output)",
+    "fused_group_mlp": "the experts' fused grouped MLP (Transformer Engine operation fuser; from "
+    "megatron-core 0.19 on)",
+}
+"""Every module name megatron-core 0.19.2 marks, with what its backward pass saves."""
+
+MOE_MODULE_NAMES = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
+
+
+def _offloading(facts: Any) -> bool:
+    return bool(facts.fine_grained_activation_offloading)
+
+
+def _offloading_with_graphs(facts: Any) -> bool:
+    return _offloading(facts) and _graph_impl(facts) != "none"
+
+
+def _offloading_with_our_engine(facts: Any) -> bool:
+    return _offloading(facts) and getattr(facts, "offload_engine", "slipstream") == "slipstream"
+
+
+def _modules(facts: Any) -> set[str]:
+    return set(facts.offload_modules or ())
+
+
+def _graph_impl(facts: Any) -> str:
+    """megatron-core's implementation of CUDA graphs; 'none' also where it has no such option."""
+    return str(getattr(facts, "cuda_graph_impl", None) or "none")
+
+
+def graphed_modules(facts: Any) -> frozenset[str]:
+    """The parts of each layer that CUDA graphs capture, by name; none is the whole layer.
+
+    Args:
+        facts: With megatron-core's option names; up to 0.17 this one is ``cuda_graph_scope``.
+    """
+    given = getattr(facts, "cuda_graph_modules", None) or getattr(facts, "cuda_graph_scope", None)
+    return frozenset(getattr(module, "name", module) for module in given or ())
+
+
+def moves_in_layer_graphs(facts: Any) -> bool:
+    """Whether activations move inside Transformer Engine's graphs of layers.
+
+    Args:
+        facts: With megatron-core's option names.
+    """
+    return _graph_impl(facts) == "transformer_engine" and _offloading(facts)
+
+
+def modules_at_the_edge_of_graphs(facts: Any) -> list[str]:
+    """The ``offload_modules`` whose tensors are inputs or outputs of graphs in some layers.
+
+    They stay there: inputs and outputs of a graph are static memory that it keeps, so moving them
+    frees nothing.
+    """
+    if not moves_in_layer_graphs(facts):
+        return []
+    captured = graphed_modules(facts)
+    at_the_edge = set()
+    if not captured or "attn" in captured:
+        at_the_edge.add("attn_norm")  # saves the layer's input
+    if "moe_router" in captured or len(captured & {"attn", "mlp"}) == 1:
+        at_the_edge.add("mlp_norm")  # saves what attention's graph gives to the next part
+    return [name for name in facts.offload_modules if name in at_the_edge]
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    option_rule(
+        "offload_modules",
+        _offloading,
+        lambda f: bool(f.offload_modules),
+        "fine_grained_activation_offloading=True needs at least one module to move",
+        "set offload_modules to some of: " + ", ".join(MODULE_NAMES),
+    ),
+    option_rule(
+        "offload_modules",
+        _offloading,
+        lambda f: "attn_proj" not in _modules(f) or "core_attn" in _modules(f),
+        "offload_modules contains 'attn_proj' without 'core_attn', which is not supported "
+        "because attn_proj saves core_attn's output and core_attn's backward reads it too",
+        "add 'core_attn'",
+    ),
+    option_rule(
+        "offload_modules",
+        _offloading,
+        lambda f: f.num_moe_experts or not MOE_MODULE_NAMES & _modules(f),
+        "offload_modules={offload_modules} names expert modules, but the model has no experts "
+        "(num_moe_experts is not set)",
+        "remove " + ", ".join(sorted(MOE_MODULE_NAMES)),
+    ),
+    option_rule(
+        "activation_offload_fraction",
+        _offloading,
+        lambda f: 0.0 <= f.activation_offload_fraction <= 1.0,
+        "activation_offload_fraction={activation_offload_fraction} is outside [0, 1]",
+        "set the fraction of each chunk's groups to move",
+    ),
+    option_rule(
+        "min_offloaded_tensor_size",
+        _offloading,
+        lambda f: f.min_offloaded_tensor_size >= 0,
+        "min_offloaded_tensor_size={min_offloaded_tensor_size} is negative",
+        "set a number of elements (not bytes), 0 to move every tensor",
+    ),
+    option_rule(
+        "delta_offload_bytes_across_pp_ranks",
+        _offloading,
+        lambda f: f.delta_offload_bytes_across_pp_ranks >= 0,
+        "delta_offload_bytes_across_pp_ranks={delta_offload_bytes_across_pp_ranks} is negative",
+        "set how many bytes more each later pipeline rank keeps on the device",
+    ),
+    option_rule(
+        "fine_grained_offloading_max_inflight_offloads",
+        _offloading,
+        lambda f: (getattr(f, "fine_grained_offloading_max_inflight_offloads", None) or 0) >= 0,
+        "fine_grained_offloading_max_inflight_offloads="
+        "{fine_grained_offloading_max_inflight_offloads} is negative",
+        "set how many copies out of each module (0 or more) compute need not have waited for, or "
+        "leave it out for no limit",
+    ),
+    option_rule(
+        "offload_checkpoint_inputs",
+        lambda f: _offloading(f) and getattr(f, "offload_checkpoint_inputs", False),
+        lambda f: f.recompute_granularity is not None,
+        "offload_checkpoint_inputs=True is not supported without recomputation because no "
+        "checkpoint keeps inputs then",
+        "set recompute_granularity='full', or leave it out",
+    ),
+    option_rule(
+        "delay_offload_until_cuda_graph",
+        _offloading_with_our_engine,
+        lambda f: (
+            not getattr(f, "delay_offload_until_cuda_graph", False) or _graph_impl(f) != "none"
+        ),
+        "delay_offload_until_cuda_graph=True is not supported without CUDA graphs because there "
+        "is no graph to wait for",
+        "set cuda_graph_impl='transformer_engine', or leave it out",
+    ),
+    option_rule(
+        "cpu_offloading",
+        _offloading,
+        lambda f: not f.cpu_offloading,
+        "fine_grained_activation_offloading=True is not supported with cpu_offloading=True "
+        "because both would move the same tensors",
+        "set cpu_offloading=False",
+    ),
+    option_rule(
+        "cuda_graph_impl",
+        _offloading_with_graphs,
+        lambda f: _graph_impl(f) != "full_iteration",
+        "cuda_graph_impl='full_iteration' is not supported with offloading because one graph of "
+        "the whole iteration leaves no step to plan from and no layer to tell the engine where "
+        "it is",
+        "set cuda_graph_impl='transformer_engine'",
+    ),
+    option_rule(
+        "cuda_graph_impl",
+        _offloading_with_graphs,
+        lambda f: (
+            _graph_impl(f) != "local"
+            or (_modules(f) <= MOE_MODULE_NAMES and bool(graphed_modules(f)))
+        ),
+        "cuda_graph_impl='local' is not supported with offload_modules={offload_modules} because "
+        "only expert modules outside of its graphs can move",
+        "set cuda_graph_impl='transformer_engine', or name parts of the layer in "
+        "cuda_graph_modules and no other modules than " + ", ".join(sorted(MOE_MODULE_NAMES)),
+    ),
+    option_rule(
+        "cuda_graph_modules",
+        _offloading_with_graphs,
+        lambda f: "moe" not in graphed_modules(f),
+        "cuda_graph_modules contains 'moe', which is not supported with offloading because "
+        "megatron-core marks no groups inside it",
+        "remove 'moe' or set 'moe_router'",
+    ),
+    option_rule(
+        "cuda_graph_warmup_steps",
+        _offloading_with_graphs,
+        lambda f: getattr(f, "cuda_graph_warmup_steps", 1) > 0,
+        "cuda_graph_warmup_steps={cuda_graph_warmup_steps} is not supported with offloading "
+        "because what moves inside graphs is planned from the steps before them",
+        "set at least 1",
+    ),
+)
+"""Requirements on megatron-core's own offloading options (duck-typed: an args namespace or a
+``TransformerConfig``)."""
+
+
+_UNKNOWN_MODULE = Rule(
+    "offload_modules",
+    "error",
+    "offload_modules contains {name!r}, which is not a module megatron-core marks",
+    "{hint}Known modules: " + ", ".join(MODULE_NAMES),
+)
+
+
+def check_module_names(names: Iterable[str]) -> list[Finding]:
+    """A finding for each name that is not one, with the nearest known module."""
+    findings = []
+    for name in names:
+        if name not in MODULE_NAMES:
+            near = difflib.get_close_matches(name, MODULE_NAMES, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            parts = name.replace(",", " ").split()
+            if len(parts) > 1 and set(parts) <= MODULE_NAMES.keys():
+                hint = f"separate names by spaces: {' '.join(parts)}. "
+            findings.append(_UNKNOWN_MODULE.found(name=name, hint=hint))
+    return findings
+
+
+def check_model_options(facts: Any) -> list[Finding]:
+    """Check megatron-core's offloading options as given to the model.
+
+    Args:
+        facts: An object with megatron-core's option names as attributes, such as parsed arguments
+            or a ``TransformerConfig``.
+    """
+    unknown = check_module_names(facts.offload_modules or ()) if _offloading(facts) else []
+    return unknown + check_rules(MODEL_RULES, facts)
+
+
+# What a look at the flags of a training finds beside broken rules; see integration/checks.py.
+
+STAYS = Rule(
+    "stays-on-the-device",
+    "warning",
+    "offload_modules: {names} of the layers that CUDA graphs capture (cuda_graph_impl, "
+    "cuda_graph_modules) stay on the device, since graphs keep what they take in and give out",
+    "leave them out, or capture other parts",
+)
+NO_EFFECT = Rule(
+    "no-effect",
+    "warning",
+    "{names}: no effect without fine_grained_activation_offloading",
+    "add --fine-grained-activation-offloading, or leave them out",
+)
+NOTHING_TO_MOVE = Rule(
+    "nothing-to-move",
+    "warning",
+    "recompute_granularity=full: a layer that is recomputed as a whole saves its input only, which "
+    "stays",
+    "set offload_checkpoint_inputs=True to move it",
+)
+
+
+REFUSED_BY_MEGATRON = Rule(
+    "refused-by-megatron",
+    "error",
+    "megatron-core's own validation: {message}",
+    "change the flag that this is about; megatron-core stops at the first, so look again",
+)
