@@ -237,15 +237,23 @@ def _train_in_turn(
             graphs = layers[index]
             if graphs is not None and step == 1:
                 graphs.capture(config, chunks, count)
-            for chunk in chunks:
-                chunk.zero_grad_buffer()
-            result = run_step(case, config, chunks, step, count)
-            for chunk in chunks:
-                chunk.finish_grad_sync()
-            result += gradients_and_state(chunks)
-            update(chunks)
+            result = _iterate(case, config, chunks, step, count)
             results[index].append([tensor.to("cpu", copy=True) for tensor in result])
     return results
+
+
+def _iterate(
+    case: ModelCase, config: Any, chunks: Sequence[Any], step: int, count: int
+) -> list[torch.Tensor]:
+    """The losses, gradients and state of an iteration, after which weights change."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    result = run_step(case, config, chunks, step, count)
+    for chunk in chunks:
+        chunk.finish_grad_sync()
+    result += gradients_and_state(chunks)
+    update(chunks)
+    return result
 
 
 class LayerGraphs:
@@ -439,13 +447,7 @@ def _train(
     for step, count in enumerate(counts):
         if layers is not None and step == 1:
             layers.capture(config, chunks, count)
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        result = run_step(case, config, chunks, step, count)
-        for chunk in chunks:
-            chunk.finish_grad_sync()
-        result += gradients_and_state(chunks)
-        update(chunks)
+        result = _iterate(case, config, chunks, step, count)
         if step % 2:
             with torch.no_grad():
                 result += run_step(case, config, chunks, step + 1000, count, forward_only=True)
