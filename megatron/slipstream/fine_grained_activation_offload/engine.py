@@ -158,6 +158,12 @@ class OffloadEngine:
         """The plan that is followed, or else that of the last iteration; None if there is none."""
         return self._now.plan or self._last_plan
 
+    def predict_overheads(self) -> None:
+        """Do not measure the overhead of plans: what these iterations cost the host is not what
+        counts, as where they are captured afterwards.
+        """
+        self._tuner.tries_plans = False
+
     @property
     def is_settled(self) -> bool:
         """Whether all measurements for plans are done, and the last plan is final."""

@@ -103,6 +103,8 @@ class Tuner:
         """The options of the current plans."""
         self.facts: Optional[PlanFacts] = None
         """The proven facts of the newest plan."""
+        self.tries_plans = True
+        """Whether the overhead of a plan is measured too; False where it is predicted only."""
         self._store = store
         self._link = LinkBandwidth(store)
         self._report = report
@@ -200,6 +202,8 @@ class Tuner:
         entry.phase = Phase.SETTLED
         max_percent = entry.plan.options.max_overhead_percent
         if max_percent is None or not entry.planned_ms or not entry.num_moving:
+            return
+        if not self.tries_plans:
             return
         peaks, obtainable = entry.plan.peak_bytes(), self._store.backend.obtainable_bytes()
         if obtainable is not None and (

@@ -14,10 +14,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from timed_backend import TimedBackend
 from toy_model import all_equal, make_chunks, make_manager, micro_batch
 
 from megatron.slipstream.chunk_graphs.backend import Tail
 from megatron.slipstream.chunk_graphs.offloading import (
+    NUM_RUNS,
     ChunkOffloading,
     SlotOffloading,
     share_of_host_memory,
@@ -25,6 +27,7 @@ from megatron.slipstream.chunk_graphs.offloading import (
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.storage import Residence
+from megatron.slipstream.plan.candidates import PolicyOptions
 
 
 class Rig:
@@ -104,6 +107,27 @@ def test_a_pass_in_a_slot_moves_what_was_planned_and_nothing_else_changes(rig: R
         assert all_equal(expected, actual)
         assert engine.store.host_pool.in_use_bytes == 0
     assert engine.report.num_iterations == 0, "nothing is learned from it"
+
+
+def test_an_allowed_overhead_is_predicted_from_times_until_the_plan_is_final(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine's own time on the host, which a trial would measure here, is none in a replay."""
+    engines: list[PipelineOffloadManager] = []
+    rig = Rig("cpu")
+
+    def make_engine() -> PipelineOffloadManager:
+        options = PolicyOptions(max_overhead_percent=1.0)
+        engines.append(PipelineOffloadManager(TimedBackend(), options))
+        return engines[-1]
+
+    monkeypatch.setattr(rig.offloading, "_make_engine", make_engine)
+    with rig.offloading.planning(rig.run) as run:
+        assert engines[0].is_settled
+        run()
+        assert engines[0].report.tried == []
+        assert engines[0].report.num_iterations == NUM_RUNS + 1
+    assert rig.offloading.make_slot(SlotMemory(None, Tail())).leaves_copies
 
 
 def test_a_pass_that_does_not_go_as_planned_is_refused(rig: Rig) -> None:
