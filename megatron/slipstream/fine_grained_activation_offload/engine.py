@@ -159,9 +159,7 @@ class OffloadEngine:
         return self._now.plan or self._last_plan
 
     def predict_overheads(self) -> None:
-        """Do not measure the overhead of plans: what these iterations cost the host is not what
-        counts, as where they are captured afterwards.
-        """
+        """Predict the overhead of plans only, as for iterations that are captured afterwards."""
         self._tuner.tries_plans = False
 
     @property
