@@ -166,9 +166,7 @@ class GraphBank:
     def _capture(self, sample: torch.Tensor, call: StaticArguments) -> None:
         """See [Note: All ranks capture together]."""
         backend = self._backend
-        memories = [
-            SlotMemory(backend.new_pool(), backend.new_tail()) for _ in range(self.num_slots)
-        ]
+        memories = SlotMemory.of(backend, self.num_slots)
         arguments = call.unflatten(call.tensors)
         try:
             with backend.session():

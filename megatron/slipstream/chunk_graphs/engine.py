@@ -133,9 +133,7 @@ class ChunkGraphs:
             self._check_addresses()
         elif self._sample is not None and self._arguments is not None:
             backend = self._backend
-            memories = [
-                SlotMemory(backend.new_pool(), backend.new_tail()) for _ in range(self.num_slots)
-            ]
+            memories = SlotMemory.of(backend, self.num_slots)
             with backend.session():
                 self.prepare(self._sample, self._arguments, memories)
                 self.record()

@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import Tail
+from megatron.slipstream.chunk_graphs.backend import GraphBackend, Tail
 from megatron.slipstream.chunk_graphs.static_arguments import TensorFacts
 from megatron.slipstream.fine_grained_activation_offload.backend import Backend
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
@@ -97,6 +97,11 @@ class SlotMemory:
         """Host memory for activations that graphs here offload; None without offloading."""
         self._num_host_users = 0
         self._statics: dict[tuple[str, TensorFacts], Static] = {}
+
+    @classmethod
+    def of(cls, backend: GraphBackend, count: int) -> list[SlotMemory]:
+        """``count`` new memories for graphs of this backend."""
+        return [cls(backend.new_pool(), backend.new_tail()) for _ in range(count)]
 
     def share_host_pool(self, backend: Backend) -> HostPool:
         """The host memory, shared with one more slot."""
