@@ -136,7 +136,8 @@ class _CudaTail(Tail):
         self._stream = torch.cuda.Stream()
         self._results = torch.cuda.Event(external=True)
         """Recorded inside of the graphs."""
-        self._end = torch.cuda.Event()
+        self._end: Optional[torch.cuda.Event] = None
+        """Recorded after each graph; None before the first."""
 
     def begin(self) -> None:
         self._results.record()
@@ -146,11 +147,14 @@ class _CudaTail(Tail):
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             graph.replay()
+        if self._end is None:
+            self._end = torch.cuda.Event()
         self._end.record(self._stream)
         current.wait_event(self._results)
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._end)
+        if self._end is not None:
+            torch.cuda.current_stream().wait_event(self._end)
 
 
 class CudaGraphs(GraphBackend):
