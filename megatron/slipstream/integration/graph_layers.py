@@ -16,9 +16,7 @@ module when their model is first called with gradients, before anything is captu
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -29,7 +27,7 @@ from megatron.slipstream import preflight
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphedLayer
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import compat, model_router
-from megatron.slipstream.integration.layer_classes import convert
+from megatron.slipstream.integration.layer_classes import convert, undo_on
 from megatron.slipstream.integration.specs import replace_classes
 from megatron.slipstream.rules import require
 
@@ -172,14 +170,12 @@ def offload_in_graphs(
         if not isinstance(layer, GraphOffloadMixin):
             undo += _take_part(layer, stage)
         layer.find_engine = find_engine
-        undo.append(partial(_forget_engine, weakref.ref(layer)))
+        undo.append(undo_on(layer, _forget_engine))
     return undo
 
 
-def _forget_engine(reference: weakref.ref[Any]) -> None:
-    layer = reference()  # What undoes it must not keep the model alive.
-    if layer is not None:
-        layer.find_engine = None
+def _forget_engine(layer: Any) -> None:
+    layer.find_engine = None
 
 
 _MARKS = ("offload_attn_norm", "offload_mlp_norm", "offload_module_in_cuda_graph")
@@ -195,14 +191,7 @@ def _take_part(layer: Any, stage: int) -> list[Callable[[], None]]:
     if sets_marks:
         layer._set_offload_modules()
     layer.take_part(stage)
-    reference = weakref.ref(layer)  # What undoes it must not keep the model alive.
-
-    def restore_marks() -> None:
-        layer = reference()
-        if layer is not None:
-            vars(layer).update(marks)
-
-    return [undo, restore_marks]
+    return [undo, undo_on(layer, lambda layer: vars(layer).update(marks))]
 
 
 def open_graphs(

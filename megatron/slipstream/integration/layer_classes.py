@@ -27,11 +27,16 @@ def convert(layer: Any, mixin: type) -> Callable[[], None]:
         name = f"{mixin.__name__.removesuffix('Mixin')}{kind.__name__}"
         _classes[mixin, kind] = type(name, (mixin, kind), {})
     layer.__class__ = _classes[mixin, kind]
+    return undo_on(layer, lambda layer: setattr(layer, "__class__", kind))
+
+
+def undo_on(layer: Any, undo: Callable[[Any], None]) -> Callable[[], None]:
+    """A function that calls ``undo`` with the layer. It does not keep the layer alive."""
     reference = weakref.ref(layer)
 
-    def undo() -> None:
+    def call() -> None:
         layer = reference()
         if layer is not None:
-            layer.__class__ = kind
+            undo(layer)
 
-    return undo
+    return call
