@@ -201,9 +201,9 @@ class Tuner:
         """Start to measure the overhead of a plan for an allowed overhead, if possible."""
         entry.phase = Phase.SETTLED
         max_percent = entry.plan.options.max_overhead_percent
-        if max_percent is None or not entry.planned_ms or not entry.num_moving:
+        if not self.tries_plans or max_percent is None:
             return
-        if not self.tries_plans:
+        if not entry.planned_ms or not entry.num_moving:
             return
         peaks, obtainable = entry.plan.peak_bytes(), self._store.backend.obtainable_bytes()
         if obtainable is not None and (
