@@ -159,7 +159,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 
 TITLE = "# Side by side"
-"""First line of a page; one that somebody has put in its place stays."""
+"""Default title of a page; an edited title is kept."""
 
 
 def write_results(path: Path) -> list[Path]:

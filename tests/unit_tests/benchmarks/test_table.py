@@ -111,7 +111,7 @@ def test_ranks_that_shared_a_gpu_have_a_table_without_times(tmp_path: Path) -> N
     assert "|  | slipstream | +0.50% | 500 | 400 |" in text
 
 
-def test_a_title_that_somebody_wrote_stays(tmp_path: Path) -> None:
+def test_an_edited_title_is_kept(tmp_path: Path) -> None:
     rows, page = tmp_path / "example.jsonl", tmp_path / "example.md"
     write_example(rows)
     table.write_results(rows)
