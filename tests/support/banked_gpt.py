@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -22,7 +21,9 @@ from replayed_gpt import (
     Poison,
     expert_metrics,
     gradients_and_state,
+    moved_by_graphs,
     slots_of,
+    start,
     update,
 )
 from shared_documents import (
@@ -32,7 +33,7 @@ from shared_documents import (
     inputs_of,
     micro_batch_of,
 )
-from tiny_gpt import build_chunks, first_difference, initialize, make_config, use_gpu
+from tiny_gpt import build_chunks, first_difference, make_config, use_gpu
 
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.context_parallel.scheduler import share_of
@@ -100,12 +101,8 @@ def compare_bank(
         offload_modules: Modules that move with graphs; nothing moves without graphs.
         backend: Backend of the engine.
     """
-    setting = dataclasses.replace(
-        setting, case=dataclasses.replace(setting.case, te_rng_tracker=True)
-    )
-    initialize(setting.case, rank, num_ranks, port)
-    if not use_gpu():
-        torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
+    case = start(setting.case, rank, num_ranks, port)
+    setting = dataclasses.replace(setting, case=case)
     expected = Training(setting, False, wrapper or {}).run(steps)
     if offload_modules:
         install.install(OffloadConfig(offload_backend=backend))
@@ -173,28 +170,22 @@ def compare_layer_bank(
         offload_modules: Modules that move with graphs; nothing moves without graphs.
         backend: Backend of the engine.
     """
-    case = dataclasses.replace(setting.case, te_rng_tracker=True)
+    case = start(setting.case, rank, num_ranks, port)
     setting = dataclasses.replace(setting, case=case)
-    initialize(case, rank, num_ranks, port)
-    if not use_gpu():
-        torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
     expected = Training(setting, False, {}).run(steps)
     engine = None
     if offload_modules:
         engine = install.install(OffloadConfig(offload_backend=backend))
     poison, graphed = Poison(), with_graphs(case, scope, 1)
-    with contextlib.nullcontext() if use_gpu() else imitated_layer_graphs():
+    with imitated_layer_graphs():
         layers = LayerGraphs(graphed, poison)
         graphed_setting = dataclasses.replace(setting, case=graphed)
         banked = Training(graphed_setting, False, {}, offload_modules, layers)
         actual = banked.run(steps)
-        moved_bytes = 0
-        if engine is not None:
-            moved_bytes = sum(item.d2h_bytes for item in engine.graphs.modules.values())
         found = LayersBanked(
             difference=first_difference(expected, actual),
             num_poisoned=poison.num_filled,
-            moved_bytes=moved_bytes,
+            moved_bytes=moved_by_graphs(engine),
             graph_bytes=layers.graph_bytes,
             allocated_bytes=tuple(layers.allocated_bytes),
         )

@@ -72,10 +72,7 @@ def compare(
         backend: Backend of the engine.
         host_limit_bytes: Limit of pinned host memory of this rank.
     """
-    case = dataclasses.replace(case, te_rng_tracker=True)
-    initialize(case, rank, world_size, port)
-    if not use_gpu():
-        torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
+    case = start(case, rank, world_size, port)
     expected, _ = _train(case, counts, False, wrapper or {})
     poison = Poison()
     if offload_modules:
@@ -144,27 +141,21 @@ def compare_layers(
         offload_modules: Modules that move with graphs; nothing moves without graphs.
         backend: Backend of the engine.
     """
-    case = dataclasses.replace(case, te_rng_tracker=True)
-    initialize(case, rank, world_size, port)
-    if not use_gpu():
-        torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
+    case = start(case, rank, world_size, port)
     expected, _ = _train(case, counts, False, {})
     engine = None
     if offload_modules:
         engine = install.install(OffloadConfig(offload_backend=backend))
     poison = Poison()
     graphed = with_graphs(case, scope, 1)
-    with contextlib.nullcontext() if use_gpu() else imitated_layer_graphs():
+    with imitated_layer_graphs():
         layers = LayerGraphs(graphed, poison)
         actual, _ = _train(graphed, counts, False, {}, None, offload_modules, layers)
-        moved_bytes = 0
-        if engine is not None:
-            moved_bytes = sum(item.d2h_bytes for item in engine.graphs.modules.values())
         found = LayersReplayed(
             difference=first_difference(expected, actual),
             num_sets=sum(len(packed.pools) for packed in layers.packed),
             num_host_pools=0 if engine is None else len(engine.graphs.pools),
-            moved_bytes=moved_bytes,
+            moved_bytes=moved_by_graphs(engine),
             num_poisoned=poison.num_filled,
             allocated_bytes=tuple(layers.allocated_bytes),
         )
@@ -195,17 +186,15 @@ def compare_two_models(
     Returns:
         For each model the first difference, None if equal, and the modules that move in graphs.
     """
+    start(cases[0][0], rank, world_size, port)
     models = [dataclasses.replace(case, te_rng_tracker=True) for case, _, _ in cases]
-    initialize(models[0], rank, world_size, port)
-    if not use_gpu():
-        torch.compiler.set_stance("force_eager")
     nothing: list[Any] = [() for _ in models]
     expected = _train_in_turn(models, counts, nothing, [None] * len(models))
     manager = install.install(OffloadConfig(offload_backend=backend))
     pairs = zip(models, cases, strict=True)
     graphed = [with_graphs(case, scope, 1) for case, (_, scope, _) in pairs]
     layers = [LayerGraphs(case, Poison()) for case in graphed]
-    with contextlib.nullcontext() if use_gpu() else imitated_layer_graphs():
+    with imitated_layer_graphs():
         actual = _train_in_turn(graphed, counts, [modules for _, _, modules in cases], layers)
         engines = manager.router.managers
         assert len(engines) == len(models)
@@ -256,6 +245,26 @@ def _iterate(
     return result
 
 
+def start(case: ModelCase, rank: int, world_size: int, port: int) -> ModelCase:
+    """Initialise a rank that trains with and without graphs.
+
+    Returns:
+        The case, with random numbers that graphs can use.
+    """
+    case = dataclasses.replace(case, te_rng_tracker=True)
+    initialize(case, rank, world_size, port)
+    if not use_gpu():
+        torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
+    return case
+
+
+def moved_by_graphs(engine: Any) -> int:
+    """Bytes that one replay of all graphs of layers copies out; 0 without an engine."""
+    if engine is None:
+        return 0
+    return sum(counters.d2h_bytes for counters in engine.graphs.modules.values())
+
+
 class LayerGraphs:
     """The graphs of a model's layers, captured after the first iteration."""
 
@@ -304,8 +313,7 @@ def train_and_leave(
     """Train with chunk graphs, and leave the process groups. Returns each chunk's replays."""
     from megatron.slipstream.integration.chunk_graphs import close_graphs
 
-    case = dataclasses.replace(case, te_rng_tracker=True)
-    initialize(case, rank, world_size, port)
+    case = start(case, rank, world_size, port)
     _, graphs = _train(case, counts, True, {})
     num_replays = tuple(graph.num_replays for graph in graphs)
     close_graphs()
@@ -320,8 +328,7 @@ def replay_again(
     """The errors of replaying a chunk twice, and whether it is unpatched after each step."""
     from megatron.slipstream.integration.chunk_graphs import close_graphs, replay_chunks
 
-    case = dataclasses.replace(case, te_rng_tracker=True)
-    initialize(case, rank, world_size, port)
+    case = start(case, rank, world_size, port)
     config = make_config(case, ())
     (chunk,) = wrap(config, build_chunks(case, config))
 
