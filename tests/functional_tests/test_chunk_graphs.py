@@ -13,15 +13,10 @@ import pytest
 from fp8_recipes import RECIPES, skip_without_recipe
 from gpu_models import FUSED_ROPE, MLA_SIZES, on_gpu
 from ranks import TIMEOUT_S, run_ranks
-from replayed_gpt import DROP_AND_PAD, Replayed, compare, replay_again, train_and_leave
+from replayed_gpt import DROP_AND_PAD, EXPERT_BIAS, Replayed, compare, replay_again, train_and_leave
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
-EXPERT_BIAS = {
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_load_balancing_type": "seq_aux_loss",
-}
 FP8 = RECIPES["tensorwise"]
 """Without a GPU the quantization is simulated."""
 ONE_RANK = {

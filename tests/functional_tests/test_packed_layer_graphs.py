@@ -15,18 +15,13 @@ import pytest
 from gpu_models import FUSED_ROPE, MLA_SIZES, on_gpu
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import TIMEOUT_S, run_ranks
-from replayed_gpt import LayersReplayed, compare_layers, compare_two_models
+from replayed_gpt import EXPERT_BIAS, LayersReplayed, compare_layers, compare_two_models
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 FLAT_BYTES = 1 << 20
 """By which the memory of tensors may grow in the second half of a training."""
-DROPLESS = {
-    "moe_permute_fusion": True,
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_load_balancing_type": "seq_aux_loss",
-}
+DROPLESS = {"moe_permute_fusion": True, **EXPERT_BIAS}
 NO_EXPERTS = {"num_moe_experts": None, "moe_ffn_hidden_size": None}
 DENSE = on_gpu(ModelCase(is_packed=True), hidden_dropout=0.1, **FUSED_ROPE)
 MOE = on_gpu(ModelCase("moe", is_packed=True), **DROPLESS, **FUSED_ROPE)

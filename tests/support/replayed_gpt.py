@@ -25,6 +25,12 @@ from megatron.slipstream.integration.packed_layer_graphs import PackedLayers
 
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 """Experts with static shapes."""
+EXPERT_BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+"""A router whose bias depends on the token counts of earlier iterations."""
 
 
 @dataclasses.dataclass(frozen=True)

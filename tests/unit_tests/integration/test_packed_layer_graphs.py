@@ -11,18 +11,13 @@ import pytest
 from banked_gpt import compare_layer_bank, random_sizes
 from model_case import DENSE_MODULES, MOE_MODULES, ModelCase
 from ranks import run_ranks
-from replayed_gpt import LayersReplayed, compare_layers, compare_two_models
+from replayed_gpt import EXPERT_BIAS, LayersReplayed, compare_layers, compare_two_models
 from shared_documents import Setting
 
 from megatron.slipstream.context_parallel.limits import RankLimits
 
 DENSE = ModelCase("dense", is_packed=True, micro_batch_size=1)
 MOE = ModelCase("moe", is_packed=True, micro_batch_size=1)
-EXPERT_BIAS = {
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_load_balancing_type": "seq_aux_loss",
-}
 CASES = {
     "dense": (DENSE, ()),
     "dense, attention": (DENSE, ("attn",)),
