@@ -86,8 +86,8 @@ class MarkHook : public torch::autograd::FunctionPreHook {
   Callback callback_;
 };
 
-// Has the calls made before the hooks of `node`, where the gradient of its result is there: as a
-// hook on that result.
+// Calls back in backward once the gradient of the result of `node` is computed and before the hooks
+// of `node`, as a tensor hook on that result does.
 inline void call_at_gradient(torch::autograd::Node& node, Callback callback) {
   node.add_tensor_pre_hook(std::make_unique<MarkHook>(std::move(callback)));
 }

@@ -19,19 +19,18 @@ class Marks {
     Iteration now(GET(engine, "_now"));
     Pass* chunk_pass = current_pass(now);
     if (chunk_pass == nullptr || !is_torch_tensor(tensor)) return false;
-    const Steps& steps = inside<Steps>(now.steps());
-    Store& store = *steps.store;
+    Store& store = *inside<Steps>(now.steps()).store;
     const auto group = chunk_pass->open_group(name);
-    group->is_planned = true;
     now.set_started(py::none());
-    store.started = group;
-    store.kept_in = steps.tracks(*group) ? py::none() : steps.trace;
     ++store.modules[name].num_groups;
     advance(engine, now, python->forward_start, *group);
-    if (!now.follows_steps()) {  // It has departed from its plan, so Python enters the region.
-      group->is_planned = false;
+    if (now.follows_steps()) {
+      const Steps& steps = inside<Steps>(now.steps());
+      group->is_planned = true;
+      store.started = group;
+      store.kept_in = steps.tracks(*group) ? py::none() : steps.trace;
+    } else {  // It has departed from its plan, so Python enters the region.
       store.started = nullptr;
-      store.kept_in = py::none();
       now.set_started(py::cast(group));
     }
     call_before(tensor, Callback([engine, group] { leave(engine, group); }));
@@ -141,7 +140,7 @@ class Marks {
     return {chunk_pass.index, -1 - chunk_pass.num_outputs, python->output_layer};
   }
 
-  // Backward has a gradient that is marked.
+  // Backward has computed a marked gradient.
   static void come(const py::object& engine, const py::object& kind, Arrival& arrival) {
     const HostTime time(HostTime::AUTOGRAD);
     Iteration now(GET(engine, "_now"));

@@ -29,7 +29,7 @@ struct Python {
   py::object residences[kNumResidences], group_states[kNumGroupStates];
   py::object bytes, empty_if_hidden, refill, parameter, size_class_bytes, host_memory_full;
   py::object group_key, group_label, step;
-  // Of `StepKind`: the marks of a group, and those of no group that are not all alike.
+  // Of `StepKind`: the marks of a group, and two of no group that native code tells apart.
   py::object forward_start, forward_commit, backward_use, backward_end;
   py::object output_start, backward_start;
   // The names of the marks of no group.
