@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Configuration of all tests: GPU tests are skipped where there are too few GPUs."""
+"""Configuration of all tests: which of them run on this machine, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ MAX_ERROR_CHARS = 3000
 """Of an error, how much is kept in a row."""
 
 
+@pytest.hookimpl(trylast=True)  # After tests are deselected.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip every test that is marked for more GPUs than torch sees, and say so."""
+    """Skip every test that is marked for more GPUs than torch sees, and say so.
+
+    Tests without such a marker run without GPUs, since models choose their layers and precisions by
+    what is there. A process cannot change that, so beside GPU tests they are skipped.
+    """
     needs = {
         item: max(
             (num for marker, num in NUM_GPUS_OF_MARKER.items() if item.get_closest_marker(marker)),
@@ -41,11 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     }
     # torch takes seconds to import, so it is not imported for runs without a GPU.
     if not any(needs.values()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
     num_there = num_places()
     for item, num_needed in needs.items():
         if num_needed > num_there:
             reason = f"needs {num_needed} GPU(s), there are {num_there}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+        elif num_there and not num_needed:
+            reason = "runs without a GPU; run it with -m 'not gpu and not gpus2 and not gpus4'"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
