@@ -34,6 +34,15 @@ def test_an_iteration_with_groups_is_not(caplog: pytest.LogCaptureFixture) -> No
     assert warnings_of(caplog) == []
 
 
+def test_an_iteration_whose_chunks_are_replayed_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    manager = make_manager("cpu")
+    manager.wanted_modules = ("mlp",)
+    run_schedule(make_chunks(), "F0.0 F0.1 B0.0 B0.1", manager)
+    manager.init_model_chunk_offload_handler(0, None, 1)
+    manager.reset()
+    assert warnings_of(caplog) == []
+
+
 def test_a_target_that_is_met_without_moving_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
