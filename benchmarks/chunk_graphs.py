@@ -27,11 +27,14 @@ from captured_layers import capture_layers, with_graphs
 from megatron_models import build_chunks, make_config, micro_batches, run_schedule, use_gpu, wrap
 
 from benchmarks.case import Case, Variant
-from benchmarks.engines import NUM_DATA, behind_the_seam, make_slipstream
+from benchmarks.engines import NUM_DATA, SIZE_LIMIT, behind_the_seam, make_slipstream
 from benchmarks.measure import HeldMemory
+from benchmarks.replay_times import ReplayTimes
 from benchmarks.ways import Way
 
 NUM_EAGER_ITERATIONS = 3
+NUM_TIMED_REPLAYS = 10
+"""Iterations whose replays are timed part by part."""
 
 
 class ChunkWay(Way):
@@ -71,7 +74,8 @@ class ChunkWay(Way):
             self._model = with_graphs(self._model, case.captured, NUM_EAGER_ITERATIONS)
         moves = label == "chunk+offload"
         self.manager = make_slipstream(options) if moves else None
-        self._config = make_config(self._model, modules if moves else (), **case.offload)
+        offload = {**SIZE_LIMIT, **case.offload}
+        self._config = make_config(self._model, modules if moves else (), **offload)
         self._chunks: list[Any] = wrap(self._config, build_chunks(self._model, self._config))
         self._graphs: Any = None
         self._layer_graphs: Any = None
@@ -125,10 +129,18 @@ class ChunkWay(Way):
         if self._graphs is not None:
             row["slot"] = dataclasses.asdict(self._graphs.figures)
             row["notes"] = [self._graphs.figures.render()]
+            row["replay_us"] = self._replay_times()
             offloading = self._graphs.chunk.offloading
             if offloading is not None:
                 row["moved_bytes"] = offloading.moved_bytes * len(self._data[0])
         return row
+
+    def _replay_times(self) -> dict[str, float]:
+        times = ReplayTimes()
+        with times.taken():
+            for iteration in range(NUM_TIMED_REPLAYS):
+                self.run(iteration)
+        return times.medians()
 
     def close(self) -> None:
         """Delete the graphs."""

@@ -26,6 +26,8 @@ from benchmarks.ways import Way
 
 Chunks = Sequence[torch.nn.Module]
 
+SIZE_LIMIT = {"min_offloaded_tensor_size": 1024 * 1024}
+"""megatron-core's default, for each engine unless the case has another one."""
 NUM_DATA = 4
 """Iterations with data of their own; routing, and so what experts save, differs between them."""
 
@@ -205,8 +207,7 @@ def build_twin(
     model = dataclasses.replace(
         model, overrides=model.overrides | {"perform_initialization": False}
     )
-    # Both engines get megatron-core's default size limit unless the case has another one.
-    offload = {"min_offloaded_tensor_size": 1024 * 1024, **base.case.offload, **offload}
+    offload = {**SIZE_LIMIT, **base.case.offload, **offload}
     config = make_config(model, modules, **offload)
     base.reduce_with(config)
     chunks = build_chunks(model, config)

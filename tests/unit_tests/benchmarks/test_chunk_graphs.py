@@ -29,8 +29,11 @@ def test_the_smoke_case_measures_both_ways_in_turn(tmp_path: Path) -> None:
     assert summaries["chunk"]["slot"]["num_slots"] == 1
     assert summaries["chunk"]["loss_difference"] == 0
     assert all(row["forward_us"] > 0 for row in summaries.values())
+    times = summaries["chunk"]["replay_us"]
+    assert times["forward"] > times["forward tensors"] > 0
+    assert times["backward"] > times["backward tensors"] > 0
     table = (tmp_path / "engines.md").read_text()
-    assert "| layers us |" in table
+    assert "| layers us | replay us |" in table
     assert "chunk, rank 0: 1 slots of" in table
 
 
