@@ -90,6 +90,11 @@ class GraphBackend(abc.ABC):
     is_eager = False
     """Whether a replay runs the work again, without a CUDA graph."""
 
+    @property
+    def records_external_events(self) -> bool:
+        """Whether events that are recorded in a graph can be used outside of it."""
+        return True
+
     @abc.abstractmethod
     def session(self) -> contextlib.AbstractContextManager[None]:
         """Context for all work that is warmed up and captured together.
@@ -113,6 +118,9 @@ class GraphBackend(abc.ABC):
     @abc.abstractmethod
     def record(self, work: Work, pool: Any) -> Recorded:
         """Capture work, within a session."""
+
+    def finish(self) -> None:
+        """Block the host until all replays have ended."""
 
     @abc.abstractmethod
     def free_bytes(self) -> Optional[int]:
@@ -207,9 +215,15 @@ class CudaGraphs(GraphBackend):
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
+    @property
+    def records_external_events(self) -> bool:
+        return Version(torch.__version__) >= Version("2.9")
+
     def new_tail(self) -> Tail:
-        # Before, torch cannot record events for others inside of a graph.
-        return _CudaTail() if Version(torch.__version__) >= Version("2.9") else Tail()
+        return _CudaTail() if self.records_external_events else Tail()
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
 
     def measure(self, work: Callable[[], None]) -> Cost:
         # A private pool would also start without cached memory, and allocate whole segments.

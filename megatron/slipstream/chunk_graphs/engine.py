@@ -24,15 +24,15 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
 import torch
 
-from megatron.slipstream.chunk_graphs.backend import GraphBackend
+from megatron.slipstream.chunk_graphs.backend import Cost, GraphBackend
 from megatron.slipstream.chunk_graphs.capture_parameters import CaptureParameters
 from megatron.slipstream.chunk_graphs.chunk import Chunk, Constants
+from megatron.slipstream.chunk_graphs.offloading import PlannedPass
 from megatron.slipstream.chunk_graphs.replay import Replay, Slot, SlotAllocation
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.chunk_graphs.static_arguments import (
@@ -40,9 +40,14 @@ from megatron.slipstream.chunk_graphs.static_arguments import (
     StaticArguments,
     TensorFacts,
 )
+from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, Times
 from megatron.slipstream.plan.render import format_bytes
 
 logger = logging.getLogger(__name__)
+
+NUM_TIMED_CAPTURES = 2
+"""Captures before the last one, from whose times the plan is made again: the first plan is made
+from eager passes, which may be several times as slow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,9 +241,7 @@ class ChunkGraphs:
         put_back = self.chunk.save_state()
         try:
             slots = [Slot(sample, arguments, memory) for memory in memories]
-            with self._warmed_up(slots[0], parameters) as run:
-                cost = self._backend.measure(run)
-            self._check_room(cost.peak_bytes)
+            cost = self._plan(slots[0], parameters, sample)
         finally:
             put_back()
         seconds = time.perf_counter() - started
@@ -257,6 +260,8 @@ class ChunkGraphs:
             for slot in slots:
                 with torch.no_grad():  # Other graphs may share the inputs.
                     slot.feed(sample, self._arguments.tensors)
+                if self.chunk.offloading is not None:
+                    slot.hooks = self.chunk.offloading.make_slot(slot.memory)
                 self._record(slot, parameters)
         except BaseException:
             for slot in slots:
@@ -313,20 +318,47 @@ class ChunkGraphs:
             output.backward(torch.ones_like(output))
         slot.hidden.grad = None
 
-    def _warmed_up(
-        self, slot: Slot, parameters: CaptureParameters
-    ) -> AbstractContextManager[Callable[[], None]]:
-        """Run a slot's work once for first-use effects. The context gives a function to run it."""
+    def _plan(self, slot: Slot, parameters: CaptureParameters, sample: torch.Tensor) -> Cost:
+        """Run a slot's work for first-use effects, plan what moves, and measure its memory."""
         run = partial(self._run_once, slot, parameters)
-        if self.chunk.offloading is not None:
-            return self.chunk.offloading.planning(run)
-        run()
-        return contextlib.nullcontext(run)
+        if self.chunk.offloading is None:
+            run()
+            return self._measure(run)
+        with self.chunk.offloading.planning(run) as planned:
+            cost = self._measure(planned.run)
+            if planned.takes_time and self._backend.records_external_events:
+                for _ in range(NUM_TIMED_CAPTURES):
+                    self._time_replays(planned, parameters, sample)
+                cost = self._measure(planned.run)
+        return cost
+
+    def _measure(self, run: Callable[[], None]) -> Cost:
+        cost = self._backend.measure(run)
+        self._check_room(cost.peak_bytes)
+        return cost
+
+    def _time_replays(
+        self, planned: PlannedPass, parameters: CaptureParameters, sample: torch.Tensor
+    ) -> None:
+        """Capture the pass, and plan it again from its replays: [Note: Times of replays]."""
+        assert self._arguments is not None
+        (memory,) = SlotMemory.of(self._backend, 1)
+        slot = Slot(sample, self._arguments, memory)
+        slot.hooks = hooks = planned.timed_slot(memory)
+        times: list[Optional[Times]] = []
+        try:
+            self._record(slot, parameters)
+            for _ in range(1 + NUM_TIMED):  # The first one uploads the graphs.
+                slot.replay_forward()
+                slot.replay_backward()
+                self._backend.finish()
+                times.append(hooks.read_times())
+        finally:
+            hooks.close()
+        planned.plan_again([each for each in times[1:] if each is not None])
 
     def _record(self, slot: Slot, parameters: CaptureParameters) -> None:
         """Capture a slot's graphs; the backward graph frees activations into the same pool."""
-        if self.chunk.offloading is not None:
-            slot.hooks = self.chunk.offloading.make_slot(slot.memory)
         live: list[torch.Tensor] = []
 
         def forward() -> Sequence[torch.Tensor]:

@@ -8,6 +8,13 @@ plans and times them like any other. Then each slot is captured with an engine t
 plan: copies run on side streams inside the graph, which joins them at its end (edge E9). What
 follows the forward graph waits for its computation only: [Note: The tail of a forward graph].
 
+[Note: Times of replays]
+Eager passes tell little about replays. Where the host limits them, a replay is several times as
+fast, and hides as many times fewer copies. And copies in graphs can be slower: on an H100 with the
+driver's default of eight hardware queues they reach 48 GB/s to the host where eager passes have 55.
+So a slot is captured and replayed before the others, with events at its marks and copies, and the
+plan is made again from these times, twice. All ranks do so, as graphs may contain collectives.
+
 Every slot has its own engine, and every slot memory its own host memory: addresses are baked into a
 graph, and the micro-batches in flight use theirs at the same time.
 """
@@ -15,7 +22,7 @@ graph, and the micro-batches in flight use theirs at the same time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Optional
 
@@ -23,12 +30,52 @@ from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import SLACK
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock, Times
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.host_layout import size_class_bytes
 
 NUM_RUNS = 24
 """Number of iterations before the capture: one is recorded, and from the times of the others the
 plan is rebuilt up to three times. The same on every rank, since ranks may communicate in them."""
+
+
+class PlannedPass:
+    """A pass of a chunk while it is planned.
+
+    Args:
+        engine: Records and plans it.
+        run: Runs it as planned so far.
+        make_slot: Makes the contexts for a capture of it, as planned and timed by a clock.
+    """
+
+    def __init__(
+        self,
+        engine: PipelineOffloadManager,
+        run: Callable[[], None],
+        make_slot: Callable[[Optional[Plan], SlotMemory, StepClock], SlotOffloading],
+    ) -> None:
+        self._engine = engine
+        self.run = run
+        self._make_slot = make_slot
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether its device takes times."""
+        return self._engine.store.backend.takes_time
+
+    def timed_slot(self, memory: SlotMemory) -> SlotOffloading:
+        """Contexts for the capture of one slot with events.
+
+        Args:
+            memory: The slot's memory.
+        """
+        store = self._engine.store
+        store.close()  # Of both host pools only one is needed at a time.
+        return self._make_slot(self._engine.plan, memory, StepClock(store.backend, True))
+
+    def plan_again(self, times: Sequence[Times]) -> None:
+        """Plan again from the times of the slot's replays."""
+        self._engine.plan_for_replays(times)
 
 
 class ChunkOffloading:
@@ -57,14 +104,14 @@ class ChunkOffloading:
         """Host memory of all slots, without that of graphs captured earlier in the same memory."""
 
     @contextlib.contextmanager
-    def planning(self, run: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Record and plan a pass by running it.
+    def planning(self, run: Callable[[], None]) -> Iterator[PlannedPass]:
+        """Record and plan a pass by running it. Its plan is final at the end of the context.
 
         Args:
             run: A forward and backward pass of the chunk.
 
         Yields:
-            A function that runs it again as planned.
+            The planned pass.
         """
         engine = self._make_engine()
         engine.predict_overheads()  # A replayed graph costs the host nothing for each group.
@@ -79,7 +126,7 @@ class ChunkOffloading:
         try:
             for _ in range(NUM_RUNS):
                 run_once()
-            yield run_once
+            yield PlannedPass(engine, run_once, self._slot)
             self._plan = engine.plan
         finally:
             engine.close()
@@ -90,43 +137,54 @@ class ChunkOffloading:
         Args:
             memory: The slot's memory.
         """
-        plan = self._plan
-        engine = self._make_engine()
-        slot = SlotOffloading(engine, plan, self._begin_pass, self._marks_go_to)
-        if plan is not None:
-            self.host_bytes += slot.use(memory)
-            self.moved_bytes = sum(storage.nbytes for storage in plan.storages)
+        slot = self._slot(self._plan, memory)
+        self.host_bytes += slot.added_host_bytes
+        if self._plan is not None:
+            self.moved_bytes = self._plan.moved_nbytes
         return slot
+
+    def _slot(
+        self, plan: Optional[Plan], memory: SlotMemory, clock: Optional[StepClock] = None
+    ) -> SlotOffloading:
+        contexts = (self._begin_pass, self._marks_go_to)
+        return SlotOffloading(self._make_engine(), plan, memory, *contexts, clock)
 
 
 class SlotOffloading:
-    """Offloading while the graphs of one slot are captured."""
+    """Offloading while the graphs of one slot are captured.
+
+    Args:
+        engine: Serves this slot only.
+        plan: What it follows; None where nothing moves.
+        memory: The slot's memory, whose host memory is grown to the plan's size.
+        begin_pass: See :class:`ChunkOffloading`.
+        marks_go_to: See there.
+        clock: Times the passes; None to take no times.
+    """
 
     def __init__(
         self,
         engine: PipelineOffloadManager,
         plan: Optional[Plan],
+        memory: SlotMemory,
         begin_pass: Callable[[PipelineOffloadManager], None],
         marks_go_to: Callable[[PipelineOffloadManager], AbstractContextManager[None]],
+        clock: Optional[StepClock] = None,
     ) -> None:
         self._engine = engine
         self._plan = plan
         self._begin_pass = begin_pass
         self._marks_go_to = marks_go_to
+        self._clock = clock
         self._memory: Optional[SlotMemory] = None
-
-    def use(self, memory: SlotMemory) -> int:
-        """Make copies use this memory's host pool, and grow it to the plan's size.
-
-        Returns:
-            Bytes added to the pool.
-        """
-        assert self._plan is not None
-        self._memory = memory
-        store = self._engine.store
-        store.host_pool.close()
-        store.host_pool = memory.share_host_pool(store.backend)
-        return _hold(store.host_pool, self._plan)
+        self.added_host_bytes = 0
+        """Bytes by which host memory has grown."""
+        if plan is not None:
+            self._memory = memory
+            store = engine.store
+            store.host_pool.close()
+            store.host_pool = memory.share_host_pool(store.backend)
+            self.added_host_bytes = _hold(store.host_pool, plan)
 
     @property
     def leaves_copies(self) -> bool:
@@ -139,8 +197,10 @@ class SlotOffloading:
         if self._plan is None:
             yield
             return
+        if self._clock is not None:
+            self._clock.restart()
         self._begin_pass(self._engine)
-        self._engine.follow(self._plan)
+        self._engine.follow(self._plan, self._clock)
         streams = self._engine.store.copy_streams
         streams.begin_graph()
         try:
@@ -162,9 +222,15 @@ class SlotOffloading:
         streams.begin_graph()
         try:
             yield
+            if self._clock is not None:
+                self._clock.note_step()
         finally:
             streams.end_graph()
             self._engine.forget_pass()
+
+    def read_times(self) -> Optional[Times]:
+        """The times of the last replay, which has ended; None without any."""
+        return self._clock.read() if self._clock is not None else None
 
     def close(self) -> None:
         """Free the host memory once no replay and no other slot uses it."""

@@ -23,6 +23,12 @@ MIN_NBYTES = 64 << 20
 """Minimum bytes in one direction of an iteration: with fewer, latency dominates the rate."""
 
 
+SLOWDOWN_OUT, SLOWDOWN_BACK = 0.011, 0.007
+"""By how much computation takes longer beside a copy to the host, and back, as fractions of the
+copy's time: docs/design/overhead.md, "Copies in the background". Where an overhead is measured,
+this is part of it."""
+
+
 class CopyTime(NamedTuple):
     """Copies that ran one after another in one direction, with their times."""
 
@@ -52,6 +58,12 @@ def rates_beside_compute(
         of_each = [_share(*rates, is_out, copies) for copies in iterations]
         shares.append(statistics.median(of_each) if of_each else 1.0)
     return Bandwidth(*(rate * share for rate, share in zip(measured, shares * 2, strict=True)))
+
+
+def slowdown_ms_per_gb(bandwidth: Bandwidth) -> float:
+    """By how much a moved GB (1e9 bytes, out and back) slows computation down, in milliseconds."""
+    slowdown = SLOWDOWN_OUT / bandwidth.d2h_gb_per_s + SLOWDOWN_BACK / bandwidth.h2d_gb_per_s
+    return slowdown * 1e9 / BYTES_PER_MS_AT_1_GB_PER_S
 
 
 def _share(

@@ -102,6 +102,10 @@ class Edge(enum.Enum):
     E9 = "a captured graph ends after its copies"
 
 
+_STALLS = (Edge.E3, Edge.E5, Edge.E9)
+"""Waits of the compute stream for copies."""
+
+
 class Signal(NamedTuple):
     """A point in a stream that others can wait for."""
 
@@ -149,12 +153,23 @@ class TimedCopies(NamedTuple):
 
 
 class Timings:
-    """Times of the device in an iteration, in order of issue."""
+    """Times of the device in an iteration, in order of issue.
 
-    def __init__(self) -> None:
+    Args:
+        is_of_graph: Whether the iteration is captured. Only then work in graphs is timed: the clock
+            of an iteration around a capture must not read events that are never recorded.
+    """
+
+    def __init__(self, is_of_graph: bool = False) -> None:
+        self.is_of_graph = is_of_graph
         self.stalls: list[Stall] = []
         """Waits of the compute stream for copies."""
         self.copies: list[TimedCopies] = []
+
+    def clear(self) -> None:
+        """Forget all times."""
+        self.stalls.clear()
+        self.copies.clear()
 
 
 class Waits:
@@ -429,7 +444,8 @@ class CopyStreams:
 
     def _run(self, copies: Sequence[Copy], stream: Stream) -> None:
         """Put copies into a copy stream, and time them if :attr:`timings` is set."""
-        if self._timings is None or self._waits.graph:
+        timings = self._open_timings()
+        if timings is None:
             self._backend.run_copies(copies, stream)
             return
         start = self._backend.timed_event(stream)
@@ -437,7 +453,14 @@ class CopyStreams:
         stop = self._backend.timed_event(stream)
         if start is not None:
             nbytes = sum(map(nbytes_of, copies))
-            self._timings.copies.append(TimedCopies(stream is self.d2h, nbytes, start, stop))
+            timings.copies.append(TimedCopies(stream is self.d2h, nbytes, start, stop))
+
+    def _open_timings(self) -> Optional[Timings]:
+        """Where times of work that is issued now are added; None if it is not timed."""
+        timings = self._timings
+        if timings is None or timings.is_of_graph is not bool(self._waits.graph):
+            return None
+        return timings
 
     def _signal(self, stream: Stream, stream_id: Hashable) -> Signal:
         signal: Signal = self._waits.signal(self._backend.record(stream), stream, stream_id)
@@ -467,14 +490,15 @@ class CopyStreams:
             return
         if stream is None:
             stream = self._backend.current_stream()
-        if self._timings is None or self._waits.graph or edge not in (Edge.E3, Edge.E5):
+        timings = self._open_timings() if edge in _STALLS else None
+        if timings is None:
             self._backend.wait(stream, signal.event)
             return
         start = self._backend.timed_event(stream)
         self._backend.wait(stream, signal.event)
         stop = self._backend.timed_event(stream)
         if start is not None:
-            self._timings.stalls.append(Stall(label, start, stop))
+            timings.stalls.append(Stall(label, start, stop))
 
     def _wait_on_host(self, edge: Edge, stream: Stream) -> None:
         self._backend.wait_on_host(stream)

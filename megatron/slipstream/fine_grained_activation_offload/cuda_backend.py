@@ -216,7 +216,8 @@ class CudaBackend(Backend):
         return torch.cuda.nvtx.range(label)
 
     def timed_event(self, stream: Stream) -> Event:
-        event = torch.cuda.Event(enable_timing=True)
+        # An external event of a graph is recorded by each replay.
+        event = torch.cuda.Event(enable_timing=True, external=self._captures)
         event.record(stream)
         return event
 

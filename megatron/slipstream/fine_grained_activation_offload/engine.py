@@ -43,6 +43,7 @@ from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanC
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock, Times
 from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
 from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
@@ -261,14 +262,26 @@ class OffloadEngine:
 
     # A pass that is captured as a whole (chunk_graphs/offloading.py).
 
-    def follow(self, plan: Plan) -> None:
-        """Follow this plan in the pass that begins: it must match the plan, and is not measured.
+    def follow(self, plan: Plan, clock: Optional[StepClock] = None) -> None:
+        """Follow this plan in the pass that begins, which must match it.
 
         Args:
             plan: The plan of another engine.
+            clock: Times the pass; None to take no times.
         """
         self._last_plan = self._next_plan = plan
         self._executor.is_bound = True
+        self._executor.clock = clock
+
+    def plan_for_replays(self, times: Sequence[Times]) -> None:
+        """Plan again from replays of graphs in which a pass follows this engine's plan.
+
+        Args:
+            times: Of each replay.
+        """
+        plan = self._last_plan
+        if plan is not None:
+            self._last_plan = self._next_plan = self._tuner.improve(plan, times)
 
     def release_all(self) -> None:
         """Release all groups that are being copied out."""

@@ -17,8 +17,12 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 )
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
-from megatron.slipstream.fine_grained_activation_offload.plan_entry import PlanEntry
+from megatron.slipstream.fine_grained_activation_offload.plan_entry import (
+    IterationProbe,
+    PlanEntry,
+)
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
+from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock
 from megatron.slipstream.fine_grained_activation_offload.storage import SavedStorage
 from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.plan.actions import Action, ActionKind, Plan
@@ -52,6 +56,8 @@ class PlanExecutor:
         self._fallback = Fallback(store, recorder)
         self.is_bound = False
         """Whether a departure is an error: a captured pass must match its plan."""
+        self.clock: Optional[StepClock] = None
+        """Times such a pass; None to take no times."""
 
     def begin(self, now: Iteration, plan: Optional[Plan]) -> None:
         """Begin an iteration.
@@ -69,7 +75,7 @@ class PlanExecutor:
         if entry is not None:
             self._follow_layout(now, entry)
         now.host_sync_points = self._tuner.sync_points_of(plan)
-        now.probe = self._tuner.probe(plan)
+        now.probe = IterationProbe(self.clock, None) if self.clock else self._tuner.probe(plan)
         if entry is not None and now.probe is None and not now.host_sync_points:
             now.steps = entry.steps_by(self.store.compile_steps)
         if now.probe is not None and now.probe.clock is not None:

@@ -60,11 +60,17 @@ class Times(NamedTuple):
 
 
 class StepClock:
-    """Times the steps of one iteration. Events are read when the device has finished them."""
+    """Times the steps of one iteration. Events are read when the device has finished them.
 
-    def __init__(self, backend: Backend) -> None:
+    Args:
+        backend: The device.
+        is_of_graph: Whether the iteration is captured in graphs: then each replay records the
+            events again, and they are read after each.
+    """
+
+    def __init__(self, backend: Backend, is_of_graph: bool = False) -> None:
         self._backend = backend
-        self.timings = Timings()
+        self.timings = Timings(is_of_graph)
         """Filled in by the copy streams."""
         self._marks: list[tuple[Event, int]] = []
         """The event of each step, and the number of stalls before it."""
@@ -73,6 +79,11 @@ class StepClock:
         """Call when the host reaches a step, and once at the end."""
         event = self._backend.timed_event(self._backend.current_stream())
         self._marks.append((event, len(self.timings.stalls)))
+
+    def restart(self) -> None:
+        """Forget the steps so far."""
+        self._marks.clear()
+        self.timings.clear()
 
     def read(self) -> Optional[Times]:
         """The times; None if the device has not finished, or takes no times."""

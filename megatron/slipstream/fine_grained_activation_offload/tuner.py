@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
 from megatron.slipstream.fine_grained_activation_offload.backend import Event
-from megatron.slipstream.fine_grained_activation_offload.copy_rates import rates_beside_compute
+from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
+    rates_beside_compute,
+    slowdown_ms_per_gb,
+)
 from megatron.slipstream.fine_grained_activation_offload.cost_trial import (
     CostTrial,
     trace_after,
@@ -350,6 +354,20 @@ class Tuner:
                 if len(entry.times) == NUM_TIMED and not self._improve(entry):
                     self._enter_trial(entry)
 
+    def improve(self, plan: Plan, times: Sequence[Times]) -> Plan:
+        """Plan again from the times of iterations that another engine ran by this plan.
+
+        Returns:
+            The plan for the same steps, which may be the same as before.
+        """
+        entry = self._cache.entry_of(plan)
+        if entry is None or not times:
+            return plan
+        # What was measured otherwise does not compare.
+        entry.times, entry.earlier, entry.num_rounds = [*times], (), 0
+        self._improve(entry)
+        return self._cache.find(plan.trace.steps_key) or plan
+
     def _improve(self, entry: PlanEntry) -> bool:
         """Rebuild the plan from measured times. Returns whether that was needed."""
         if entry.num_rounds >= MAX_ROUNDS or entry.is_as_predicted:
@@ -377,6 +395,8 @@ class Tuner:
             memory=entry.memory or entry.plan.trace.memory,
             ms_per_moved_group=host_ms,
         )
+        if entry.plan.options.max_overhead_percent is not None and not self.tries_plans:
+            trace = replace(trace, ms_per_moved_gb=slowdown_ms_per_gb(bandwidth))
         improved = self.make(trace)
         improved.num_rounds, improved.earlier = entry.num_rounds + (not is_first), runs
         report = self._report

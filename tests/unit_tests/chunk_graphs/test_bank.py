@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -83,7 +84,7 @@ class _Offloading:
         self.log = log
 
     def planning(self, run: Callable[[], None]) -> Any:
-        return contextlib.nullcontext(run)
+        return contextlib.nullcontext(SimpleNamespace(run=run, takes_time=False))
 
     def make_slot(self, memory: Any) -> _CaptureHooks:
         self.log.append("made")

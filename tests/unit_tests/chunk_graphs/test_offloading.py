@@ -72,8 +72,8 @@ class Rig:
         self.forward().backward()
 
     def plan(self) -> None:
-        with self.offloading.planning(self.run) as run:
-            run()
+        with self.offloading.planning(self.run) as planned:
+            planned.run()
 
 
 @pytest.fixture(params=["cpu", "cpu-lazy"])
@@ -122,9 +122,9 @@ def test_an_allowed_overhead_is_predicted_from_times_until_the_plan_is_final(
         return engines[-1]
 
     monkeypatch.setattr(rig.offloading, "_make_engine", make_engine)
-    with rig.offloading.planning(rig.run) as run:
+    with rig.offloading.planning(rig.run) as planned:
         assert engines[0].is_settled
-        run()
+        planned.run()
         assert engines[0].report.tried == []
         assert engines[0].report.num_iterations == NUM_RUNS + 1
     assert rig.offloading.make_slot(SlotMemory(None, Tail())).leaves_copies

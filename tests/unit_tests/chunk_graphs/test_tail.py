@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Optional
 from unittest.mock import patch
 
@@ -102,7 +103,7 @@ class Offloading:
 
     def planning(self, run: Callable[[], None]) -> Any:
         run()
-        return contextlib.nullcontext(run)
+        return contextlib.nullcontext(SimpleNamespace(run=run, takes_time=False))
 
     def make_slot(self, memory: SlotMemory) -> _Hooks:
         self.num_slots += 1

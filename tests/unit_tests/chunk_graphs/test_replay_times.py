@@ -1,0 +1,225 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""What moves inside a chunk's graphs is planned from the times of replays.
+
+Graphs are eager, and a backend takes wall-clock time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+import pytest
+import torch
+from timed_backend import TimedBackend
+from toy_model import all_equal, make_chunks, make_manager, micro_batch
+
+from megatron.slipstream.chunk_graphs.backend import EagerGraphs, Tail
+from megatron.slipstream.chunk_graphs.chunk import Chunk
+from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES, ChunkGraphs
+from megatron.slipstream.chunk_graphs.offloading import (
+    ChunkOffloading,
+    PlannedPass,
+    SlotOffloading,
+)
+from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
+from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
+    CopyTime,
+    slowdown_ms_per_gb,
+)
+from megatron.slipstream.fine_grained_activation_offload.copy_streams import Timings
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, Times
+from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.trace import Bandwidth
+
+HIDDEN_ROWS = 7
+
+
+class Rig:
+    """A chunk of layers, and the graphs that offload their activations."""
+
+    def __init__(self, graphs: Optional[EagerGraphs] = None, **options: Any) -> None:
+        (self.module,) = make_chunks()
+        for parameter in self.module.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+        self.engines: list[PipelineOffloadManager] = []
+        self._options = PolicyOptions(**options)
+        self._engine: Optional[PipelineOffloadManager] = None
+        self.offloading = ChunkOffloading(self._make_engine, self._begin_pass, self._marks_go_to)
+        chunk = Chunk("chunk 0", self.module, self._run, offloading=self.offloading)
+        self.graphs = ChunkGraphs(chunk, 1, 1, graphs or EagerGraphs())
+
+    def _make_engine(self) -> PipelineOffloadManager:
+        self.engines.append(PipelineOffloadManager(TimedBackend(), self._options))
+        return self.engines[-1]
+
+    @staticmethod
+    def _begin_pass(engine: PipelineOffloadManager) -> None:
+        engine.init_model_chunk_offload_handler(0, None, None, 1)
+
+    @contextlib.contextmanager
+    def _marks_go_to(self, engine: PipelineOffloadManager) -> Iterator[None]:
+        self._engine = engine
+        try:
+            yield
+        finally:
+            self._engine = None
+
+    def _run(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.module.layers:
+            hidden = layer(hidden, self._engine)
+        return hidden
+
+    def iteration(self, number: int) -> list[torch.Tensor]:
+        """An iteration of one micro-batch: its gradients."""
+        self.graphs.begin_iteration()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        x = micro_batch(number, HIDDEN_ROWS)
+        self.graphs(x, {}).square().sum().backward()
+        gradients = [
+            parameter.main_grad if self.graphs.is_captured else parameter.grad
+            for parameter in self.module.parameters()
+        ]
+        return [gradient.clone() for gradient in (x.grad, *gradients)]  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
+    """What is read of replays."""
+    found: list[Times] = []
+    read_times = SlotOffloading.read_times
+
+    def noted(slot: SlotOffloading) -> Optional[Times]:
+        times = read_times(slot)
+        assert times is not None
+        found.append(times)
+        return times
+
+    monkeypatch.setattr(SlotOffloading, "read_times", noted)
+    return found
+
+
+def test_each_replay_times_every_step_and_copy(read: list[Times]) -> None:
+    rig = Rig()
+    for number in range(3):
+        rig.iteration(number)
+    assert len(rig.engines) == 1 + NUM_TIMED_CAPTURES + 1, "a plan, timed captures, a slot"
+    assert len(read) == NUM_TIMED_CAPTURES * (1 + NUM_TIMED)
+    plan = rig.engines[0].plan
+    assert plan is not None
+    for times in read:
+        assert len(times.step_ms) == len(plan.trace.steps)
+        assert times.own_ms > 0
+        for is_out in (True, False):
+            moved = sum(copy.nbytes for copy in times.copies if copy.is_out is is_out)
+            assert moved == rig.offloading.moved_bytes
+        assert all(copy.start_ms <= copy.stop_ms for copy in times.copies)
+    assert rig.engines[-1].store.copy_streams.timings is None, "the last capture takes no times"
+
+
+def test_gradients_are_those_without_graphs(read: list[Times]) -> None:
+    rig, plain = Rig(), make_chunks()[0]
+    for number in range(4):
+        actual = rig.iteration(number)
+        plain.zero_grad()
+        x = micro_batch(number, HIDDEN_ROWS)
+        y = x
+        for layer in plain.layers:
+            y = layer(y, None)
+        y.square().sum().backward()
+        expected = [x.grad, *(parameter.grad for parameter in plain.parameters())]
+        assert all_equal(expected, actual)
+    assert read
+
+
+def _of_replays(rig: Rig, monkeypatch: pytest.MonkeyPatch, times: Times) -> Any:
+    """The plan that is made where replays take these times."""
+    monkeypatch.setattr(SlotOffloading, "read_times", lambda _: times)
+    for number in range(2):
+        rig.iteration(number)
+    return rig.engines[0].plan
+
+
+def _times(rig: Rig, step_ms: float, copies: Sequence[CopyTime] = ()) -> Times:
+    engine = make_manager("cpu")
+    with rig._marks_go_to(engine):
+        rig._begin_pass(engine)
+        rig._run(micro_batch(0)).sum().backward()
+        engine.reset()
+    assert engine.plan is not None
+    num_steps = len(engine.plan.trace.steps)
+    return Times((step_ms,) * num_steps, (0.0,) * num_steps, {}, tuple(copies))
+
+
+def test_the_plan_has_the_times_and_rates_of_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    # 128 MiB each way at 1 GB/s, whatever the link carries.
+    ms = (128 << 20) / 1e6
+    copies = [CopyTime(True, 128 << 20, 0.0, ms), CopyTime(False, 128 << 20, ms, 2 * ms)]
+    plan = _of_replays(rig, monkeypatch, _times(rig, 3.0, copies))
+    assert set(plan.trace.step_ms) == {3.0}
+    bandwidth = plan.trace.bandwidth
+    assert bandwidth.d2h_gb_per_s == pytest.approx(1.0)
+    assert bandwidth.h2d_gb_per_s == pytest.approx(1.0)
+
+
+def test_a_replay_that_hides_no_copy_moves_nothing_within_an_allowed_overhead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eager passes are slow enough to hide all copies."""
+    for step_ms, moves in ((1e3, True), (1e-6, False)):
+        rig = Rig(max_overhead_percent=1.0)
+        plan = _of_replays(rig, monkeypatch, _times(rig, step_ms))
+        assert (plan.moved_nbytes > 0) is moves
+
+
+def test_a_predicted_overhead_includes_how_copies_slow_computation_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(max_overhead_percent=1.0)
+    trace = _of_replays(rig, monkeypatch, _times(rig, 1e3)).trace
+    assert trace.ms_per_moved_gb == slowdown_ms_per_gb(trace.bandwidth) > 0
+    # 1.1% of 20 ms out, 0.7% of 25 ms back.
+    assert slowdown_ms_per_gb(Bandwidth(50.0, 40.0, 50.0, 40.0)) == pytest.approx(0.395)
+
+
+def test_older_releases_of_torch_plan_from_eager_passes(
+    monkeypatch: pytest.MonkeyPatch, read: list[Times]
+) -> None:
+    monkeypatch.setattr(EagerGraphs, "records_external_events", False)
+    rig = Rig()
+    for number in range(2):
+        rig.iteration(number)
+    assert rig.graphs.is_captured
+    assert read == []
+
+
+def test_the_first_replay_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, read: list[Times]
+) -> None:
+    counted: list[Sequence[Times]] = []
+    monkeypatch.setattr(PlannedPass, "plan_again", lambda _, times: counted.append(times))
+    rig = Rig()
+    for number in range(2):
+        rig.iteration(number)
+    assert counted == [read[1 : 1 + NUM_TIMED], read[2 + NUM_TIMED :]]
+
+
+def test_the_clock_of_an_iteration_takes_no_times_of_a_capture_in_it() -> None:
+    """Nothing would record its events: a capture runs nothing."""
+    rig = Rig()
+    for number in range(2):
+        rig.iteration(number)
+    slot = rig.offloading.make_slot(SlotMemory(None, Tail()))
+    timings = rig.engines[-1].store.copy_streams.timings = Timings()
+    x = micro_batch(0, HIDDEN_ROWS)
+    with slot.forward():
+        loss = rig._run(x).sum()
+    with slot.backward():
+        loss.backward()
+    assert timings.copies == timings.stalls == []
