@@ -2,7 +2,7 @@
 
 """What moves inside a chunk's graphs is planned from the times of replays.
 
-Graphs are eager, and a backend takes wall-clock time.
+Without a GPU graphs are eager, and a backend takes wall-clock time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from timed_backend import TimedBackend
 from toy_model import all_equal, make_chunks, make_manager, micro_batch
 
-from megatron.slipstream.chunk_graphs.backend import EagerGraphs, Tail
+from megatron.slipstream.chunk_graphs.backend import CudaGraphs, EagerGraphs, Tail
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES, ChunkGraphs
 from megatron.slipstream.chunk_graphs.offloading import (
@@ -25,6 +25,7 @@ from megatron.slipstream.chunk_graphs.offloading import (
     SlotOffloading,
 )
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
     CopyTime,
     slowdown_ms_per_gb,
@@ -41,8 +42,9 @@ HIDDEN_ROWS = 7
 class Rig:
     """A chunk of layers, and the graphs that offload their activations."""
 
-    def __init__(self, graphs: Optional[EagerGraphs] = None, **options: Any) -> None:
-        (self.module,) = make_chunks()
+    def __init__(self, device: str = "cpu", **options: Any) -> None:
+        (self.module,) = (chunk.to(device) for chunk in make_chunks())
+        self._device = device
         for parameter in self.module.parameters():
             parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
         self.engines: list[PipelineOffloadManager] = []
@@ -50,10 +52,12 @@ class Rig:
         self._engine: Optional[PipelineOffloadManager] = None
         self.offloading = ChunkOffloading(self._make_engine, self._begin_pass, self._marks_go_to)
         chunk = Chunk("chunk 0", self.module, self._run, offloading=self.offloading)
-        self.graphs = ChunkGraphs(chunk, 1, 1, graphs or EagerGraphs())
+        graphs = EagerGraphs() if device == "cpu" else CudaGraphs()
+        self.graphs = ChunkGraphs(chunk, 1, 1, graphs)
 
     def _make_engine(self) -> PipelineOffloadManager:
-        self.engines.append(PipelineOffloadManager(TimedBackend(), self._options))
+        backend = TimedBackend() if self._device == "cpu" else make_backend(self._device)
+        self.engines.append(PipelineOffloadManager(backend, self._options))
         return self.engines[-1]
 
     @staticmethod
@@ -79,7 +83,7 @@ class Rig:
         for parameter in self.module.parameters():
             parameter.grad = None
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
-        x = micro_batch(number, HIDDEN_ROWS)
+        x = micro_batch(number, HIDDEN_ROWS).detach().to(self._device).requires_grad_()
         self.graphs(x, {}).square().sum().backward()
         gradients = [
             parameter.main_grad if self.graphs.is_captured else parameter.grad
@@ -104,8 +108,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
     return found
 
 
-def test_each_replay_times_every_step_and_copy(read: list[Times]) -> None:
-    rig = Rig()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_each_replay_times_every_step_and_copy(device: str, read: list[Times]) -> None:
+    rig = Rig(device)
     for number in range(3):
         rig.iteration(number)
     assert len(rig.engines) == 1 + NUM_TIMED_CAPTURES + 1, "a plan, timed captures, a slot"
@@ -118,16 +123,17 @@ def test_each_replay_times_every_step_and_copy(read: list[Times]) -> None:
         for is_out in (True, False):
             moved = sum(copy.nbytes for copy in times.copies if copy.is_out is is_out)
             assert moved == rig.offloading.moved_bytes
-        assert all(copy.start_ms <= copy.stop_ms for copy in times.copies)
+        assert all(0 <= copy.start_ms < copy.stop_ms for copy in times.copies)
     assert rig.engines[-1].store.copy_streams.timings is None, "the last capture takes no times"
 
 
-def test_gradients_are_those_without_graphs(read: list[Times]) -> None:
-    rig, plain = Rig(), make_chunks()[0]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_are_those_without_graphs(device: str, read: list[Times]) -> None:
+    rig, plain = Rig(device), make_chunks()[0].to(device)
     for number in range(4):
         actual = rig.iteration(number)
         plain.zero_grad()
-        x = micro_batch(number, HIDDEN_ROWS)
+        x = micro_batch(number, HIDDEN_ROWS).detach().to(device).requires_grad_()
         y = x
         for layer in plain.layers:
             y = layer(y, None)
