@@ -324,9 +324,10 @@ class ChunkGraphs:
         if self.chunk.offloading is None:
             run()
             return self._measure(run)
-        with self.chunk.offloading.planning(run) as planned:
+        can_time_replays = self._backend.records_external_events
+        with self.chunk.offloading.planning(run, can_time_replays) as planned:
             cost = self._measure(planned.run)
-            if planned.takes_time and self._backend.records_external_events:
+            if planned.times_replays:
                 for _ in range(NUM_TIMED_CAPTURES):
                     self._time_replays(planned, parameters, sample)
                 cost = self._measure(planned.run)

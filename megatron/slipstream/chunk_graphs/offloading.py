@@ -34,9 +34,12 @@ from megatron.slipstream.fine_grained_activation_offload.step_clock import StepC
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.host_layout import size_class_bytes
 
-NUM_RUNS = 24
-"""Number of iterations before the capture: one is recorded, and from the times of the others the
-plan is rebuilt up to three times. The same on every rank, since ranks may communicate in them."""
+NUM_UNTIMED_RUNS = 2
+NUM_TIMED_RUNS = 10
+NUM_RUNS_WITHOUT_REPLAYS = 24
+"""Number of passes before the capture, the same on every rank, since ranks may communicate in them.
+One is recorded. Where the device takes times, memory and times of the others are read, and the plan
+is made again once; up to three times where replays are not timed afterwards."""
 
 
 class PlannedPass:
@@ -46,6 +49,7 @@ class PlannedPass:
         engine: Records and plans it.
         run: Runs it as planned so far.
         make_slot: Makes the contexts for a capture of it, as planned and timed by a clock.
+        times_replays: See :attr:`times_replays`.
     """
 
     def __init__(
@@ -53,15 +57,13 @@ class PlannedPass:
         engine: PipelineOffloadManager,
         run: Callable[[], None],
         make_slot: Callable[[Optional[Plan], SlotMemory, StepClock], SlotOffloading],
+        times_replays: bool,
     ) -> None:
         self._engine = engine
         self.run = run
         self._make_slot = make_slot
-
-    @property
-    def takes_time(self) -> bool:
-        """Whether its device takes times."""
-        return self._engine.store.backend.takes_time
+        self.times_replays = times_replays
+        """Whether it is planned again from the times of replays."""
 
     def timed_slot(self, memory: SlotMemory) -> SlotOffloading:
         """Contexts for the capture of one slot with events.
@@ -104,16 +106,19 @@ class ChunkOffloading:
         """Host memory of all slots, without that of graphs captured earlier in the same memory."""
 
     @contextlib.contextmanager
-    def planning(self, run: Callable[[], None]) -> Iterator[PlannedPass]:
+    def planning(self, run: Callable[[], None], times_replays: bool) -> Iterator[PlannedPass]:
         """Record and plan a pass by running it. Its plan is final at the end of the context.
 
         Args:
             run: A forward and backward pass of the chunk.
+            times_replays: Whether replays can be timed, to plan again.
 
         Yields:
             The planned pass.
         """
         engine = self._make_engine()
+        takes_time = engine.store.backend.takes_time
+        num_runs = NUM_TIMED_RUNS if times_replays else NUM_RUNS_WITHOUT_REPLAYS
         engine.predict_overheads()  # A replayed graph costs the host nothing for each group.
         self.host_bytes = self.moved_bytes = 0
 
@@ -124,9 +129,9 @@ class ChunkOffloading:
             engine.reset()
 
         try:
-            for _ in range(NUM_RUNS):
+            for _ in range(num_runs if takes_time else NUM_UNTIMED_RUNS):
                 run_once()
-            yield PlannedPass(engine, run_once, self._slot)
+            yield PlannedPass(engine, run_once, self._slot, takes_time and times_replays)
             self._plan = engine.plan
         finally:
             engine.close()

@@ -365,11 +365,11 @@ class Tuner:
             return plan
         # What was measured otherwise does not compare.
         entry.times, entry.earlier, entry.num_rounds = [*times], (), 0
-        self._improve(entry)
+        self._improve(entry, "replays")
         return self._cache.find(plan.trace.steps_key) or plan
 
-    def _improve(self, entry: PlanEntry) -> bool:
-        """Rebuild the plan from measured times. Returns whether that was needed."""
+    def _improve(self, entry: PlanEntry, what: str = "iterations") -> bool:
+        """Rebuild the plan from measured times of ``what``. Returns whether that was needed."""
         if entry.num_rounds >= MAX_ROUNDS or entry.is_as_predicted:
             return False
         if self._bandwidth is None:
@@ -402,9 +402,10 @@ class Tuner:
         report = self._report
         if report.rank == 0:
             logger.info(
-                "planned again from the times of %d iterations: %d of %d groups move, %.1f ms from "
-                "the first mark to the end (%.1f were measured); the host waits at %d steps",
-                NUM_TIMED,
+                "planned again from the times of %d %s: %d of %d groups move, %.1f ms from the "
+                "first mark to the end (%.1f were measured); the host waits at %d steps",
+                len(entry.times),
+                what,
                 improved.num_moving,
                 len(improved.plan.groups),
                 report.planned_ms,

@@ -83,8 +83,8 @@ class _Offloading:
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
-    def planning(self, run: Callable[[], None]) -> Any:
-        return contextlib.nullcontext(SimpleNamespace(run=run, takes_time=False))
+    def planning(self, run: Callable[[], None], times_replays: bool) -> Any:
+        return contextlib.nullcontext(SimpleNamespace(run=run, times_replays=False))
 
     def make_slot(self, memory: Any) -> _CaptureHooks:
         self.log.append("made")

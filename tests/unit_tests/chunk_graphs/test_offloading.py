@@ -19,7 +19,7 @@ from toy_model import all_equal, make_chunks, make_manager, micro_batch
 
 from megatron.slipstream.chunk_graphs.backend import Tail
 from megatron.slipstream.chunk_graphs.offloading import (
-    NUM_RUNS,
+    NUM_RUNS_WITHOUT_REPLAYS,
     ChunkOffloading,
     SlotOffloading,
     share_of_host_memory,
@@ -72,7 +72,7 @@ class Rig:
         self.forward().backward()
 
     def plan(self) -> None:
-        with self.offloading.planning(self.run) as planned:
+        with self.offloading.planning(self.run, times_replays=False) as planned:
             planned.run()
 
 
@@ -122,11 +122,11 @@ def test_an_allowed_overhead_is_predicted_from_times_until_the_plan_is_final(
         return engines[-1]
 
     monkeypatch.setattr(rig.offloading, "_make_engine", make_engine)
-    with rig.offloading.planning(rig.run) as planned:
+    with rig.offloading.planning(rig.run, times_replays=False) as planned:
         assert engines[0].is_settled
         planned.run()
         assert engines[0].report.tried == []
-        assert engines[0].report.num_iterations == NUM_RUNS + 1
+        assert engines[0].report.num_iterations == NUM_RUNS_WITHOUT_REPLAYS + 1
     assert rig.offloading.make_slot(SlotMemory(None, Tail())).leaves_copies
 
 

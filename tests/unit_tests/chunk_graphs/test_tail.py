@@ -101,9 +101,9 @@ class Offloading:
         self.on_side: list[bool] = []
         """Whether each forward pass is on another stream than work outside of graphs."""
 
-    def planning(self, run: Callable[[], None]) -> Any:
+    def planning(self, run: Callable[[], None], times_replays: bool) -> Any:
         run()
-        return contextlib.nullcontext(SimpleNamespace(run=run, takes_time=False))
+        return contextlib.nullcontext(SimpleNamespace(run=run, times_replays=False))
 
     def make_slot(self, memory: SlotMemory) -> _Hooks:
         self.num_slots += 1
