@@ -7,20 +7,18 @@ Nothing is captured here: a pass runs in the same order, on the CPU backends.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, Optional
 from unittest.mock import Mock
 
 import pytest
 import torch
+from offloaded_chunk import OffloadedChunk
 from timed_backend import TimedBackend
-from toy_model import all_equal, make_chunks, make_manager, micro_batch
+from toy_model import all_equal, make_manager, micro_batch
 
 from megatron.slipstream.chunk_graphs.backend import Tail
 from megatron.slipstream.chunk_graphs.offloading import (
     NUM_RUNS_WITHOUT_REPLAYS,
-    ChunkOffloading,
     SlotOffloading,
     share_of_host_memory,
 )
@@ -30,46 +28,23 @@ from megatron.slipstream.fine_grained_activation_offload.storage import Residenc
 from megatron.slipstream.plan.candidates import PolicyOptions
 
 
-class Rig:
-    """Layers whose marks go to the engine that is entered."""
+class Rig(OffloadedChunk):
+    """Runs passes of a micro-batch."""
 
     def __init__(self, backend: str) -> None:
-        (self.chunk,) = make_chunks(1)
-        self.engines: list[PipelineOffloadManager] = []
-        """The engines that were made."""
-        self._backend = backend
-        self._engine: Optional[PipelineOffloadManager] = None
+        super().__init__(lambda: make_manager(backend))
         self._x = micro_batch(0)
-        self.offloading = ChunkOffloading(self._make_engine, self._begin_pass, self._marks_go_to)
 
-    def _make_engine(self) -> PipelineOffloadManager:
-        self.engines.append(make_manager(self._backend))
-        return self.engines[-1]
-
-    @staticmethod
-    def _begin_pass(engine: PipelineOffloadManager) -> None:
-        engine.init_model_chunk_offload_handler(0, None, None, 1)
-
-    @contextlib.contextmanager
-    def _marks_go_to(self, engine: PipelineOffloadManager) -> Iterator[None]:
-        self._engine = engine
-        try:
-            yield
-        finally:
-            self._engine = None
-
-    def forward(self, num_layers: int = 3) -> torch.Tensor:
-        self.chunk.zero_grad()
-        y = self._x = micro_batch(0)
-        for layer in self.chunk.layers[:num_layers]:
-            y = layer(y, self._engine)
-        return y.square().sum()
+    def loss(self, num_layers: int = 3) -> torch.Tensor:
+        self.module.zero_grad()
+        self._x = micro_batch(0)
+        return self.forward(self._x, num_layers).square().sum()
 
     def gradients(self) -> list[Optional[torch.Tensor]]:
-        return [self._x.grad, *(parameter.grad for parameter in self.chunk.parameters())]
+        return [self._x.grad, *(parameter.grad for parameter in self.module.parameters())]
 
     def run(self) -> None:
-        self.forward().backward()
+        self.loss().backward()
 
     def plan(self) -> None:
         with self.offloading.planning(self.run, times_replays=False) as planned:
@@ -92,7 +67,7 @@ def test_a_pass_in_a_slot_moves_what_was_planned_and_nothing_else_changes(rig: R
     engine = rig.engines[-1]
     for _ in range(2):
         with slot.forward():
-            loss = rig.forward()
+            loss = rig.loss()
         counters = engine.store.modules.values()
         assert sum(module.d2h_bytes for module in counters) == moved_bytes
         groups = engine._now.groups.values()
@@ -121,7 +96,7 @@ def test_an_allowed_overhead_is_predicted_from_times_until_the_plan_is_final(
         engines.append(PipelineOffloadManager(TimedBackend(), options))
         return engines[-1]
 
-    monkeypatch.setattr(rig.offloading, "_make_engine", make_engine)
+    rig.make_engine = make_engine
     with rig.offloading.planning(rig.run, times_replays=False) as planned:
         assert engines[0].is_settled
         planned.run()
@@ -135,8 +110,8 @@ def test_a_pass_that_does_not_go_as_planned_is_refused(rig: Rig) -> None:
 
     def one_layer_more() -> None:
         with slot.forward():
-            rig.forward()
-            rig.forward(num_layers=1)
+            rig.loss()
+            rig.loss(num_layers=1)
 
     with pytest.raises(RuntimeError, match="of a captured pass is"):
         one_layer_more()
@@ -175,7 +150,7 @@ def test_the_tail_begins_before_groups_are_released_and_ends_before_host_memory_
     note(engine, "close", "closed")
     note(engine.store.backend, "wait_on_host", "host waits")
     with slot.forward():
-        loss = rig.forward()
+        loss = rig.loss()
     # To release a group makes the graph's stream wait for copies.
     assert events == ["tail begins", "released"]
     with slot.backward():
@@ -191,7 +166,7 @@ def test_a_slot_without_a_plan_moves_nothing() -> None:
     assert isinstance(slot, SlotOffloading)
     assert not slot.leaves_copies
     with slot.forward():
-        loss = rig.forward()
+        loss = rig.loss()
     with slot.backward():
         loss.backward()
     assert rig.engines[-1].store.modules == {}

@@ -7,23 +7,19 @@ Without a GPU graphs are eager, and a backend takes wall-clock time.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import pytest
 import torch
+from offloaded_chunk import OffloadedChunk
 from timed_backend import TimedBackend
 from toy_model import all_equal, make_chunks, make_manager, micro_batch
 
 from megatron.slipstream.chunk_graphs.backend import CudaGraphs, EagerGraphs, Tail
 from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES, ChunkGraphs
-from megatron.slipstream.chunk_graphs.offloading import (
-    ChunkOffloading,
-    PlannedPass,
-    SlotOffloading,
-)
+from megatron.slipstream.chunk_graphs.offloading import PlannedPass, SlotOffloading
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
@@ -39,43 +35,22 @@ from megatron.slipstream.plan.trace import Bandwidth
 HIDDEN_ROWS = 7
 
 
-class Rig:
-    """A chunk of layers, and the graphs that offload their activations."""
+class Rig(OffloadedChunk):
+    """The chunk with its graphs."""
 
     def __init__(self, device: str = "cpu", **options: Any) -> None:
-        (self.module,) = (chunk.to(device) for chunk in make_chunks())
-        self._device = device
+        self._options, self._device = PolicyOptions(**options), device
+        super().__init__(self._timed_engine)
+        self.module.to(device)
         for parameter in self.module.parameters():
             parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-        self.engines: list[PipelineOffloadManager] = []
-        self._options = PolicyOptions(**options)
-        self._engine: Optional[PipelineOffloadManager] = None
-        self.offloading = ChunkOffloading(self._make_engine, self._begin_pass, self._marks_go_to)
-        chunk = Chunk("chunk 0", self.module, self._run, offloading=self.offloading)
         graphs = EagerGraphs() if device == "cpu" else CudaGraphs()
+        chunk = Chunk("chunk 0", self.module, self.forward, offloading=self.offloading)
         self.graphs = ChunkGraphs(chunk, 1, 1, graphs)
 
-    def _make_engine(self) -> PipelineOffloadManager:
+    def _timed_engine(self) -> PipelineOffloadManager:
         backend = TimedBackend() if self._device == "cpu" else make_backend(self._device)
-        self.engines.append(PipelineOffloadManager(backend, self._options))
-        return self.engines[-1]
-
-    @staticmethod
-    def _begin_pass(engine: PipelineOffloadManager) -> None:
-        engine.init_model_chunk_offload_handler(0, None, None, 1)
-
-    @contextlib.contextmanager
-    def _marks_go_to(self, engine: PipelineOffloadManager) -> Iterator[None]:
-        self._engine = engine
-        try:
-            yield
-        finally:
-            self._engine = None
-
-    def _run(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.module.layers:
-            hidden = layer(hidden, self._engine)
-        return hidden
+        return PipelineOffloadManager(backend, self._options)
 
     def iteration(self, number: int) -> list[torch.Tensor]:
         """An iteration of one micro-batch: its gradients."""
@@ -153,9 +128,9 @@ def _of_replays(rig: Rig, monkeypatch: pytest.MonkeyPatch, times: Times) -> Any:
 
 def _times(rig: Rig, step_ms: float, copies: Sequence[CopyTime] = ()) -> Times:
     engine = make_manager("cpu")
-    with rig._marks_go_to(engine):
-        rig._begin_pass(engine)
-        rig._run(micro_batch(0)).sum().backward()
+    with rig.marks_go_to(engine):
+        rig.begin_pass(engine)
+        rig.forward(micro_batch(0)).sum().backward()
         engine.reset()
     assert engine.plan is not None
     num_steps = len(engine.plan.trace.steps)
@@ -225,7 +200,7 @@ def test_the_clock_of_an_iteration_takes_no_times_of_a_capture_in_it() -> None:
     timings = rig.engines[-1].store.copy_streams.timings = Timings()
     x = micro_batch(0, HIDDEN_ROWS)
     with slot.forward():
-        loss = rig._run(x).sum()
+        loss = rig.forward(x).sum()
     with slot.backward():
         loss.backward()
     assert timings.copies == timings.stalls == []

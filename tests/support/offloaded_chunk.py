@@ -1,0 +1,55 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""A toy chunk that is offloaded inside its graphs: its marks go to the engine of the pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Optional
+
+import torch
+from toy_model import make_chunks
+
+from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+
+
+class OffloadedChunk:
+    """Layers, and the engines that offload what they save.
+
+    Args:
+        make_engine: Makes a new engine.
+    """
+
+    def __init__(self, make_engine: Callable[[], PipelineOffloadManager]) -> None:
+        (self.module,) = make_chunks()
+        self.engines: list[PipelineOffloadManager] = []
+        """All that were made."""
+        self.make_engine = make_engine
+        self.offloading = ChunkOffloading(self._new_engine, self.begin_pass, self.marks_go_to)
+        self._engine: Optional[PipelineOffloadManager] = None
+
+    def _new_engine(self) -> PipelineOffloadManager:
+        self.engines.append(self.make_engine())
+        return self.engines[-1]
+
+    @staticmethod
+    def begin_pass(engine: PipelineOffloadManager) -> None:
+        """A micro-batch enters the chunk."""
+        engine.init_model_chunk_offload_handler(0, None, None, 1)
+
+    @contextlib.contextmanager
+    def marks_go_to(self, engine: PipelineOffloadManager) -> Iterator[None]:
+        """Send the marks of layers to an engine."""
+        self._engine = engine
+        try:
+            yield
+        finally:
+            self._engine = None
+
+    def forward(self, x: torch.Tensor, num_layers: int = 3) -> torch.Tensor:
+        """The first layers, with marks where an engine is entered."""
+        for layer in self.module.layers[:num_layers]:
+            x = layer(x, self._engine)
+        return x
