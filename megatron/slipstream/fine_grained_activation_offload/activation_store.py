@@ -229,6 +229,7 @@ class ActivationStore:
                 for step, actions in zip(plan.trace.steps, plan.actions, strict=True)
             ),
             [key for key in groups if not plan.tracks(key)],
+            plan.silent,
             plan.trace,
         )
 

@@ -147,7 +147,7 @@ class OffloadEngine:
 
         C++ does not ask whether offloading is suspended.
         """
-        self._now.steps = None
+        self._executor.follow_in_python(self._now)
 
     @property
     def options(self) -> PolicyOptions:
@@ -466,6 +466,8 @@ class OffloadEngine:
     def _finish_iteration(self) -> None:
         self._drop_plans_beyond_limit()
         now, plan = self._now, self._now.plan
+        if now.steps is not None:
+            now.num_steps = now.steps.end_of(now.num_steps)
         was_followed = plan is not None and len(plan.trace.steps) == now.num_steps
         if now.trial is not None:
             self._tuner.end_trial(now.trial, was_followed and plan is now.trial.plan)
@@ -474,12 +476,14 @@ class OffloadEngine:
         if plan is not None and not was_followed:
             self._recorder.steps.extend(plan.trace.steps[: now.num_steps])
             plan = None
-        if plan is None:
+        if plan is None and not now.is_incomplete:
             # Departed, or ended before the plan did: another plan may still match it.
             plan = self._cache.find(StepsKey(tuple(self._recorder.steps))) or self._make_plan()
         self._tuner.read_clocks()
         is_next = plan is self._last_plan and plan is self._next_plan
-        if not (is_next and self._cache.is_repeated(plan, now.num_entered)):
+        if plan is None:
+            self._next_plan = None
+        elif not (is_next and self._cache.is_repeated(plan, now.num_entered)):
             self._cache.note_order(plan, now.num_entered)
             # The plan for the same steps, which may have been rebuilt.
             self._last_plan = self._cache.find(plan.trace.steps_key)

@@ -41,6 +41,9 @@ class Iteration:
     """The steps of the plan in C++, if nothing is measured; None if Python performs them."""
     num_steps: int = 0
     """Number of steps so far."""
+    is_incomplete: bool = False
+    """Whether it departed from its plan after marks were left out: [Note: Silent groups] in
+    ``plan_executor``. Nothing can be planned from it."""
     passes: list[ChunkOffloadHandler] = field(default_factory=list)
     """In the order in which forward began them."""
     chunk: Optional[ChunkOffloadHandler] = None

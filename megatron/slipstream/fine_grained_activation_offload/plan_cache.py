@@ -61,6 +61,10 @@ class PlanCache:
         entry = self._entries.get(plan.trace.steps_key) if plan is not None else None
         return entry if entry is not None and entry.plan is plan else None
 
+    def is_only(self, entry: PlanEntry) -> bool:
+        """Whether all iterations so far had the plan of this entry, and at least three did."""
+        return len(self._entries) == 1 and entry.is_followed_by_itself
+
     def plans(self) -> list[Plan]:
         """All plans in the cache."""
         return [entry.plan for entry in self._entries.values()]

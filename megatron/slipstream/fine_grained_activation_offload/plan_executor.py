@@ -1,6 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Moves groups at their marks: by the plan, or by counting marks without one."""
+"""Moves groups at their marks: by the plan, or by counting marks without one.
+
+[Note: Silent groups]
+A group that stays costs most of its time in backward: two calls of autograd, for marks at which
+nothing is due. So where C++ performs the steps, such marks are left out, and a step that does not
+come is skipped when the next one does. It is then unknown which marks an iteration would have had,
+so no plan can be made from one that departs: it ends without a plan, and the next one is recorded.
+Therefore no marks are left out unless all iterations have been alike so far.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +86,8 @@ class PlanExecutor:
         now.probe = IterationProbe(self.clock, None) if self.clock else self._tuner.probe(plan)
         if entry is not None and now.probe is None and not now.host_sync_points:
             now.steps = entry.steps_by(self.store.compile_steps)
+            if now.steps is not None:
+                now.steps.leaves_out_marks = self._cache.is_only(entry)
         if now.probe is not None and now.probe.clock is not None:
             self.store.copy_streams.timings = now.probe.clock.timings
 
@@ -93,12 +103,19 @@ class PlanExecutor:
         Raises:
             RuntimeError: :attr:`is_bound`, and the mark is not the planned one.
         """
+        if now.steps is not None:
+            if now.steps.come_to(self, now, kind, at):
+                return
+            if now.steps.leaves_out_marks:
+                logger.info(
+                    "step %d, %s, is not in the plan: deciding group by group until the iteration "
+                    "ends, then recording the next one",
+                    now.num_steps,
+                    Step(kind, at.key, at.name),
+                )
+            self.follow_in_python(now)  # The iteration departs from its plan.
         index = now.num_steps
         now.num_steps = index + 1
-        if now.steps is not None:
-            if now.steps.come_to(self, now, index, kind, at):
-                return
-            now.steps = None  # The iteration departs from its plan.
         if now.plan is not None and not _is_step(now.plan, index, kind, at):
             self._depart(now, index, Step(kind, at.key, at.name))
         plan, probe = now.plan, now.probe
@@ -117,6 +134,12 @@ class PlanExecutor:
         if probe is not None:
             probe.end_step()
 
+    def follow_in_python(self, now: Iteration) -> None:
+        """Perform the rest of an iteration's steps in Python."""
+        if now.steps is not None and now.steps.leaves_out_marks:
+            self.leave_plan(now, now.num_steps)
+        now.steps = None
+
     def leave_plan(self, now: Iteration, num_steps: int) -> None:
         """Follow no plan from here on.
 
@@ -125,7 +148,9 @@ class PlanExecutor:
             num_steps: Number of its steps that were as planned.
         """
         self.stop_measuring(now)
-        now.steps = None
+        if now.steps is not None:
+            now.is_incomplete = now.steps.leaves_out_marks
+            now.steps = None
         if now.plan is None:
             return
         planned, now.plan, now.has_layout = now.plan.trace.steps[:num_steps], None, False

@@ -318,7 +318,7 @@ def test_a_departure_at_a_mark_of_no_group_goes_on_in_python(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     manager, chunks = make_manager(LAZY_NATIVE), headed_chunks()
-    for rows in (7, 7, 7, MANY_ROWS):
+    for rows in (7, 7, 7, MANY_ROWS, MANY_ROWS):
         with caplog.at_level(logging.INFO):
             assert is_right(manager, SCHEDULES["accumulation"], chunks, rows=rows)
     departures = [text for text in caplog.messages if "is not in the plan" in text]

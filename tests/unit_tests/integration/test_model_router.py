@@ -8,6 +8,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 import pytest
@@ -480,7 +481,7 @@ def test_suspending_leaves_no_model_to_cpp(router: Any) -> None:
     """C++ performs the steps of an iteration without asking whether offloading is suspended."""
     managers = router.manager_of(keep := Chunk()), router.manager_of(other := Chunk())
     for manager in managers:
-        manager._now.steps = object()
+        manager._now.steps = SimpleNamespace(leaves_out_marks=False)
     managers[0].disable_offload()
     assert [manager._now.steps for manager in managers] == [None, None]
     del keep, other

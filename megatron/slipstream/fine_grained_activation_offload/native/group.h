@@ -46,6 +46,8 @@ class Group : public std::enable_shared_from_this<Group> {
   bool is_read_first = false;
   // Whether it was opened by a mark in C++: its iteration follows a plan.
   bool is_planned = false;
+  // Whether backward passes it without a mark.
+  bool is_silent = false;
   // The trace of the plan that keeps it, if its saved tensors were not tracked for that; else null.
   py::object untracked_in = py::none();
 

@@ -27,13 +27,16 @@ class Marks {
     if (now.follows_steps()) {
       const Steps& steps = inside<Steps>(now.steps());
       group->is_planned = true;
+      group->is_silent = steps.leaves_out(*group);
       store.started = group;
       store.kept_in = steps.tracks(*group) ? py::none() : steps.trace;
     } else {  // It has departed from its plan, so Python enters the region.
       store.started = nullptr;
       now.set_started(py::cast(group));
     }
-    call_before(tensor, Callback([engine, group] { leave(engine, group); }));
+    if (!group->is_silent) {
+      call_before(tensor, Callback([engine, group] { leave(engine, group); }));
+    }
     return true;
   }
 
@@ -59,6 +62,7 @@ class Marks {
     if (!group) return tensor;
     if (group->untracked_in.is_none()) Store::commit(*group);
     advance(engine, now, python->forward_commit, *group);
+    if (group->is_silent) return tensor;
     return mark(tensor, Callback([engine, group] { use(engine, group); }));
   }
 
@@ -177,12 +181,8 @@ class Marks {
   static bool is_planned(const py::object& engine, Iteration& now, const py::object& kind,
                          const Place& place) {
     if (!now.follows_steps()) return false;
-    const size_t index = now.num_steps();
-    now.set_num_steps(index + 1);
     const auto executor = [&engine] { return GET(engine, "_executor"); };
-    if (inside<Steps>(now.steps()).come_to(executor, now, index, kind, place)) return true;
-    now.set_num_steps(index);
-    return false;
+    return inside<Steps>(now.steps()).come_to(executor, now, kind, place);
   }
 };
 

@@ -391,8 +391,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Steps> steps_class(module, "Steps");
   class_of<Steps> = reinterpret_cast<PyTypeObject*>(steps_class.ptr());
   steps_class
-      .def(py::init<std::shared_ptr<Store>, const py::iterable&, const py::iterable&, py::object>())
-      .def("come_to", &Steps::come_to_any);
+      .def(py::init<std::shared_ptr<Store>, const py::iterable&, const py::iterable&,
+                    const py::iterable&, py::object>())
+      .def_readwrite("leaves_out_marks", &Steps::leaves_out_marks)
+      .def("come_to", &Steps::come_to_any)
+      .def("end_of", &Steps::end_of);
   module.def("mark", [](const py::object& tensor, py::object function) {
     return mark(tensor, Callback(std::move(function)));
   });

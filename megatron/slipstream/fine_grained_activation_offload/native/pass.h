@@ -69,6 +69,7 @@ class Pass {
     if (is_over_) return false;
     bool is_over = true, has_saved = false;
     for (const auto& group : groups) {
+      if (group->is_silent) continue;
       if (group->state == GroupState::OPEN || group->state == GroupState::COMMITTED) {
         is_over = false;
         if (group->is_alive()) return false;

@@ -25,6 +25,8 @@ struct Step {
   py::object kind;
   Place place;
   std::vector<Action> actions;
+  // Whether it may be left out.
+  bool is_silent;
 
   bool is_at(const py::object& other_kind, const Place& other) const {
     return kind.ptr() == other_kind.ptr() && place.chunk_pass == other.chunk_pass &&
@@ -89,17 +91,43 @@ class Iteration {
   py::object object_;
 };
 
+// Keys of groups.
+class Keys {
+ public:
+  explicit Keys(const py::iterable& keys) {
+    for (const auto& item : keys) {
+      const auto key = py::reinterpret_borrow<py::tuple>(item);
+      const auto chunk_pass = key[0].cast<size_t>(), group = key[1].cast<size_t>();
+      if (by_pass_.size() <= chunk_pass) by_pass_.resize(chunk_pass + 1);
+      if (by_pass_[chunk_pass].size() <= group) by_pass_[chunk_pass].resize(group + 1, false);
+      by_pass_[chunk_pass][group] = true;
+    }
+  }
+
+  bool contain(int64_t chunk_pass, int64_t group) const {
+    return group >= 0 && chunk_pass < static_cast<int64_t>(by_pass_.size()) &&
+           group < static_cast<int64_t>(by_pass_[chunk_pass].size()) && by_pass_[chunk_pass][group];
+  }
+
+ private:
+  std::vector<std::vector<bool>> by_pass_;
+};
+
 class Steps {
  public:
   // Each step is (kind, key, name, actions), each action (kind, key, kept, numbers, object).
   // `untracked` are the keys of the groups whose saved tensors need not be tracked, because the
-  // plan keeps them; `trace` is its trace.
+  // plan keeps them; `silent` of those whose marks in backward may be left out; `trace` is the
+  // plan's.
   Steps(std::shared_ptr<Store> store, const py::iterable& steps, const py::iterable& untracked,
-        py::object trace)
-      : store(std::move(store)), trace(std::move(trace)) {
+        const py::iterable& silent, py::object trace)
+      : store(std::move(store)), trace(std::move(trace)), untracked_(untracked), silent_(silent) {
     for (const auto& item : steps) {
       const auto fields = py::reinterpret_borrow<py::tuple>(item);
-      Step step{fields[0], place_of(fields[1], fields[2]), {}};
+      Step step{fields[0], place_of(fields[1], fields[2]), {}, false};
+      step.is_silent = (step.kind.ptr() == python->backward_use.ptr() ||
+                        step.kind.ptr() == python->backward_end.ptr()) &&
+                       silent_.contain(step.place.chunk_pass, step.place.group);
       for (const auto& action : py::object(fields[3])) {
         const auto parts = py::reinterpret_borrow<py::tuple>(action);
         step.actions.push_back({static_cast<ActionKind>(parts[0].cast<int>()), number(parts[1], 0),
@@ -107,41 +135,49 @@ class Steps {
       }
       steps_.push_back(std::move(step));
     }
-    for (const auto& item : untracked) {
-      const auto key = py::reinterpret_borrow<py::object>(item);
-      const size_t chunk_pass = number(key, 0), index = number(key, 1);
-      if (untracked_.size() <= chunk_pass) untracked_.resize(chunk_pass + 1);
-      if (untracked_[chunk_pass].size() <= index) untracked_[chunk_pass].resize(index + 1, false);
-      untracked_[chunk_pass][index] = true;
-    }
   }
 
   const std::shared_ptr<Store> store;
   const py::object trace;
 
+  // Whether marks of silent groups are left out: [Note: Silent groups] in plan_executor.py.
+  bool leaves_out_marks = false;
+
   bool tracks(const Group& group) const {
-    return group.chunk_pass >= static_cast<int64_t>(untracked_.size()) ||
-           group.index >= static_cast<int64_t>(untracked_[group.chunk_pass].size()) ||
-           !untracked_[group.chunk_pass][group.index];
+    return !untracked_.contain(group.chunk_pass, group.index);
   }
 
-  // Performs the actions of step `index`. False, with nothing done, if the plan's step differs.
+  bool leaves_out(const Group& group) const {
+    return leaves_out_marks && silent_.contain(group.chunk_pass, group.index);
+  }
+
+  // Performs the actions of the next step. False, with nothing done, if the plan's step differs.
   // `executor` performs in Python what is rare.
   template <typename Executor>
-  bool come_to(const Executor& executor, const Iteration& now, size_t index, const py::object& kind,
+  bool come_to(const Executor& executor, Iteration& now, const py::object& kind,
                const Place& place) const {
+    size_t index = now.num_steps();
+    while (may_skip(index) && !steps_[index].is_at(kind, place)) ++index;
     if (index >= steps_.size() || !steps_[index].is_at(kind, place)) return false;
+    now.set_num_steps(index + 1);
     perform_all(executor, now, steps_[index]);
     return true;
   }
 
   // The same at any mark, `at` being a group or a `Step`.
-  bool come_to_any(const py::object& executor, const py::object& now, size_t index,
-                   const py::object& kind, const py::object& at) const {
+  bool come_to_any(const py::object& executor, const py::object& iteration, const py::object& kind,
+                   const py::object& at) const {
     const auto given = [&executor] { return executor; };
     const Place place = py::isinstance<Group>(at) ? at.cast<const Group&>().place()
                                                   : place_of(at.attr("key"), at.attr("name"));
-    return come_to(given, Iteration(now), index, kind, place);
+    Iteration now(iteration);
+    return come_to(given, now, kind, place);
+  }
+
+  // The number of steps of an iteration that has ended after `num_steps`, with those left out.
+  size_t end_of(size_t num_steps) const {
+    while (may_skip(num_steps)) ++num_steps;
+    return num_steps;
   }
 
  private:
@@ -174,9 +210,12 @@ class Steps {
     return store->copy_out(group, action.kept, now.has_layout() ? action.numbers : py::none());
   }
 
+  bool may_skip(size_t index) const {
+    return leaves_out_marks && index < steps_.size() && steps_[index].is_silent;
+  }
+
   std::vector<Step> steps_;
-  // By pass and place.
-  std::vector<std::vector<bool>> untracked_;
+  const Keys untracked_, silent_;
 };
 
 }  // namespace slipstream
