@@ -26,6 +26,7 @@ def check_command(words: Words) -> Command:
         checked.num_processes,
         offloads=args.fine_grained_activation_offloading,
         graphs="chunk" if captures_chunks else args.cuda_graph_impl or "none",
+        has_experts=bool(args.num_experts),
         is_deterministic=args.deterministic_mode,
         host_memory_limit_bytes=args.offload_host_memory_limit_bytes,
     )

@@ -78,6 +78,7 @@ class Command(NamedTuple):
     offloads: bool = False
     graphs: str = "none"
     """megatron-core's ``cuda_graph_impl``, or 'chunk' for graphs of whole chunks."""
+    has_experts: bool = False
     is_deterministic: bool = False
     host_memory_limit_bytes: Optional[int] = None
     """``offload_host_memory_limit_bytes``."""

@@ -15,6 +15,7 @@ OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 REGISTER = "NCCL_GRAPH_REGISTER"
 MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 DEBUGGING = {
     "CUDA_LAUNCH_BLOCKING": "makes every launch synchronous, so no copy overlaps with compute",
@@ -22,7 +23,7 @@ DEBUGGING = {
 }
 """Debugging variables, and why training is slow with them."""
 
-READ = (OLD_ALLOCATOR, NEW_ALLOCATOR, REGISTER, MIXING, NONDETERMINISTIC, *DEBUGGING)
+READ = (OLD_ALLOCATOR, NEW_ALLOCATOR, REGISTER, MIXING, QUEUES, NONDETERMINISTIC, *DEBUGGING)
 
 EXPANDABLE_IN_GRAPHS = Rule(
     "expandable-segments-in-graphs",
@@ -49,6 +50,13 @@ NOT_DETERMINISTIC = Rule(
     f"deterministic_mode=True is not supported with {NONDETERMINISTIC}={{value}} because "
     "Transformer Engine then chooses kernels that round differently from run to run",
     f"set {NONDETERMINISTIC}=0",
+)
+MANY_QUEUES = Rule(
+    "many-hardware-queues",
+    "warning",
+    f"{QUEUES} is not set: with the driver's eight hardware queues, copies beside experts or in "
+    "CUDA graphs of chunks are about a tenth slower",
+    f"set {QUEUES}=1; with megatron-core's FSDP, which needs more, 8",
 )
 _SCRIPT_SETS_IT = ", as ./run train (pretrain_gpt.py) does automatically"
 
@@ -113,6 +121,13 @@ def _debugging(facts: Facts) -> Seen:
     return Seen(_shown(found), tuple(findings))
 
 
+def _queues(facts: Facts) -> Seen:
+    value, command = facts.environment.get(QUEUES), facts.command
+    is_slow = command is not None and (command.has_experts or command.graphs == "chunk")
+    is_met = value is not None or not facts.gpus or command is None or not command.offloads
+    return Seen(value or "not set", (MANY_QUEUES.found(),) if is_slow and not is_met else ())
+
+
 def _determinism(facts: Facts) -> Seen:
     value = facts.environment.get(NONDETERMINISTIC)
     is_wanted = facts.command is not None and facts.command.is_deterministic
@@ -145,6 +160,12 @@ TOPIC = Topic(
             "copies do not overlap with compute",
             _debugging,
             (DEBUGGING_IS_ON,),
+        ),
+        Check(
+            "Hardware queues",
+            "copies are slower beside experts, and in CUDA graphs of chunks",
+            _queues,
+            (MANY_QUEUES,),
         ),
         Check(
             "Determinism",

@@ -154,6 +154,19 @@ CASES = {
         ("CUDA_LAUNCH_BLOCKING=1", "no copy overlaps", "unset CUDA_LAUNCH_BLOCKING"),
         (environment(CUDA_LAUNCH_BLOCKING="0"), environment(CUDA_LAUNCH_BLOCKING="")),
     ),
+    "many-hardware-queues": Case(
+        "warning",
+        with_command(HEALTHY, OFFLOADING._replace(has_experts=True)),
+        ("copies beside experts", "set CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        (
+            with_command(HEALTHY, OFFLOADING),
+            with_command(HEALTHY, OFFLOADING._replace(has_experts=True, offloads=False)),
+            with_command(
+                environment(CUDA_DEVICE_MAX_CONNECTIONS="8"), OFFLOADING._replace(graphs="chunk")
+            ),
+            with_command(facts(gpus=()), OFFLOADING._replace(graphs="chunk")),
+        ),
+    ),
     "not-deterministic": Case(
         "error",
         with_command(environment(NVTE_ALLOW_NONDETERMINISTIC_ALGO="1"), DETERMINISTIC),

@@ -88,6 +88,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         cuda_graph_impl="transformer_engine",
         cuda_graph_granularity="layer",
         offload_host_memory_limit_bytes=5,
+        num_experts=8,
         moe_grouped_gemm=True,
         use_megatron_fsdp=False,
         use_torch_fsdp2=False,
@@ -105,7 +106,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_all_that_is_wrong_with_flags_is_found(checked: list[Any]) -> None:
     command = check_command(Words(FLAGS, 8, 2))
     assert checked[1:] == [FLAGS, 16]
-    assert command == Command(FOUND, 16, True, "transformer_engine", True, 5)
+    assert command == Command(FOUND, 16, True, "transformer_engine", True, True, 5)
 
 
 @pytest.mark.parametrize(
