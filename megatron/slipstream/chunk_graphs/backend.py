@@ -142,6 +142,8 @@ class _CudaGraph(Graph):
 class _CudaTail(Tail):
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
+        self._start = torch.cuda.Event()
+        """Recorded before each graph: creating an event takes the host longer."""
         self._results = torch.cuda.Event(external=True)
         """Recorded inside of the graphs."""
         self._end: Optional[torch.cuda.Event] = None
@@ -152,9 +154,14 @@ class _CudaTail(Tail):
 
     def replay(self, graph: Graph) -> None:
         current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        self._start.record(current)
+        self._stream.wait_event(self._start)
+        # Not torch.cuda.stream(), whose checks take the host as long as the events.
+        torch.cuda.set_stream(self._stream)
+        try:
             graph.replay()
+        finally:
+            torch.cuda.set_stream(current)
         if self._end is None:
             self._end = torch.cuda.Event()
         self._end.record(self._stream)

@@ -44,9 +44,6 @@ class _Stream:
     def wait_event(self, event: _Event) -> None:
         self.follows |= event.follows
 
-    def wait_stream(self, other: _Stream) -> None:
-        self.follows |= other.follows
-
 
 class Streams:
     """Streams in the place of CUDA's."""
@@ -59,13 +56,8 @@ class Streams:
         self.events.append(_Event(self, external))
         return self.events[-1]
 
-    @contextlib.contextmanager
-    def entered(self, stream: _Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+    def enter(self, stream: _Stream) -> None:
+        self.current = stream
 
 
 @pytest.fixture
@@ -75,7 +67,7 @@ def streams() -> Iterator[Streams]:
         patch.object(torch.cuda, "Stream", _Stream),
         patch.object(torch.cuda, "Event", streams.event),
         patch.object(torch.cuda, "current_stream", lambda: streams.current),
-        patch.object(torch.cuda, "stream", streams.entered),
+        patch.object(torch.cuda, "set_stream", streams.enter),
     ):
         yield streams
 
@@ -224,7 +216,8 @@ def test_graphs_begin_after_all_work_before_them(streams: Streams) -> None:
     streams.main.follows.add("the inputs")
     tail.replay(Graph())  # type: ignore[arg-type]
     assert begins_after == [{"the inputs"}]
-    assert [event.external for event in streams.events] == [True, False]
+    assert [event.external for event in streams.events] == [False, True, False]
+    assert streams.current is streams.main
 
 
 def test_graphs_without_copies_are_replayed_as_before(streams: Streams) -> None:
