@@ -8,15 +8,15 @@ plans and times them like any other. Then each slot is captured with an engine t
 plan: copies run on side streams inside the graph, which joins them at its end (edge E9). What
 follows the forward graph waits for its computation only: [Note: The tail of a forward graph].
 
+Every slot has its own engine, and every slot memory its own host memory: addresses are baked into a
+graph, and the micro-batches in flight use theirs at the same time.
+
 [Note: Times of replays]
 Eager passes tell little about replays. Where the host limits them, a replay is several times as
 fast, and hides as many times fewer copies. And copies in graphs can be slower: on an H100 with the
 driver's default of eight hardware queues they reach 48 GB/s to the host where eager passes have 55.
 So a slot is captured and replayed before the others, with events at its marks and copies, and the
 plan is made again from these times, twice. All ranks do so, as graphs may contain collectives.
-
-Every slot has its own engine, and every slot memory its own host memory: addresses are baked into a
-graph, and the micro-batches in flight use theirs at the same time.
 """
 
 from __future__ import annotations
