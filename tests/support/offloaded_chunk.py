@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Optional
 
 import torch
 from toy_model import make_chunks
 
 from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 
 
@@ -27,7 +29,11 @@ class OffloadedChunk:
         self.engines: list[PipelineOffloadManager] = []
         """All that were made."""
         self.make_engine = make_engine
-        self.offloading = ChunkOffloading(self._new_engine, self.begin_pass, self.marks_go_to)
+        self.replayed: Optional[ReplayedPass] = None
+        """What its graphs replay; None without graphs."""
+        self.offloading = ChunkOffloading(
+            self._new_engine, self.begin_pass, self.marks_go_to, partial(setattr, self, "replayed")
+        )
         self._engine: Optional[PipelineOffloadManager] = None
 
     def _new_engine(self) -> PipelineOffloadManager:

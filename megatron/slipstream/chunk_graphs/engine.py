@@ -169,6 +169,8 @@ class ChunkGraphs:
         """Release the graphs at the end of training, even with micro-batches in flight."""
         for slot in self._slots:
             slot.hooks.close()
+        if self._slots and self.chunk.offloading is not None:
+            self.chunk.offloading.note_deleted()
         self._slots = []
         self._num_iterations = 0
         self._sample = self._arguments = self._constants = self._prepared = None
@@ -287,6 +289,7 @@ class ChunkGraphs:
             logger.info("CUDA graphs of %s: %s", self.chunk.name, self.figures.render())
         offloading = self.chunk.offloading
         if offloading is not None:
+            offloading.note_captured()
             logger.info(
                 "CUDA graphs of %s move %s in each replay (host memory: %s)",
                 self.chunk.name,

@@ -22,14 +22,19 @@ plan is made again from these times, twice. All ranks do so, as graphs may conta
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Optional
 
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
+    ReplayedPass,
+    sum_of,
+)
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import SLACK
 from megatron.slipstream.fine_grained_activation_offload.host_pool import HostPool
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
 from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock, Times
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.host_layout import size_class_bytes
@@ -88,6 +93,8 @@ class ChunkOffloading:
         begin_pass: Tells an engine that a micro-batch enters the chunk, with the options of the
             model's configuration.
         marks_go_to: Returns a context in which the marks of layers go to an engine.
+        note_replayed: Called with what moves in replays when all slots are captured, and with None
+            when the graphs are deleted.
     """
 
     def __init__(
@@ -95,11 +102,15 @@ class ChunkOffloading:
         make_engine: Callable[[], PipelineOffloadManager],
         begin_pass: Callable[[PipelineOffloadManager], None],
         marks_go_to: Callable[[PipelineOffloadManager], AbstractContextManager[None]],
+        note_replayed: Callable[[Optional[ReplayedPass]], None],
     ) -> None:
         self._make_engine = make_engine
         self._begin_pass = begin_pass
         self._marks_go_to = marks_go_to
+        self._note_replayed = note_replayed
         self._plan: Optional[Plan] = None
+        self._slots: list[SlotOffloading] = []
+        """Those of the last capture."""
         self.moved_bytes = 0
         """Bytes that one replay of a slot's forward graph copies out."""
         self.host_bytes = 0
@@ -143,10 +154,22 @@ class ChunkOffloading:
             memory: The slot's memory.
         """
         slot = self._slot(self._plan, memory)
+        self._slots.append(slot)
         self.host_bytes += slot.added_host_bytes
         if self._plan is not None:
             self.moved_bytes = self._plan.moved_nbytes
         return slot
+
+    def note_captured(self) -> None:
+        """Call when the graphs of all slots are captured."""
+        if self._plan is not None:
+            modules = sum_of(*(slot.modules for slot in self._slots))
+            self._note_replayed(ReplayedPass(self._plan, modules, self.host_bytes))
+
+    def note_deleted(self) -> None:
+        """Call when the graphs are deleted."""
+        self._slots.clear()
+        self._note_replayed(None)
 
     def _slot(
         self, plan: Optional[Plan], memory: SlotMemory, clock: Optional[StepClock] = None
@@ -182,6 +205,8 @@ class SlotOffloading:
         self._marks_go_to = marks_go_to
         self._clock = clock
         self._memory: Optional[SlotMemory] = None
+        self.modules: Mapping[str, ModuleCounters] = {}
+        """The counters of the captured passes, by module name."""
         self.added_host_bytes = 0
         """Bytes by which host memory has grown."""
         if plan is not None:
@@ -231,6 +256,7 @@ class SlotOffloading:
                 self._clock.note_step()
         finally:
             streams.end_graph()
+            self.modules = self._engine.store.modules
             self._engine.forget_pass()
 
     def read_times(self) -> Optional[Times]:

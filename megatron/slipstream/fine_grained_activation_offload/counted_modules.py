@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, Optional
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple, Optional
 
 from megatron.slipstream.fine_grained_activation_offload.report import ModuleCounters
+from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.trace import GroupKey
 
 
@@ -36,6 +39,25 @@ class CountedModules:
             add_counters(self.in_cpp, self._modules)
             self.in_cpp = None
         return dict(self._modules)
+
+
+class ReplayedPass(NamedTuple):
+    """A pass that graphs of a whole chunk replay: its marks do not reach an engine."""
+
+    plan: Plan
+    """The plan that its graphs follow."""
+    modules: Mapping[str, ModuleCounters]
+    """Counters of one replay of each of its graphs, by module name."""
+    host_bytes: int
+    """Host memory that only these graphs use."""
+
+
+def sum_of(*counted: Mapping[str, ModuleCounters]) -> dict[str, ModuleCounters]:
+    """The sums of counters, by module name."""
+    total: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
+    for modules in counted:
+        add_counters({name: asdict(counters) for name, counters in modules.items()}, total)
+    return dict(total)
 
 
 def add_counters(in_cpp: Any, modules: defaultdict[str, ModuleCounters]) -> None:

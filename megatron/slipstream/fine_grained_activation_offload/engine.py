@@ -28,7 +28,11 @@ from megatron.slipstream.fine_grained_activation_offload.chunk import (
     ChunkOffloadHandler,
     mark_of_no_group,
 )
-from megatron.slipstream.fine_grained_activation_offload.counted_modules import CountedModules
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
+    CountedModules,
+    ReplayedPass,
+    sum_of,
+)
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
 from megatron.slipstream.fine_grained_activation_offload.group import (
     GroupState,
@@ -50,6 +54,7 @@ from megatron.slipstream.fine_grained_activation_offload.warning_log import keep
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanFacts
+from megatron.slipstream.plan.render import render_plan
 from megatron.slipstream.plan.trace import (
     Step,
     StepKind,
@@ -113,6 +118,8 @@ class OffloadEngine:
         self._executor = PlanExecutor(self.store, self._recorder, self._cache, self._tuner)
         self.graphs = GraphCaptures(self.store)
         """The captures in CUDA graphs."""
+        self.replayed: dict[str, ReplayedPass] = {}
+        """Passes that graphs of whole chunks replay, by the chunk's name."""
 
     @property
     def report(self) -> RankReport:
@@ -126,8 +133,9 @@ class OffloadEngine:
         report.host_waste_bytes = pool.waste_bytes
         report.host_memory_limit_bytes = pool.limit_bytes
         report.num_host_allocations = pool.num_slabs
-        report.graphs = self.graphs.modules
-        report.graph_host_bytes = self.graphs.host_bytes
+        replayed = self.replayed.values()
+        report.graphs = sum_of(self.graphs.modules, *(each.modules for each in replayed))
+        report.graph_host_bytes = self.graphs.host_bytes + sum(each.host_bytes for each in replayed)
         if self._last_plan is not None:
             report.num_kept_for_host_memory = self._last_plan.num_kept_for_host_memory
         return report
@@ -246,11 +254,16 @@ class OffloadEngine:
         now.chunk = None
         if now.num_steps > 0:
             self._finish_iteration()
-        elif now.trial is not None or (now.has_begun and self.graphs.modules):
+        elif now.trial is not None or (now.has_begun and self.are_marks_in_graphs):
             self._finish_without_marks()
         if self._now is now:
             # Without marks, as without gradients, or if a chunk is replayed as one graph.
             self._now = Iteration()
+
+    @property
+    def are_marks_in_graphs(self) -> bool:
+        """Whether graphs replay passes without, or with fewer, marks."""
+        return bool(self.graphs.modules or self.replayed)
 
     def _stays(self, group: OffloadTensorGroup) -> bool:
         """Whether the plan keeps the group, so that its saved tensors need not be tracked."""
@@ -304,7 +317,10 @@ class OffloadEngine:
         if self._last_plan is not None:
             self._tuner.report_plan(self._last_plan)
         planned = self._last_plan.trace.names if self._last_plan is not None else ()
-        met = {*planned, *self.graphs.modules}
+        if self.replayed:
+            plans = (f"{name}:\n{render_plan(each.plan)}" for name, each in self.replayed.items())
+            self._report.plan = "\n".join(plans)
+        met = {*planned, *self.report.graphs}
         self._report.absent_modules = [name for name in self.wanted_modules if name not in met]
         self._report.warnings = keep_warnings()
 
@@ -437,7 +453,7 @@ class OffloadEngine:
         if self._now.has_begun:
             return
         self._now.has_begun = True
-        if not self.graphs.modules and not self._executor.is_bound:
+        if not self.are_marks_in_graphs and not self._executor.is_bound:
             self._now.trial = self._tuner.begin_trial(self._next_plan, self._report.num_iterations)
 
     def _finish_without_marks(self) -> None:
@@ -523,6 +539,7 @@ class OffloadEngine:
     def _note_iteration(self) -> None:
         report, allocated = self._report, self.store.host_pool.allocated_bytes
         report.num_iterations += 1
+        report.replays_graphs = self.are_marks_in_graphs
         report.host_growth_bytes = max(0, allocated - report.host_allocated_bytes)
         report.host_allocated_bytes = allocated
         now = time.perf_counter()

@@ -267,8 +267,7 @@ class PipelineOffloadManager(OffloadEngine):
 
     def _warn_of_no_groups(self) -> None:
         now = self._now
-        # Where there is a plan, groups have run before, and graphs of whole chunks replay them now.
-        is_empty = now.has_begun and not self.graphs.modules and self.plan is None
+        is_empty = now.has_begun and not self.are_marks_in_graphs
         if is_empty and now.trial is None and self.wanted_modules and self.do_offload:
             if not self._has_warned_of_no_groups:
                 logger.warning(

@@ -112,6 +112,8 @@ class RankReport:
     num_plans: int = 0
     graphs: dict[str, ModuleCounters] = field(default_factory=dict)
     """Counters of one replay of all CUDA graphs, by module name. Not a part of ``modules``."""
+    replays_graphs: bool = False
+    """Whether graphs were replayed in the last iteration."""
     graph_host_bytes: int = 0
     """Host memory that only graphs use."""
     options: Optional[PolicyOptions] = None

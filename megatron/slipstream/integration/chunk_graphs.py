@@ -40,6 +40,7 @@ from megatron.slipstream.chunk_graphs.offloading import ChunkOffloading, share_o
 from megatron.slipstream.chunk_graphs.options import check_chunk_graphs
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.experts.capacity import LayerCapacity, step_check
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
@@ -145,12 +146,15 @@ def replay_chunks(
     slots = chunk_slots(config)
     for index, (wrapper, num_slots) in enumerate(zip(chunks, slots, strict=True)):
         forward = get_attr_wrapped_model(wrapper, "decoder").forward
-        make = partial(_chunk, wrapper, forward, partial(_offloading, config, sum(slots)))
+        make = partial(_chunk, wrapper, forward, sum(slots))
         name = f"model chunk {index}"
         if limits is None:
             graphs: Replayed = ChunkGraphs(make(name), num_slots, num_warmup_iterations, backend)
         else:
-            of_size = {size: make(f"{name}, context-parallel size {size}") for size in limits.sizes}
+            of_size = {
+                size: make(f"{name}, context-parallel size {size}", size == max(limits.sizes))
+                for size in limits.sizes
+            }
             model = get_attr_wrapped_model(wrapper, "decoder", return_model_obj=True)
             sizes = DynamicSizes(model, limits, context_parallel_groups(limits))
             graphs = GraphBank(of_size, num_slots, num_warmup_iterations, backend, sizes)
@@ -221,9 +225,11 @@ def _check_not_replayed(blocks: Sequence[torch.nn.Module]) -> None:
 def _chunk(
     wrapper: Any,
     forward: Callable[..., torch.Tensor],
-    make_offloading: Callable[[], Optional[ChunkOffloading]],
+    num_slots: int,
     name: str,
+    is_counted: bool = True,
 ) -> Chunk:
+    """A model chunk. ``is_counted`` is False for graphs that replace others in some replays."""
     block = get_attr_wrapped_model(wrapper, "decoder")
     parallel = _DataParallel(wrapper, block)
     checks_capacity = bool(_capacities(block))
@@ -240,7 +246,7 @@ def _chunk(
         before_replay=parallel.wait_for_parameters,
         after_replay=after_replay,
         save_state=partial(_save_state, block),
-        offloading=make_offloading(),
+        offloading=_offloading(wrapper, num_slots, name if is_counted else None),
         make_constants=partial(RotaryTables, block),
     )
 
@@ -287,14 +293,16 @@ def _run(
         block.set_input_tensor(arrived)
 
 
-def _offloading(config: Any, num_slots: int) -> Optional[ChunkOffloading]:
+def _offloading(wrapper: Any, num_slots: int, name: Optional[str]) -> Optional[ChunkOffloading]:
     """Offloading inside the graphs of a chunk, if its model's configuration asks for any.
 
-    Each of the ``num_slots`` of all chunks of this rank has host memory of its own.
+    Each of the ``num_slots`` of all chunks of this rank has host memory of its own. The engine
+    reports what moves by ``name``, unless that is None.
 
     Raises:
         ValueError: Megatron-core's engine is to do it.
     """
+    config = get_attr_wrapped_model(wrapper, "config")
     if not config.fine_grained_activation_offloading:
         return None
     installed = install.installed()
@@ -327,7 +335,18 @@ def _offloading(config: Any, num_slots: int) -> Optional[ChunkOffloading]:
             activation_offload_fraction=config.activation_offload_fraction,
         )
 
-    return ChunkOffloading(make_engine, begin_pass, _marks_go_to)
+    noted: list[dict[str, ReplayedPass]] = []
+
+    def note_replayed(replayed: Optional[ReplayedPass]) -> None:
+        if name is None:
+            return
+        while noted:  # An engine may be uninstalled before its graphs are deleted.
+            noted.pop().pop(name, None)
+        if replayed is not None:
+            noted.append(installed.router.known_manager(wrapper).replayed)
+            noted[0][name] = replayed
+
+    return ChunkOffloading(make_engine, begin_pass, _marks_go_to, note_replayed)
 
 
 @contextlib.contextmanager

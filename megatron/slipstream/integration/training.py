@@ -227,4 +227,5 @@ def _bytes_offloaded(report: RankReport) -> int:
     Those inside CUDA graphs count once, however often the graphs are replayed.
     """
     outside = 0 if report.is_left_out else report.d2h_bytes
-    return outside + sum(item.d2h_bytes for item in report.graphs.values())
+    graphs = report.graphs.values() if report.replays_graphs else ()
+    return outside + sum(item.d2h_bytes for item in graphs)

@@ -86,6 +86,11 @@ class _Offloading:
     def planning(self, run: Callable[[], None], times_replays: bool) -> Any:
         return contextlib.nullcontext(SimpleNamespace(run=run, times_replays=False))
 
+    def note_captured(self) -> None:
+        pass
+
+    note_deleted = note_captured
+
     def make_slot(self, memory: Any) -> _CaptureHooks:
         self.log.append("made")
         return _CaptureHooks(self.log)

@@ -102,6 +102,24 @@ def test_each_replay_times_every_step_and_copy(device: str, read: list[Times]) -
     assert rig.engines[-1].store.copy_streams.timings is None, "the last capture takes no times"
 
 
+def test_the_engine_of_the_model_is_told_what_replays_move() -> None:
+    rig = Rig()
+    for number in range(2):
+        rig.iteration(number)
+    assert rig.replayed is not None
+    assert rig.replayed.plan is rig.engines[0].plan
+    modules = rig.replayed.modules
+    assert sorted(modules) == ["first", "second"]
+    for total in (
+        sum(counters.d2h_bytes for counters in modules.values()),
+        sum(counters.h2d_bytes for counters in modules.values()),
+    ):
+        assert total == rig.offloading.moved_bytes > 0
+    assert rig.replayed.host_bytes == rig.offloading.host_bytes
+    rig.graphs.delete()
+    assert rig.replayed is None
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_gradients_are_those_without_graphs(device: str, read: list[Times]) -> None:
     rig, plain = Rig(device), make_chunks()[0].to(device)

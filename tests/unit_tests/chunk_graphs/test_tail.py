@@ -97,6 +97,11 @@ class Offloading:
         run()
         return contextlib.nullcontext(SimpleNamespace(run=run, times_replays=False))
 
+    def note_captured(self) -> None:
+        pass
+
+    note_deleted = note_captured
+
     def make_slot(self, memory: SlotMemory) -> _Hooks:
         self.num_slots += 1
         return _Hooks(self, memory, self.num_slots)

@@ -21,6 +21,10 @@ from toy_model import (
     run_schedule,
 )
 
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
+    ReplayedPass,
+    sum_of,
+)
 from megatron.slipstream.fine_grained_activation_offload.group import OffloadTensorGroup
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.markers import offload_group
@@ -631,3 +635,30 @@ def test_an_iteration_that_graphs_replay_whole_moves_nothing_outside(backend: st
     manager.reset()
     assert manager.report.d2h_bytes == 0
     assert manager.report.num_iterations == 2
+
+
+def test_an_iteration_whose_chunks_are_replayed_moves_what_its_graphs_do() -> None:
+    manager = make_manager("cpu")
+    manager.wanted_modules = ("first", "second")
+    run_schedule(make_chunks(), "F0.0 B0.0", manager)
+    assert manager.plan is not None
+    moved = manager.report.modules
+    assert sum(counters.d2h_bytes for counters in moved.values()) > 0
+    manager.replayed["model chunk 0"] = ReplayedPass(manager.plan, moved, host_bytes=5)
+    manager.replayed["model chunk 1"] = ReplayedPass(manager.plan, moved, host_bytes=7)
+    assert not manager.report.replays_graphs, "not in the last iteration"
+    manager.init_model_chunk_offload_handler(0, None, 1)
+    manager.reset()
+    report = manager.report
+    assert report.num_iterations == 2
+    assert report.replays_graphs
+    assert report.modules == {}, "nothing moves outside of the graphs"
+    assert report.graphs == sum_of(moved, moved)
+    assert report.graphs["first"].d2h_bytes == 2 * moved["first"].d2h_bytes
+    assert report.graph_host_bytes == 12
+    manager.finish_report()
+    assert [line for line in report.plan.splitlines() if "chunk" in line] == [
+        "model chunk 0:",
+        "model chunk 1:",
+    ]
+    assert report.absent_modules == []

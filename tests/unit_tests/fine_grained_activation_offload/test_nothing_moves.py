@@ -8,6 +8,8 @@ import pytest
 from reported_runs import make_trace
 from toy_model import make_chunks, make_manager, run_schedule
 
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import ReplayedPass
+
 SCHEDULE = "F0.0 B0.0 F0.1 B0.1"
 
 
@@ -38,6 +40,8 @@ def test_an_iteration_whose_chunks_are_replayed_is_not(caplog: pytest.LogCapture
     manager = make_manager("cpu")
     manager.wanted_modules = ("mlp",)
     run_schedule(make_chunks(), "F0.0 F0.1 B0.0 B0.1", manager)
+    assert manager.plan is not None
+    manager.replayed["model chunk 0"] = ReplayedPass(manager.plan, {}, 0)
     manager.init_model_chunk_offload_handler(0, None, 1)
     manager.reset()
     assert warnings_of(caplog) == []
