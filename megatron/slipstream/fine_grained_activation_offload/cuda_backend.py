@@ -216,8 +216,10 @@ class CudaBackend(Backend):
         return torch.cuda.nvtx.range(label)
 
     def timed_event(self, stream: Stream) -> Event:
-        # An external event of a graph is recorded by each replay.
-        event = torch.cuda.Event(enable_timing=True, external=self._captures)
+        # An external event of a graph is recorded by each replay. Older releases of torch, which
+        # cannot time graphs, may not know the argument.
+        external = {"external": True} if self._captures else {}
+        event = torch.cuda.Event(enable_timing=True, **external)
         event.record(stream)
         return event
 
