@@ -23,7 +23,6 @@ from typing import Any, Optional, Union
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import fine_grained_activation_offload as mcore_offload
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     is_graph_safe_cuda_rng_tracker,
@@ -45,6 +44,7 @@ from megatron.slipstream.fine_grained_activation_offload.manager import Pipeline
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.context_parallel_groups import context_parallel_groups
 from megatron.slipstream.integration.cp_graph_inputs import DynamicSizes
+from megatron.slipstream.integration.model_router import marks_go_to
 from megatron.slipstream.integration.quantized_weights import (
     quantize_weights_in_every_pass,
     without_fp8_skip_flag,
@@ -346,18 +346,7 @@ def _offloading(wrapper: Any, num_slots: int, name: Optional[str]) -> Optional[C
             noted.append(installed.router.known_manager(wrapper).replayed)
             noted[0][name] = replayed
 
-    return ChunkOffloading(make_engine, begin_pass, _marks_go_to, note_replayed)
-
-
-@contextlib.contextmanager
-def _marks_go_to(engine: PipelineOffloadManager) -> Iterator[None]:
-    seam = mcore_offload.PipelineOffloadManager
-    usual = seam.OFFLOAD_MGR
-    seam.OFFLOAD_MGR = engine
-    try:
-        yield
-    finally:
-        seam.OFFLOAD_MGR = usual
+    return ChunkOffloading(make_engine, begin_pass, marks_go_to, note_replayed)
 
 
 class _DataParallel:

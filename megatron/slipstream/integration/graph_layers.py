@@ -66,7 +66,7 @@ class GraphOffloadMixin(torch.nn.Module):
         manager = _engine_of(self)
         if manager is None:
             return capture(*arguments, **options)
-        with manager.router.capturing(manager):
+        with model_router.marks_go_to(manager):
             return self._capture(manager, capture, *arguments, **options)
 
     def _capture(

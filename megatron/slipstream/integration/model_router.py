@@ -244,16 +244,6 @@ class Router:
             return nodes
 
     @contextlib.contextmanager
-    def capturing(self, manager: RoutedManager) -> Iterator[None]:
-        """Around the capture of a layer, whose marks are those of this engine's model."""
-        seam = mcore_offload.PipelineOffloadManager
-        before, seam.OFFLOAD_MGR = seam.OFFLOAD_MGR, manager
-        try:
-            yield
-        finally:
-            seam.OFFLOAD_MGR = before
-
-    @contextlib.contextmanager
     def calling(self, chunk: Any) -> Iterator[None]:
         """Around a call of ``chunk``."""
         manager = self.manager_of(chunk) if self.is_training else None
@@ -334,6 +324,17 @@ class Router:
             if model.manager is not None and model.manager is not self.default:
                 model.manager.close()
                 self._share_host_memory(self.managers)
+
+
+@contextlib.contextmanager
+def marks_go_to(engine: PipelineOffloadManager) -> Iterator[None]:
+    """Around a capture: the marks of layers go to this engine."""
+    seam = mcore_offload.PipelineOffloadManager
+    before, seam.OFFLOAD_MGR = seam.OFFLOAD_MGR, engine
+    try:
+        yield
+    finally:
+        seam.OFFLOAD_MGR = before
 
 
 def installed() -> Optional[RoutedManager]:

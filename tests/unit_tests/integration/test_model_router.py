@@ -497,7 +497,7 @@ def test_models_with_layers_in_graphs_have_engines_of_their_own(router: Any) -> 
 
     seam = fine_grained_activation_offload.PipelineOffloadManager
     before = seam.OFFLOAD_MGR
-    with router.capturing(second):
+    with model_router.marks_go_to(second):
         assert seam.OFFLOAD_MGR is second
     assert seam.OFFLOAD_MGR is before
 
