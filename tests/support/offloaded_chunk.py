@@ -32,13 +32,17 @@ class OffloadedChunk:
         self.replayed: Optional[ReplayedPass] = None
         """What its graphs replay; None without graphs."""
         self.offloading = ChunkOffloading(
-            self._new_engine, self.begin_pass, self.marks_go_to, partial(setattr, self, "replayed")
+            self._new_engine, self.begin_pass, self.marks_go_to, self._note_replayed
         )
         self._engine: Optional[PipelineOffloadManager] = None
 
     def _new_engine(self) -> PipelineOffloadManager:
         self.engines.append(self.make_engine())
         return self.engines[-1]
+
+    def _note_replayed(self, replayed: ReplayedPass) -> Callable[[], None]:
+        self.replayed = replayed
+        return partial(setattr, self, "replayed", None)
 
     @staticmethod
     def begin_pass(engine: PipelineOffloadManager) -> None:

@@ -78,7 +78,9 @@ class PlannedPass:
         """
         store = self._engine.store
         store.close()  # Of both host pools only one is needed at a time.
-        return self._make_slot(self._engine.plan, memory, StepClock(store.backend, True))
+        return self._make_slot(
+            self._engine.plan, memory, StepClock(store.backend, is_of_graph=True)
+        )
 
     def plan_again(self, times: Sequence[Times]) -> None:
         """Plan again from the times of the slot's replays."""
@@ -93,8 +95,8 @@ class ChunkOffloading:
         begin_pass: Tells an engine that a micro-batch enters the chunk, with the options of the
             model's configuration.
         marks_go_to: Returns a context in which the marks of layers go to an engine.
-        note_replayed: Called with what moves in replays when all slots are captured, and with None
-            when the graphs are deleted.
+        note_replayed: Called with what moves in replays when all slots are captured. Returns a
+            function that is called when the graphs are deleted.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class ChunkOffloading:
         make_engine: Callable[[], PipelineOffloadManager],
         begin_pass: Callable[[PipelineOffloadManager], None],
         marks_go_to: Callable[[PipelineOffloadManager], AbstractContextManager[None]],
-        note_replayed: Callable[[Optional[ReplayedPass]], None],
+        note_replayed: Callable[[ReplayedPass], Callable[[], object]],
     ) -> None:
         self._make_engine = make_engine
         self._begin_pass = begin_pass
@@ -110,7 +112,9 @@ class ChunkOffloading:
         self._note_replayed = note_replayed
         self._plan: Optional[Plan] = None
         self._slots: list[SlotOffloading] = []
-        """Those of the last capture."""
+        """Those of a capture that has not ended."""
+        self._forget_replayed: Optional[Callable[[], object]] = None
+        """Undoes what was noted of replays; None without graphs."""
         self.moved_bytes = 0
         """Bytes that one replay of a slot's forward graph copies out."""
         self.host_bytes = 0
@@ -132,6 +136,7 @@ class ChunkOffloading:
         num_runs = NUM_TIMED_RUNS if times_replays else NUM_RUNS_WITHOUT_REPLAYS
         engine.predict_overheads()  # A replayed graph costs the host nothing for each group.
         self.host_bytes = self.moved_bytes = 0
+        self._slots.clear()
 
         def run_once() -> None:
             self._begin_pass(engine)
@@ -164,12 +169,15 @@ class ChunkOffloading:
         """Call when the graphs of all slots are captured."""
         if self._plan is not None:
             modules = sum_of(*(slot.modules for slot in self._slots))
-            self._note_replayed(ReplayedPass(self._plan, modules, self.host_bytes))
+            replayed = ReplayedPass(self._plan, modules, self.host_bytes)
+            self._forget_replayed = self._note_replayed(replayed)
+        self._slots.clear()
 
     def note_deleted(self) -> None:
         """Call when the graphs are deleted."""
-        self._slots.clear()
-        self._note_replayed(None)
+        if self._forget_replayed is not None:
+            self._forget_replayed()
+            self._forget_replayed = None
 
     def _slot(
         self, plan: Optional[Plan], memory: SlotMemory, clock: Optional[StepClock] = None

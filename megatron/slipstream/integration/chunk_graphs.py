@@ -335,16 +335,13 @@ def _offloading(wrapper: Any, num_slots: int, name: Optional[str]) -> Optional[C
             activation_offload_fraction=config.activation_offload_fraction,
         )
 
-    noted: list[dict[str, ReplayedPass]] = []
-
-    def note_replayed(replayed: Optional[ReplayedPass]) -> None:
+    def note_replayed(replayed: ReplayedPass) -> Callable[[], object]:
         if name is None:
-            return
-        while noted:  # An engine may be uninstalled before its graphs are deleted.
-            noted.pop().pop(name, None)
-        if replayed is not None:
-            noted.append(installed.router.known_manager(wrapper).replayed)
-            noted[0][name] = replayed
+            return lambda: None
+        # Found now: an engine may be uninstalled before its graphs are deleted.
+        noted = installed.router.known_manager(wrapper).replayed
+        noted[name] = replayed
+        return partial(noted.pop, name, None)
 
     return ChunkOffloading(make_engine, begin_pass, marks_go_to, note_replayed)
 

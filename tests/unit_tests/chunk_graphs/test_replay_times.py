@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Optional
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,6 +119,23 @@ def test_the_engine_of_the_model_is_told_what_replays_move() -> None:
     assert rig.replayed.host_bytes == rig.offloading.host_bytes
     rig.graphs.delete()
     assert rig.replayed is None
+
+
+def test_a_capture_that_failed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, expected = Rig(), Rig()
+    for number in range(2):
+        expected.iteration(number)
+    rig.iteration(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkGraphs, "_current_addresses", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            rig.iteration(1)
+    rig.graphs.close()
+    for number in range(2):
+        rig.iteration(number)
+    assert rig.replayed is not None
+    assert expected.replayed is not None
+    assert rig.replayed.modules == expected.replayed.modules
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
