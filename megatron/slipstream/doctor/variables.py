@@ -123,9 +123,10 @@ def _debugging(facts: Facts) -> Seen:
 
 def _queues(facts: Facts) -> Seen:
     value, command = facts.environment.get(QUEUES), facts.command
-    is_slow = command is not None and (command.has_experts or command.graphs == "chunk")
-    is_met = value is not None or not facts.gpus or command is None or not command.offloads
-    return Seen(value or "not set", (MANY_QUEUES.found(),) if is_slow and not is_met else ())
+    if value is not None or command is None or not command.offloads or not facts.gpus:
+        return Seen(value or "not set")
+    is_slow = command.has_experts or command.graphs == "chunk"
+    return Seen("not set", (MANY_QUEUES.found(),) if is_slow else ())
 
 
 def _determinism(facts: Facts) -> Seen:
