@@ -7,7 +7,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, Optional
@@ -19,10 +19,7 @@ from megatron.slipstream.plan.candidates import (
     peak_in_use_bytes,
 )
 from megatron.slipstream.plan.host_layout import size_class_bytes
-from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
-
-MARKS_OF_BACKWARD = (StepKind.BACKWARD_USE, StepKind.BACKWARD_END)
-"""Of a group."""
+from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey, Trace
 
 
 class ActionKind(enum.Enum):
@@ -131,11 +128,9 @@ class Plan:
     @cached_property
     def silent(self) -> frozenset[GroupKey]:
         """Groups that backward may pass without a mark: they stay, and nothing is due there."""
-        due = {step.key for step in self._steps_with_actions() if step.kind in MARKS_OF_BACKWARD}
+        acting = itertools.compress(self.trace.steps, self.actions)
+        due = {step.key for step in acting if step.kind in KINDS_OF_BACKWARD}
         return frozenset(g.key for g in self.groups if not self.tracks(g.key) and g.key not in due)
-
-    def _steps_with_actions(self) -> Iterator[Step]:
-        return itertools.compress(self.trace.steps, self.actions)
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:

@@ -13,8 +13,7 @@ from hand_driven import LAZY_NATIVE
 from toy_model import WIDTH, Chunk, all_equal, make_chunks, make_manager, run_schedule
 
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
-from megatron.slipstream.plan.actions import MARKS_OF_BACKWARD
-from megatron.slipstream.plan.trace import StepKind
+from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, StepKind
 
 ONE, TWO = "F0.0 B0.0", "F0.0 F0.1 B0.0 B0.1"
 NUM_ALIKE = 3
@@ -154,7 +153,7 @@ def test_a_group_is_silent_where_nothing_is_due_in_its_backward() -> None:
     due = [
         step.key
         for step, actions in zip(plan.trace.steps, plan.actions, strict=True)
-        if actions and step.kind in MARKS_OF_BACKWARD
+        if actions and step.kind in KINDS_OF_BACKWARD
     ]
     assert not plan.silent.intersection(due)
     assert any(step.kind is StepKind.BACKWARD_USE for step in plan.trace.steps)
