@@ -56,13 +56,12 @@ def sum_of(*counted: Mapping[str, ModuleCounters]) -> dict[str, ModuleCounters]:
     """The sums of counters, by module name."""
     total: defaultdict[str, ModuleCounters] = defaultdict(ModuleCounters)
     for modules in counted:
-        add_counters({name: asdict(counters) for name, counters in modules.items()}, total)
+        for name, counters in modules.items():
+            total[name].add(asdict(counters))
     return dict(total)
 
 
 def add_counters(in_cpp: Any, modules: defaultdict[str, ModuleCounters]) -> None:
     """Add to ``modules`` what C++ has counted: amounts by counter, by module name."""
     for name, amounts in in_cpp.items():
-        counters = modules[name]
-        for counter, amount in amounts.items():
-            setattr(counters, counter, getattr(counters, counter) + amount)
+        modules[name].add(amounts)

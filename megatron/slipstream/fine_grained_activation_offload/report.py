@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -40,6 +40,11 @@ class ModuleCounters:
     """Number of groups that stayed because host memory was too small."""
     stall_ms: float = 0.0
     """Time the compute stream waited for copies (measured in one iteration; 0 without a GPU)."""
+
+    def add(self, amounts: Mapping[str, Any]) -> None:
+        """Add amounts by the names of counters."""
+        for name, amount in amounts.items():
+            setattr(self, name, getattr(self, name) + amount)
 
 
 MAX_TRIED_SHOWN = 20
@@ -159,8 +164,7 @@ class RankReport:
         """The sum over modules."""
         total = ModuleCounters()
         for counters in self.modules.values():
-            for name, value in asdict(counters).items():
-                setattr(total, name, getattr(total, name) + value)
+            total.add(asdict(counters))
         return total
 
     @property
