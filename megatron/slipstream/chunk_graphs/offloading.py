@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Optional
 
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
@@ -53,7 +54,7 @@ class PlannedPass:
     Args:
         engine: Records and plans it.
         run: Runs it as planned so far.
-        make_slot: Makes the contexts for a capture of it, as planned and timed by a clock.
+        make_timed_slot: Makes the contexts for a timed capture of it, as planned.
         times_replays: See :attr:`times_replays`.
     """
 
@@ -61,12 +62,12 @@ class PlannedPass:
         self,
         engine: PipelineOffloadManager,
         run: Callable[[], None],
-        make_slot: Callable[[Optional[Plan], SlotMemory, StepClock], SlotOffloading],
+        make_timed_slot: Callable[[Optional[Plan], SlotMemory], SlotOffloading],
         times_replays: bool,
     ) -> None:
         self._engine = engine
         self.run = run
-        self._make_slot = make_slot
+        self._make_timed_slot = make_timed_slot
         self.times_replays = times_replays
         """Whether it is planned again from the times of replays."""
 
@@ -76,11 +77,8 @@ class PlannedPass:
         Args:
             memory: The slot's memory.
         """
-        store = self._engine.store
-        store.close()  # Of both host pools only one is needed at a time.
-        return self._make_slot(
-            self._engine.plan, memory, StepClock(store.backend, is_of_graph=True)
-        )
+        self._engine.store.close()  # Of both host pools only one is needed at a time.
+        return self._make_timed_slot(self._engine.plan, memory)
 
     def plan_again(self, times: Sequence[Times]) -> None:
         """Plan again from the times of the slot's replays."""
@@ -147,7 +145,8 @@ class ChunkOffloading:
         try:
             for _ in range(num_runs if takes_time else NUM_UNTIMED_RUNS):
                 run_once()
-            yield PlannedPass(engine, run_once, self._slot, takes_time and times_replays)
+            make_timed_slot = partial(self._slot, is_timed=True)
+            yield PlannedPass(engine, run_once, make_timed_slot, takes_time and times_replays)
             self._plan = engine.plan
         finally:
             engine.close()
@@ -180,10 +179,10 @@ class ChunkOffloading:
             self._forget_replayed = None
 
     def _slot(
-        self, plan: Optional[Plan], memory: SlotMemory, clock: Optional[StepClock] = None
+        self, plan: Optional[Plan], memory: SlotMemory, is_timed: bool = False
     ) -> SlotOffloading:
         contexts = (self._begin_pass, self._marks_go_to)
-        return SlotOffloading(self._make_engine(), plan, memory, *contexts, clock)
+        return SlotOffloading(self._make_engine(), plan, memory, *contexts, is_timed)
 
 
 class SlotOffloading:
@@ -195,7 +194,7 @@ class SlotOffloading:
         memory: The slot's memory, whose host memory is grown to the plan's size.
         begin_pass: See :class:`ChunkOffloading`.
         marks_go_to: See there.
-        clock: Times the passes; None to take no times.
+        is_timed: Whether each replay takes the times of its marks and copies.
     """
 
     def __init__(
@@ -205,13 +204,13 @@ class SlotOffloading:
         memory: SlotMemory,
         begin_pass: Callable[[PipelineOffloadManager], None],
         marks_go_to: Callable[[PipelineOffloadManager], AbstractContextManager[None]],
-        clock: Optional[StepClock] = None,
+        is_timed: bool = False,
     ) -> None:
         self._engine = engine
         self._plan = plan
         self._begin_pass = begin_pass
         self._marks_go_to = marks_go_to
-        self._clock = clock
+        self._clock = StepClock(engine.store.backend, is_of_graph=True) if is_timed else None
         self._memory: Optional[SlotMemory] = None
         self.modules: Mapping[str, ModuleCounters] = {}
         """The counters of the captured passes, by module name."""

@@ -22,6 +22,7 @@ from megatron.slipstream.chunk_graphs.chunk import Chunk
 from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES, ChunkGraphs
 from megatron.slipstream.chunk_graphs.offloading import PlannedPass, SlotOffloading
 from megatron.slipstream.chunk_graphs.slot_memory import SlotMemory
+from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.copy_rates import (
     CopyTime,
@@ -101,6 +102,41 @@ def test_each_replay_times_every_step_and_copy(device: str, read: list[Times]) -
             assert moved == rig.offloading.moved_bytes
         assert all(0 <= copy.start_ms < copy.stop_ms for copy in times.copies)
     assert rig.engines[-1].store.copy_streams.timings is None, "the last capture takes no times"
+
+
+class _GraphBackend(TimedBackend):
+    """Events know whether they belong to a graph: replays record no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_in_graph = False
+
+    def begin_graph(self) -> None:
+        super().begin_graph()
+        self._is_in_graph = True
+
+    def end_graph(self) -> None:
+        super().end_graph()
+        self._is_in_graph = False
+
+    def timed_event(self, stream: Stream) -> Event:
+        return super().timed_event(stream), self._is_in_graph
+
+    def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
+        assert start[1] == stop[1]
+        return super().elapsed_ms(start[0], stop[0])
+
+
+def test_all_events_of_replays_are_part_of_the_graphs(
+    monkeypatch: pytest.MonkeyPatch, read: list[Times]
+) -> None:
+    """Each engine of the rig has a backend of its own, which knows of its captures only."""
+    monkeypatch.setattr(Rig, "_timed_engine", lambda _: PipelineOffloadManager(_GraphBackend()))
+    rig = Rig()
+    for number in range(2):
+        rig.iteration(number)
+    assert read
+    assert all(times.copies for times in read)
 
 
 def test_the_engine_of_the_model_is_told_what_replays_move() -> None:
