@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
 from training_runs import train_on_ranks
 
 FLAGS = """
@@ -41,15 +44,96 @@ def test_twenty_steps_are_those_of_megatrons_grouped_experts(tmp_path: Path) -> 
     assert len(set(ours)) == 20
 
 
-@pytest.mark.parametrize(
+BOTH_WAYS = pytest.mark.parametrize(
     "first, then", [([], SYNC_FREE), (SYNC_FREE, [])], ids=["to ours", "from ours"]
 )
+
+
+def _save(folder: Path, *flags: str) -> list[Any]:
+    """Train six steps and save at the third; returns the losses after it."""
+    save = ["--save", str(folder), "--save-interval", "3", "--ckpt-format", "torch_dist"]
+    losses = _losses(folder, 6, *flags, *save)
+    (folder / "latest_checkpointed_iteration.txt").write_text("3")
+    return losses[3:]
+
+
+def _resume(folder: Path, *flags: str) -> list[Any]:
+    """Continue from the third step."""
+    load = ["--load", str(folder), "--ckpt-format", "torch_dist"]
+    return _losses(folder / "resumed", 6, *flags, *load)
+
+
+@BOTH_WAYS
 def test_a_training_continues_with_the_other_experts(
     first: list[str], then: list[str], tmp_path: Path
 ) -> None:
     """Weights and optimizer state go through a checkpoint, between one parameter and many."""
-    checkpoint = ["--save", str(tmp_path / "saved"), "--ckpt-format", "torch_dist"]
-    whole = _losses(tmp_path / "whole", 6, *first, *checkpoint, "--save-interval", "3")
-    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
-    load = ["--load", str(tmp_path / "saved"), "--ckpt-format", "torch_dist"]
-    assert _losses(tmp_path / "then", 6, *then, *load) == whole[3:]
+    assert _save(tmp_path, *first) == _resume(tmp_path, *then)
+
+
+class _AdamOfGroups(torch.optim.Optimizer):
+    """Counts steps by group, as Transformer Engine's and Apex's do.
+
+    With torch's own, which counts them by parameter, megatron-core loads no state of its
+    distributed optimizer.
+    """
+
+    def __init__(
+        self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float, **_: Any
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        )
+
+    def initialize_state(self, parameter: torch.Tensor, *_: Any) -> None:
+        """Called by megatron-core before it loads."""
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.state[parameter][name] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, *_: Any) -> None:
+        for group in self.param_groups:
+            group["step"] = step = group.get("step", 0) + 1
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.initialize_state(parameter)
+                mean, square = self.state[parameter].values()
+                mean.lerp_(parameter.grad, 1 - first)
+                square.lerp_(parameter.grad.square(), 1 - second)
+                scale = (square / (1 - second**step)).sqrt() + group["eps"]
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.addcdiv_(mean, scale, value=-group["lr"] / (1 - first**step))
+
+
+@pytest.fixture
+def _fused_adam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there is with Transformer Engine; the ranks are forks of this process."""
+    monkeypatch.setattr(optimizer, "Adam", _AdamOfGroups)
+    monkeypatch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr(distrib_optimizer, "Adam", _AdamOfGroups)
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+    monkeypatch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", True)
+
+
+@BOTH_WAYS
+@pytest.mark.usefixtures("_fused_adam")
+def test_the_state_of_the_distributed_optimizer_does_too(
+    first: list[str], then: list[str], tmp_path: Path
+) -> None:
+    flags = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+    assert _save(tmp_path, *first, *flags) == _resume(tmp_path, *then, *flags)
+
+
+@BOTH_WAYS
+@pytest.mark.usefixtures("_fused_adam")
+def test_its_buckets_are_refused_with_the_other_experts(
+    first: list[str], then: list[str], tmp_path: Path
+) -> None:
+    """They have the same sizes, and other parameters in them."""
+    flags = ["--use-distributed-optimizer"]
+    rest = _save(tmp_path, *first, *flags)
+    with pytest.raises(AssertionError, match=f"moe_sync_free_experts={bool(first)}, whose"):
+        _resume(tmp_path, *then, *flags)
+    weights_alone = _resume(tmp_path, *then, *flags, "--no-load-optim")
+    assert weights_alone[0] == rest[0]

@@ -169,7 +169,9 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
         backend=None if manager is None else manager.store.backend,
         between_iterations=files.write_between,
     )
-    patches = [bound(table.EVALUATE_FIRST, args)] if args.eval_before_training else []
+    patches = [bound(table.CHECK_EXPERTS, args)]
+    if args.eval_before_training:
+        patches.append(bound(table.EVALUATE_FIRST, args))
     step = partial(providers.forward_step, monitor=monitor)
     update_wrapper(step, providers.forward_step)
     try:

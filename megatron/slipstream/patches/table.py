@@ -218,6 +218,12 @@ EVALUATE_FIRST = Patch(
     _lazy("training_loop", "evaluate_first"),
     "`--eval-before-training`: the loop has no call-out before its first iteration",
 )
+CHECK_EXPERTS = Patch(
+    "megatron.training.checkpointing.check_checkpoint_args",
+    _lazy("training_loop", "check_expert_layout"),
+    "the distributed optimizer's state of Megatron's experts would load into that of sync-free "
+    "experts, and the other way round, in another order",
+)
 FINALIZE = Patch(
     f"{_LOOP}.finalize_model_grads",
     _lazy("training_loop", "finalize_through"),
@@ -256,7 +262,7 @@ TABLE: dict[Feature, tuple[Patch, ...]] = {
     Feature.PADDED_ROUTING: PADDING,
     Feature.PACKED_LAYER_GRAPHS: LAYER_CAPTURE,
     Feature.EXCHANGES_STAY: EXCHANGES,
-    Feature.TRAINING_ENTRY: (EVALUATE_FIRST, FINALIZE, *INITIALIZE),
+    Feature.TRAINING_ENTRY: (EVALUATE_FIRST, CHECK_EXPERTS, FINALIZE, *INITIALIZE),
 }
 
 

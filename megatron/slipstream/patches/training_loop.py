@@ -54,6 +54,32 @@ def finalize_through(
     return finalizing(finalize)
 
 
+def check_expert_layout(args: Any, check: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``check_checkpoint_args``: refuse the optimizer state of other experts.
+
+    The distributed optimizer saves flat buckets by default. Their sizes do not depend on the order
+    of the parameters in them, so that the state of other parameters loads without an error.
+    """
+
+    def check_all(saved: Any, *arguments: Any, **options: Any) -> Any:
+        was_on = getattr(saved, "moe_sync_free_experts", False)
+        if (
+            was_on != args.moe_sync_free_experts
+            and args.use_distributed_optimizer
+            and not args.no_load_optim
+            and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
+        ):
+            raise ValueError(
+                f"load={args.load} was saved with moe_sync_free_experts={was_on}, whose parameters "
+                "are in another order in the distributed optimizer's buckets; set "
+                "no_load_optim=True to load the weights alone, or "
+                "dist_ckpt_optim_fully_reshardable=True where the checkpoint is saved"
+            )
+        return check(saved, *arguments, **options)
+
+    return check_all
+
+
 def take_arguments(args: Any, initialize: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``initialize_megatron``: it takes arguments that are parsed and validated."""
     return functools.partial(initialize, parsed_args=args)
