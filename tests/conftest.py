@@ -131,7 +131,7 @@ def _device_memory_is_returned() -> Iterator[None]:
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         if torch.cuda.memory_reserved() > MANY_BYTES:
-            # A failed test leaves cycles of frames with all that it made. Graphs in such cycles hold
+            # A failed test leaves cycles of frames with all that it made. Graphs in cycles hold
             # their pools, which are not counted as allocated.
             gc.collect()
             torch.cuda.empty_cache()

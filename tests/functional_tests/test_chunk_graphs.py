@@ -14,7 +14,12 @@ from fp8_recipes import RECIPES, skip_without_recipe
 from gpu_models import FUSED_ROPE, MLA_SIZES, on_gpu
 from ranks import TIMEOUT_S, run_ranks
 from replayed_gpt import DROP_AND_PAD, EXPERT_BIAS, Replayed, compare, replay_again, train_and_leave
+from timed_backend import TimedBackend
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
+
+from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES
+from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
+from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 FP8 = RECIPES["tensorwise"]
@@ -165,6 +170,20 @@ def test_offloading_inside_the_graphs_of_expert_parallel_ranks(is_dropless: bool
     overrides = {} if is_dropless else DROP_AND_PAD
     case = ModelCase("moe", ep=2, num_layers=8, sync_free_experts=is_dropless, overrides=overrides)
     for result in check(2, case, (2, 3, 1), None, MOE_MODULES, "cpu-lazy"):
+        assert min(result.moved_bytes) > 0
+
+
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"pp": 2, "vpp": 2}], ids=["EP2", "PP2 VPP2"])
+def test_ranks_plan_from_the_times_of_their_own_replays(
+    layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timed graphs exchange tokens too, so all ranks replay them equally often."""
+    for name in ("takes_time", "timed_event", "elapsed_ms", "host_slab_bytes", "allocate_scratch"):
+        monkeypatch.setattr(CpuBackend, name, getattr(TimedBackend, name))
+    monkeypatch.setattr(CpuBackend, "has_come", True, raising=False)
+    case = ModelCase("moe", num_layers=8, sync_free_experts=True, **layout)
+    for result in check(2, case, (2, 4, 2), None, MOE_MODULES, "cpu"):
+        assert result.num_timed == (case.vpp or 1) * NUM_TIMED_CAPTURES * (1 + NUM_TIMED)
         assert min(result.moved_bytes) > 0
 
 

@@ -19,6 +19,7 @@ from quantized_linears import MarksBakedIn, train_in_fp8
 from tiny_gpt import ModelCase, build_chunks, first_difference, initialize, make_config, run_step
 
 from megatron.slipstream.chunk_graphs.backend import graph_pool_bytes
+from megatron.slipstream.chunk_graphs.offloading import SlotOffloading
 from megatron.slipstream.config import OffloadConfig
 from megatron.slipstream.integration import install
 from megatron.slipstream.integration.packed_layer_graphs import PackedLayers
@@ -52,6 +53,8 @@ class Replayed:
     """Host memory of all slots, before and after their graphs were deleted."""
     eager_host_bytes: int = 0
     """Host memory of passes without graphs, at the end."""
+    num_timed: int = 0
+    """Number of replays whose times were read."""
 
 
 def compare(
@@ -85,7 +88,9 @@ def compare(
         install.install(
             OffloadConfig(offload_backend=backend, offload_host_memory_limit_bytes=host_limit_bytes)
         )
-    actual, graphs = _train(case, counts, True, wrapper or {}, poison, offload_modules)
+    read_times = SlotOffloading.read_times
+    with patch.object(SlotOffloading, "read_times", autospec=True, side_effect=read_times) as timed:
+        actual, graphs = _train(case, counts, True, wrapper or {}, poison, offload_modules)
     slots = [slot for graph in graphs for slot in slots_of(graph)]
     host_bytes = [slot.hooks.host_bytes for slot in slots if offload_modules]
     engine = install.installed()
@@ -104,6 +109,7 @@ def compare(
         ),
         host_bytes=(sum(host_bytes), sum(left)),
         eager_host_bytes=eager_bytes,
+        num_timed=timed.call_count,
     )
 
 

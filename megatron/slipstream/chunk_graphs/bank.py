@@ -16,8 +16,8 @@ more than the graphs themselves.
 A pass runs before it is captured, and ranks of a group wait for one another in it. So all sizes are
 captured between the same two iterations, on every rank, from the largest to the smallest: first
 passes of every size run, while graphs hold no memory yet, then every size is captured. After each
-step the ranks exchange whether it succeeded. If it failed on any rank, all ranks delete their
-graphs and raise an error.
+step, and after each capture that is replayed for its times, the ranks exchange whether it
+succeeded. If it failed on any rank, all ranks delete their graphs and raise an error.
 
 Not every rank has had a micro-batch of each size before. But it is known which arguments depend on
 the size, so the arguments of one call are converted to those of all sizes
@@ -188,7 +188,8 @@ class GraphBank:
         memories: Sequence[SlotMemory],
     ) -> None:
         resized = StaticArguments.flatten(self._sizes.arguments_of(arguments, size))
-        self._graphs[size].prepare(sample, resized, memories)
+        together = partial(self._together, size)
+        self._graphs[size].prepare(sample, resized, memories, together)
 
     def _together(self, size: int, step: Callable[[], None]) -> None:
         error: Optional[Exception] = None

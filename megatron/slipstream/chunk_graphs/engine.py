@@ -49,6 +49,14 @@ NUM_TIMED_CAPTURES = 2
 """Captures before the last one, from whose times the plan is made again: the first plan is made
 from eager passes, which may be several times as slow."""
 
+Together = Callable[[Callable[[], None]], None]
+"""Runs a step that may fail, and raises on every rank if it fails on one."""
+
+
+def _alone(step: Callable[[], None]) -> None:
+    """For graphs of one size: a rank that fails ends the training."""
+    step()
+
 
 @dataclasses.dataclass(frozen=True)
 class CaptureFigures:
@@ -224,7 +232,11 @@ class ChunkGraphs:
     # Capture.
 
     def prepare(
-        self, sample: torch.Tensor, arguments: StaticArguments, memories: Sequence[SlotMemory]
+        self,
+        sample: torch.Tensor,
+        arguments: StaticArguments,
+        memories: Sequence[SlotMemory],
+        together: Together = _alone,
     ) -> None:
         """Run the passes to capture, and check that they fit; in a session of the backend.
 
@@ -232,6 +244,7 @@ class ChunkGraphs:
             sample: Hidden states.
             arguments: Other arguments of a call, with the shapes of all calls.
             memories: One for each slot. They may contain other graphs.
+            together: Runs each timed capture: other ranks would wait in its replays if it failed.
 
         Raises:
             ValueError: See :meth:`begin_iteration`.
@@ -243,7 +256,7 @@ class ChunkGraphs:
         put_back = self.chunk.save_state()
         try:
             slots = [Slot(sample, arguments, memory) for memory in memories]
-            cost = self._plan(slots[0], parameters, sample)
+            cost = self._plan(slots[0], parameters, sample, together)
         finally:
             put_back()
         seconds = time.perf_counter() - started
@@ -321,7 +334,13 @@ class ChunkGraphs:
             output.backward(torch.ones_like(output))
         slot.hidden.grad = None
 
-    def _plan(self, slot: Slot, parameters: CaptureParameters, sample: torch.Tensor) -> Cost:
+    def _plan(
+        self,
+        slot: Slot,
+        parameters: CaptureParameters,
+        sample: torch.Tensor,
+        together: Together,
+    ) -> Cost:
         """Run a slot's work for first-use effects, plan what moves, and measure its memory."""
         run = partial(self._run_once, slot, parameters)
         if self.chunk.offloading is None:
@@ -332,7 +351,7 @@ class ChunkGraphs:
             cost = self._measure(planned.run)
             if planned.times_replays:
                 for _ in range(NUM_TIMED_CAPTURES):
-                    self._time_replays(planned, parameters, sample)
+                    self._time_replays(planned, parameters, sample, together)
                 cost = self._measure(planned.run)
         return cost
 
@@ -342,7 +361,11 @@ class ChunkGraphs:
         return cost
 
     def _time_replays(
-        self, planned: PlannedPass, parameters: CaptureParameters, sample: torch.Tensor
+        self,
+        planned: PlannedPass,
+        parameters: CaptureParameters,
+        sample: torch.Tensor,
+        together: Together,
     ) -> None:
         """Capture the pass, and plan it again from its replays: [Note: Times of replays]."""
         assert self._arguments is not None
@@ -351,7 +374,7 @@ class ChunkGraphs:
         slot.hooks = hooks = planned.timed_slot(memory)
         times: list[Optional[Times]] = []
         try:
-            self._record(slot, parameters)
+            together(partial(self._record, slot, parameters))
             for _ in range(1 + NUM_TIMED):  # The first one uploads the graphs.
                 slot.replay_forward()
                 slot.replay_backward()

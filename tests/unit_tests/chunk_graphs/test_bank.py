@@ -23,6 +23,7 @@ from megatron.slipstream.chunk_graphs.slot_memory import (
     Static,
     StaticInputs,
 )
+from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED
 
 SIZES = (1, 2, 4)
 SCHEDULES = ["FB", "FFBB", "FFBFBB", "FFFBFBFBBB", "FB", "FFFBBB"]
@@ -94,6 +95,17 @@ class _Offloading:
     def make_slot(self, memory: Any) -> _CaptureHooks:
         self.log.append("made")
         return _CaptureHooks(self.log)
+
+
+class _TimedOffloading(_Offloading):
+    """Times replays before the capture of all slots."""
+
+    def planning(self, run: Callable[[], None], times_replays: bool) -> Any:
+        hooks = _CaptureHooks(self.log)
+        hooks.read_times = lambda: self.log.append("replayed")  # type: ignore[attr-defined]
+        planned = SimpleNamespace(run=run, times_replays=True, timed_slot=lambda _: hooks)
+        planned.plan_again = lambda _: None
+        return contextlib.nullcontext(planned)
 
 
 class Sized(Training):
@@ -376,6 +388,18 @@ def test_if_another_rank_fails_this_one_gives_up_what_it_has(
     assert len(training.sizes.told) == step
     assert log == ["made"] * num_slots_made + ["closed"] * num_slots_made
     assert not training.bank.is_captured
+
+
+def test_no_rank_replays_a_timed_graph_that_another_could_not_capture() -> None:
+    log: list[str] = []
+    training = Sized(2, offloading=_TimedOffloading(log))
+    training.sizes.other_rank_fails_at = 2
+    training.iteration("FB")
+    with pytest.raises(RuntimeError, match="another rank"):
+        training.begin_iteration()
+    # Each rank says at the end of the step, too, that it failed.
+    assert [str(error) for _, error in training.sizes.told] == ["None", "None", "another rank"]
+    assert log == ["replayed"] * (1 + NUM_TIMED) + ["closed", "closed"]
 
 
 class _Device(EagerGraphs):
