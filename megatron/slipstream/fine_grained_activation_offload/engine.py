@@ -13,8 +13,6 @@ model call ``integration.attach.engine``.
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +29,6 @@ from megatron.slipstream.fine_grained_activation_offload.chunk import (
 from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
     CountedModules,
     ReplayedPass,
-    sum_of,
 )
 from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
 from megatron.slipstream.fine_grained_activation_offload.group import (
@@ -40,31 +37,21 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 )
 from megatron.slipstream.fine_grained_activation_offload.host_trim import HostTrimmer
 from megatron.slipstream.fine_grained_activation_offload.iteration import Iteration
-from megatron.slipstream.fine_grained_activation_offload.markers import (
-    at_first_gradient,
-)
+from megatron.slipstream.fine_grained_activation_offload.markers import at_first_gradient
 from megatron.slipstream.fine_grained_activation_offload.plan_cache import PlanCache
 from megatron.slipstream.fine_grained_activation_offload.plan_executor import PlanExecutor
 from megatron.slipstream.fine_grained_activation_offload.recorder import Recorder
 from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.report_builder import ReportBuilder
 from megatron.slipstream.fine_grained_activation_offload.step_clock import StepClock, Times
 from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
 from megatron.slipstream.fine_grained_activation_offload.verify import Verifier
-from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
 from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.candidates import PolicyOptions
 from megatron.slipstream.plan.check import PlanFacts
-from megatron.slipstream.plan.render import render_plan
-from megatron.slipstream.plan.trace import (
-    Step,
-    StepKind,
-    StepsKey,
-)
+from megatron.slipstream.plan.trace import Step, StepKind, StepsKey
 
 logger = logging.getLogger(__name__)
-
-MAX_ITERATIONS_SHOWN = 500
-"""Number of recent iterations whose times are in the report."""
 
 
 class OffloadEngine:
@@ -92,12 +79,6 @@ class OffloadEngine:
         self.wanted_modules: tuple[str, ...] = ()
         """``offload_modules`` of the model, for the report."""
         self._report = RankReport(rank=rank)
-        self._counted: Optional[CountedModules] = None
-        """Counters of the last complete iteration; None before it."""
-        self._iteration_ms: deque[float] = deque(maxlen=MAX_ITERATIONS_SHOWN)
-        keep_warnings()
-        self._ended_at: Optional[float] = None
-        """Host time at the end of the last iteration."""
         self._recorder = Recorder(backend)
         self.store = ActivationStore(backend, self._recorder, is_native)
         """The saved activations."""
@@ -120,25 +101,13 @@ class OffloadEngine:
         """The captures in CUDA graphs."""
         self.replayed: dict[str, ReplayedPass] = {}
         """Passes that graphs of whole chunks replay, by the chunk's name."""
+        parts = (self.store, self._tuner, self.graphs, self.replayed)
+        self._report_builder = ReportBuilder(self._report, *parts)
 
     @property
     def report(self) -> RankReport:
         """Figures of the last complete iteration."""
-        report, pool = self._report, self.store.host_pool
-        if self._counted is not None:
-            report.modules = self._counted.by_name()
-            report.late_groups = {str(key): n for key, n in self._counted.late_groups.items()}
-        report.iteration_ms = [round(ms, 1) for ms in self._iteration_ms]
-        report.host_high_water_bytes = pool.high_water_bytes
-        report.host_waste_bytes = pool.waste_bytes
-        report.host_memory_limit_bytes = pool.limit_bytes
-        report.num_host_allocations = pool.num_slabs
-        replayed = self.replayed.values()
-        report.graphs = sum_of(self.graphs.modules, *(each.modules for each in replayed))
-        report.graph_host_bytes = self.graphs.host_bytes + sum(each.host_bytes for each in replayed)
-        if self._last_plan is not None:
-            report.num_kept_for_host_memory = self._last_plan.num_kept_for_host_memory
-        return report
+        return self._report_builder.build(self._last_plan)
 
     @property
     def do_offload(self) -> bool:
@@ -192,13 +161,7 @@ class OffloadEngine:
 
     # The life of a pass and of its groups.
 
-    def begin_pass(
-        self,
-        vp_stage: int,
-        min_numel: int,
-        pp_rank: int = 0,
-        **policy: Any,
-    ) -> None:
+    def begin_pass(self, vp_stage: int, min_numel: int, pp_rank: int = 0, **policy: Any) -> None:
         """A micro-batch enters a model chunk.
 
         Passes without gradients, and recomputations in backward, are ignored.
@@ -308,21 +271,7 @@ class OffloadEngine:
 
     def finish_report(self) -> None:
         """Add the times of iterations that the device has finished."""
-        self._tuner.read_clocks()
-        times = self._tuner.times_of(self._last_plan)
-        drops = self.peak_drop_bytes
-        for name, counters in self.report.modules.items():
-            counters.peak_drop_bytes = drops.get(name, 0)
-            counters.stall_ms = times.stall_ms_by_module.get(name, 0.0) if times else 0.0
-        if self._last_plan is not None:
-            self._tuner.report_plan(self._last_plan)
-        planned = self._last_plan.trace.names if self._last_plan is not None else ()
-        if self.replayed:
-            plans = (f"{name}:\n{render_plan(each.plan)}" for name, each in self.replayed.items())
-            self._report.plan = "\n".join(plans)
-        met = {*planned, *self.report.graphs}
-        self._report.absent_modules = [name for name in self.wanted_modules if name not in met]
-        self._report.warnings = keep_warnings()
+        self._report_builder.finish(self._last_plan, self.wanted_modules)
 
     def close(self) -> None:
         """Return the host memory. Nothing that was saved can be read afterwards."""
@@ -469,8 +418,8 @@ class OffloadEngine:
             is_trial = plan is not None and self._tuner.is_tried(plan)
         self._report.is_left_out = is_trial
         if not is_trial:  # otherwise the report keeps the previous iteration's figures
-            self._counted = CountedModules()
-        self._note_iteration()
+            self._report_builder.counted = CountedModules()
+        self._report_builder.note_iteration(self.are_marks_in_graphs)
         self._host_trimmer.end_iteration(self._last_plan)
 
     def _begin_iteration(self) -> None:
@@ -505,10 +454,10 @@ class OffloadEngine:
             self._last_plan = self._cache.find(plan.trace.steps_key)
             self._next_plan = self._cache.plan_after(plan)
         self._report.is_left_out = False
-        self._note_iteration()
+        self._report_builder.note_iteration(self.are_marks_in_graphs)
         if self.store.verifier is not None:
             self._stop_verifying(self.store.verifier)
-        self._counted = self._clear_iteration()
+        self._report_builder.counted = self._clear_iteration()
         # The allocator is read at every mark only while its readings are needed.
         self._recorder.reads_memory = False
         self._host_trimmer.end_iteration(self._last_plan)
@@ -535,17 +484,6 @@ class OffloadEngine:
     def _make_plan(self) -> Plan:
         now = self._now
         return self._tuner.make(self._recorder.finish(self._report.pp_rank, now.groups)).plan
-
-    def _note_iteration(self) -> None:
-        report, allocated = self._report, self.store.host_pool.allocated_bytes
-        report.num_iterations += 1
-        report.replays_graphs = self.are_marks_in_graphs
-        report.host_growth_bytes = max(0, allocated - report.host_allocated_bytes)
-        report.host_allocated_bytes = allocated
-        now = time.perf_counter()
-        if self._ended_at is not None:
-            self._iteration_ms.append(1e3 * (now - self._ended_at))
-        self._ended_at = now
 
     def _clear_iteration(self) -> CountedModules:
         self.store.copy_streams.forget_waits()

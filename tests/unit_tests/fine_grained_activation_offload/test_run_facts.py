@@ -14,7 +14,7 @@ import pytest
 from timed_backend import TimedBackend
 from toy_model import SCHEDULES, make_chunks, run_schedule
 
-from megatron.slipstream.fine_grained_activation_offload import engine as engine_module
+from megatron.slipstream.fine_grained_activation_offload import report_builder
 from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED, NUM_WARMUPS
@@ -146,8 +146,8 @@ def test_late_copies_are_told_by_the_group_that_saved_first() -> None:
 
 def test_the_time_between_the_last_iterations_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 1.5, 3.0, 3.25, 4.0])
-    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: next(now))
-    monkeypatch.setattr(engine_module, "MAX_ITERATIONS_SHOWN", 3)
+    monkeypatch.setattr(report_builder.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(report_builder, "MAX_ITERATIONS_SHOWN", 3)
     manager = PipelineOffloadManager(CpuBackend())
     train(manager, *["accumulation"] * 3)
     assert manager.report.iteration_ms == [500.0, 1500.0]

@@ -1,0 +1,115 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Puts the report together from figures that the engine's parts keep, when somebody asks for it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+from megatron.slipstream.fine_grained_activation_offload.activation_store import ActivationStore
+from megatron.slipstream.fine_grained_activation_offload.counted_modules import (
+    CountedModules,
+    ReplayedPass,
+    sum_of,
+)
+from megatron.slipstream.fine_grained_activation_offload.graph_capture import GraphCaptures
+from megatron.slipstream.fine_grained_activation_offload.report import RankReport
+from megatron.slipstream.fine_grained_activation_offload.tuner import Tuner
+from megatron.slipstream.fine_grained_activation_offload.warning_log import keep_warnings
+from megatron.slipstream.plan.actions import Plan
+from megatron.slipstream.plan.render import render_plan
+
+MAX_ITERATIONS_SHOWN = 500
+"""Number of recent iterations whose times are in the report."""
+
+
+class ReportBuilder:
+    """Fills in the report of a rank.
+
+    Args:
+        report: The report. Other parts write into it what they know at once.
+        store: Moves the groups.
+        tuner: Measures the plans.
+        graphs: The captures in CUDA graphs.
+        replayed: Passes that graphs of whole chunks replay, by the chunk's name.
+    """
+
+    def __init__(
+        self,
+        report: RankReport,
+        store: ActivationStore,
+        tuner: Tuner,
+        graphs: GraphCaptures,
+        replayed: Mapping[str, ReplayedPass],
+    ) -> None:
+        self._report = report
+        self._store = store
+        self._tuner = tuner
+        self._graphs = graphs
+        self._replayed = replayed
+        self.counted: Optional[CountedModules] = None
+        """Counters of the last complete iteration; None before it."""
+        self._iteration_ms: deque[float] = deque(maxlen=MAX_ITERATIONS_SHOWN)
+        self._ended_at: Optional[float] = None
+        """Host time at the end of the last iteration."""
+        keep_warnings()
+
+    def note_iteration(self, replays_graphs: bool) -> None:
+        """An iteration has ended.
+
+        Args:
+            replays_graphs: Whether graphs replay passes.
+        """
+        report, allocated = self._report, self._store.host_pool.allocated_bytes
+        report.num_iterations += 1
+        report.replays_graphs = replays_graphs
+        report.host_growth_bytes = max(0, allocated - report.host_allocated_bytes)
+        report.host_allocated_bytes = allocated
+        now = time.perf_counter()
+        if self._ended_at is not None:
+            self._iteration_ms.append(1e3 * (now - self._ended_at))
+        self._ended_at = now
+
+    def build(self, plan: Optional[Plan]) -> RankReport:
+        """Figures of the last complete iteration, whose plan is ``plan``."""
+        report, pool = self._report, self._store.host_pool
+        if self.counted is not None:
+            report.modules = self.counted.by_name()
+            report.late_groups = {str(key): n for key, n in self.counted.late_groups.items()}
+        report.iteration_ms = [round(ms, 1) for ms in self._iteration_ms]
+        report.host_high_water_bytes = pool.high_water_bytes
+        report.host_waste_bytes = pool.waste_bytes
+        report.host_memory_limit_bytes = pool.limit_bytes
+        report.num_host_allocations = pool.num_slabs
+        graphs, replayed = self._graphs, self._replayed.values()
+        report.graphs = sum_of(graphs.modules, *(each.modules for each in replayed))
+        report.graph_host_bytes = graphs.host_bytes + sum(each.host_bytes for each in replayed)
+        if plan is not None:
+            report.num_kept_for_host_memory = plan.num_kept_for_host_memory
+        return report
+
+    def finish(self, plan: Optional[Plan], wanted_modules: Sequence[str]) -> None:
+        """Add the times of iterations that the device has finished.
+
+        Args:
+            plan: The plan of the last iteration.
+            wanted_modules: ``offload_modules`` of the model.
+        """
+        self._tuner.read_clocks()
+        report = self.build(plan)
+        times = self._tuner.times_of(plan)
+        drops = self._tuner.peak_drop(plan).by_module if plan is not None else {}
+        for name, counters in report.modules.items():
+            counters.peak_drop_bytes = drops.get(name, 0)
+            counters.stall_ms = times.stall_ms_by_module.get(name, 0.0) if times else 0.0
+        if plan is not None:
+            self._tuner.report_plan(plan)
+        if self._replayed:
+            plans = (f"{name}:\n{render_plan(each.plan)}" for name, each in self._replayed.items())
+            report.plan = "\n".join(plans)
+        met = {*(plan.trace.names if plan is not None else ()), *report.graphs}
+        report.absent_modules = [name for name in wanted_modules if name not in met]
+        report.warnings = keep_warnings()
