@@ -14,11 +14,10 @@ from fp8_recipes import RECIPES, skip_without_recipe
 from gpu_models import FUSED_ROPE, MLA_SIZES, on_gpu
 from ranks import TIMEOUT_S, run_ranks
 from replayed_gpt import DROP_AND_PAD, EXPERT_BIAS, Replayed, compare, replay_again, train_and_leave
-from timed_backend import TimedBackend
+from timed_backend import take_times_on_cpu
 from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase
 
 from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES
-from megatron.slipstream.fine_grained_activation_offload.cpu_backends import CpuBackend
 from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED
 
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
@@ -178,9 +177,7 @@ def test_ranks_plan_from_the_times_of_their_own_replays(
     layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Timed graphs exchange tokens too, so all ranks replay them equally often."""
-    for name in ("takes_time", "timed_event", "elapsed_ms", "host_slab_bytes", "allocate_scratch"):
-        monkeypatch.setattr(CpuBackend, name, getattr(TimedBackend, name))
-    monkeypatch.setattr(CpuBackend, "has_come", True, raising=False)
+    take_times_on_cpu(monkeypatch)
     case = ModelCase("moe", num_layers=8, sync_free_experts=True, **layout)
     for result in check(2, case, (2, 4, 2), None, MOE_MODULES, "cpu"):
         assert result.num_timed == (case.vpp or 1) * NUM_TIMED_CAPTURES * (1 + NUM_TIMED)

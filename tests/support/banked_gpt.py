@@ -24,6 +24,7 @@ from replayed_gpt import (
     moved_by_graphs,
     slots_of,
     start,
+    timed_replays,
     update,
 )
 from shared_documents import (
@@ -62,6 +63,8 @@ class Banked:
     """By size, from the largest, the host memory beyond that of the sizes before it."""
     allocated_bytes: tuple[int, ...]
     """Device memory of tensors after each iteration with graphs (GPU)."""
+    num_timed: int
+    """Number of replays whose times were read."""
 
 
 def every_order(sizes: Sequence[int], num_iterations: int) -> list[tuple[int, ...]]:
@@ -107,7 +110,8 @@ def compare_bank(
     if offload_modules:
         install.install(OffloadConfig(offload_backend=backend))
     banked = Training(setting, True, wrapper or {}, offload_modules)
-    actual = banked.run(steps)
+    with timed_replays() as timed:
+        actual = banked.run(steps)
     graphs = [(size, one) for bank in banked.graphs for size, one in bank.of_size.items()]
     num_passes = sum(map(len, steps[1:])) * len(banked.graphs)
     replays = dict.fromkeys(setting.limits.sizes, 0)
@@ -123,6 +127,7 @@ def compare_bank(
         moved_bytes={size: moves.moved_bytes for size, moves in offloading},
         host_bytes={size: moves.host_bytes for size, moves in offloading},
         allocated_bytes=tuple(banked.allocated_bytes),
+        num_timed=timed.call_count,
     )
     memories = {id(slot.memory): slot.memory for bank in banked.graphs for slot in slots_of(bank)}
     pools = [memory.host_pool for memory in memories.values() if offload_modules]

@@ -34,6 +34,12 @@ EXPERT_BIAS = {
 """A router whose bias depends on the token counts of earlier iterations."""
 
 
+def timed_replays() -> Any:
+    """Returns a context in which a mock counts the replays whose times are read."""
+    read_times = SlotOffloading.read_times
+    return patch.object(SlotOffloading, "read_times", autospec=True, side_effect=read_times)
+
+
 @dataclasses.dataclass(frozen=True)
 class Replayed:
     """Result of :func:`compare` on one rank."""
@@ -88,8 +94,7 @@ def compare(
         install.install(
             OffloadConfig(offload_backend=backend, offload_host_memory_limit_bytes=host_limit_bytes)
         )
-    read_times = SlotOffloading.read_times
-    with patch.object(SlotOffloading, "read_times", autospec=True, side_effect=read_times) as timed:
+    with timed_replays() as timed:
         actual, graphs = _train(case, counts, True, wrapper or {}, poison, offload_modules)
     slots = [slot for graph in graphs for slot in slots_of(graph)]
     host_bytes = [slot.hooks.host_bytes for slot in slots if offload_modules]

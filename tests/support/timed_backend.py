@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from typing import Optional
 
+import pytest
 import torch
 
 from megatron.slipstream.fine_grained_activation_offload.backend import Event, Stream
@@ -32,3 +33,10 @@ class TimedBackend(CpuBackend):
 
     def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
         return self.allocate_device(nbytes, torch.device("cpu"))
+
+
+def take_times_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU backend of this process, and of ranks that are forked from it, takes times."""
+    for name in ("takes_time", "timed_event", "elapsed_ms", "host_slab_bytes", "allocate_scratch"):
+        monkeypatch.setattr(CpuBackend, name, getattr(TimedBackend, name))
+    monkeypatch.setattr(CpuBackend, "has_come", True, raising=False)

@@ -16,10 +16,13 @@ from banked_gpt import Banked, Training, compare_bank, every_order, random_sizes
 from ranks import run_ranks
 from replayed_gpt import DROP_AND_PAD
 from shared_documents import Setting, inputs_of, micro_batch_of
-from tiny_gpt import DENSE_MODULES, ModelCase, initialize
+from timed_backend import take_times_on_cpu
+from tiny_gpt import DENSE_MODULES, MOE_MODULES, ModelCase, initialize
 
+from megatron.slipstream.chunk_graphs.engine import NUM_TIMED_CAPTURES
 from megatron.slipstream.context_parallel.limits import RankLimits
 from megatron.slipstream.context_parallel.scheduler import share_of
+from megatron.slipstream.fine_grained_activation_offload.step_clock import NUM_TIMED
 
 TOKENS_PER_RANK = 32
 LENGTHS = (100, 17, 61, 1, 29, 9, 32, 30, 20, 3)
@@ -125,6 +128,19 @@ def offloaded() -> list[Banked]:
     case = ModelCase(pp=2, **{**SMALL, "num_layers": 4}, overrides=PER_TOKEN)
     steps = every_order((1, 2), 3)
     return run_ranks(4, compare_bank, on_two(case), steps, None, DENSE_MODULES, "cpu-lazy")
+
+
+def test_ranks_plan_from_the_times_of_their_own_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays of a size that are timed wait for one another, as passes do."""
+    take_times_on_cpu(monkeypatch)
+    layers = {**SMALL, "num_layers": 4}
+    case = ModelCase("moe", ep=2, **dropless(2.0), **layers, overrides=PER_TOKEN)
+    steps = every_order((1, 2), 3)
+    for found in run_ranks(2, compare_bank, on_two(case), steps, None, MOE_MODULES, "cpu"):
+        assert found.difference is None
+        assert found.num_other == 0
+        assert min(found.moved_bytes[size] for size in (1, 2)) > 0
+        assert found.num_timed == 2 * NUM_TIMED_CAPTURES * (1 + NUM_TIMED)
 
 
 def test_activations_move_inside_the_graphs_of_every_size() -> None:
