@@ -1,0 +1,232 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""Host time of the engine in C++ on a CPU: with cold caches, and in larger models.
+
+    python -m benchmarks.host_calls --output FILE.jsonl
+
+Caches: between two calls of the engine the model makes thousands of others, after which the
+processor's caches hold neither the engine's code nor its data. Here 48 MiB are written before each
+call instead. A method in Python and a call of torch are timed likewise: the least that calls cost.
+All groups stay.
+
+Growth: the engine's time by group, of all calls and of what autograd calls, for several numbers of
+layers and micro-batches. Copies are those of a CPU's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch.nn import Linear, Module
+
+from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
+from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
+from megatron.slipstream.fine_grained_activation_offload.native import native_module
+from megatron.slipstream.plan.candidates import PolicyOptions
+
+EVICTED_BYTES = 48 << 20
+WIDTH = 32
+NUM_LAYERS = 8
+MIN_NUMEL = {"stay": 1 << 30, "move": 1}
+"""Elements of the least tensor that moves, by what all groups do."""
+NUM_IN_FLIGHT = 4
+"""Micro-batches whose backward is due."""
+GROWTH = [(layers, batches) for layers in (8, 32, 100) for batches in (2, 8, 16)]
+NUM_UNTIMED = 40
+"""Iterations after which the plan is final."""
+
+Row = dict[str, Any]
+
+
+class Timer:
+    """Times calls, by name."""
+
+    def __init__(self) -> None:
+        self.is_cold = False
+        self.us: defaultdict[str, list[float]] = defaultdict(list)
+        self._evicting = torch.zeros(EVICTED_BYTES, dtype=torch.uint8)
+
+    def __call__(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call and time ``function``."""
+        if self.is_cold:
+            self._evicting.add_(1)
+        start_s = time.perf_counter()
+        result = function(*arguments)
+        self.us[name].append(1e6 * (time.perf_counter() - start_s))
+        return result
+
+
+class Model:
+    """Layers of one group each, and their engine.
+
+    Args:
+        num_layers: Number of layers.
+        min_numel: Elements of the least tensor that moves.
+    """
+
+    def __init__(self, num_layers: int, min_numel: int) -> None:
+        self._layers: list[Module] = [Linear(WIDTH, WIDTH) for _ in range(num_layers)]
+        self._min_numel = min_numel
+        self.engine = PipelineOffloadManager(make_backend("cpu"), PolicyOptions(), 0, 0, True)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.engine.close()
+
+    def _forward(self, timer: Timer) -> torch.Tensor:
+        engine = self.engine
+        begin = engine.init_model_chunk_offload_handler
+        timer("begin a pass", begin, 0, None, None, self._min_numel)
+        x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+        for layer in self._layers:
+            x = x * 1.0
+            timer("start", engine.start_on, x, "core_attn")
+            timer("enter", engine.__enter__)
+            x = layer(x).relu()
+            timer("leave", engine.__exit__)
+            x = timer("end", engine.end_on, x, "core_attn")
+        return x.sum()
+
+    def iteration(self, num_micro_batches: int, timer: Timer) -> None:
+        """An iteration of a pipeline's stage."""
+        losses: list[torch.Tensor] = []
+        for _ in range(num_micro_batches):
+            losses.append(self._forward(timer))
+            if len(losses) == NUM_IN_FLIGHT:
+                losses.pop(0).backward()
+        for loss in losses:
+            loss.backward()
+        timer("reset", self.engine.reset)
+
+
+class _Python:
+    def method(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def _references(timer: Timer) -> None:
+    tensor = torch.randn(WIDTH, WIDTH, requires_grad=True) * 1.0
+    timer("a method in Python", _Python().method, tensor)
+    timer("Tensor.detach", tensor.detach)
+
+
+def measure_caches(num_iterations: int) -> Iterator[Row]:
+    """A row for each call, with warm and with cold caches: the median and the quartiles.
+
+    Args:
+        num_iterations: Timed iterations with either.
+    """
+    model, timer = Model(NUM_LAYERS, MIN_NUMEL["stay"]), Timer()
+
+    def run(number: int) -> None:
+        timer.us.clear()
+        for _ in range(number):
+            model.iteration(1, timer)
+            _references(timer)
+
+    run(NUM_UNTIMED)
+    for timer.is_cold in (False, True):
+        run(num_iterations)
+        for name, us in timer.us.items():
+            first, median, third = statistics.quantiles(us, n=4)
+            row = {"table": "caches", "call": name, "is_cold": timer.is_cold, "us": median}
+            yield {**row, "first_us": first, "third_us": third}
+    model.close()
+
+
+@contextmanager
+def _time_of_autograd() -> Iterator[Callable[[], float]]:
+    """A function that returns the engine's time in calls of autograd since its last call, in us.
+
+    Raises:
+        RuntimeError: The engine is not in C++ here.
+    """
+    module = native_module()
+    if module is None:
+        raise RuntimeError("the engine's C++ cannot be compiled here; install a compiler")
+    module.HostTime.is_taken = True
+    try:
+        yield lambda: 1e-3 * module.HostTime.take()[0]
+    finally:
+        module.HostTime.is_taken = False
+
+
+def measure_growth(num_iterations: int, sizes: Sequence[tuple[int, int]]) -> Iterator[Row]:
+    """A row for each size, of groups that all stay and of groups that all move.
+
+    Args:
+        num_iterations: Timed iterations of each.
+        sizes: Numbers of layers and of micro-batches.
+    """
+    for groups, min_numel in MIN_NUMEL.items():
+        for num_layers, num_micro_batches in sizes:
+            model, timer, us = Model(num_layers, min_numel), Timer(), []
+            with _time_of_autograd() as of_autograd:
+                for number in range(NUM_UNTIMED // 2 + num_iterations):
+                    timer.us.clear()
+                    of_autograd()
+                    model.iteration(num_micro_batches, timer)
+                    if number >= NUM_UNTIMED // 2:
+                        us.append(sum(map(sum, timer.us.values())) + of_autograd())
+            model.close()
+            num_groups = num_layers * num_micro_batches
+            row = {"table": "growth", "groups": groups, "num_layers": num_layers}
+            row |= {"num_micro_batches": num_micro_batches}
+            yield {**row, "us_per_group": statistics.median(us) / num_groups}
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Both tables."""
+    caches = [row for row in rows if row["table"] == "caches"]
+    growth = [row for row in rows if row["table"] == "growth"]
+    calls = dict.fromkeys(row["call"] for row in caches)
+    lines = ["| call | us, warm caches | us, cold caches |", "| --- | --- | --- |"]
+    for call in calls:
+        us = [
+            f"{row['us']:.1f} [{row['first_us']:.1f}..{row['third_us']:.1f}]"
+            for row in caches
+            if row["call"] == call
+        ]
+        lines.append(f"| {call} | {' | '.join(us)} |")
+    kinds = dict.fromkeys(row["groups"] for row in growth)
+    heads = " | ".join(f"us a group, all {kind}" for kind in kinds)
+    lines += ["", f"| layers | micro-batches | {heads} |", "| --- | --- |" + " --- |" * len(kinds)]
+    sizes = dict.fromkeys((row["num_layers"], row["num_micro_batches"]) for row in growth)
+    for size in sizes:
+        us = [
+            f"{row['us_per_group']:.1f}"
+            for row in growth
+            if (row["num_layers"], row["num_micro_batches"]) == size
+        ]
+        lines.append(f"| {size[0]} | {size[1]} | {' | '.join(us)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """Print the tables, and write the rows."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_calls", description=__doc__)
+    parser.add_argument(
+        "--iterations", type=int, default=30, metavar="N", help="timed (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write the rows here")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = [*measure_caches(options.iterations), *measure_growth(options.iterations, GROWTH)]
+    sys.stdout.write(render(rows))
+    if options.output is not None:
+        options.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+# Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
+
+"""The tables of the engine's host time on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import host_calls
+
+
+def test_calls_are_timed_with_both_caches_and_in_models_of_each_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_calls, "EVICTED_BYTES", 1 << 20)
+    monkeypatch.setattr(host_calls, "GROWTH", [(2, 1), (3, 6)])
+    output = tmp_path / "rows.jsonl"
+    assert host_calls.main(["--iterations", "3", "--output", str(output)]) == 0
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    caches = [row for row in rows if row["table"] == "caches"]
+    for is_cold in (False, True):
+        us = {row["call"]: row["us"] for row in caches if row["is_cold"] is is_cold}
+        assert {"start", "enter", "leave", "end", "reset", "Tensor.detach"} <= us.keys()
+        assert all(0 < value < 1e6 for value in us.values())
+    growth = {
+        (row["groups"], row["num_layers"]): row["us_per_group"]
+        for row in rows
+        if row["table"] == "growth"
+    }
+    assert growth.keys() == {(kind, layers) for kind in ("stay", "move") for layers in (2, 3)}
+    assert growth["stay", 3] < growth["move", 3]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(lines) == 2 + len(caches) // 2 + 2 + 2
+
+
+def test_groups_move_as_said() -> None:
+    for kind, moves in (("stay", False), ("move", True)):
+        model, timer = host_calls.Model(3, host_calls.MIN_NUMEL[kind]), host_calls.Timer()
+        for _ in range(3):
+            model.iteration(2, timer)
+        assert (model.engine.plan.moved_nbytes > 0) is moves
+        model.close()
