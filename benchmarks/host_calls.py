@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Host time of the engine in C++ on a CPU: with cold caches, and in larger models.
+"""Host time of the engine in C++ by itself: with cold caches, and in larger models.
 
     python -m benchmarks.host_calls --output FILE.jsonl
 
@@ -10,7 +10,8 @@ call instead. A method in Python and a call of torch are timed likewise: the lea
 All groups stay.
 
 Growth: the engine's time by group, of all calls and of what autograd calls, for several numbers of
-layers and micro-batches. Copies are those of a CPU's memory.
+layers and micro-batches. On a GPU with the part of it in the driver and the allocator; without one
+copies are made by Python.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from torch.nn import Linear, Module
 
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
@@ -37,8 +37,10 @@ from megatron.slipstream.plan.candidates import PolicyOptions
 EVICTED_BYTES = 48 << 20
 WIDTH = 32
 NUM_LAYERS = 8
-MIN_NUMEL = {"stay": 1 << 30, "move": 1}
-"""Elements of the least tensor that moves, by what all groups do."""
+TOO_LARGE = 1 << 30
+"""Elements of the least tensor that moves, if all groups are to stay."""
+KINDS = {"stay": (1, TOO_LARGE), "1 moves": (1, 1), "3 move": (3, 1)}
+"""Number of storages of a group, and elements of the least tensor that moves."""
 NUM_IN_FLIGHT = 4
 """Micro-batches whose backward is due."""
 GROWTH = [(layers, batches) for layers in (8, 32, 100) for batches in (2, 8, 16)]
@@ -71,13 +73,15 @@ class Model:
 
     Args:
         num_layers: Number of layers.
-        min_numel: Elements of the least tensor that moves.
+        kind: What each group does, of :data:`KINDS`.
+        device: ``"cpu"`` or ``"cuda"``.
     """
 
-    def __init__(self, num_layers: int, min_numel: int) -> None:
-        self._layers: list[Module] = [Linear(WIDTH, WIDTH) for _ in range(num_layers)]
-        self._min_numel = min_numel
-        self.engine = PipelineOffloadManager(make_backend("cpu"), PolicyOptions(), 0, 0, True)
+    def __init__(self, num_layers: int, kind: str, device: str) -> None:
+        self._num_layers = num_layers
+        self._num_storages, self._min_numel = KINDS[kind]
+        self._device = device
+        self.engine = PipelineOffloadManager(make_backend(device), PolicyOptions(), 0, 0, True)
 
     def close(self) -> None:
         """Close the engine."""
@@ -87,12 +91,13 @@ class Model:
         engine = self.engine
         begin = engine.init_model_chunk_offload_handler
         timer("begin a pass", begin, 0, None, None, self._min_numel)
-        x = torch.randn(WIDTH, WIDTH, requires_grad=True)
-        for layer in self._layers:
+        x = torch.randn(WIDTH, WIDTH, device=self._device, requires_grad=True)
+        for _ in range(self._num_layers):
             x = x * 1.0
             timer("start", engine.start_on, x, "core_attn")
             timer("enter", engine.__enter__)
-            x = layer(x).relu()
+            for _ in range(self._num_storages):
+                x = x.sin()  # Saves its input.
             timer("leave", engine.__exit__)
             x = timer("end", engine.end_on, x, "core_attn")
         return x.sum()
@@ -126,7 +131,7 @@ def measure_caches(num_iterations: int) -> Iterator[Row]:
     Args:
         num_iterations: Timed iterations with either.
     """
-    model, timer = Model(NUM_LAYERS, MIN_NUMEL["stay"]), Timer()
+    model, timer = Model(NUM_LAYERS, "stay", "cpu"), Timer()
 
     def run(number: int) -> None:
         timer.us.clear()
@@ -145,8 +150,9 @@ def measure_caches(num_iterations: int) -> Iterator[Row]:
 
 
 @contextmanager
-def _time_of_autograd() -> Iterator[Callable[[], float]]:
-    """A function that returns the engine's time in calls of autograd since its last call, in us.
+def _times_in_cpp() -> Iterator[Callable[[], tuple[float, float]]]:
+    """A function that returns times of the engine since its last call, in us: in what autograd
+    calls, and in the driver and the allocator.
 
     Raises:
         RuntimeError: The engine is not in C++ here.
@@ -156,33 +162,45 @@ def _time_of_autograd() -> Iterator[Callable[[], float]]:
         raise RuntimeError("the engine's C++ cannot be compiled here; install a compiler")
     module.HostTime.is_taken = True
     try:
-        yield lambda: 1e-3 * module.HostTime.take()[0]
+        yield lambda: tuple(1e-3 * ns for ns in module.HostTime.take())
     finally:
         module.HostTime.is_taken = False
 
 
-def measure_growth(num_iterations: int, sizes: Sequence[tuple[int, int]]) -> Iterator[Row]:
-    """A row for each size, of groups that all stay and of groups that all move.
+def measure_growth(
+    num_iterations: int, sizes: Sequence[tuple[int, int]], device: str
+) -> Iterator[Row]:
+    """A row for each kind of group and each size.
 
     Args:
         num_iterations: Timed iterations of each.
         sizes: Numbers of layers and of micro-batches.
+        device: ``"cpu"`` or ``"cuda"``.
     """
-    for groups, min_numel in MIN_NUMEL.items():
+    for kind in KINDS:
         for num_layers, num_micro_batches in sizes:
-            model, timer, us = Model(num_layers, min_numel), Timer(), []
-            with _time_of_autograd() as of_autograd:
-                for number in range(NUM_UNTIMED // 2 + num_iterations):
+            model, timer = Model(num_layers, kind, device), Timer()
+            us, driver_us = [], []
+            with _times_in_cpp() as take_times:
+                for number in range(NUM_UNTIMED + num_iterations):
                     timer.us.clear()
-                    of_autograd()
+                    take_times()
                     model.iteration(num_micro_batches, timer)
-                    if number >= NUM_UNTIMED // 2:
-                        us.append(sum(map(sum, timer.us.values())) + of_autograd())
+                    of_autograd, of_driver = take_times()
+                    if number >= NUM_UNTIMED:
+                        us.append(sum(map(sum, timer.us.values())) + of_autograd)
+                        driver_us.append(of_driver)
             model.close()
             num_groups = num_layers * num_micro_batches
-            row = {"table": "growth", "groups": groups, "num_layers": num_layers}
-            row |= {"num_micro_batches": num_micro_batches}
-            yield {**row, "us_per_group": statistics.median(us) / num_groups}
+            yield {
+                "table": "growth",
+                "device": device,
+                "groups": kind,
+                "num_layers": num_layers,
+                "num_micro_batches": num_micro_batches,
+                "us_per_group": statistics.median(us) / num_groups,
+                "driver_us_per_group": statistics.median(driver_us) / num_groups,
+            }
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -199,12 +217,13 @@ def render(rows: Sequence[Row]) -> str:
         ]
         lines.append(f"| {call} | {' | '.join(us)} |")
     kinds = dict.fromkeys(row["groups"] for row in growth)
-    heads = " | ".join(f"us a group, all {kind}" for kind in kinds)
+    heads = " | ".join(f"us a group, {kind}" for kind in kinds)
     lines += ["", f"| layers | micro-batches | {heads} |", "| --- | --- |" + " --- |" * len(kinds)]
     sizes = dict.fromkeys((row["num_layers"], row["num_micro_batches"]) for row in growth)
     for size in sizes:
         us = [
             f"{row['us_per_group']:.1f}"
+            + (f" (driver {row['driver_us_per_group']:.1f})" if row["driver_us_per_group"] else "")
             for row in growth
             if (row["num_layers"], row["num_micro_batches"]) == size
         ]
@@ -218,10 +237,14 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument(
         "--iterations", type=int, default=30, metavar="N", help="timed (default: %(default)s)"
     )
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "cuda"), help="of growth (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write the rows here")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = [*measure_caches(options.iterations), *measure_growth(options.iterations, GROWTH)]
+    rows = [*measure_caches(options.iterations)]
+    rows += measure_growth(options.iterations, GROWTH, options.device)
     sys.stdout.write(render(rows))
     if options.output is not None:
         options.output.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -30,16 +30,20 @@ def test_calls_are_timed_with_both_caches_and_in_models_of_each_size(
         for row in rows
         if row["table"] == "growth"
     }
-    assert growth.keys() == {(kind, layers) for kind in ("stay", "move") for layers in (2, 3)}
-    assert growth["stay", 3] < growth["move", 3]
+    assert growth.keys() == {(kind, layers) for kind in host_calls.KINDS for layers in (2, 3)}
+    assert growth["stay", 3] < growth["1 moves", 3] < growth["3 move", 3]
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert len(lines) == 2 + len(caches) // 2 + 2 + 2
 
 
 def test_groups_move_as_said() -> None:
-    for kind, moves in (("stay", False), ("move", True)):
-        model, timer = host_calls.Model(3, host_calls.MIN_NUMEL[kind]), host_calls.Timer()
+    for kind, (num_storages, _) in host_calls.KINDS.items():
+        model, timer = host_calls.Model(3, kind, "cpu"), host_calls.Timer()
         for _ in range(3):
             model.iteration(2, timer)
-        assert (model.engine.plan.moved_nbytes > 0) is moves
+        assert model.engine.plan is not None
+        groups = model.engine.plan.trace.groups
+        assert [len(group.storages) for group in groups] == [
+            0 if kind == "stay" else num_storages
+        ] * 6
         model.close()
