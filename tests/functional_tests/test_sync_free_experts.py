@@ -11,7 +11,8 @@ import pytest
 import torch
 from megatron.core import optimizer
 from megatron.core.optimizer import distrib_optimizer
-from training_runs import train_on_ranks
+from ranks import run_ranks
+from training_runs import train_main, train_on_ranks
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 128 --num-layers 2
@@ -128,12 +129,17 @@ def test_the_state_of_the_distributed_optimizer_does_too(
 @BOTH_WAYS
 @pytest.mark.usefixtures("_fused_adam")
 def test_its_buckets_are_refused_with_the_other_experts(
-    first: list[str], then: list[str], tmp_path: Path
+    first: list[str], then: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """They have the same sizes, and other parameters in them."""
     flags = ["--use-distributed-optimizer"]
     rest = _save(tmp_path, *first, *flags)
-    with pytest.raises(AssertionError, match=f"moe_sync_free_experts={bool(first)}, whose"):
-        _resume(tmp_path, *then, *flags)
+    capfd.readouterr()
+    load = ["--load", str(tmp_path), "--ckpt-format", "torch_dist", "--train-iters", "6"]
+    load += ["--run-record-path", "refused.json"]
+    assert run_ranks(1, train_main, tmp_path, [*FLAGS, *then, *flags, *load], False) == [2]
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "error: " in line)
+    assert f"was saved with moe_sync_free_experts={bool(first)}, whose" in line
+    assert not (tmp_path / "refused.json").exists()
     weights_alone = _resume(tmp_path, *then, *flags, "--no-load-optim")
     assert weights_alone[0] == rest[0]

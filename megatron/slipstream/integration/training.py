@@ -40,7 +40,7 @@ from megatron.slipstream.launcher import (
 from megatron.slipstream.patches import table
 from megatron.slipstream.patches.patching import applied
 from megatron.slipstream.patches.table import Feature
-from megatron.slipstream.patches.training_loop import bound
+from megatron.slipstream.patches.training_loop import CheckpointRefusedError, bound
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,10 @@ def _parse_and_train(arguments: Sequence[str], output: MegatronOutput) -> int:
         return refuse(error)
     try:
         run(args, config, pretrain)
+    except CheckpointRefusedError as error:
+        code = refuse(error)
+        _leave_process_groups()
+        return code
     except Exception:
         if not _has_nccl_peers():
             raise
@@ -200,6 +204,8 @@ def _writing_at_end(files: RunFiles, monitor: Monitor) -> Iterator[None]:
             files.write_alone(monitor)
         else:
             files.write(monitor)
+        raise
+    except CheckpointRefusedError:
         raise
     except BaseException:
         files.write_alone(monitor)

@@ -12,6 +12,10 @@ from typing import Any
 from megatron.slipstream.patches.patching import Patch
 
 
+class CheckpointRefusedError(ValueError):
+    """A checkpoint that the options cannot load. Every rank raises it, before training starts."""
+
+
 def bound(patch: Patch, *values: Any) -> Patch:
     """A patch of this module for values that are known at run time only."""
     return replace(patch, replace=functools.partial(patch.replace, *values))
@@ -59,6 +63,9 @@ def check_expert_layout(args: Any, check: Callable[..., Any]) -> Callable[..., A
 
     The distributed optimizer saves flat buckets by default. Their sizes do not depend on the order
     of the parameters in them, so that the state of other parameters loads without an error.
+
+    Raises:
+        CheckpointRefusedError: When it is called for such a checkpoint.
     """
 
     def check_all(saved: Any, *arguments: Any, **options: Any) -> Any:
@@ -69,7 +76,7 @@ def check_expert_layout(args: Any, check: Callable[..., Any]) -> Callable[..., A
             and not args.no_load_optim
             and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
         ):
-            raise ValueError(
+            raise CheckpointRefusedError(
                 f"load={args.load} was saved with moe_sync_free_experts={was_on}, whose parameters "
                 "are in another order in the distributed optimizer's buckets; set "
                 "no_load_optim=True to load the weights alone, or "
