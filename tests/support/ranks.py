@@ -140,11 +140,14 @@ def _rank_main(
     if not torch.cuda.is_available():
         make_cheap()
     try:
-        result = function(rank, num_ranks, port, *arguments)
+        answer = (None, function(rank, num_ranks, port, *arguments))
     except BaseException:
-        sender.send((traceback.format_exc(), None))
-    else:
-        sender.send((None, result))
+        answer = (traceback.format_exc(), None)
+    # The shutdown that is skipped below would end them: megatron-core starts a process that manages
+    # a queue when it saves a distributed checkpoint, which otherwise stays.
+    for child in multiprocessing.active_children():
+        child.terminate()
+    sender.send(answer)
     sender.close()
     # Wait until all results are there and this process is terminated: other ranks may still be
     # connecting through the store in the first rank.
