@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Puts the report together from figures that the engine's parts keep, when somebody asks for it."""
+"""Builds a rank's report on request, from figures that the parts of the engine keep."""
 
 from __future__ import annotations
 
