@@ -3,6 +3,7 @@
 """Host time of the engine in C++ by itself: with cold caches, and in larger models.
 
     python -m benchmarks.host_calls --output FILE.jsonl
+    python -m benchmarks.host_calls --device cuda --sizes 8x2 8x16 100x2 --output FILE.jsonl
 
 Caches: between two calls of the engine the model makes thousands of others, after which the
 processor's caches hold neither the engine's code nor its data. Here 48 MiB are written before each
@@ -18,21 +19,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 
+from megatron.slipstream.fine_grained_activation_offload import tuner
 from megatron.slipstream.fine_grained_activation_offload.backends import make_backend
 from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
 from megatron.slipstream.fine_grained_activation_offload.native import native_module
 from megatron.slipstream.plan.candidates import PolicyOptions
+from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
 EVICTED_BYTES = 48 << 20
 WIDTH = 32
@@ -177,8 +182,8 @@ def measure_growth(
         sizes: Numbers of layers and of micro-batches.
         device: ``"cpu"`` or ``"cuda"``.
     """
-    for kind in KINDS:
-        for num_layers, num_micro_batches in sizes:
+    for num_layers, num_micro_batches in sizes:
+        for kind in KINDS:
             model, timer = Model(num_layers, kind, device), Timer()
             us, driver_us = [], []
             with _times_in_cpp() as take_times:
@@ -231,23 +236,54 @@ def render(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _size(text: str) -> tuple[int, int]:
+    """``"100x16"``: 100 layers and 16 micro-batches."""
+    layers, _, micro_batches = text.partition("x")
+    return int(layers), int(micro_batches)
+
+
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Print the tables, and write the rows."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_calls", description=__doc__)
+    """Print the tables, and write each row when it is there."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host_calls",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--iterations", type=int, default=30, metavar="N", help="timed (default: %(default)s)"
     )
     parser.add_argument(
         "--device", default="cpu", choices=("cpu", "cuda"), help="of growth (default: %(default)s)"
     )
+    parser.add_argument(
+        "--sizes",
+        type=_size,
+        nargs="+",
+        default=GROWTH,
+        metavar="LAYERSxBATCHES",
+        help="of growth: numbers of layers and of micro-batches, such as 100x16; on a GPU with a "
+        "slow host all take 10 minutes (default: 8, 32 and 100 layers by 2, 8 and 16)",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write the rows here")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = [*measure_caches(options.iterations)]
-    rows += measure_growth(options.iterations, GROWTH, options.device)
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        # That nothing moves is intended, for the groups that stay.
+        stack.callback(tuner.logger.setLevel, tuner.logger.level)
+        tuner.logger.setLevel(logging.ERROR)
+        file = stack.enter_context(options.output.open("w")) if options.output else None
+        bar = stack.enter_context(bar_on_stderr())
+        task = bar.add_task("host calls", total=len(options.sizes) * len(KINDS))
+        for row in chain(
+            measure_caches(options.iterations),
+            measure_growth(options.iterations, options.sizes, options.device),
+        ):
+            rows.append(row)
+            bar.advance(task, row["table"] == "growth")
+            if file is not None:
+                print(json.dumps(row), file=file, flush=True)
     sys.stdout.write(render(rows))
-    if options.output is not None:
-        options.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0
 
 

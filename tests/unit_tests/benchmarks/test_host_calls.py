@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ def test_calls_are_timed_with_both_caches_and_in_models_of_each_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(host_calls, "EVICTED_BYTES", 1 << 20)
-    monkeypatch.setattr(host_calls, "GROWTH", [(2, 1), (3, 6)])
     output = tmp_path / "rows.jsonl"
-    assert host_calls.main(["--iterations", "3", "--output", str(output)]) == 0
+    arguments = ["--iterations", "3", "--sizes", "2x1", "3x6", "--output", str(output)]
+    assert host_calls.main(arguments) == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     caches = [row for row in rows if row["table"] == "caches"]
     for is_cold in (False, True):
@@ -34,6 +35,21 @@ def test_calls_are_timed_with_both_caches_and_in_models_of_each_size(
     assert growth["stay", 3] < growth["1 moves", 3] < growth["3 move", 3]
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert len(lines) == 2 + len(caches) // 2 + 2 + 2
+
+
+def test_rows_measured_before_an_interruption_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> Iterator[host_calls.Row]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(host_calls, "EVICTED_BYTES", 1 << 20)
+    monkeypatch.setattr(host_calls, "measure_growth", interrupted)
+    output = tmp_path / "rows.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        host_calls.main(["--iterations", "3", "--output", str(output)])
+    assert len(output.read_text().splitlines()) == 16
 
 
 def test_groups_move_as_said() -> None:
