@@ -138,6 +138,15 @@ def _device_memory_is_returned() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _engine_is_uninstalled() -> Iterator[None]:
+    """Uninstall an engine that a test leaves: its patches would change later tests."""
+    yield
+    install = sys.modules.get("megatron.slipstream.integration.install")
+    if install is not None:
+        install.uninstall()
+
+
+@pytest.fixture(autouse=True)
 def _messages_as_they_were() -> Iterator[None]:
     """Remove handlers that show messages to users: they would hide messages from later tests."""
     package = logging.getLogger("megatron.slipstream")

@@ -120,7 +120,6 @@ def test_losses_stay_equal_and_memory_stays_flat(
 
     num_iterations = request.config.getoption("--soak-iterations")
     initialize(CASE)
-    install.uninstall()
     manager = install.install(OffloadConfig(offload_backend="cuda", offload_native=offload_native))
     off_config, on_config = make_config(CASE), make_config(CASE, MOE_MODULES)
     off, on = build_chunks(CASE, off_config), build_chunks(CASE, on_config)
@@ -167,4 +166,3 @@ def test_losses_stay_equal_and_memory_stays_flat(
     assert stalls.num_stalls > num_iterations
     assert moved_bytes > 0
     assert (moved_by_cpp.num_bytes > 0) == (offload_native == "auto")
-    install.uninstall()

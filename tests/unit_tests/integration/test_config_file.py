@@ -106,27 +106,21 @@ def test_installing_takes_the_file_and_says_once_what_is_in_effect(
     write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write("offload_backend: cpu\noffload_release_lag: 4\n")
-    try:
-        with caplog.at_level(logging.INFO):
-            manager = install.install()
-            assert install.install() is manager
-        assert manager.config == OffloadConfig(offload_backend="cpu", offload_release_lag=4)
-        (line,) = [text for text in caplog.messages if text.startswith("settings (")]
-        assert f"SLIPSTREAM_CONFIG={path}" in line
-        given, defaults = line.split("; by default ")
-        assert given.endswith("offload_backend='cpu', offload_release_lag=4")
-        assert "offload_prefetch_depth=1" in defaults
-    finally:
-        install.uninstall()
+    with caplog.at_level(logging.INFO):
+        manager = install.install()
+        assert install.install() is manager
+    assert manager.config == OffloadConfig(offload_backend="cpu", offload_release_lag=4)
+    (line,) = [text for text in caplog.messages if text.startswith("settings (")]
+    assert f"SLIPSTREAM_CONFIG={path}" in line
+    given, defaults = line.split("; by default ")
+    assert given.endswith("offload_backend='cpu', offload_release_lag=4")
+    assert "offload_prefetch_depth=1" in defaults
 
 
 def test_settings_that_are_passed_win_over_the_file(write: Write) -> None:
     write("offload_backend: cpu\noffload_release_lag: 4\n")
-    try:
-        manager = install.install(OffloadConfig(offload_backend="cpu"))
-        assert manager.config.offload_release_lag == 1
-    finally:
-        install.uninstall()
+    manager = install.install(OffloadConfig(offload_backend="cpu"))
+    assert manager.config.offload_release_lag == 1
 
 
 def test_other_ranks_keep_quiet(

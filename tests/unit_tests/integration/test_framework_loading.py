@@ -29,12 +29,6 @@ CASE = ModelCase("dense", num_layers=3)
 MODULES = ("core_attn", "attn_proj")
 
 
-@pytest.fixture(autouse=True)
-def _not_loaded() -> Any:
-    yield
-    install.uninstall()
-
-
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def write(text: str) -> None:

@@ -329,13 +329,11 @@ LIMIT_BYTES = 3 << 20
 
 
 @pytest.fixture
-def router() -> Iterator[Any]:
+def router() -> Any:
     install.install(
         OffloadConfig(offload_backend="cpu", offload_host_memory_limit_bytes=LIMIT_BYTES)
     )
-    engine = install.installed()
-    yield engine.router
-    install.uninstall()
+    return install.installed().router
 
 
 def test_bound_chunks_are_one_model(router: Any) -> None:

@@ -15,19 +15,13 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron.slipstream.integration import install, moe
+from megatron.slipstream.integration import moe
 from megatron.slipstream.patches.d2h_by_kernel import SLOT_NUMEL, D2HByKernel
 from megatron.slipstream.patches.multihot_map import indices_to_multihot
 
 pytestmark = pytest.mark.releases
 
 TOKENS, EXPERTS, TOP_K = 65, 7, 3
-
-
-@pytest.fixture(autouse=True)
-def _megatrons_own_map() -> None:
-    """An engine that an earlier test of the process has left installed patches it."""
-    install.uninstall()
 
 
 def _routing(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:

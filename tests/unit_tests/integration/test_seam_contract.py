@@ -134,18 +134,15 @@ def test_models_that_pass_no_rank_are_of_a_release_whose_marks_get_no_name() -> 
 
 def test_our_manager_and_mark_have_what_the_wheel_uses() -> None:
     manager = install.install(OffloadConfig(offload_backend="cpu"))
-    try:
-        missing = {
-            name
-            for name in _manager_contract()
-            if not hasattr(type(manager), name) and name not in vars(manager)
-        }
-        assert missing == set()
-        starts = {name for name in CHUNK_CONTRACT if "start" in name}
-        for name in CHUNK_CONTRACT - starts:
-            assert callable(getattr(CommitMark, name))
-    finally:
-        install.uninstall()
+    missing = {
+        name
+        for name in _manager_contract()
+        if not hasattr(type(manager), name) and name not in vars(manager)
+    }
+    assert missing == set()
+    starts = {name for name in CHUNK_CONTRACT if "start" in name}
+    for name in CHUNK_CONTRACT - starts:
+        assert callable(getattr(CommitMark, name))
 
 
 def _end_group(tensor: torch.Tensor, name: str, **options: bool) -> torch.Tensor:
@@ -175,9 +172,8 @@ def _begin_pass(**changed: object) -> None:
 
 
 @pytest.fixture
-def manager() -> Iterator[PipelineOffloadManager]:
-    yield install.install(OffloadConfig(offload_backend="cpu"))
-    install.uninstall()
+def manager() -> PipelineOffloadManager:
+    return install.install(OffloadConfig(offload_backend="cpu"))
 
 
 def test_the_facade_passes_on_a_tensor_that_nothing_marks(manager: PipelineOffloadManager) -> None:
@@ -299,32 +295,25 @@ def test_the_built_in_engine_needs_no_install() -> None:
 
 def test_suspended_ends_as_it_began() -> None:
     manager = install.install(OffloadConfig(offload_backend="cpu"))
-    try:
+    with install.suspended():
+        assert not manager.do_offload
         with install.suspended():
             assert not manager.do_offload
-            with install.suspended():
-                assert not manager.do_offload
-            assert not manager.do_offload
-        assert manager.do_offload
-    finally:
-        install.uninstall()
+        assert not manager.do_offload
+    assert manager.do_offload
 
 
 def test_the_guard_that_nemo_rl_puts_around_forward_only_passes_works() -> None:
     """It uses OFFLOAD_MGR, do_offload, disable_offload() and enable_offload()."""
     install.install(OffloadConfig(offload_backend="cpu"))
-    try:
-        engine = install.mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
-        assert engine.do_offload
-        engine.disable_offload()
-        assert not engine.do_offload
-        engine.enable_offload()
-        assert engine.do_offload
-    finally:
-        install.uninstall()
+    engine = install.mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
+    assert engine.do_offload
+    engine.disable_offload()
+    assert not engine.do_offload
+    engine.enable_offload()
+    assert engine.do_offload
 
 
 def test_a_report_without_an_engine_says_what_to_call() -> None:
-    install.uninstall()
     with pytest.raises(RuntimeError, match=r"call install\(\) first"):
         install.report()
