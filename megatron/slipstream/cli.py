@@ -21,12 +21,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the command.
 
     Returns:
-        The exit status: what the sub-command returns, 0 if that is nothing, or 2 for an error of
-        the user's.
+        The exit status: the sub-command's, 0 if it returns None, or 2 for a user error.
     """
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
-        # By the command's own parser, whose usage helps; argparse would show the one above it.
+        # Reported by the sub-command's parser, whose usage helps; argparse would show the parent's.
         known = [flag for action in options.parser._actions for flag in action.option_strings]
         flags = [word.partition("=")[0] for word in unknown if word[:2] == "--"]
         hint = did_you_mean(flags, known) + getattr(options, "hint_for_unknown", "")
@@ -36,7 +35,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Whoever read has seen enough, as 'head' does. Python would complain at its end.
+        # The reader closed the pipe, as 'head' does; avoid Python's error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The settings of a user, and the rules that every setting must meet.
+"""User settings, and the rules that each must meet.
 
 The on/off switch and the choice of modules stay megatron-core's own options
 (``fine_grained_activation_offloading``, ``offload_modules``, ``min_offloaded_tensor_size``,
@@ -110,8 +110,8 @@ class OffloadConfig:
 
 @cache
 def _type_checks() -> dict[str, Any]:
-    """The type check of each setting, but for those with a choice, whose rules list it."""
-    # To make them takes tens of milliseconds, so not on import.
+    """Type checks of the settings; those with a fixed set of values are checked by their rules."""
+    # Created on first use: it takes tens of milliseconds.
     from pydantic import TypeAdapter
 
     hints = get_type_hints(OffloadConfig)
@@ -119,25 +119,25 @@ def _type_checks() -> dict[str, Any]:
 
 
 def _check_types(config: OffloadConfig) -> None:
-    """Refuse a value of another type, be it one that could be converted.
+    """Check the types of values, without conversion.
 
     Raises:
-        ValueError: There is one. The message names the setting.
+        ValueError: A value has another type. The message names the setting.
     """
     for name, check in _type_checks().items():
         _check_value(name, getattr(config, name), check)
 
 
 def check_type(name: str, value: object, expected: type) -> None:
-    """Refuse an argument of another type, as the settings' are refused.
+    """Check the type of an argument as those of settings are checked.
 
     Args:
-        name: Of the argument.
+        name: Name of the argument.
         value: Its value.
-        expected: Its type.
+        expected: Its required type.
 
     Raises:
-        ValueError: It has another type.
+        ValueError: The value has another type.
     """
     from pydantic import TypeAdapter
 
@@ -148,7 +148,7 @@ def _check_value(name: str, value: object, check: Any) -> None:
     from pydantic import ValidationError
 
     try:
-        # Strictly: '2', 1.5 or True for a number is seldom what was meant.
+        # Strict: '2', 1.5 or True in place of an integer is usually a mistake.
         check.validate_python(value, strict=True)
     except ValidationError as error:
         expected = (item["msg"].removeprefix("Input should be ") for item in error.errors())
@@ -157,14 +157,14 @@ def _check_value(name: str, value: object, check: Any) -> None:
 
 
 AUTO_OVERHEAD_PERCENT = 1.0
-"""The limit of the overhead that 'auto' stands for, in percent."""
+"""Overhead limit of 'auto', in percent."""
 
 
 def parse_percent(text: str) -> float:
-    """A limit of the overhead on a command line: a number, or 'auto'.
+    """Parse an overhead limit from the command line: a number or 'auto'.
 
     Raises:
-        argparse.ArgumentTypeError: It is neither.
+        argparse.ArgumentTypeError: The text is neither.
     """
     if text == "auto":
         return AUTO_OVERHEAD_PERCENT
@@ -265,7 +265,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_is_config(config: object) -> None:
-    """Refuse what is given for a configuration and is none.
+    """Check that the value is a configuration.
 
     Raises:
         ValueError: It is not an :class:`OffloadConfig`.

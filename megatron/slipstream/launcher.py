@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The variables of this process's launcher, such as torchrun, and what stands in for one."""
+"""Environment variables of the launcher, such as torchrun, and their defaults without one."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LAUNCHER = {
     "WORLD_SIZE": "number of processes",
     LOCAL_RANKS_VARIABLE: "number of processes on a node",
 }
-"""Variables that launchers set, and what they hold."""
+"""Variables that launchers set, and what each holds, for error messages."""
 
 
 def rank() -> int:
-    """Of this process: that of ``torch.distributed`` if it is initialised, else the launcher's.
+    """Return this process's rank: from ``torch.distributed`` if initialised, else the launcher's.
 
     Raises:
-        ValueError: The launcher's variable is no number.
+        ValueError: The launcher's variable is not a number.
     """
-    torch = sys.modules.get("torch")  # Not loaded, it has no process group either.
+    torch = sys.modules.get("torch")  # If torch is not loaded, there is no process group.
     distributed = torch and torch.distributed
     if distributed and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
@@ -37,7 +37,7 @@ def rank() -> int:
 
 
 def num_local_ranks() -> int:
-    """The number of processes that the launcher started on this node; 1 without a launcher.
+    """Return the number of ranks that the launcher started on this node; 1 without a launcher.
 
     Raises:
         ValueError: The launcher's variable is not a positive number.
@@ -46,15 +46,15 @@ def num_local_ranks() -> int:
 
 
 def launcher_number(variable: str, default: int, at_least: int = 0) -> int:
-    """A number that the launcher tells by a variable of the environment.
+    """Read an integer that the launcher sets as an environment variable.
 
     Args:
         variable: Its name, such as ``RANK``.
-        default: Where it is not set.
-        at_least: Less makes no sense.
+        default: Value if it is not set.
+        at_least: Smallest valid value.
 
     Raises:
-        ValueError: It is no whole number, or less.
+        ValueError: The value is not an integer, or is below ``at_least``.
     """
     text = os.environ.get(variable, str(default))
     if not text.strip().isdecimal() or int(text) < at_least:
@@ -66,10 +66,10 @@ def launcher_number(variable: str, default: int, at_least: int = 0) -> int:
 
 
 def check_launcher() -> None:
-    """Refuse variables of a launcher that are no numbers.
+    """Check the launcher's variables.
 
     Raises:
-        ValueError: One is no number.
+        ValueError: One is not a number, or ``RANK`` is not below ``WORLD_SIZE``.
     """
     for variable in _LAUNCHER:
         launcher_number(variable, 1, at_least=int("SIZE" in variable))
@@ -82,26 +82,26 @@ def check_launcher() -> None:
 
 
 def refuse(error: ValueError) -> int:
-    """Say what the user got wrong, once per machine; returns the exit code."""
+    """Print the user's error on stderr, on one rank per node; return the exit code."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
     else:
-        # torchrun ends all ranks when one exits; let the first one speak.
+        # torchrun ends all ranks when one exits, so wait for local rank 0 to print.
         time.sleep(2)
     return 2
 
 
 FIRST_PORT, NUM_PORTS = 10_000, 22_000
-"""Below those that Linux gives to whoever asks for any."""
+"""Below Linux's range of ephemeral ports."""
 
 _places = itertools.count(997 * os.getpid())
 
 
 def free_port() -> int:
-    """A port for ranks to meet at, which no other process takes before rank 0 does.
+    """Return a free rendezvous port that other processes are unlikely to take before rank 0 does.
 
-    Not one that the system chooses: gloo's listeners have theirs from the same range, dozens at a
-    time. And not where other processes look at the same time.
+    It is outside the ephemeral range, from which gloo takes dozens of ports at a time, and each
+    process starts its search at another port.
     """
     while True:
         port = FIRST_PORT + next(_places) % NUM_PORTS

@@ -2,8 +2,8 @@
 
 """Messages and warnings of torch and megatron-core that a user can do nothing about.
 
-``./run`` silences these, so that what concerns the user is seen. It says so by
-``SLIPSTREAM_SHOW_WARNINGS=0``, which a user may set to 1. Without ``./run`` the variable is not set
+``./run`` silences these, so that relevant messages stand out. It sets
+``SLIPSTREAM_SHOW_WARNINGS=0``; a user may set it to 1. Without ``./run`` the variable is not set
 and nothing is silenced.
 """
 
@@ -22,7 +22,7 @@ NOTICES: Mapping[str, str] = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.rerun_state_machine": "RerunStateMachine initialized in mode",
 }
-"""How each message begins, by the logger that it comes from."""
+"""Prefix of each message, by its logger."""
 
 WARNINGS = (
     "Apex is not installed",
@@ -31,11 +31,11 @@ WARNINGS = (
     "absl.logging is not installed",
     "MimoModelConfig is experimental",
 )
-"""How each warning begins: optional packages that are not installed, and notices to developers."""
+"""Prefix of each warning: optional packages that are not installed, and notices to developers."""
 
 
 class _Silences:
-    """Keeps one message from being logged. A logger's filter."""
+    """Logger filter that drops one message."""
 
     def __init__(self, beginning: str) -> None:
         self._beginning = beginning
@@ -45,11 +45,11 @@ class _Silences:
 
 
 def silence_if_asked() -> None:
-    """Silence all of these where ``./run`` asks for it. They may come as early as torch does."""
+    """Silence all of these if ``./run`` asks for it; call before torch is imported."""
     if os.environ.get(VARIABLE) != "0":
         return
     for name, beginning in NOTICES.items():
         logging.getLogger(name).addFilter(_Silences(beginning))
     for beginning in WARNINGS:
-        # Last: a filter that the user has set wins.
+        # Appended last, so that a user's filter wins.
         warnings.filterwarnings("ignore", re.escape(beginning), UserWarning, append=True)

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Requirements, and what is found where one is not met: one type each for the whole package.
+"""One type for requirements and one for findings about them, for the whole package.
 
-Functions named ``check_...`` give a list of :class:`Finding` and raise nothing for what they find.
+Functions named ``check_...`` return a list of :class:`Finding` instead of raising.
 :func:`require` turns their errors into one ``ValueError``; ``slipstream doctor`` shows them all.
 """
 
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 Severity = Literal["ok", "note", "warning", "error"]
 """An ``error`` would make training fail or give wrong results, a ``warning`` make it slow or fail
-later; a ``note`` is to be known."""
+later; a ``note`` is information."""
 
 Predicate = Callable[[Any], Any]
 
 
 class Finding(NamedTuple):
-    """One thing that was found."""
+    """A finding of a check."""
 
     severity: Severity
     message: str
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def always(_: Any) -> bool:
-    """For a rule that holds with any other options."""
+    """Always true, for a rule that does not depend on other options."""
     return True
 
 
@@ -53,11 +53,11 @@ def _never(_: Any) -> bool:
 class Rule(NamedTuple):
     """One requirement: where ``when`` holds, ``requires`` must hold too.
 
-    Without the two it is the text of something that code of its own looks for.
+    Without both, it holds only the text of a check that other code makes.
     """
 
     name: str
-    """The option, or for what is not about one, a name that stays when the wording changes."""
+    """The option; for other rules a name that is stable when the wording changes."""
     severity: Severity
     message: str
     """Like ``cure`` a format string, for a rule of options over the attributes of what is
@@ -74,7 +74,7 @@ class Rule(NamedTuple):
 
 
 def option_rule(option: str, when: Predicate, requires: Predicate, message: str, cure: str) -> Rule:
-    """The rule about an option without which training would fail."""
+    """The rule for an option without which training would fail."""
     return Rule(option, "error", message, cure, when, requires)
 
 
@@ -86,16 +86,15 @@ def unsupported(
     cure: str,
     accepts: Optional[Predicate] = None,
 ) -> Rule:
-    """The rule that ``option`` is not supported ``where`` something else is given.
+    """Return the rule that ``option`` is not supported ``where`` something else is given.
 
     Args:
         where: With or without it, in words: a format string.
-        when: Whether that is so.
+        when: Whether that applies.
         option: Its name.
         because: The reason.
         cure: What to set.
-        accepts: Of the object that is checked, whether the value is supported; None: only if it is
-            off.
+        accepts: Whether the checked object's value is supported; None: only if it is off.
     """
     return option_rule(
         option,
@@ -107,14 +106,14 @@ def unsupported(
 
 
 def is_one_of(option: str, values: Collection[Any]) -> Predicate:
-    """The requirement that ``option`` has one of these values."""
+    """Return the rule that ``option`` has one of these values."""
     return lambda facts: getattr(facts, option) in values
 
 
 def facts_of(
     args: Any, rules: Iterable[Rule], others: Iterable[str], defaults: Mapping[str, Any]
 ) -> SimpleNamespace:
-    """``args`` with a value for every option that ``rules`` read, also those a release lacks.
+    """Return ``args`` with all options that ``rules`` read, also those that a release lacks.
 
     Args:
         args: An object with options as attributes.
@@ -127,20 +126,20 @@ def facts_of(
 
 
 def check_rules(rules: Iterable[Rule], facts: Any) -> list[Finding]:
-    """A finding for each rule that ``facts`` breaks."""
+    """Return a finding for each rule that ``facts`` violates."""
     return [
         rule.found(**vars(facts)) for rule in rules if rule.when(facts) and not rule.requires(facts)
     ]
 
 
 def finding_of(error: ValueError, rule: str = "") -> Finding:
-    """An error as a finding; its text names the cure after a semicolon."""
+    """Convert an error to a finding; its text names the cure after a semicolon."""
     message, _, cure = str(error).partition("; ")
     return Finding("error", message, cure, rule)
 
 
 def check_by(step: Callable[[], object], rule: str = "") -> list[Finding]:
-    """The ``ValueError`` of a function, if it raises one, as a finding."""
+    """Call a function; return its ``ValueError``, if it raises one, as a finding."""
     try:
         step()
     except ValueError as error:

@@ -48,7 +48,7 @@ from megatron.slipstream.plan.actions import Action, ActionKind, Plan
 from megatron.slipstream.plan.trace import GroupKey, StepKind
 
 MIN_KNOWN = 4096
-"""Number of freed storages whose addresses are kept: none of them holds memory."""
+"""Number of freed storages whose addresses are kept; these hold no memory."""
 
 
 class ActivationStore:
@@ -70,9 +70,9 @@ class ActivationStore:
         self.saved_type: type[SavedTensor] = SavedTensor
         """Type of the object that autograd keeps instead of a tensor that may move."""
         self.make_group: Callable[[GroupLabel, int], OffloadTensorGroup] = OffloadTensorGroup
-        """Makes a group, from its place and the fewest elements of a tensor that moves."""
+        """Creates a group from its label and the least number of elements of a tensor that moves."""
         self.make_pass: Callable[[int, int, int, int], ChunkOffloadHandler] = ChunkOffloadHandler
-        """Makes a pass, as ``ChunkOffloadHandler``."""
+        """Creates a pass; arguments as of ``ChunkOffloadHandler``."""
         self.native: Optional[Any] = None
         """The store in C++, if it is used: it handles the common cases."""
         if self._module is not None:
@@ -82,19 +82,18 @@ class ActivationStore:
             self.make_group = self._module.OffloadTensorGroup
             self.make_pass = self.native.make_pass
         self.start: Callable[..., bool] = _not_in_cpp
-        """Start a group, of an engine, with an input, of a name. Returns whether C++ did it; it
-        does where nothing is out of the ordinary."""
+        """``start(engine, input, name)`` starts a group in C++. Returns False if it did not, since
+        something rare is involved; Python then does it. The same holds for the next five."""
         self.enter: Callable[[Any], bool] = _not_in_cpp
-        """Enter the region of the group started last, of an engine; likewise."""
+        """``enter(engine)`` enters the region of the group started last."""
         self.leave: Callable[[Any], bool] = _not_in_cpp
-        """Leave the region entered last, of an engine; likewise."""
+        """``leave(engine)`` leaves the region entered last."""
         self.end: Callable[..., Optional[torch.Tensor]] = _none_in_cpp
-        """End a group, of an engine, on an output, of a name. Returns the marked output; None if
-        C++ did not do it."""
+        """``end(engine, output, name)`` ends a group. Returns the marked output, or None."""
         self.mark_output: Callable[[Any, StepKind], bool] = _not_in_cpp
-        """Mark the output layer in forward, of an engine; likewise."""
+        """``mark_output(engine, kind)`` marks the output layer in forward."""
         self.mark_gradient: Callable[..., bool] = _not_in_cpp
-        """Mark the first gradient of a list of tensors, of an engine, with a kind; likewise."""
+        """``mark_gradient(engine, kind, tensors)`` marks the first gradient of the tensors."""
         if self._module is not None:
             module = self._module
             self.start, self.enter = module.start, module.enter
@@ -236,7 +235,7 @@ class ActivationStore:
     # Marks in the autograd graph.
 
     def mark(self, tensor: torch.Tensor, come: Callable[[], object]) -> torch.Tensor:
-        """``tensor``, with a node in the graph that calls ``come`` when backward reaches it."""
+        """Return ``tensor`` with a graph node that calls ``come`` when backward reaches it."""
         if self._module is None or type(tensor) is not torch.Tensor:
             return mark(tensor, come)
         marked: torch.Tensor = self._module.mark(tensor, come)

@@ -45,7 +45,7 @@ class ChunkOffloadHandler:
         """Whether backward has reached all groups, after forward has ended."""
 
     def open_group(self, name: str) -> OffloadTensorGroup:
-        """A new group, next in order."""
+        """Add a new group, next in order."""
         layer = self._num_layers.get(name, 0)
         self._num_layers[name] = layer + 1
         key = GroupKey(self.index, len(self.groups))
@@ -56,7 +56,7 @@ class ChunkOffloadHandler:
         return group
 
     def find(self, place: int) -> Optional[OffloadTensorGroup]:
-        """The group at a place in the order of starts; None if it has not started."""
+        """Return the group at a position in the order of starts; None if it has not started."""
         return self.groups[place] if 0 <= place < len(self.groups) else None
 
     def commit_group(self, name: str) -> Optional[OffloadTensorGroup]:

@@ -194,7 +194,7 @@ class OffloadEngine:
         now.passes.append(now.chunk)
 
     def start_group(self, name: str) -> None:
-        """The operations of a group called ``name`` follow, in the region entered next."""
+        """Start a group called ``name``; its operations follow in the region entered next."""
         now = self._now
         if now.chunk is None or not self._is_training_forward():
             return
@@ -450,7 +450,7 @@ class OffloadEngine:
             self._next_plan = None
         elif not (is_next and self._cache.is_repeated(plan, now.num_entered)):
             self._cache.note_order(plan, now.num_entered)
-            # The plan for the same steps, which may have been rebuilt.
+            # The plan for the same steps; it may have been rebuilt.
             self._last_plan = self._cache.find(plan.trace.steps_key)
             self._next_plan = self._cache.plan_after(plan)
         self._report.is_left_out = False

@@ -38,7 +38,7 @@ class OffloadTensorGroup:
     """The tensors that one marked sub-module saved in one pass.
 
     Args:
-        label: Its place.
+        label: Its place in the iteration and in the model.
         min_numel: Tensors of fewer elements stay on the device.
     """
 
@@ -63,7 +63,7 @@ class OffloadTensorGroup:
         """The group that saved each storage first, by serial number, in order of their first save
         by this group."""
         self._storages: list[weakref.ref[SavedStorage]] = []
-        """In that order. Autograd owns them."""
+        """The storages in that order. Autograd owns them."""
         self.nbytes: dict[int, int] = {}
         """Bytes that a copy of each would move, by serial number, as of the commit."""
 
@@ -100,7 +100,7 @@ class OffloadTensorGroup:
 
 
 class SavedTensor:
-    """Stands for a saved tensor in autograd: one view of a :class:`SavedStorage`."""
+    """Replaces a saved tensor in autograd: one view of a :class:`SavedStorage`."""
 
     __slots__ = ("storage", "index", "group", "__weakref__")
 

@@ -6,8 +6,8 @@
 A group has one mark in the graph, at its end: there forward has saved everything, and backward
 needs it. Its start has no node in the graph. A node there would group the terms of a sum: if the
 marked tensor has other readers, its gradient would be summed in another order and rounded
-differently than without offloading. megatron-core
-makes that mark only if ``pop_forward_chunk`` returns an object to call, so it returns None.
+differently than without offloading. megatron-core makes that mark only if ``pop_forward_chunk``
+returns an object to call, so it returns None.
 """
 
 from __future__ import annotations
