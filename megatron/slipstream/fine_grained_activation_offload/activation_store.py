@@ -70,7 +70,7 @@ class ActivationStore:
         self.saved_type: type[SavedTensor] = SavedTensor
         """Type of the object that autograd keeps instead of a tensor that may move."""
         self.make_group: Callable[[GroupLabel, int], OffloadTensorGroup] = OffloadTensorGroup
-        """Creates a group from its label and the least number of elements of a tensor that moves."""
+        """Creates a group from its label and the minimum size (elements) of tensors that move."""
         self.make_pass: Callable[[int, int, int, int], ChunkOffloadHandler] = ChunkOffloadHandler
         """Creates a pass; arguments as of ``ChunkOffloadHandler``."""
         self.native: Optional[Any] = None

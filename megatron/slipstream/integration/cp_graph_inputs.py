@@ -40,11 +40,11 @@ class DynamicSizes:
         self._limits = limits
         self._everyone = groups.everyone
         self._groups = {size: groups.of_size[size] for size in limits.sizes}
-        """Arguments that the graphs of each size are captured with."""
+        """Arguments with which the graphs of each size are captured."""
 
     @property
     def sizes(self) -> Sequence[int]:
-        """All that a micro-batch may have."""
+        """All arguments that a micro-batch may have."""
         return self._limits.sizes
 
     def size_of(self, arguments: Mapping[str, Any]) -> int:
@@ -93,7 +93,7 @@ class DynamicSizes:
         )
 
     def arguments_of(self, arguments: Mapping[str, Any], size: int) -> Mapping[str, Any]:
-        """The arguments of a micro-batch of another size: one sequence that fills the buffer."""
+        """Arguments of a micro-batch of another size: one sequence that fills the buffer."""
         params = self._params_of(arguments["packed_seq_params"], size)
         changed = {**arguments, "packed_seq_params": params}
         if arguments.get("rotary_pos_emb") is not None:

@@ -20,16 +20,16 @@ MAX_RELEASES = 8
 
 
 class DeviceMemoryMeter(TorchDispatchMode):
-    """Counts the bytes of CPU tensors that live, as if the CPU were the device.
+    """Counts the bytes of live CPU tensors, as if the CPU were the device.
 
     Use as a context: every storage that an operation creates inside it counts from then until it
     is freed, each storage once however many tensors view it. What existed before is not counted.
-    Memory that stands for the *host* (an engine's staging buffers) is allocated under
+    Memory that represents the *host* (an engine's staging buffers) is allocated under
     :meth:`excluded`.
 
     Limits: one thread, the one that entered it (autograd on the CPU runs there as well). A storage
-    that is resized in place keeps its first size, unless :meth:`note_size` is called. A thread of
-    gloo's holds what it reduces or gathers for 0.1 ms longer, so a peak may be higher by that.
+    that is resized in place keeps its first size, unless :meth:`note_size` is called. A gloo
+    thread holds what it reduces or gathers for 0.1 ms longer, so a peak may be higher by that.
     Costs some 10 us per operation.
     """
 
@@ -50,21 +50,21 @@ class DeviceMemoryMeter(TorchDispatchMode):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that live now."""
+        """Bytes currently live."""
         return self._allocated_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that lived at once since the start or the last :meth:`reset_peak`."""
+        """Maximum of live bytes since the start or the last :meth:`reset_peak`."""
         return self._peak_bytes
 
     def reset_peak(self) -> None:
-        """Begin a new peak at what lives now."""
+        """Reset the peak to the bytes currently live."""
         self._peak_bytes = self._allocated_bytes
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """Do not count what is created inside, now or later: it stands for host memory."""
+        """Context whose storages are never counted: they represent host memory."""
         self._exclude_new += 1
         try:
             yield
@@ -72,7 +72,7 @@ class DeviceMemoryMeter(TorchDispatchMode):
             self._exclude_new -= 1
 
     def note_size(self, storage: torch.UntypedStorage) -> None:
-        """A storage has been resized in place."""
+        """Update the size of a storage that was resized in place."""
         entry = self._live.get(storage._cdata)
         if entry is not None:
             self._live[storage._cdata] = (entry[0], storage.nbytes())
@@ -107,7 +107,7 @@ class DeviceMemoryMeter(TorchDispatchMode):
     def _see(self, output: torch.Tensor, args: Any, kwargs: Any) -> None:
         """Count the storage of an operation's result unless the operation was given it.
 
-        So excluded storages and those from before, once passed over, are never met as new.
+        So storages that are excluded or existed before are never counted later.
         """
         storage = output.untyped_storage()
         key = storage._cdata

@@ -3,8 +3,8 @@
 """Modules in plain PyTorch that megatron-core has only on top of Transformer Engine.
 
 megatron-core marks the experts' groups (``expert_fc1``, ``moe_act``) only in its grouped
-implementation, whose linear layers come from Transformer Engine. Its own core attention knows no
-head sizes of multi-latent attention, and no packed sequences or context parallelism.
+implementation, whose linear layers come from Transformer Engine. Its own core attention has no
+support for multi-latent attention's head sizes, packed sequences or context parallelism.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PlainGroupedLinear(torch.nn.Module):
     ``[out_features, in_features]``.
 
     Raises:
-        ValueError: The experts' weights are to be divided among tensor-parallel ranks.
+        ValueError: The experts' weights would be divided among tensor-parallel ranks.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PlainGroupedLinear(torch.nn.Module):
             tokens_per_expert: How many consecutive rows belong to each expert.
 
         Returns:
-            ``[num_tokens, out_features]``, and the biases if they are for the caller to add.
+            ``[num_tokens, out_features]``, and the biases if the caller adds them.
         """
         runs = tokens.split(list(tokens_per_expert))
         outputs = [
@@ -97,7 +97,7 @@ class PlainGroupedLinear(torch.nn.Module):
         return torch.cat(outputs), biases
 
     def backward_dw(self) -> None:
-        """Nothing: weight gradients are never delayed here."""
+        """Do nothing: weight gradients are never delayed here."""
 
 
 def grouped_experts_without_transformer_engine(original: Any) -> Any:
@@ -118,7 +118,7 @@ class LatentCoreAttention(DotProductAttention):
     def __init__(
         self, *arguments: Any, k_channels: Any = None, v_channels: Any = None, **options: Any
     ) -> None:
-        """Ignores the head sizes of multi-latent attention, which tensors tell."""
+        """Ignores the head sizes of multi-latent attention: tensors have them."""
         super().__init__(*arguments, **options)
 
     def forward(
@@ -131,7 +131,7 @@ class LatentCoreAttention(DotProductAttention):
         packed_seq_params: Optional[Any] = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Causal attention within each packed sequence, or what megatron-core does without any.
+        """Causal attention within each packed sequence, or megatron-core's without packing.
 
         Args:
             query: ``[s, b, heads, head size]``; packed ``[t, heads, head size]``.
@@ -139,11 +139,11 @@ class LatentCoreAttention(DotProductAttention):
             value: As ``key``.
             attention_mask: Ignored with packed sequences.
             arguments: Passed on.
-            packed_seq_params: Where the sequences begin and how long they are.
+            packed_seq_params: Starts and lengths of the sequences.
             options: Passed on.
 
         Returns:
-            ``[s, b, hidden size]``; packed ``[t, hidden size]``, 0 for what is in no sequence.
+            ``[s, b, hidden size]``; packed ``[t, hidden size]``, 0 for tokens in no sequence.
         """
         # Of these values: multi-latent attention gives those of packed sequences more channels.
         hidden_size = self.num_attention_heads_per_partition * value.shape[-1]
@@ -168,7 +168,7 @@ def sequence_places(packed_seq_params: Any) -> list[tuple[int, int]]:
 
 
 class GatheringCoreAttention(LatentCoreAttention):
-    """Core attention of packed sequences that a group of ranks shares.
+    """Core attention of packed sequences that a context-parallel group shares.
 
     The group is that of the micro-batch (``PackedSeqParams.cp_group``), else that of the layer.
     Every rank attends with its own queries to all keys and values of the group: more memory and
@@ -207,7 +207,7 @@ class GatheringCoreAttention(LatentCoreAttention):
         values = _AllGather.apply(value, group)[in_order]
         mine = places[group.rank()]
         hidden_size = self.num_attention_heads_per_partition * value.shape[-1]
-        # Backward exchanges gradients of keys and values, so it must come here on every rank, also
+        # Backward exchanges gradients of keys and values, so every rank must reach it, also
         # on one that has nothing but padding.
         output = query.new_zeros(query.shape[0], hidden_size) + 0 * (keys.sum() + values.sum())
         self.hidden_size_per_partition = hidden_size
@@ -229,7 +229,7 @@ class GatheringCoreAttention(LatentCoreAttention):
 
 
 class _AllGather(torch.autograd.Function):
-    """The parts of all ranks of a group, one after the other; backward adds their gradients up."""
+    """Concatenate the parts of all ranks of a group; backward sums their gradients."""
 
     @staticmethod
     def forward(

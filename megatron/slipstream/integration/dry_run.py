@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The flags of a training command, parsed and checked without a training.
+"""Parse and check the flags of a training command without training.
 
-For ``slipstream doctor``, which shows all that a training would refuse, and ``slipstream plan``,
-which plans what the flags describe. No model is built, and nothing is made global except what the
-CPU shims replace.
+For ``slipstream doctor``, which shows everything that training would refuse, and ``slipstream
+plan``, which plans what the flags describe. No model is built, and no global state changes except
+what the CPU shims replace.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Checked(NamedTuple):
     """Findings about the flags of a command."""
 
     args: Optional[Any]
-    """As megatron has parsed and completed them; None if it could not."""
+    """Arguments as megatron parsed and completed them; None if it failed."""
     num_processes: int = 1
-    """That they were checked for."""
+    """Number of processes that they were checked for."""
     findings: tuple[Finding, ...] = ()
 
 
@@ -41,9 +41,9 @@ def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Ch
     Replaces what a training without a GPU replaces, for the rest of the process.
 
     Args:
-        flags: Those of the training script.
-        num_processes: How many processes the training has; None for as many as the launcher of
-            this process says, or else the fewest that the model parallelism needs.
+        flags: Flags of the training script.
+        num_processes: Number of processes of the training; None for the number that this process's
+            launcher sets, or else the minimum for the model parallelism.
     """
     num_processes = num_processes or launcher_number("WORLD_SIZE", 0)
     with as_in_training():
@@ -64,7 +64,7 @@ def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Ch
 def parse_for(
     flags: Sequence[str], num_processes: Optional[int], defaults: Sequence[str] = ()
 ) -> Any:
-    """The arguments of a training of so many processes, None for the fewest that it needs.
+    """Parse the arguments for this number of processes; None for the minimum.
 
     Raises:
         ValueError: The flags cannot be parsed.
@@ -75,7 +75,7 @@ def parse_for(
 
 
 def _fewest_processes(args: Any) -> int:
-    """The least number that the groups of dense layers and those of experts divide."""
+    """Smallest number that both the dense and the expert group sizes divide."""
     pipeline = args.pipeline_model_parallel_size
     dense = args.tensor_model_parallel_size * args.context_parallel_size * pipeline
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
@@ -83,7 +83,7 @@ def _fewest_processes(args: Any) -> int:
 
 
 def _refusal_of_megatron(args: Any) -> Optional[str]:
-    """The first thing that megatron's own validation refuses, with the configuration it makes."""
+    """Return the first error of megatron's validation and of the configuration it creates."""
     try:
         from megatron.slipstream.integration import providers
 
@@ -93,7 +93,7 @@ def _refusal_of_megatron(args: Any) -> Optional[str]:
         return str(validation.refused_by_megatron(error))
     except ValueError as error:
         return str(error)
-    # Megatron's code fails in any way on what it did not expect.
+    # Megatron's code may raise any exception on unexpected input.
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -106,7 +106,7 @@ def _is_of_an_option_in(refusal: str, findings: Iterable[Finding]) -> bool:
 
 
 def _named(text: str) -> set[str]:
-    """The options in a text, as far as their names could not be other words."""
+    """Return the options named in a text, except names that could be ordinary words."""
     return {word for word in re.findall(r"\w+", text) if "_" in word}
 
 
@@ -115,10 +115,10 @@ def _named(text: str) -> set[str]:
 
 @contextlib.contextmanager
 def as_in_training(**variables: str) -> Iterator[None]:
-    """Megatron's code can run inside as in a training; it prints nothing and leaves no variables.
+    """Context in which megatron's code runs as in training, without output or lasting variables.
 
     Args:
-        variables: Of the environment, that a launcher sets beside the usual ones.
+        variables: Environment variables that a launcher sets beside the usual ones.
     """
     usual = {"NVTE_CPU_OFFLOAD_V1": "1", "RANK": "0", "WORLD_SIZE": "1"}
     before = dict(os.environ)
@@ -135,7 +135,7 @@ def as_in_training(**variables: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing is printed, warned about or logged: megatron's warnings are about a training."""
+    """Silence prints, warnings and logs: megatron's warnings concern a real training."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     sink = io.StringIO()

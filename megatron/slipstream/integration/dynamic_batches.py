@@ -2,10 +2,10 @@
 
 """Training with dynamic context parallelism in megatron: its datasets and micro-batches.
 
-As ``packed_sequences.py``, except that a rank loads its part of what its group shares, and that
-micro-batches say which group that is. Every rank reads for itself, those of a tensor-parallel group
-too: all of them have to know the size before anything runs, and the host would have to wait for the
-GPU to learn it from a broadcast.
+As ``packed_sequences.py``, except that a rank loads its part of its group's micro-batch, and that
+micro-batches name that group. Every rank reads the data itself, also within a tensor-parallel
+group: each needs the size before anything runs, and a broadcast would make the host wait for the
+GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharedGPTDataset(PackedGPTDataset):
-    """This rank's parts of the micro-batches of one corpus, as megatron's builder makes them."""
+    """This rank's parts of the micro-batches of one corpus, built by megatron's builder."""
 
     _load_index: ClassVar[Callable[..., Any]] = staticmethod(load_group_index)
     _save_index: ClassVar[Callable[..., None]] = staticmethod(save_group_index)
@@ -108,7 +108,7 @@ def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
 
 
 def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig) -> Any:
-    """See ``providers.datasets``; all ranks make their process groups here."""
+    """See ``providers.datasets``; all ranks create their process groups here."""
     table.apply(Feature.PADDED_ROUTING)
     args = get_args()
     context_parallel_groups(rank_limits(args))
@@ -123,7 +123,7 @@ def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig
 
 
 def micro_batch_params(loaded: dict[str, torch.Tensor], args: Any) -> PackedSeqParams:
-    """The description of a micro-batch, with the group that this rank shares it with.
+    """Return the description of a micro-batch, with the group that shares it.
 
     Raises:
         RuntimeError: Ranks disagree; see :func:`check_agreement`.
@@ -158,13 +158,13 @@ def forward(
 
 
 def _report_sequence_lengths(params: PackedSeqParams, static_size: int) -> None:
-    """Tell megatron the lengths of the sequences, as often as it takes them to be the same.
+    """Report sequence lengths to megatron as if all groups had the static size.
 
-    It adds up what all ranks say, and divides by the static size. Every rank has to say something,
+    Megatron sums the reports of all ranks and divides by the static size. Every rank must report,
     or the others wait for it.
     """
     size, rank = params.cp_group.size(), params.cp_group.rank()
-    # A rank of a group below the static size speaks for those that are missing.
+    # A rank of a group below the static size also reports for the missing ranks.
     times = max(1, static_size // size) if rank < static_size else 0
     lengths = params.cu_seqlens_q
     for _ in range(max(1, times)):

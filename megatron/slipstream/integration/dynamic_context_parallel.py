@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Attention whose context-parallel group is that of the micro-batch at hand.
+"""Attention whose context-parallel group is that of the micro-batch.
 
 [Note: The group travels with the micro-batch]
 
@@ -16,7 +16,7 @@ attention keeps the last group that it was given. The classes here correct both:
 - Attention runs its forward pass as a *twin* of itself, with the same parameters, buffers and
   submodules, and another group (and its size in the configuration, which unfused rotary embeddings
   of multi-latent attention read). The layer is never changed, so nothing has to be restored, and a
-  recomputation holds on to the twin, and so to its group.
+  recomputation keeps the twin, and so its group.
 - Core attention gets its static group back after every call, also after one that failed.
 """
 
@@ -43,7 +43,7 @@ from megatron.slipstream.patches.table import Feature
 
 
 class DynamicGroupMixin(torch.nn.Module):
-    """For an attention of megatron-core: uses the group of the micro-batch everywhere."""
+    """Mixin for megatron-core's attention: uses the micro-batch's group everywhere."""
 
     config: Any
     pg_collection: Any
@@ -80,7 +80,7 @@ class DynamicMLASelfAttention(DynamicGroupMixin, MLASelfAttention):
 
 
 class RestoredGroupMixin(torch.nn.Module):
-    """For Transformer Engine's core attention: its group is the static one between calls."""
+    """Mixin for Transformer Engine's core attention: between calls its group is the static one."""
 
     cp_group: Any
     cp_global_ranks: Any
@@ -105,7 +105,7 @@ class RestoredGroupMixin(torch.nn.Module):
             self.set_context_parallel_group(*static)
 
     def _need_stream(self) -> None:
-        """Make the stream of half of the exchange, as megatron-core does above a static size of 1.
+        """Create the stream of half of the exchange, as megatron-core does for static size > 1.
 
         Its class keeps it for all layers.
         """
@@ -135,6 +135,6 @@ def _replacements() -> dict[type, type]:
 
 
 def with_dynamic_context_parallelism(spec: Any) -> Any:
-    """A copy of a layer or block spec with the attention of this module in it."""
+    """Return a copy of a layer or block spec with this module's attention."""
     table.apply(Feature.FUSED_ROTATION)
     return replace_classes(spec, _replacements())

@@ -2,7 +2,7 @@
 
 """The names of the training script's flags, read from sources in milliseconds.
 
-Parsing takes torch and megatron-core, whose imports take seconds. A misspelt flag needs neither.
+Parsing needs torch and megatron-core, whose imports take seconds; a misspelt flag needs neither.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _MEGATRON_SOURCES = (
 )
 _FLAG = re.compile(r"""["'](--[a-z][\w-]*)["']""")
 _FIELD = re.compile(r"""^    ["']?([a-z]\w*)["']?: (bool = True)?""", re.MULTILINE)
-"""Megatron's parser makes flags of the fields of dataclasses: of a true one its negations."""
+"""Megatron's parser creates flags from dataclass fields; for a true one, its negations."""
 
 
 def refuse_misspelt_flags(arguments: Sequence[str]) -> None:
     """Refuse flags that neither megatron nor Slipstream has and that resemble one of theirs.
 
-    The parser refuses the rest. It decides alone where megatron's sources are not found.
+    The parser refuses the others, and all of them if megatron's sources are not found.
 
     Raises:
         ValueError: A flag is misspelt.
     """
     given = [word.partition("=")[0] for word in arguments if len(word) > 3 and word[:2] == "--"]
     known = known_flags()
-    # argparse itself makes the negation of some boolean flags.
+    # argparse itself creates the negation of some boolean flags.
     unknown = [flag for flag in given if not {flag, "--" + flag.removeprefix("--no-")} & known]
     if unknown and (hint := did_you_mean(unknown, known)):
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -58,7 +58,7 @@ def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
 
 
 def known_flags() -> set[str]:
-    """Every flag of the training script, and a few names that are none."""
+    """Every flag of the training script, and a few names that are not flags."""
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in _sources()]
     flags = {flag for text in texts for flag in _FLAG.findall(text)}
     for name, is_true in (field for text in texts for field in _FIELD.findall(text)):

@@ -3,6 +3,6 @@
 """Offloading for any PyTorch model. Nothing here imports megatron-core.
 
 ``names`` finds sub-modules by pattern, ``forward`` follows the model's forward passes by hooks,
-``inputs`` finds what checkpointing keeps, ``engine`` tells passes and iterations apart, and
+``inputs`` finds what checkpointing keeps, ``engine`` detects passes and iterations, and
 ``handle`` has the public :func:`attach`.
 """

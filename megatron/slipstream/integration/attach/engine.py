@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The engine for a model that does not say when a micro-batch or an iteration begins or ends.
+"""The engine for a model that does not announce micro-batches and iterations.
 
 [Note: Where an iteration ends]
 A pass is one forward of the model with gradients. Passes that wait for backward at the same time
 make an iteration, so a plan covers every schedule of a loop: one backward after each forward (each
 an iteration, with or without accumulation), several forwards before one backward, or both
-interleaved as in a pipeline. A pass waits as long as one of its :class:`BackwardHook` objects,
-which die with its graph. An iteration ends
+interleaved as in a pipeline. A pass waits as long as one of its :class:`BackwardHook` objects
+lives; they are freed with its graph. An iteration ends
 
 - at the end of the backward after which no pass waits, before the optimizer runs; or
 - at the next forward, if the newest pass does not wait for its first backward. That covers graphs
@@ -18,9 +18,9 @@ dropped, and the plan stays.
 
 [Note: Groups that grow]
 The recorded iteration may be of a short sequence, or of tensors that stay, as nested ones do. Its
-plan would never move what it has not seen. So groups that saved nothing are watched all the same,
-and one that saves twice the bytes that its plan knows of ends the plan: the iteration goes on
-without, and makes another.
+plan would never move what was not recorded. So groups that saved nothing are still tracked, and
+one that saves twice the bytes in its plan ends the plan: the iteration continues without it and
+records another.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 logger = logging.getLogger(__name__)
 
 MAX_LOST_PASSES = 16
-"""Passes of an iteration whose graphs are gone without a backward: more of them are a loop over
-forwards (an evaluation without ``no_grad``), not a part of training."""
+"""Maximum number of passes of an iteration whose graphs are freed without a backward. More are a
+loop of forwards (an evaluation without ``no_grad``), not training."""
 
 NO_GRAPH_TASK = -1
 
 MIN_GROWTH = 2
-"""A group that saves so many times the bytes that its plan knows of ends the plan."""
+"""A group that saves this many times the bytes in its plan ends the plan."""
 
 
 def is_transformed() -> bool:
@@ -99,7 +99,7 @@ class VersionCheckedTensor:
 
 
 class BackwardHook:
-    """Tells the engine when backward comes to a group. Owned by autograd's graph."""
+    """Notifies the engine when backward reaches a group. Owned by autograd's graph."""
 
     __slots__ = ("_engine", "_group", "__weakref__")
 
@@ -118,25 +118,25 @@ class _Pass:
     def __init__(self) -> None:
         self._groups: list[tuple[OffloadTensorGroup, weakref.ref[BackwardHook]]] = []
         self.is_hooked = False
-        """Whether a backward of the outputs would come to a group."""
+        """Whether a backward of the outputs would reach a group."""
 
     def add(self, group: OffloadTensorGroup, hook: BackwardHook) -> None:
         self._groups.append((group, weakref.ref(hook)))
 
     @property
     def is_used(self) -> bool:
-        """Whether a backward has reached any of it."""
+        """Whether a backward has reached any group."""
         used = (GroupState.IN_USE, GroupState.DONE)
         return any(group.state in used for group, _ in self._groups)
 
     @property
     def waits(self) -> bool:
-        """Whether backward can still come to a group that it has not come to."""
+        """Whether backward can still reach a group that it has not reached."""
         return bool(self.awaited_names)
 
     @property
     def awaited_names(self) -> set[str]:
-        """Names of such groups."""
+        """Names of groups that backward can still reach."""
         return {
             group.name
             for group, hook in self._groups
@@ -151,11 +151,11 @@ class _Thread(threading.local):
 
 
 class AttachedEngine(OffloadEngine):
-    """Finds passes and iterations by itself: [Note: Where an iteration ends].
+    """Detects passes and iterations: [Note: Where an iteration ends].
 
     Args:
-        arguments: Of :class:`OffloadEngine`.
-        model: Its parameters and buffers stay, under whatever name they are saved.
+        arguments: Those of :class:`OffloadEngine`.
+        model: The model; its parameters and buffers stay on the device.
         min_offloaded_tensor_size: Tensors of fewer elements stay on the device.
         activation_offload_fraction: Fraction of a pass's groups that may move.
     """
@@ -178,15 +178,15 @@ class AttachedEngine(OffloadEngine):
         self._min_numel = min_offloaded_tensor_size
         self._fraction = activation_offload_fraction
         self._own_passes: list[_Pass] = []
-        """Of this iteration, oldest first."""
+        """Passes of this iteration, oldest first."""
         self._is_model_running = False
-        """Between :meth:`begin_forward` and :meth:`end_forward`."""
+        """The running pass: set from :meth:`begin_forward` to :meth:`end_forward`."""
         self._watched_task = NO_GRAPH_TASK
         """The backward at whose end :meth:`_end_backward` will be called."""
         self._hooks: Optional[saved_tensors_hooks] = None
-        """Set in a region, unless the plan keeps its group."""
+        """The saved-tensor hooks of the running region; None if the plan keeps its group."""
         self._num_lost = 0
-        """Passes in a row without a backward that could have come."""
+        """Number of consecutive passes whose backward can no longer run."""
         self._has_warned_of_lost_passes = False
         self._is_closing = False
 
@@ -217,29 +217,29 @@ class AttachedEngine(OffloadEngine):
     # Passes, for the hooks on the model.
 
     def begin_forward(self) -> None:
-        """The model's forward begins."""
+        """Begin a pass: the model's forward starts."""
         self._is_model_running = True
         self._open_pass()
 
     def end_forward(self, failed: bool) -> None:
-        """The model's forward has ended, with an exception if ``failed``."""
+        """End the forward of the pass; ``failed`` if it raised."""
         self._is_model_running = False
         self._now.chunk = None
         if failed and self._own_passes:
-            # Its backward cannot come, even if a traceback keeps its graph.
+            # Its backward cannot run, even if a traceback keeps its graph.
             self._own_passes.pop()
             if not any(own.waits or own.is_used for own in self._own_passes):
                 self._clear_iteration()
 
     @property
     def awaited_names(self) -> set[str]:
-        """Names of the newest pass's groups that backward can come to."""
+        """Names of the newest pass's groups that backward can reach."""
         return self._own_passes[-1].awaited_names if self._own_passes else set()
 
     # Groups. Regions do not nest.
 
     def begin_region(self, name: str) -> None:
-        """The operations of a group follow, of a pass of their own if the model does not run."""
+        """Begin a group; if the model's forward does not run, the group is a pass of its own."""
         if self._now.chunk is None and self.is_training_forward:
             self._open_pass()
         self.start_group(name)
@@ -255,15 +255,15 @@ class AttachedEngine(OffloadEngine):
         self._hooks = None
 
     def commit_region(self, name: str, nodes: Iterable[Node]) -> bool:
-        """The group has saved everything.
+        """End a group that has saved everything.
 
         Args:
-            name: Of the group.
+            name: Name of the group.
             nodes: The operations that computed the module's outputs. Backward needs the group when
                 it reaches the first of them.
 
         Returns:
-            False if the group saved something and has no nodes: backward will not be noticed.
+            False if the group saved something and has no nodes: its backward is not detected.
         """
         group = self.commit_group(name)
         if group is None:
@@ -280,14 +280,14 @@ class AttachedEngine(OffloadEngine):
         return is_hooked or not group.held
 
     def begin_inputs(self, name: str) -> Optional[OffloadTensorGroup]:
-        """A group begins whose tensors are given to it one by one; None if none can."""
+        """Begin a group whose tensors are added one by one; None if none can begin."""
         with torch.enable_grad():  # Checkpointing saves where gradients are switched off.
             self.start_group(name)
         group, self._now.started = self._now.started, None
         return group
 
     def commit_inputs(self, name: str, group: OffloadTensorGroup, hook: BackwardHook) -> None:
-        """A group of :meth:`begin_inputs` has been given everything."""
+        """End a group of :meth:`begin_inputs`: all its tensors are added."""
         self.commit_group(name)
         self._own_passes[-1].add(group, hook)
 
@@ -305,7 +305,7 @@ class AttachedEngine(OffloadEngine):
         nbytes = sum(group.nbytes.values())
         storages = plan.trace.group_by_key[group.key].storages
         known = sum(plan.trace.storages[index].nbytes for index in storages)
-        # What has been seen once is known, even if a plan leaves some of it out.
+        # Sizes recorded once stay known, even if a plan omits some of them.
         known = max(known, self._largest.get(group.key.group, 0))
         if nbytes >= MIN_GROWTH * known and nbytes > 0:
             self._largest[group.key.group] = nbytes
@@ -328,14 +328,14 @@ class AttachedEngine(OffloadEngine):
 
     @torch.compiler.disable
     def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
-        """Autograd saves ``tensor`` on account of ``group``. Returns what it keeps instead."""
+        """Pack hook: save ``tensor`` for ``group``; return its replacement."""
         if self._is_constant(tensor):
             return VersionCheckedTensor(tensor)
         saved = self.store.pack(group, tensor)
         return VersionCheckedTensor(saved) if isinstance(saved, torch.Tensor) else saved
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a parameter or buffer of the model's, or a detached one."""
+        """Whether it is a parameter or buffer of the model, or a detached view of one."""
         if tensor.grad_fn is not None or type(tensor) is not torch.Tensor:
             return False
         if self._constants is None:
@@ -351,7 +351,7 @@ class AttachedEngine(OffloadEngine):
 
     @torch.compiler.disable
     def read(self, saved: Any) -> torch.Tensor:
-        """Autograd reads what :meth:`save` returned.
+        """Unpack hook: return the tensor that :meth:`save` replaced.
 
         Raises:
             RuntimeError: The tensor was changed in place after it was saved.
@@ -400,13 +400,13 @@ class AttachedEngine(OffloadEngine):
         return counted
 
     def close_when_done(self) -> None:
-        """Return the host memory once no pass waits for backward."""
+        """Free the host memory once no pass waits for backward."""
         self._is_closing = True
         if not any(own.waits for own in self._own_passes):
             self.close()
 
     def end_iteration(self) -> None:
-        """The iteration has ended."""
+        """End the iteration."""
         super().end_iteration()
         self._num_lost = 0
         self._own_passes.clear()

@@ -3,9 +3,9 @@
 """Follows a model's forward passes by hooks on the model and on the chosen modules.
 
 Hooks rather than another ``forward``: they survive other replacements of it (mixed precision
-wrappers set and remove theirs), and copies of a module can be told apart. Under other saved-tensor
-hooks (a checkpoint's, ``save_on_cpu``) nothing is done, so these see the same in forward and in
-recomputation.
+wrappers set and remove theirs), and they distinguish copies of a module. Under other saved-tensor
+hooks (a checkpoint's, ``save_on_cpu``) nothing is done, so these hooks get the same tensors in
+forward and in recomputation.
 
 [Note: Calls that never end]
 torch calls a hook after a forward that raised, except for exceptions such as ``KeyboardInterrupt``.
@@ -69,11 +69,11 @@ class _Call:
         self.role = role
         self.frame = _frame_of_call()
         self.exception = sys.exception()
-        """Being handled when the call began; another one at its end was raised by it."""
+        """The exception handled when the call began; a different one at its end is its own."""
 
     @property
     def is_running(self) -> bool:
-        """Whether the call is still on the stack of the one who asks."""
+        """Whether the call is on the stack of the caller of this property."""
         frame: Optional[FrameType] = sys._getframe(1)
         while frame is not None and frame is not self.frame:
             frame = frame.f_back
@@ -99,7 +99,7 @@ class _Thread:
 
     @property
     def trains(self) -> bool:
-        """Whether a call runs of which the engine was told."""
+        """Whether a call runs that the engine was notified of."""
         return any(call.role is not _Role.SKIPPED for call in self.calls)
 
 
@@ -120,7 +120,7 @@ class _Hooked:
 class _Hook:
     """A hook that is registered with a module.
 
-    A copy of a module, deep or pickled, has a hook in its place that does nothing.
+    In a copy of the module, deep or pickled, it is replaced by a hook that does nothing.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class _Hook:
 
 
 _has_warned_of_one_graph = False
-"""Since the last :func:`attach`. The compiler asks at every hook."""
+"""Cached until the next :func:`attach`, since the compiler asks at every hook."""
 
 
 @torch._dynamo.assume_constant_result
 def _is_one_graph() -> bool:
-    """Whether compiled code must become one graph, which no hook may cut. Run by the compiler."""
+    """Whether compiled code must be one graph, which no hook may break. Run by the compiler."""
     compiled = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
     global _has_warned_of_one_graph
     if compiled.one_graph and not _has_warned_of_one_graph:
@@ -168,7 +168,7 @@ def _is_one_graph() -> bool:
 
 
 class ForwardHooks:
-    """The hooks of one :func:`attach`, which tell ``engine`` of passes and regions."""
+    """The hooks of one :func:`attach`, which notify ``engine`` of passes and regions."""
 
     def __init__(
         self, engine: AttachedEngine, model: torch.nn.Module, matches: Sequence[Match]
@@ -216,7 +216,7 @@ class ForwardHooks:
         return not self._handles
 
     def remove(self) -> None:
-        """Take the hooks off the modules.
+        """Remove the hooks from the modules.
 
         Raises:
             RuntimeError: Another thread trains.
@@ -254,7 +254,7 @@ class ForwardHooks:
         return not trainer.trains and self._engine.is_idle
 
     def _becomes_trainer(self) -> bool:
-        """Whether this thread is the trainer from here on."""
+        """Make this thread the trainer if possible; return whether it is."""
         if not self._is_trainer_free():
             self._warn_once(_TWO_TRAIN)
             return False
@@ -401,7 +401,7 @@ class ForwardHooks:
         return False
 
     def _pop_call(self, hooked: _Hooked, module: Any) -> Optional[_Call]:
-        """The call that ends; None if its beginning was not seen, since another hook raised."""
+        """The call that ends; None if its start was missed, since another hook raised."""
         here = self._here
         if not hooked.is_of(module) or all(call.hooked is not hooked for call in here.calls):
             return None
@@ -416,7 +416,7 @@ class ForwardHooks:
             self._undo(here.calls.pop(), here)
 
     def _undo(self, call: _Call, thread: _Thread) -> None:
-        # The saved-tensor hooks of a thread that has ended have ended with it.
+        # Saved-tensor hooks end with their thread.
         is_here = thread is self._here
         if call.role is _Role.REGION:
             self._engine.leave_region(is_here)
@@ -476,7 +476,8 @@ def tensors_in(value: Any, opens_objects: bool = False) -> Iterator[torch.Tensor
 def nodes_of(output: Any, inputs: Any) -> list[Node]:
     """The operations that computed the tensors in ``output``, without those of ``inputs``.
 
-    A tensor that a module passes on was computed before it: backward comes there after the module.
+    A tensor that a module passes through was computed before it: backward reaches it after the
+    module.
     """
     earlier = {tensor.grad_fn for tensor in tensors_in(inputs)}
     tensors = list(tensors_in(output)) or tensors_in(output, opens_objects=True)

@@ -86,16 +86,16 @@ def attach(
     Args:
         model: Any module whose ``forward`` takes one micro-batch. It may be wrapped by
             ``torch.compile``, DistributedDataParallel or ``fully_shard``, before or after.
-        patterns: Which sub-modules: glob patterns over qualified names such as ``"layers.*.mlp"``
+        patterns: Sub-modules: glob patterns over qualified names such as ``"layers.*.mlp"``
             (``*`` is one part of a name, ``**`` any number), or module types. Each call of such a
-            module is a group, which is moved as one. Of matches inside each other the outer counts.
+            module is a group, which moves as a whole. Of nested matches the outer one counts.
         config: Slipstream's own settings; None for the defaults.
         min_offloaded_tensor_size: Tensors of fewer elements stay on the device.
         activation_offload_fraction: Fraction of each pass's groups that move, earliest first.
 
     Returns:
-        A handle to end it, to suspend it and to ask what moved. It is also a context manager that
-        ends it. The handle need not be kept.
+        A handle to end or suspend offloading and to read what moved. It is also a context manager
+        that ends offloading. The handle need not be kept.
 
     Raises:
         ValueError: An argument is of another type, a pattern chooses nothing, an option or its
@@ -190,7 +190,7 @@ class Attached:
         return self._hooks.are_removed
 
     def detach(self) -> None:
-        """Move nothing from here on. What has been moved still comes back for its backward.
+        """Stop offloading. Offloaded tensors are still reloaded for their backward.
 
         Calling it again changes nothing.
 
@@ -203,7 +203,7 @@ class Attached:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Move nothing of what this thread runs inside.
+        """Context in which this thread offloads nothing.
 
         Not needed for passes without gradients, which are never touched.
         """
