@@ -2,7 +2,7 @@
 
 """The command line of the training script: megatron's flags and ours, and the one parser of them.
 
-:mod:`checks` has what is checked of the arguments, :mod:`validation` what follows.
+:mod:`checks` has the checks of the arguments, :mod:`validation` the steps after parsing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.slipstream.packed_sequences.options import PackingOptions
 
 logger = logging.getLogger(__name__)
 
-# What megatron's defaults assume of a GPU. Given before the user's own flags, so the user's win.
+# Megatron's defaults assume a GPU. These come before the user's flags, so the user's win.
 _CPU_DEFAULTS: tuple[tuple[str, ...], ...] = (
     ("--distributed-backend", "gloo"),
     ("--transformer-impl", "local"),
@@ -48,8 +48,8 @@ _CPU_DEFAULTS: tuple[tuple[str, ...], ...] = (
     ("--no-bias-dropout-fusion",),
 )
 
-# Megatron takes Apex's fused weight gradient for granted and raises without it in the first forward
-# of the output layer, on that pipeline stage alone; the others then hang.
+# Megatron assumes Apex's fused weight gradient and raises without it in the first forward of the
+# output layer, on that pipeline stage only; the others then hang.
 _GPU_DEFAULTS: tuple[tuple[str, ...], ...] = (("--no-gradient-accumulation-fusion",),)
 _APEX_FUSED_WEIGHT_GRADIENT = "fused_weight_gradient_mlp_cuda"
 """The extension module of Apex that megatron's gradient_accumulation_fusion calls."""
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the engine's flags only: an ``extra_args_provider`` for scripts of others.
+    """Add only the engine's flags: an ``extra_args_provider`` for other scripts.
 
     Raises:
         ValueError: The file of settings, whose values are the flags' defaults, cannot be used.
@@ -146,17 +146,17 @@ def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 def _add_group(parser: argparse.ArgumentParser, options: type, title: str) -> None:
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    # Megatron's factory wants types where postponed annotations leave their text.
+    # Megatron's factory needs types, but postponed annotations are strings.
     types = get_type_hints(options)
     for field in dataclasses.fields(options):
-        # Of a type that it cannot infer it prints a warning, though the field says how it is read.
+        # It warns of a type that it cannot infer, although the field specifies how it is parsed.
         is_told = "type" in field.metadata.get("argparse_meta", {})
         field.type = str if is_told else types[field.name]
     ArgumentGroupFactory(options).build_group(parser, title)
 
 
 def _default_to_file(parser: argparse.ArgumentParser) -> None:
-    """Where a flag is not given, the file of settings holds."""
+    """The settings file applies where a flag is not given."""
     parser.set_defaults(**dataclasses.asdict(config_from_environment()))
 
 
@@ -167,10 +167,10 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
 
     Args:
         argv: Flags without the program's name.
-        defaults: Flags that hold where ``argv`` does not give them.
+        defaults: Flags that apply where ``argv`` does not give them.
 
     Raises:
-        ValueError: A flag is unknown or has no such value, or cannot be used with this parser.
+        ValueError: A flag is unknown, has an invalid value, or cannot be used with this parser.
     """
     if {"-h", "--help", "--help-all"} & set(argv):
         raise ValueError("the flags ask for help, so there is nothing to check; leave --help out")
@@ -183,14 +183,14 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
 
     with _process_arguments([*defaults, *argv]):
         args = megatron_arguments.parse_args(add_arguments)
-    # Megatron asks for a module to move, also where only the inputs of checkpoints are to.
+    # Megatron requires a module, even if only the inputs of checkpoints move.
     if args.fine_grained_activation_offloading and args.offload_checkpoint_inputs:
         args.offload_modules = args.offload_modules or ["core_attn"]
     return args
 
 
 def defaults_of_machine(argv: Sequence[str]) -> list[str]:
-    """Flags that a training on this machine needs and the user did not give; logs them."""
+    """Return and log flags that training on this machine needs and the user did not give."""
     given = {argument.split("=")[0] for argument in argv}
     if torch.cuda.is_available():
         needed, reason = _GPU_DEFAULTS, "Apex is not installed; running"
@@ -198,7 +198,7 @@ def defaults_of_machine(argv: Sequence[str]) -> list[str]:
             return []
     else:
         needed, reason = _CPU_DEFAULTS, "no GPU found; running on the CPU"
-        # Megatron wants it with tensor parallelism, for the order of launches on a GPU.
+        # Megatron requires it with tensor parallelism, for the order of launches on a GPU.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     added = [flag for flags in needed if flags[0] not in given for flag in flags]
     if added and rank() == 0:
@@ -208,7 +208,7 @@ def defaults_of_machine(argv: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _process_arguments(argv: Sequence[str]) -> Iterator[None]:
-    """Megatron's parser reads ``sys.argv``, whoever calls it."""
+    """Context with these words in ``sys.argv``, which megatron's parser always reads."""
     before = sys.argv
     sys.argv = [before[0] if before else "pretrain_gpt.py", *argv]
     try:
@@ -225,7 +225,7 @@ def _nearest_flags(parser: argparse.ArgumentParser, message: str) -> str:
 
 
 def print_help(everything: bool) -> None:
-    """Print our flags with examples, and with ``everything`` megatron's flags as well."""
+    """Print our flags with examples; with ``everything`` also megatron's flags."""
     cpu_only.install_training_shims()
     parser = argparse.ArgumentParser(
         prog="pretrain_gpt.py",
@@ -249,7 +249,7 @@ def print_help(everything: bool) -> None:
 
 
 def _repair_help(parser: argparse.ArgumentParser) -> None:
-    """Some of megatron's help texts hold a bare '%', at which argparse stumbles."""
+    """Escape a bare '%' in megatron's help texts, which argparse cannot format."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         try:

@@ -3,7 +3,7 @@
 """Every check of a training's arguments, before megatron's own bare assertions.
 
 One list: a training refuses the first error, ``slipstream doctor`` shows all of them, and
-``slipstream plan`` takes those of :func:`check_options`, which do not depend on the machine.
+``slipstream plan`` uses those of :func:`check_options`, which do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
 
 
 def check_run(args: Any) -> list[Finding]:
-    """Findings that keep a training from running here: devices, data, files."""
+    """Findings that prevent training here: devices, data, files."""
     return _of_all(RUN_CHECKS, args)
 
 
 def check_process(args: Any, facts: preflight.Facts) -> list[Finding]:
-    """Findings about this process that do not fit the options."""
+    """Findings about this process that conflict with the options."""
     findings = preflight.check_process(facts, args.fine_grained_activation_offloading)
     return findings + (preflight.check_graphs(facts) if moves_in_layer_graphs(args) else [])
 
@@ -111,14 +111,14 @@ OPTION_CHECKS: tuple[OptionCheck, ...] = (
     lambda args: check_chunk_graphs(args, torch.cuda.is_available()),
     _check_what_moves,
 )
-"""In the order in which a training stops at them."""
+"""All checks, in the order in which training stops at them."""
 
 
 def unused_flags(args: Any, argv: Sequence[str]) -> list[str]:
-    """Options of an engine that is not switched on, of those that were given as flags.
+    """Return options of an engine that is off, among those given as flags.
 
-    Not an error: so one compares trainings with and without offloading. A file of settings is meant
-    for all trainings, so its options do not count.
+    Not an error: comparing training with and without offloading leaves them in place. A settings
+    file is for all trainings, so its options do not count.
     """
     if args.fine_grained_activation_offloading:
         return []
@@ -136,12 +136,12 @@ def _offloads_without_gpu(facts: Any) -> bool:
 
 
 def _graphs_layers_without_gpu(facts: Any) -> bool:
-    # Packed sequences go with no graphs of layers, with a GPU either: their rules say so.
+    # Their rules also refuse graphs of layers with packed sequences, with a GPU, too.
     return not facts.has_gpu and facts.sequence_packing is None
 
 
 def _graphs_are_off(option: str, off: Any) -> Rule:
-    """Graphs of whole chunks are imitated without a GPU; no others are."""
+    """Return the rule that without a GPU only graphs of whole chunks, emulated, are possible."""
     return unsupported(
         "without a GPU",
         _graphs_layers_without_gpu,
@@ -242,7 +242,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "set 1 or more iterations, or 0 to write at the end only",
     ),
 )
-"""Requirements of a training on this machine on the arguments; ``has_gpu`` is beside them."""
+"""Requirements on the arguments for training on this machine; they also read ``has_gpu``."""
 
 
 def _check_machine(args: Any) -> list[Finding]:
@@ -255,7 +255,7 @@ def _check_data(args: Any) -> list[Finding]:
         blends = dataset_prefixes(args)
     except ValueError as error:
         return [finding_of(error, "data_path")]
-    # Only for the tokenizer that stands for tokens made elsewhere is their range known here.
+    # The range of tokens is known here only for the tokenizer of preprocessed text.
     vocab_size = args.vocab_size if args.tokenizer_type == "NullTokenizer" else None
     findings = check_corpora(args, blends)
     for prefix in dict.fromkeys(itertools.chain.from_iterable(blends)):
@@ -264,7 +264,7 @@ def _check_data(args: Any) -> list[Finding]:
 
 
 def dataset_prefixes(args: Any) -> list[list[str]]:
-    """Path prefixes of the datasets that each set is mixed from, without the weights between them.
+    """Return the path prefixes of the datasets that each set blends, without their weights.
 
     Raises:
         ValueError: Neither data nor mock data was asked for, or the list of paths is unreadable.

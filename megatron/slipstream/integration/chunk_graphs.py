@@ -2,7 +2,7 @@
 
 """megatron-core's model chunks, replayed as CUDA graphs.
 
-Captured is the ``TransformerBlock`` of a chunk, without embedding, output layer, multi-token
+The ``TransformerBlock`` of a chunk is captured, without embedding, output layer, multi-token
 prediction and loss. Its ``forward`` is replaced on the instance, and so is ``zero_grad_buffer`` of
 the data parallel wrapper around it, which a training loop calls when an iteration begins.
 megatron-core's own graphs are off.
@@ -64,7 +64,7 @@ Replayed = Union[ChunkGraphs, GraphBank]
 
 
 class _ReplayedChunk:
-    """The graphs of a chunk, and what gives the chunk its methods back. The chunk refers to it."""
+    """The graphs of a chunk and the functions that restore its methods. Owned by the chunk."""
 
     def __init__(self, graphs: Replayed, block: Optional[torch.nn.Module] = None) -> None:
         self.graphs = graphs
@@ -73,11 +73,11 @@ class _ReplayedChunk:
 
 
 _replayed: weakref.WeakSet[_ReplayedChunk] = weakref.WeakSet()
-"""Of all models of this process that still exist."""
+"""Graphs of all live models of this process."""
 
 
 def prepare_arguments(args: Any) -> None:
-    """Set what chunk graphs need of megatron's options, before it validates them."""
+    """Set the megatron options that chunk graphs need, before megatron validates them."""
     if not torch.cuda.is_available():
         if rank() == 0:
             logger.warning(
@@ -107,22 +107,22 @@ def replay_chunks(
     backend: Optional[GraphBackend] = None,
     limits: Optional[RankLimits] = None,
 ) -> Sequence[Replayed]:
-    """Replay the model chunks of this rank from some iteration on.
+    """Replay the model chunks of this rank after some warm-up iterations.
 
     Args:
         chunks: The rank's model chunks, in the order of their virtual stages, each wrapped in
             megatron-core's ``DistributedDataParallel``.
         num_warmup_iterations: Iterations that run eagerly first.
-        backend: Makes the graphs; None: CUDA graphs, or imitated ones without a GPU.
+        backend: Creates the graphs; None: CUDA graphs, or emulated ones without a GPU.
         limits: With dynamic context parallelism, the ranks that share micro-batches: a bank of
-            graphs for each size is made, which needs the process groups, a collective of all ranks.
-            None: micro-batches have one size.
+            graphs for each size is created, which needs the process groups, a collective of all
+            ranks. None: micro-batches have one size.
 
     Returns:
         The graphs of each chunk; ``delete`` and ``figures`` are for callers.
 
     Raises:
-        ValueError: A chunk is not of the kind that can be replayed, or is replayed already.
+        ValueError: A chunk cannot be replayed, or is replayed already.
     """
     for chunk in chunks:
         _check(chunk)
@@ -166,8 +166,8 @@ def replay_chunks(
 def close_graphs() -> None:
     """Release the graphs of all chunks, which run eagerly from here on.
 
-    Called before process groups are destroyed: ``destroy_process_group`` would wait without end for
-    a communicator that a graph has collectives of.
+    Called before process groups are destroyed: ``destroy_process_group`` would hang on a
+    communicator whose collectives a graph contains.
     """
     for chunk in list(_replayed):
         chunk.graphs.close()
@@ -199,20 +199,20 @@ def _check(chunk: torch.nn.Module) -> None:
 
 
 def _is_sync_free(chunk: torch.nn.Module) -> bool:
-    """Whether no expert layer makes the host wait for the numbers of tokens."""
+    """Whether no expert layer makes the host wait for token counts."""
     layers = (layer for layer in chunk.modules() if isinstance(layer, MoELayer))
     return all(getattr(layer, "is_sync_free", False) for layer in layers)
 
 
 def _capacities(block: torch.nn.Module) -> list[LayerCapacity]:
-    """Of sync-free experts on several ranks, how much of each layer's slots is in use."""
+    """Slot usage of each layer's sync-free experts, on several ranks."""
     layers: list[Any] = [m for m in block.modules() if getattr(m, "is_sync_free", False)]
     dispatchers = [layer.token_dispatcher for layer in layers]
     return [dispatcher.capacity_use for dispatcher in dispatchers if dispatcher.ep_size > 1]
 
 
 def _check_not_replayed(blocks: Sequence[torch.nn.Module]) -> None:
-    """A second replacement of a method would be undone in no fixed order with the first."""
+    """Refuse chunks that are replayed already: replacements could be undone in the wrong order."""
     known = {chunk.block for chunk in _replayed}
     if len(set(blocks)) < len(blocks) or not known.isdisjoint(blocks):
         raise ValueError(
@@ -257,7 +257,7 @@ def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
     replayed = _ReplayedChunk(graphs, block)
 
     def forward(hidden_states: Optional[torch.Tensor], **arguments: Any) -> torch.Tensor:
-        # On later stages the schedule has put what arrived into the block.
+        # On later stages the schedule has given the block its received input.
         hidden = hidden_states if block.pre_process else block.input_tensor
         assert hidden is not None
         return replayed.graphs(hidden, arguments)
@@ -294,13 +294,13 @@ def _run(
 
 
 def _offloading(wrapper: Any, num_slots: int, name: Optional[str]) -> Optional[ChunkOffloading]:
-    """Offloading inside the graphs of a chunk, if its model's configuration asks for any.
+    """Create offloading inside a chunk's graphs, if its model's configuration enables it.
 
-    Each of the ``num_slots`` of all chunks of this rank has host memory of its own. The engine
-    reports what moves by ``name``, unless that is None.
+    Each of the ``num_slots`` of all chunks of this rank has its own host memory. The engine
+    reports what moves under ``name``, unless that is None.
 
     Raises:
-        ValueError: Megatron-core's engine is to do it.
+        ValueError: Megatron-core's engine is selected.
     """
     config = get_attr_wrapped_model(wrapper, "config")
     if not config.fine_grained_activation_offloading:
@@ -338,7 +338,7 @@ def _offloading(wrapper: Any, num_slots: int, name: Optional[str]) -> Optional[C
     def note_replayed(replayed: ReplayedPass) -> Callable[[], object]:
         if name is None:
             return lambda: None
-        # Found now: an engine may be uninstalled before its graphs are deleted.
+        # Looked up now: an engine may be uninstalled before its graphs are deleted.
         noted = installed.router.known_manager(wrapper).replayed
         noted[name] = replayed
         return partial(noted.pop, name, None)
@@ -354,9 +354,9 @@ class _DataParallel:
         group_of = wrapper.param_to_bucket_group
         grouped = [(p, group_of[p]) for p in block.parameters() if p in group_of]
         self._groups = list({id(group): group for _, group in grouped}.values())
-        """In the order in which the forward pass needs them."""
+        """Bucket groups in the order in which the forward pass needs their parameters."""
         self._gradients = grouped[::-1]
-        """In the order in which the backward pass computes them, as hooks count them."""
+        """Parameters and bucket groups in the order in which backward computes gradients."""
 
     @property
     def _gathers_late(self) -> bool:
@@ -366,7 +366,7 @@ class _DataParallel:
         )
 
     def wait_for_parameters(self) -> None:
-        """Wait until the optimizer's new parameters are there."""
+        """Wait for the optimizer's new parameters."""
         if not self._gathers_late:
             return
         wrapper = self._wrapper
@@ -379,7 +379,7 @@ class _DataParallel:
                 group.finish_param_sync(skip_next_bucket_dispatch=is_dispatched_elsewhere)
 
     def start_reducing(self) -> None:
-        """After the last micro-batch's backward, start to reduce the gradients."""
+        """Start the gradient reduction, after the last micro-batch's backward."""
         if not self._wrapper.ddp_config.overlap_grad_reduce:
             return
         if not any(group.is_last_microbatch for group in self._groups):
@@ -392,7 +392,7 @@ class _DataParallel:
 
     @contextlib.contextmanager
     def hooks_off(self) -> Iterator[None]:
-        """Without hooks that gather parameters, for a capture between iterations."""
+        """Context without parameter-gathering hooks, for a capture between iterations."""
         if not self._gathers_late:
             yield
             return
@@ -404,10 +404,10 @@ class _DataParallel:
 
 
 def _save_state(block: torch.nn.Module) -> Callable[[], None]:
-    """Copy what a forward pass changes beside gradients; returns a function that puts it back.
+    """Copy the state that a forward pass changes; return a function that restores it.
 
-    Buffers (counts of expert bias), metrics of experts, use of the slots of sync-free experts, and
-    states of random numbers that are tensors. The backend keeps generators.
+    Buffers (counts of expert bias), metrics of experts, slot usage of sync-free experts, and
+    random states that are tensors; not gradients. The backend saves generators.
     """
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -441,7 +441,7 @@ def _generators() -> list[torch.Generator]:
 
 @contextlib.contextmanager
 def _transformer_engine_captures() -> Iterator[None]:
-    """Tell Transformer Engine that its kernels are captured: some wait for the GPU otherwise."""
+    """Set Transformer Engine's flag of a capture: some kernels wait for the GPU otherwise."""
     from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
 
     set_capture_start()

@@ -29,18 +29,18 @@ from megatron.slipstream.integration.attach.engine import (
 
 
 class _Saved:
-    """Kept by autograd in place of a tensor that is saved outside of regions."""
+    """Replaces, in autograd, a tensor that is saved outside of regions."""
 
     __slots__ = ("held", "hook", "__weakref__")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.held: Any = VersionCheckedTensor(tensor)
-        """Or what the engine gave for it."""
+        """The tensor, or its replacement by the engine."""
         self.hook: Optional[BackwardHook] = None
-        """Of the group that it is an input of."""
+        """The hook of the group whose input it is."""
 
     def lies_in(self, storages: frozenset[StorageWeakRef]) -> bool:
-        """Whether it is a tensor in one of these that has not been changed since it was saved."""
+        """Whether it is an unchanged tensor in one of these memories."""
         kept = self.held
         return (
             type(kept) is VersionCheckedTensor
@@ -51,7 +51,7 @@ class _Saved:
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
-    """Names the memory of a tensor; no other memory has that name while the result lives."""
+    """Identify the memory of a tensor; the identity is unique while the result is alive."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -60,19 +60,19 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class CheckpointInputs:
-    """Gives the engine what [Note: Inputs of checkpointed modules] describes."""
+    """Collects inputs as described in [Note: Inputs of checkpointed modules] for the engine."""
 
     def __init__(self, engine: AttachedEngine) -> None:
         self._engine = engine
         self._is_wanted = True
         """Whether hooks are set in the next pass: if a chosen module ran in a checkpoint before."""
         self._is_seen = False
-        """Whether one has in this pass."""
+        """Whether a chosen module has run in a checkpoint in this pass."""
         self.labels: set[str] = set()
-        """Of modules some of whose inputs a checkpoint kept, as far as hooks were set."""
+        """Labels of modules of which a checkpoint kept inputs while hooks were set."""
         self._hooks: Optional[saved_tensors_hooks] = None
         self._recent: list[weakref.ref[_Saved]] = []
-        """Saved since a chosen module last ran."""
+        """Tensors saved since a chosen module last ran."""
         self._ran: list[tuple[str, frozenset[StorageWeakRef]]] = []
         """Labels and inputs of chosen modules that ran without gradients since the last tensor was
         saved: a re-entrant checkpoint saves the inputs of the first of them next."""
@@ -82,13 +82,13 @@ class CheckpointInputs:
     # Around the model's forward.
 
     def start(self) -> None:
-        """The model's forward begins, and no other hooks are set."""
+        """Call when the model's forward begins without other hooks."""
         if self._is_wanted:
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
     def stop(self, is_here: bool = True) -> None:
-        """The model's forward ends, in this thread (``is_here``) or one that is gone."""
+        """Call when the model's forward ends, in this thread (``is_here``) or an ended one."""
         self.close()
         self._recent.clear()
         if self._hooks is not None and is_here:
@@ -103,12 +103,12 @@ class CheckpointInputs:
     # Around a chosen module's forward.
 
     def enter_without_gradients(self) -> None:
-        """A chosen module begins to run without gradients, though the model runs with them."""
+        """Call when a chosen module starts without gradients while the model runs with them."""
         if self._open is not None:
             self.close()
 
     def enter(self, label: str, inputs: Iterable[torch.Tensor]) -> None:
-        """A chosen module begins to run under other hooks: a checkpoint's, most likely."""
+        """Call when a chosen module starts under other hooks, most likely a checkpoint's."""
         self.close()
         self._is_seen = True
         if self._hooks is None:
@@ -123,13 +123,13 @@ class CheckpointInputs:
             self._commit()
 
     def leave(self, label: str, inputs: Iterable[torch.Tensor]) -> None:
-        """A module of :meth:`enter_without_gradients` has run."""
+        """Call when a module of :meth:`enter_without_gradients` has run."""
         self._is_seen = True
         if self._hooks is not None:
             self._ran.append((label, _storages_of(inputs)))
 
     def close(self) -> None:
-        """The next chosen module begins, or a checkpoint has saved its inputs."""
+        """Call when the next chosen module begins or a checkpoint has saved its inputs."""
         self._ran.clear()
         if self._open is not None:
             self._commit()

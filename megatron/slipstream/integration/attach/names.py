@@ -23,16 +23,16 @@ _WRAPPED_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wr
 """Names of the module inside torch's wrappers: compiled, fully sharded, checkpointed."""
 
 NUM_NEAR = 8
-"""How many near names an error lists."""
+"""Maximum number of similar names in an error."""
 
 
 class Match(NamedTuple):
-    """A sub-module that a pattern means."""
+    """A sub-module that a pattern matches."""
 
     name: str
     """Qualified name."""
     label: str
-    """The pattern, or the name of the type: what reports call the module's groups."""
+    """The pattern or the type's name: the name of the module's groups in reports."""
     module: torch.nn.Module
 
 
@@ -40,13 +40,13 @@ class _Named(NamedTuple):
     """A sub-module by one of the paths that lead to it."""
 
     name: str
-    """Without wrappers; empty for the model itself."""
+    """The path without wrappers; empty for the model itself."""
     path: str
     module: torch.nn.Module
 
 
 def find_modules(model: torch.nn.Module, patterns: Iterable[Pattern]) -> list[Match]:
-    """The sub-modules that ``patterns`` mean, each once, in the model's order.
+    """Return the sub-modules that ``patterns`` match, each once, in the model's order.
 
     A match inside of another match does not count: the outer group covers its operations. Of a
     module and its wrappers the outermost wrapper counts.
@@ -160,12 +160,12 @@ def _fits(name: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _covering(name: str, matched: Iterable[str]) -> str:
-    """The outermost match that the module of that name lies in; empty if none."""
+    """Return the outermost match that contains the module of that name; empty if none."""
     return min((outer for outer in matched if name.startswith(outer + ".")), key=len, default="")
 
 
 def _near(pattern: Pattern, named: Sequence[_Named]) -> list[str]:
-    """Patterns and types that the model has, the most similar ones first."""
+    """Return patterns and types that match modules of the model, most similar first."""
     able = [entry for entry in named if entry.name and _can_run(entry.module)]
     if not isinstance(pattern, str):
         types = list(dict.fromkeys(type(entry.module).__name__ for entry in able))
@@ -173,7 +173,7 @@ def _near(pattern: Pattern, named: Sequence[_Named]) -> list[str]:
     parts = pattern.split(".")
 
     def similarity(name: str) -> tuple[bool, int, bool, float]:
-        """First the same last name, then siblings, then similar spelling."""
+        """Sort key: the same last name, then siblings, then similar spelling."""
         own = name.split(".")
         same = [a == b for a, b in zip(own, parts, strict=False)]
         num_shared = (*same, False).index(False)

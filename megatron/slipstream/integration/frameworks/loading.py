@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def load(config: Optional[OffloadConfig] = None) -> None:
-    """Get the engine ready: it is installed once a model that is to offload is called.
+    """Prepare the engine: it is installed when a model with offloading is first called.
 
     Args:
         config: Slipstream's own settings; None for those of the file that the environment variable
@@ -35,7 +35,7 @@ def load(config: Optional[OffloadConfig] = None) -> None:
         ValueError: That file cannot be used.
     """
     log_to_stderr()
-    effective = config or config_from_environment()  # What is wrong with it is said now.
+    effective = config or config_from_environment()  # Raises now if it is invalid.
     if effective.offload_engine == "megatron":
         logger.info("offload_engine='megatron': the engine of megatron-core stays")
         return
@@ -50,5 +50,5 @@ def config_from_arguments(args: Any) -> Optional[OffloadConfig]:
 
 
 def _check_process() -> None:
-    """Refuse, before the first model runs, Transformer Engine that would move weights as well."""
+    """Refuse, before the first model runs, a Transformer Engine that would move weights, too."""
     require(preflight.check_process(preflight.collect(), offloading=True))

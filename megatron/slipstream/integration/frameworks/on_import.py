@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Importing this gets the engine ready, for frameworks that import what a user names.
+"""Prepare the engine on import, for frameworks that import a module that the user names.
 
 verl imports the modules in ``VERL_USE_EXTERNAL_MODULES``; ms-swift the files in
 ``--external_plugins``, one of which may import this. Both do so in every process they start. One
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 def get_ready() -> None:
-    """Same as importing the module, where a function has to be named.
+    """Do the same as importing the module, for places that need a function.
 
     Raises:
         ValueError: The file of settings cannot be used.
     """
     try:
         from megatron.slipstream.integration.frameworks.loading import load
-    # A half-installed Transformer Engine, which megatron-core imports, fails in many ways.
+    # An incomplete Transformer Engine, which megatron-core imports, raises various exceptions.
     except Exception as error:
         from megatron.slipstream.integration.log_setup import log_to_stderr
 

@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Megatron-core's seven offloading options, typed, as frameworks take them.
+"""Megatron-core's seven offloading options, typed, in the forms that frameworks accept.
 
-:func:`to_transformer_overrides` gives a plain dictionary for whatever assigns fields of a model's
-configuration (NeMo-RL's ``megatron_cfg``, Megatron-Bridge's ``apply_overrides_and_finalize``,
-verl's ``override_transformer_config``, ms-swift's ``megatron_extra_kwargs``), :func:`to_cli` the
-flags for whatever has megatron's parser (slime, Megatron-LM). Both are pure, and neither needs
-torch or megatron-core.
+:func:`to_transformer_overrides` returns a plain dictionary for code that assigns fields of a
+model's configuration (NeMo-RL's ``megatron_cfg``, Megatron-Bridge's
+``apply_overrides_and_finalize``, verl's ``override_transformer_config``, ms-swift's
+``megatron_extra_kwargs``), :func:`to_cli` the flags for programs with megatron's parser (slime,
+Megatron-LM). Both are pure, and neither needs torch or megatron-core.
 
 [Note: Three values of on and off]
 Without ``fine_grained_activation_offloading`` the model's configuration keeps its value, False
@@ -36,7 +36,7 @@ MODULES = "offload_modules"
 
 
 class OffloadOptions(TypedDict, total=False):
-    """Megatron-core's offloading options by their own names: see its ``TransformerConfig``."""
+    """Megatron-core's offloading options by name: see its ``TransformerConfig``."""
 
     fine_grained_activation_offloading: Optional[bool]
     """See [Note: Three values of on and off]."""
@@ -45,15 +45,15 @@ class OffloadOptions(TypedDict, total=False):
     activation_offload_fraction: Optional[float]
     """Fraction of each pass's groups that move, 0 to 1. From megatron-core 0.19 on."""
     delta_offload_bytes_across_pp_ranks: Optional[int]
-    """Bytes that each later pipeline rank keeps more. From megatron-core 0.19 on."""
+    """Bytes that each pipeline rank keeps more than the one before. From megatron-core 0.19 on."""
     min_offloaded_tensor_size: Optional[int]
     """Tensors of fewer elements (not bytes) stay."""
     delay_offload_until_cuda_graph: Optional[bool]
     """Copy what eager groups move when the next CUDA graph has been launched. From megatron-core
     0.19 on."""
     fine_grained_offloading_max_inflight_offloads: Optional[int]
-    """Of megatron-core's own engine, from 0.18 on. Slipstream plans how far copies may lag, and
-    refuses it."""
+    """Option of megatron-core's own engine, from 0.18 on. Slipstream plans the lag of copies and
+    refuses this option."""
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -79,9 +79,9 @@ class ModelFacts:
     cuda_graph_modules: tuple[Any, ...] = ()
     cuda_graph_warmup_steps: int = 3
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The offloading options that the configuration has already, by name."""
+    """Offloading options that the configuration already has, by name."""
     known_options: frozenset[str] = frozenset(DEFAULTS)
-    """Those that the installed megatron-core has."""
+    """Names of options that the installed megatron-core has."""
 
     @classmethod
     def of(cls, config: Any) -> ModelFacts:
@@ -108,16 +108,16 @@ def to_transformer_overrides(
     """The fields of a model's configuration to set, with their values.
 
     Args:
-        options: As a user has written them; [Note: Three values of on and off].
-        model_facts: Of the model that they are for.
+        options: Options as the user wrote them; [Note: Three values of on and off].
+        model_facts: Facts of the model that they are for.
 
     Returns:
         A new dictionary of plain values. An option that the installed megatron-core lacks is left
         out if its value changes nothing, which is logged; else it is refused.
 
     Raises:
-        ValueError: A key is no option, a value has the wrong type, or the options do not go
-            together or with the model. The message names option, value and cure.
+        ValueError: A key is not an option, a value has the wrong type, or the options are
+            incompatible with each other or the model. The message names option, value and cure.
     """
     given = {name: value for name, value in _typed(options).items() if value is not None}
     if given.get(SWITCH) is False:
@@ -125,7 +125,7 @@ def to_transformer_overrides(
     overrides = _known(given, model_facts)
     effective = {**DEFAULTS, **model_facts.options, **overrides}
     if given.get(SWITCH):
-        # Not the list that the configuration may have: who switches on says what moves.
+        # Not the configuration's own list: switching on requires naming the modules.
         effective[MODULES] = given.get(MODULES, [])
     require(check_model_options(SimpleNamespace(**{**vars(model_facts), **effective})))
     return overrides
@@ -134,7 +134,7 @@ def to_transformer_overrides(
 def to_cli(
     options: OffloadOptions | Mapping[str, Any], model_facts: ModelFacts = DENSE
 ) -> list[str]:
-    """As :func:`to_transformer_overrides`, but words for megatron's parser; none to switch off."""
+    """As :func:`to_transformer_overrides`, as words for megatron's parser; empty if off."""
     overrides = to_transformer_overrides(options, model_facts)
     if overrides.get(SWITCH) is False:
         return []  # The flag has no opposite.
@@ -153,8 +153,8 @@ def to_cli(
 def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
     """Assign fields of a configuration and have its own rules checked again.
 
-    A configuration checks itself only when it is made. Here the rules of Slipstream and then those
-    of the configuration (``finalize`` of a provider of Megatron-Bridge, else ``__post_init__``) run
+    A configuration checks itself only when it is created. Here Slipstream's rules and then those of
+    the configuration (``finalize`` of a provider of Megatron-Bridge, else ``__post_init__``) run
     with the new values, first on a copy.
 
     Args:
@@ -173,7 +173,7 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
     trial = copy.copy(config)
     for target in (trial, config):
         for name, value in overrides.items():
-            # Each a list of its own: what a rule adds to one is not for the other.
+            # Separate lists: a rule may add to one of them.
             setattr(target, name, copy.copy(value))
         revalidate(target)
 
@@ -243,7 +243,7 @@ def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
 
 
 def _graph_modules(config: Any) -> tuple[Any, ...]:
-    """By its name of today, or of 0.17; a configuration that is not finished may have one word."""
+    """Read it by its current name or that of 0.17; an unfinished configuration may have a str."""
     given = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None)
     if given is None or given == "full":
         return ()

@@ -2,8 +2,8 @@
 
 """For slime: ``--custom-megatron-init-path megatron.slipstream.integration.frameworks.slime.init``.
 
-slime calls it in each training process, once the process groups are there and before the model is
-built.
+slime calls it in each training process, after it creates the process groups and before it builds
+the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def init(args: Any) -> None:
-    """Get the engine ready, and say if megatron's own options leave it nothing to do.
+    """Prepare the engine, and warn if megatron's own options leave it nothing to do.
 
     Raises:
         ValueError: The file of settings cannot be used.

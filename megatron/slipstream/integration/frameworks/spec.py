@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""For ``--spec``, the one flag of megatron's own that imports code.
+"""For ``--spec``, megatron's only flag that imports code.
 
     --spec megatron.slipstream.integration.frameworks.spec layer_spec          GPT models
     --spec megatron.slipstream.integration.frameworks.spec hybrid_stack_spec   hybrid models
 
 The model is built as without the flag; with offloading inside Transformer Engine's CUDA graphs,
-from layers that take part in it. Importing this gets the engine ready.
+from layers that support it. Importing this module prepares the engine.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class DefaultLayerSpec(TransformerBlockSubmodules):
     """The spec that a GPT model has without ``--spec``, for readers of that flag.
 
     Builders of megatron-core 0.19 call it with a model configuration, slime with arguments and a
-    ``TransformerConfig``. Megatron-LM's ``gpt_builders.py`` (up to 0.18) does not call it: so it is
-    the submodules of a block, too, made when they are read.
+    ``TransformerConfig``. Megatron-LM's ``gpt_builders.py`` (up to 0.18) does not call it, so it
+    also acts as the submodules of a block, which are built when they are read.
     """
 
     def __init__(self) -> None:
-        """Not a block's: what it holds is not known yet."""
+        """Does not apply: its contents are not known yet."""
 
     def __call__(
         self, first: Any, config: Any = None, vp_stage: Optional[int] = None, **_: Any
@@ -47,7 +47,7 @@ class DefaultLayerSpec(TransformerBlockSubmodules):
         Args:
             first: A model configuration of ``megatron.training``, or megatron's arguments.
             config: With arguments, the ``TransformerConfig``.
-            vp_stage: The virtual pipeline stage; None if there is one only.
+            vp_stage: The virtual pipeline stage; None if there is only one.
         """
         if config is not None:
             spec, transformer = compat.gpt_block_spec(first, config, vp_stage), config
