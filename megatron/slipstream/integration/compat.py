@@ -2,9 +2,9 @@
 
 """Differences between the releases of megatron-core that Slipstream runs on.
 
-The rest of ``integration`` is written against the newest of :data:`TESTED_RELEASES` and asks here
-where an older one differs. megatron-core is imported by the functions, not by this module: on a
-machine without a GPU the stand-ins come first.
+The rest of ``integration`` is written for the newest of :data:`TESTED_RELEASES` and calls this
+module where an older one differs. The functions import megatron-core, not the module: without a
+GPU the shims come first.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def missing_pass_arguments() -> tuple[int, ...]:
 
 
 def unmark_norms_at_graph_edges(layer: Any) -> None:
-    """Do not mark norms of a new layer whose input one of its graphs takes in or gives out.
+    """Do not mark norms of a new layer whose input is an input or output of its graphs.
 
-    A graph keeps that memory; and where the router ends a graph, the group of the norm before it
+    A graph keeps that memory; and if a graph ends with the router, the group of the norm before it
     would begin inside and end outside. From 0.19 on layers do this themselves.
     """
     if hasattr(layer, "offload_module_in_cuda_graph") or not hasattr(layer, "offload_mlp_norm"):
@@ -84,7 +84,7 @@ LATER_OPTIONS: Mapping[str, str] = {
     "rank meets by itself",
     "delay_offload_until_cuda_graph": "leave it out",
 }
-"""Offloading options of megatron-core 0.19, and the cure without each."""
+"""Offloading options new in megatron-core 0.19, and the cure for a release without each."""
 
 
 def refuse_later_flags(message: str) -> None:
@@ -109,7 +109,7 @@ def _lacks(
     cure: str,
     later: str = TESTED_RELEASES[-1],
 ) -> Rule:
-    """The rule that the installed release cannot do ``shown`` ``when`` that is asked for."""
+    """Return the rule that the installed release does not support ``shown``, used ``when``."""
     return option_rule(
         option,
         when,
@@ -227,14 +227,14 @@ def check_release(args: Any) -> list[Finding]:
 
 
 def null_tokenizer_takes_end_of_document() -> bool:
-    """Up to 0.17 it was always the token after the vocabulary."""
+    """Whether it is an argument; up to 0.17 it is always the token after the vocabulary."""
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
     return "eod_id" in inspect.signature(NullTokenizer).parameters
 
 
 def complete_arguments(args: Any) -> None:
-    """Give validated arguments of an older release what the newest has, with the same effect."""
+    """Add the newest release's arguments to those of an older one, with equal effect."""
     # Evaluation had no batch size of its own up to 0.17.
     for name in ("micro_batch_size", "global_batch_size"):
         if not hasattr(args, f"eval_{name}"):
@@ -242,14 +242,14 @@ def complete_arguments(args: Any) -> None:
 
 
 def gpt_config(args: Any) -> Any:
-    """The configuration of a GPT model as megatron's arguments describe it, for a builder."""
+    """Return the GPT model configuration that megatron's arguments describe, for a builder."""
     from megatron.training import argument_utils
 
     return argument_utils.gpt_config_from_args(args) if has_gpt_builder() else _GPT(args)
 
 
 class _GPT:
-    """A GPT model as megatron's arguments describe it, for wheels without a builder."""
+    """Builds the GPT model that megatron's arguments describe, for wheels without a builder."""
 
     def __init__(self, args: Any) -> None:
         from megatron.training.arguments import core_transformer_config_from_args
@@ -261,7 +261,7 @@ class _GPT:
     def build_model(
         self, pg_collection: Any, pre_process: bool, post_process: bool, vp_stage: Optional[int]
     ) -> torch.nn.Module:
-        """One model chunk: as the builders of later releases."""
+        """Build one model chunk, as the builders of later releases do."""
         from megatron.core.models.gpt import GPTModel
 
         args = self._args
@@ -289,7 +289,7 @@ class _GPT:
 
 
 def gpt_block_spec(args: Any, transformer: Any, vp_stage: Optional[int]) -> Any:
-    """The spec of a GPT model's layers as megatron's arguments describe it, in every release."""
+    """Return the spec of a GPT model's layers from megatron's arguments, in every release."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     return get_gpt_decoder_block_spec(
@@ -337,7 +337,7 @@ def bind_pretrain(args: Any, model: Any) -> Pretrain:
 def _pretrain_by_config(
     container: Any, datasets: Any, forward_step: Any, finalizing: Callable[..., Any]
 ) -> None:
-    """0.19: the configuration says how to build the model and how to finalise gradients."""
+    """0.19: the configuration has the functions that build the model and finalise gradients."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
@@ -356,7 +356,7 @@ def _pretrain_by_function(
     forward_step: Any,
     finalizing: Callable[..., Any],
 ) -> None:
-    """Up to 0.18: a function builds the model; the loop names the one that finalises gradients."""
+    """Up to 0.18: a function builds the model; the training loop sets the finalising function."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
 
@@ -375,7 +375,7 @@ def _pretrain_by_function(
 
 
 def _pretrain_without_parsing(args: Any, *arguments: Any) -> None:
-    """0.17, whose ``pretrain`` parses and validates for itself, takes what is validated."""
+    """0.17: have ``pretrain``, which parses and validates itself, use the validated arguments."""
     first, *others = table.INITIALIZE
     with applied([bound(first, args), *others]):
         _pretrain_by_function(*arguments)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Slipstream's own settings from a YAML file, where a framework has no place for them.
+"""Slipstream's own settings from a YAML file, for frameworks without options for them.
 
 The environment variable :data:`VARIABLE` names the file. Its keys are the fields of
 :class:`~megatron.slipstream.config.OffloadConfig`:
@@ -33,7 +33,7 @@ def config_from_environment() -> OffloadConfig:
     """The settings of the file that :data:`VARIABLE` names; the defaults if it names none.
 
     Raises:
-        ValueError: The file cannot be read, or holds what is no setting.
+        ValueError: The file cannot be read, or contains something that is not a setting.
     """
     path = os.environ.get(VARIABLE)
     return load_config(path) if path else OffloadConfig()
@@ -51,8 +51,8 @@ def load_config(path: str | Path) -> OffloadConfig:
     """Read a file of settings.
 
     Raises:
-        ValueError: It cannot be read, is no mapping, or has a key or a value that is no setting.
-            The message names the file and the key.
+        ValueError: It cannot be read, is not a mapping, or has an invalid key or value. The message
+            names the file and the key.
     """
     hints = get_type_hints(OffloadConfig)
     values = _read(path)
@@ -96,7 +96,7 @@ def _read(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no settings; write one 'name: value' a line")
-    # YAML lets the last of two win.
+    # YAML keeps the last of duplicate keys.
     names = [key.value for key, _ in node.value]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -108,7 +108,7 @@ def _suggestion(name: object, hints: dict[str, Any]) -> str:
     if name in MEGATRON_OPTIONS:
         return "it is an option of megatron-core's: give it to the model's configuration"
     near = difflib.get_close_matches(str(name), hints, n=1)
-    # People leave out the prefix that all of them have.
+    # Users often omit the prefix that all settings share.
     near = near or difflib.get_close_matches(f"offload_{name}", hints, n=1, cutoff=0.85)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}Settings: {', '.join(hints)}"

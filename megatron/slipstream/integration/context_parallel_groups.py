@@ -18,23 +18,23 @@ Group = torch.distributed.ProcessGroup
 
 @dataclass(frozen=True)
 class ContextParallelGroups:
-    """This rank's groups: one of each size, which divide the same ranks again and again."""
+    """This rank's groups: one of each size, each a subset of the next larger."""
 
     everyone: Group
-    """All data- and context-parallel ranks. A rank's samples go by its number among them."""
+    """All data- and context-parallel ranks. A rank's index among them selects its samples."""
     of_size: Mapping[int, Group]
-    """The consecutive ranks of ``everyone`` that a micro-batch of this size is shared with. That of
-    size 1 is a group too, because rotary embeddings ask it for size and rank."""
+    """By size, the consecutive ranks of ``everyone`` that share a micro-batch. Size 1 has a group,
+    too, because rotary embeddings read its size and rank."""
 
 
 _groups: Optional[ContextParallelGroups] = None
 
 
 def context_parallel_groups(limits: RankLimits) -> ContextParallelGroups:
-    """The groups, made by the first call: a collective of all ranks of the job.
+    """Return the groups; the first call creates them, a collective of all ranks of the job.
 
     Raises:
-        ValueError: Megatron's process groups are not those that the sizes were chosen for.
+        ValueError: Megatron's process groups do not match the sizes.
     """
     global _groups
     everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -48,7 +48,7 @@ def _make_groups(everyone: Group, limits: RankLimits) -> ContextParallelGroups:
     lists: list[Any] = [None] * torch.distributed.get_world_size()
     mine = torch.distributed.get_process_group_ranks(everyone)
     torch.distributed.all_gather_object(lists, mine)
-    # Of all pipeline stages and tensor-parallel ranks. Every rank makes every group, in one order.
+    # For all pipeline stages and tensor-parallel ranks: every rank creates all groups in one order.
     distinct = sorted(set(map(tuple, lists)))
     of_size = {size: _of_size(size, everyone, distinct) for size in limits.sizes}
     for group in of_size.values():
@@ -57,7 +57,7 @@ def _make_groups(everyone: Group, limits: RankLimits) -> ContextParallelGroups:
 
 
 def _check_order(everyone: Group, limits: RankLimits) -> None:
-    """Samples and groups go by ``data-parallel rank * context-parallel size + its rank``."""
+    """Check that ranks are ordered by ``data-parallel rank * context-parallel size + CP rank``."""
     if everyone.size() != limits.num_ranks:
         raise ValueError(
             f"dynamic_context_parallel is not supported with {everyone.size()} data- and "
@@ -76,7 +76,7 @@ def _check_order(everyone: Group, limits: RankLimits) -> None:
 
 
 def _of_size(size: int, everyone: Group, lists: Sequence[Sequence[int]]) -> Group:
-    """This rank's group of a size: megatron's own where it has one, else a new one."""
+    """Return this rank's group of a size: megatron's if it has one, else a new one."""
     existing = _existing(size, everyone)
     if existing is not None:
         return existing
@@ -88,21 +88,21 @@ def _of_size(size: int, everyone: Group, lists: Sequence[Sequence[int]]) -> Grou
 
 
 def _existing(size: int, everyone: Group) -> Optional[Group]:
-    """All ranks find one or none does: megatron makes these for all at once."""
+    """Return megatron's group of this size, which exists on all ranks or on none."""
     if size == everyone.size():
         return everyone
     if size == parallel_state.get_context_parallel_world_size():
         return parallel_state.get_context_parallel_group()
-    # There if megatron was initialised with hybrid_context_parallel.
+    # Set if megatron was initialised with hybrid_context_parallel.
     hybrid: Mapping[int, Group] = parallel_state._HYBRID_DP_CP_GROUPS
     return hybrid.get(size)
 
 
 def _open_connections(group: Group) -> None:
-    """One exchange of each kind that attention uses, so that none has to connect in training.
+    """Run one exchange of each kind that attention uses, to open its connections.
 
-    NCCL connects at the first use, apart for collectives and for sends to a neighbour, which must
-    not happen while a CUDA graph is captured.
+    NCCL connects at the first use, separately for collectives and for sends to a neighbour. That
+    must not happen while a CUDA graph is captured.
     """
     size, rank = group.size(), group.rank()
     if size == 1:
@@ -116,12 +116,12 @@ def _open_connections(group: Group) -> None:
         (torch.distributed.isend, ones, ranks[(rank + 1) % size]),
         (torch.distributed.irecv, received, ranks[rank - 1]),
     ]
-    # In the order in which Transformer Engine's ring has them: the first of a pair sends first.
+    # In the order of Transformer Engine's ring: the first of a pair sends first.
     if rank % 2:
         exchanges.reverse()
     for work in [exchange(tensor, peer, group) for exchange, tensor, peer in exchanges]:
         work.wait()
-    received.item()  # The host waits until the connections are there.
+    received.item()  # The host waits for the connections.
 
 
 # Agreement
@@ -130,11 +130,10 @@ def _open_connections(group: Group) -> None:
 def check_agreement(groups: ContextParallelGroups, size: int, fingerprint: int) -> None:
     """Compare size and documents of the micro-batches of all ranks; a collective of ``everyone``.
 
-    Ranks that disagree about the size would wait for each other without end, and those that
-    disagree about the documents would mix them.
+    Ranks with different sizes would deadlock, and ranks with different documents would mix them.
 
     Raises:
-        RuntimeError: Some disagree; on all ranks, and with the same text.
+        RuntimeError: Ranks disagree; raised on all ranks with the same text.
     """
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     mine = torch.tensor([size, fingerprint], dtype=torch.int64, device=device)

@@ -4,7 +4,7 @@
 
 A size decides three of the arguments of a model chunk: the group (``PackedSeqParams.cp_group``),
 the number of tokens of the whole buffer (``max_seqlen``), and the table of rotary embeddings, which
-is that long. Everything else has the same shape for every size.
+has that length. Everything else has the same shape for every size.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class DynamicSizes:
 
     Args:
         model: The chunk that micro-batches are given to, without wrappers.
-        limits: Of the ranks.
-        groups: This rank's, of at least these sizes, with open connections.
+        limits: Limits of the ranks.
+        groups: This rank's groups of at least these sizes, with open connections.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class DynamicSizes:
         """The size of a micro-batch with these arguments of ``TransformerBlock.forward``.
 
         Raises:
-            ValueError: No graphs are captured with its group, or it is larger than they are.
+            ValueError: No graphs are captured with its group, or it exceeds their size.
         """
         params: Optional[PackedSeqParams] = arguments.get("packed_seq_params")
         if params is None or params.cp_group is None:
@@ -105,7 +105,7 @@ class DynamicSizes:
         num_tokens = size * self._limits.tokens_per_rank
         resized.max_seqlen_q = resized.max_seqlen_kv = num_tokens
         resized.cp_group = self._groups[size]
-        # Offsets that are one tensor stay one.
+        # Offsets that share a tensor keep sharing it.
         made: dict[int, torch.Tensor] = {}
         for name in _OFFSETS:
             offsets = getattr(params, name)
@@ -132,7 +132,7 @@ class DynamicSizes:
         """Raise ``error``, or ``RuntimeError`` if another rank has one; a collective of all."""
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         num_failed = torch.tensor(int(error is not None), device=device)
-        # Those of all stages and tensor-parallel ranks, then those of each of them.
+        # First over all stages and tensor-parallel ranks, then within each.
         for group in (parallel_state.get_model_parallel_group(), self._everyone):
             torch.distributed.all_reduce(num_failed, group=group)
         if error is not None:

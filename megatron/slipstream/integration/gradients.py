@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The gradients that the parameters of a process's models hold as ``grad``.
+"""Gradients that the parameters of a process's models hold as ``grad``.
 
-megatron-core's data parallelism keeps them in buffers that exist from the beginning, so ``grad`` is
-almost always None.
+megatron-core's data parallelism keeps gradients in preallocated buffers, so ``grad`` is almost
+always None.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Gradients:
-    """Counts gradients of the parameters of ``modules()``, and sees those that appear."""
+    """Counts gradients of the parameters of ``modules()``, and detects new ones."""
 
     def __init__(self, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
         self._modules = modules
         self._hooks: list[RemovableHandle] = []
 
     def count(self) -> int:
-        """Bytes of the gradients that the parameters have now."""
+        """Bytes of the parameters' current gradients."""
         gradients = (parameter.grad for parameter in self._parameters())
         return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
     def begin(self, come: Callable[[int], None]) -> None:
-        """Have ``come`` called with its bytes, once for each gradient that appears from now on."""
+        """Call ``come`` once with the bytes of each gradient that appears from now on."""
         self.end()
         waiting = {id(p) for p in self._parameters() if p.requires_grad and p.grad is None}
 

@@ -3,14 +3,14 @@
 """Layers whose activations move inside Transformer Engine's CUDA graphs.
 
 Transformer Engine captures the forward and the backward of each layer as graphs. The layers here
-tell the engine where each of them begins and ends, and have them replayed on a stream of their own,
-so that what follows a graph waits for its computation only and not for its last copies.
+notify the engine where each graph begins and ends, and replay them on a separate stream, so that
+what follows a graph waits only for its computation and not for its last copies.
 
-They are put in the place of megatron-core's layers in the model's spec:
+They replace megatron-core's layers in the model's spec:
 
     spec = with_graph_offloading(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
 
-Where a framework has built other layers, ``install()`` is enough: layers become those of this
+Where a framework builds other layers, ``install()`` is enough: layers get the classes of this
 module when their model is first called with gradients, before anything is captured.
 """
 
@@ -33,7 +33,7 @@ from megatron.slipstream.rules import require
 
 
 class GraphOffloadMixin(torch.nn.Module):
-    """For a graphable module of megatron-core: synchronises its graphs with the engine's copies."""
+    """Mixin for megatron-core's graphable modules: orders their graphs and the engine's copies."""
 
     config: Any
     layer_number: int
@@ -43,21 +43,21 @@ class GraphOffloadMixin(torch.nn.Module):
         self.take_part(options.get("vp_stage") or 0)
 
     def take_part(self, vp_stage: int) -> None:
-        """Begin to tell the engine of captures of this layer.
+        """Start to notify the engine of captures of this layer.
 
         Args:
-            vp_stage: The model chunk that it is in.
+            vp_stage: Index of its model chunk.
         """
         self._vp_stage = vp_stage
         self.find_engine: Callable[[], model_router.RoutedManager] | None = None
-        """The engine of the layer's model, once that has been called with gradients."""
+        """The engine of the layer's model, set when that is first called with gradients."""
         self._graph_event: Optional[torch.cuda.Event] = None
-        """Recorded in each graph of the layer when only copies are left to do."""
+        """Recorded in each graph of the layer where only copies remain."""
         compat.unmark_norms_at_graph_edges(self)
 
     def _set_offload_modules(self) -> None:
         super()._set_offload_modules()  # type: ignore[misc]
-        # megatron-core's own records and waits: here they are made around the whole layer, in every
+        # megatron-core's own records and waits: here they surround the whole layer, in every
         # release, whatever part of it is captured.
         self.offload_module_in_cuda_graph = False
 
@@ -77,7 +77,7 @@ class GraphOffloadMixin(torch.nn.Module):
         **options: Any,
     ) -> Any:
         if not manager.store.backend.is_capturing():
-            # Transformer Engine warms its graphs up: what is copied now would be for nothing.
+            # Transformer Engine warms its graphs up: copies would be useless.
             open_graphs(self)
             with manager.suspended():
                 outputs = capture(*arguments, **options)
@@ -97,8 +97,8 @@ class GraphOffloadMixin(torch.nn.Module):
     def _te_cuda_graph_replay(self, *arguments: Any, **options: Any) -> Any:
         outputs = super()._te_cuda_graph_replay(*arguments, **options)  # type: ignore[misc]
         manager = _engine_of(self)
-        # What was put off until the next graph has been launched (delay_offload_until_cuda_graph):
-        # after the last one there is none to wait for.
+        # Copies delayed until the next graph launch (delay_offload_until_cuda_graph): the last
+        # graph has no next one.
         if manager is not None and manager.graphs.is_last(self._vp_stage, self.layer_number):
             manager.flush_delayed_groups()
         return outputs
@@ -110,7 +110,7 @@ class GraphOffloadMixin(torch.nn.Module):
             *arguments, **options
         )
         manager = _engine_of(self)
-        # All graphs or none: their memory is one another's, so one stream puts them in order.
+        # All graphs or none: they share memory, so one stream must order them.
         if manager is not None and manager.graphs.moves_anything:
             named["cuda_graph_stream"] = manager.cuda_graph_stream
             named["cuda_graph_event"] = self._graph_event
@@ -118,7 +118,7 @@ class GraphOffloadMixin(torch.nn.Module):
 
 
 class GraphOffloadTransformerLayer(GraphOffloadMixin, TransformerLayer):
-    """A ``TransformerLayer`` whose activations move inside its CUDA graphs too."""
+    """A ``TransformerLayer`` whose activations also move inside its CUDA graphs."""
 
 
 class GraphOffloadMoETransformerLayer(GraphOffloadMixin, MoETransformerLayer):
@@ -126,18 +126,18 @@ class GraphOffloadMoETransformerLayer(GraphOffloadMixin, MoETransformerLayer):
 
 
 class GraphOffloadMambaMixin(GraphOffloadMixin):
-    """For a ``MambaLayer``: its graphs are replayed in order with those of the other layers."""
+    """Mixin for ``MambaLayer``: its graphs are replayed in order with those of other layers."""
 
     def _set_offload_modules(self) -> None:
-        """Nothing in it is marked."""
+        """Do nothing: nothing in it is marked."""
 
 
 class GraphOffloadMambaLayer(GraphOffloadMambaMixin, MambaLayer):
-    """A ``MambaLayer`` with that."""
+    """A ``MambaLayer`` with :class:`GraphOffloadMambaMixin`."""
 
 
 def with_graph_offloading(spec: Any) -> Any:
-    """A copy of a layer or block spec with the layers of this module for megatron-core's."""
+    """Return a copy of a layer or block spec with this module's layers."""
     return replace_classes(
         spec,
         {
@@ -151,7 +151,7 @@ def with_graph_offloading(spec: Any) -> Any:
 def offload_in_graphs(
     chunk: torch.nn.Module, find_engine: Callable[[], model_router.RoutedManager]
 ) -> list[Callable[[], None]]:
-    """Have the layers of a model chunk offload inside their graphs, whatever built them.
+    """Make the layers of a model chunk offload inside their graphs, whoever built them.
 
     Each layer gets a class derived from its own.
 
@@ -179,11 +179,11 @@ def _forget_engine(layer: Any) -> None:
 
 
 _MARKS = ("offload_attn_norm", "offload_mlp_norm", "offload_module_in_cuda_graph")
-"""Attributes of a layer that depend on whether it takes part."""
+"""Attributes of a layer that depend on whether it offloads in its graphs."""
 
 
 def _take_part(layer: Any, stage: int) -> list[Callable[[], None]]:
-    """Have one layer take part. Returns functions that undo it."""
+    """Change one layer. Returns functions that undo it."""
     marks = {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
     is_mamba = isinstance(layer, MambaLayer)
     sets_marks = hasattr(layer, "_set_offload_modules")  # from 0.19 on
@@ -227,7 +227,7 @@ def _engine_of(layer: Any) -> Optional[model_router.RoutedManager]:
 
 
 class _BackwardGraph(torch.autograd.Function):
-    """Passes a tensor on. Its backward is the first in the layer's backward graph."""
+    """Identity whose backward is the first in the layer's backward graph."""
 
     @staticmethod
     def forward(
@@ -244,7 +244,7 @@ class _BackwardGraph(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         graphs, graphed, record = ctx.captured
         graphs.begin_backward(graphed)
-        # When the last of the backward operations has been captured, whichever that is.
+        # After the last backward operation is captured, whichever it is.
         torch.autograd.Variable._execution_engine.queue_callback(
             lambda: graphs.end_backward(record)
         )
@@ -259,7 +259,7 @@ def _mark_backward(
 ) -> tuple[Any, ...]:
     """Mark the beginning of backward on the first output with a gradient.
 
-    Its node is the last to be made, so of all that are ready autograd runs it first.
+    Its node is created last, so autograd runs it first of all ready nodes.
     """
     for index, output in enumerate(outputs):
         if torch.is_tensor(output) and output.requires_grad:

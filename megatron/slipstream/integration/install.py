@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Puts the engine behind megatron-core's own offloading options.
+"""Install the engine behind megatron-core's own offloading options.
 
 megatron-core sends every mark of its layers to the object in the class attribute
-``PipelineOffloadManager.OFFLOAD_MGR``. :func:`install` puts ours there, so every model, flag and
-framework with ``fine_grained_activation_offloading`` uses it. :mod:`compat` has the differences
+``PipelineOffloadManager.OFFLOAD_MGR``. :func:`install` sets it to our engine, so every model, flag
+and framework with ``fine_grained_activation_offloading`` uses it. :mod:`compat` has the differences
 between releases; :mod:`model_router` gives each of several models its own engine.
 """
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 FLAG = "CPUOffloadEnabled"
 WITHOUT_WEIGHTS = frozenset(("core_attn", "moe_act"))
-"""Modules in which :data:`FLAG` only makes Transformer Engine mark tensors, which nothing reads."""
+"""Modules in which :data:`FLAG` only makes Transformer Engine mark tensors; no code reads that."""
 
 _FEATURES = (
     *(Feature.ENGINE, Feature.ENGINE_ON_GPU, Feature.CHECKPOINT_INPUTS),
@@ -63,8 +63,8 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
             ``SLIPSTREAM_CONFIG`` names, or the defaults.
 
     Returns:
-        The engine. Of several models that the process trains it is that of the first, and each
-        other one gets an engine of its own.
+        The engine. If the process trains several models, it is the first model's; each other model
+        gets its own.
 
     Raises:
         ValueError: ``config`` is of another type, its ``offload_engine`` is 'megatron', its backend
@@ -106,7 +106,7 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
 def _prepare_chunk(
     chunk: torch.nn.Module, find_engine: Callable[[], model_router.RoutedManager]
 ) -> list[Callable[[], None]]:
-    """Make a model chunk ready, before it runs. Returns functions that undo it."""
+    """Prepare a model chunk before it runs. Returns functions that undo it."""
     if not moves_in_layer_graphs(chunk.config):
         return []
     from megatron.slipstream.integration.graph_layers import offload_in_graphs
@@ -133,14 +133,14 @@ def _make_manager(
 def install_at_first_call(
     config: Optional[OffloadConfig], before: Callable[[], None] = lambda: None
 ) -> None:
-    """Have :func:`install` called when a model that is to offload is called for the first time.
+    """Call :func:`install` when a model with offloading is first called.
 
-    For code that runs in processes that will never have a model, and before a process knows which
-    GPU is its own.
+    For code that also runs in processes without a model, and before a process has selected its
+    GPU.
 
     Args:
         config: As for :func:`install`.
-        before: Called right before; what it raises ends that call.
+        before: Called right before; its exceptions end that call.
 
     Raises:
         ValueError: ``config`` is of another type.
@@ -158,7 +158,7 @@ def install_at_first_call(
 
 
 def uninstall() -> None:
-    """Give megatron-core its own engine back, undo all patches and return the host memory."""
+    """Restore megatron-core's own engine, undo all patches and free the host memory."""
     seam = mcore_offload.PipelineOffloadManager
     current = seam.OFFLOAD_MGR
     set_before_first_call(None)
@@ -174,10 +174,10 @@ def installed() -> Optional[model_router.RoutedManager]:
 
 
 def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Make chunks (virtual pipeline stages) one model, with an engine and a plan of its own.
+    """Register chunks (virtual pipeline stages) as one model, with its own engine and plan.
 
-    Needed only where a process trains several models, whose chunks are otherwise told apart when
-    they are first called. For megatron's ``ModelConfig.pre_wrap_hooks`` and Megatron-Bridge's
+    Needed only if a process trains several models; their chunks are otherwise assigned when first
+    called. For megatron's ``ModelConfig.pre_wrap_hooks`` and Megatron-Bridge's
     ``register_pre_wrap_hook``. Calls :func:`install` if needed. Models whose configuration does not
     ask for offloading are left alone.
 
@@ -188,7 +188,7 @@ def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         The same chunks.
 
     Raises:
-        ValueError: The engine cannot be installed, or ``model_chunks`` is no list of modules.
+        ValueError: The engine cannot be installed, or ``model_chunks`` is not a list of modules.
     """
     if not isinstance(model_chunks, Sequence) or not all(
         isinstance(chunk, torch.nn.Module) for chunk in model_chunks
@@ -212,7 +212,7 @@ def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Move nothing inside. Not needed for passes without gradients, which are never touched."""
+    """Context without offloading. Not needed for passes without gradients, which never offload."""
     manager = installed()
     with contextlib.nullcontext() if manager is None else manager.suspended():
         yield
@@ -222,7 +222,7 @@ def report(model: Optional[torch.nn.Module] = None) -> Report:
     """This rank's figures of its last complete iteration.
 
     Args:
-        model: A chunk of the model in question, wrapped or not; None for the one trained last.
+        model: A chunk of the model, wrapped or not; None for the model trained last.
 
     Raises:
         RuntimeError: :func:`install` has not been called.
@@ -252,7 +252,7 @@ def save_trace(path: str) -> None:
 
 
 def plans() -> dict[int, Plan]:
-    """This rank's plan by rank, for a page of the report; empty before one has been recorded."""
+    """This rank's plan by rank, for the report's page; empty before one has been recorded."""
     manager = installed()
     if manager is None or manager.plan is None:
         return {}
@@ -270,10 +270,10 @@ def gather_report() -> Report:
 
 
 def _region_flag() -> Optional[RegionFlag]:
-    """The flag that tells Transformer Engine that what its modules save may move; None without one.
+    """Transformer Engine's flag that tensors saved by its modules may move; None without one.
 
     Its modules then keep weights (and their ``main_grad``) by reference instead of saving them, and
-    allocate the experts' inputs one by one instead of as one block.
+    allocate each expert's input separately instead of as one block.
     """
     try:
         from megatron.core.extensions.transformer_engine import cpu_offload

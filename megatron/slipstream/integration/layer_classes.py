@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Layers that exist get a class derived from their own, whatever framework has built them."""
+"""Give existing layers a class derived from their own, whichever framework built them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def convert(layer: Any, mixin: type) -> Callable[[], None]:
 
     Args:
         layer: A module.
-        mixin: A class without state that ``__init__`` would have to make.
+        mixin: A class without state of its own.
 
     Returns:
-        A function that gives the layer its class back. It does not keep the layer alive.
+        A function that restores the layer's class. It does not keep the layer alive.
     """
     kind = type(layer)
     if (mixin, kind) not in _classes:
@@ -31,7 +31,7 @@ def convert(layer: Any, mixin: type) -> Callable[[], None]:
 
 
 def undo_on(layer: Any, undo: Callable[[Any], None]) -> Callable[[], None]:
-    """A function that calls ``undo`` with the layer. It does not keep the layer alive."""
+    """Return a function that calls ``undo`` with the layer, without keeping the layer alive."""
     reference = weakref.ref(layer)
 
     def call() -> None:

@@ -8,7 +8,7 @@ import logging
 
 
 def log_to_stderr() -> None:
-    """Let our own messages through at INFO; the root logger and its level stay as they are."""
+    """Show our messages from INFO on; the root logger and its level are unchanged."""
     package = logging.getLogger("megatron.slipstream")
     if not any(isinstance(handler, logging.StreamHandler) for handler in package.handlers):
         handler = logging.StreamHandler()

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Megatron's prints, logs and warnings during a training go to a file.
+"""Redirect megatron's prints, logs and warnings during training to a file.
 
 Of 1,250 lines for 20 iterations, 830 are its arguments. Slipstream's own messages, progress and
-errors go to stderr, which stays as it is.
+errors go to stderr, which is unchanged.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
-    """Stands in for stdout, and takes warnings and logs without a handler.
+    """Replaces stdout, and captures warnings and logs without a handler.
 
-    Until :meth:`keep` the text is held back: a command that is refused shows one line. Flags are
-    given unparsed, because parsing prints.
+    Until :meth:`keep` the text is buffered, so a refused command shows one line. Flags are passed
+    unparsed, because parsing prints.
     """
 
     def __init__(self, arguments: Sequence[str], rank: int) -> None:
@@ -65,7 +65,7 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
         self._stack.enter_context(contextlib.redirect_stdout(self._stream))
         self._stack.callback(setattr, logging, "lastResort", logging.lastResort)
         logging.lastResort = handler
-        # captureWarnings() would give a logger without a handler one that drops everything.
+        # captureWarnings() would add a handler that drops everything to a logger without one.
         of_python = logging.getLogger("py.warnings")
         of_python.addHandler(handler)
         self._stack.callback(of_python.removeHandler, handler)
@@ -76,7 +76,7 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
         return self
 
     def keep(self) -> None:
-        """Open the file; what was held back comes first.
+        """Open the file; write the buffered text first.
 
         Raises:
             ValueError: The file that the user named cannot be opened.
@@ -114,9 +114,9 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
 
 
 class _Stream(io.TextIOBase):
-    """Writes to whatever is the target now: handlers of megatron keep it after a training.
+    """Writes to the current target: megatron's handlers keep the stream after training.
 
-    Of warnings that are equal, as from every layer of every iteration, it writes the first.
+    Of equal warnings, as from every layer of every iteration, it writes only the first.
     """
 
     def __init__(self, target: TextIO) -> None:
@@ -128,7 +128,7 @@ class _Stream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        # A handler writes a record in one piece.
+        # A handler writes each record in one call.
         if text.startswith("WARNING:"):
             self._warnings[text] += 1
             if self._warnings[text] > 1:
@@ -136,7 +136,7 @@ class _Stream(io.TextIOBase):
         return self.write_as_is(text)
 
     def write_as_is(self, text: str) -> int:
-        """Write also what was written before. A disk that is full does not end a training."""
+        """Write also repeated warnings. A full disk does not end training."""
         if self._has_failed:
             return len(text)
         try:
@@ -153,7 +153,7 @@ class _Stream(io.TextIOBase):
             return len(text)
 
     def write_repeat_counts(self) -> None:
-        """Write how often each warning came."""
+        """Write how often each warning was repeated."""
         for text, count in self._warnings.items():
             if count > 1:
                 self.write_as_is(f"# {count} times: {text}")
@@ -174,7 +174,7 @@ def _appending(path: str) -> Iterator[TextIO]:
     try:
         yield stream
     finally:
-        # What could not be written has been warned about.
+        # A failed write has already been logged.
         with contextlib.suppress(OSError):
             stream.close()
 

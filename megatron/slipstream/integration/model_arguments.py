@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""From megatron's own flags to a model's shape, for a plan without a GPU.
+"""Derive a model's shape from megatron's flags, for a plan without a GPU.
 
-The flags are parsed and validated by megatron, so that every default and every derived value is
-what a training would have. What a plan cannot know the sizes of is refused.
+Megatron parses and validates the flags, so that every default and derived value is the same as in
+training. Models whose sizes a plan cannot know are refused.
 """
 
 from __future__ import annotations
@@ -48,20 +48,19 @@ def configured_by_flags(
     num_processes: Optional[int] = None,
     num_micro_batches: Optional[int] = None,
 ) -> Configured:
-    """The training that megatron's flags describe.
+    """Return the training setup that megatron's flags describe.
 
-    Without a GPU, megatron's modules see the CPU shims from then on.
+    Without a GPU, the CPU shims stay in place afterwards.
 
     Args:
-        flags: Those of the training script; those that have nothing to do with sizes do no harm.
-        num_processes: How many processes the training has; None for the fewest that its model
-            parallelism needs.
-        num_micro_batches: How many to plan; None for those of an iteration, or as many of them as
-            show what repeats.
+        flags: Flags of the training script; those without effect on sizes are ignored.
+        num_processes: Number of processes of the training; None for the minimum of its model
+            parallelism.
+        num_micro_batches: Number of micro-batches to plan; None for those of an iteration, or
+            enough of them to show its steady state.
 
     Raises:
-        ValueError: The flags would be refused by a training anywhere, or a plan cannot be made of
-            them.
+        ValueError: Training would refuse the flags on any machine, or they cannot be planned.
     """
     with dry_run.as_in_training(CUDA_DEVICE_MAX_CONNECTIONS="1"):
         cpu_only.install_training_shims()
@@ -74,7 +73,7 @@ def configured_by_flags(
 
 
 def _config(args: Any) -> Any:
-    """The configuration that megatron makes of the arguments, which it validates."""
+    """Return the configuration that megatron creates from the arguments and validates."""
     from megatron.training import arguments as megatron_arguments
 
     fused = _hide_fusions(args)
@@ -87,7 +86,7 @@ def _config(args: Any) -> Any:
     except AssertionError as error:
         raise validation.refused_by_megatron(error) from error
     except (KeyError, TypeError, AttributeError) as error:
-        # Megatron's code fails in any way on what it did not expect.
+        # Megatron's code may raise any exception on unexpected input.
         raise ValueError(
             f"megatron cannot make a model of the flags: {type(error).__name__}: {error}; give "
             "all flags of the training"
@@ -95,9 +94,9 @@ def _config(args: Any) -> Any:
 
 
 def _hide_fusions(args: Any) -> dict[str, Any]:
-    """Turn kernels of Transformer Engine off where it is not installed; gives what they were.
+    """Turn off Transformer Engine's kernels if it is not installed; return the old values.
 
-    megatron refuses them there, and a plan is made for a machine that has it.
+    megatron refuses them then, but the plan is for a machine that has it.
     """
     if preflight.is_installed("transformer_engine"):
         return {}
@@ -109,7 +108,7 @@ def _hide_fusions(args: Any) -> dict[str, Any]:
 
 
 def _facts(args: Any, config: Any) -> SimpleNamespace:
-    """Options by name: the configuration's, or the arguments' where it has none or it is off."""
+    """Return options by name: the configuration's if set, else the arguments'."""
     of_config = {name: value for name, value in vars(config).items() if value}
     merged = SimpleNamespace(**{**vars(args), **of_config})
     return facts_of(merged, PLAN_RULES, (), {"cuda_graph_impl": "none", "num_moe_experts": None})
@@ -170,7 +169,7 @@ PLAN_RULES: tuple[Rule, ...] = (
         "set --vocab-size, or --tokenizer-json",
     ),
 )
-"""Requirements of a plan on the options that a training may have otherwise."""
+"""Additional requirements of a plan on options that training supports."""
 
 
 def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Configured:
@@ -212,7 +211,7 @@ def _shape(args: Any, config: Any) -> ModelShape:
         micro_batch_size=args.micro_batch_size,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         attention_backend=_backend(args, config),
-        # Without rotary embeddings there are no tables of them either.
+        # Without rotary embeddings there are no rotary tables.
         apply_rope_fusion=config.apply_rope_fusion or args.position_embedding_type != "rope",
     )
     parallelism = replace(shape.parallelism, dp=dp, cp_comm_type=cp_comm_type or "p2p")
@@ -229,11 +228,11 @@ _SAME_NAMES = (
 
 
 def shape_of_config(config: Any, **training: Any) -> ModelShape:
-    """The shape of a model that megatron-core would make of a ``TransformerConfig``.
+    """Return the shape of the model that a ``TransformerConfig`` describes.
 
     Args:
         config: The configuration.
-        training: Fields of :class:`ModelShape` that it does not have, or not with this value.
+        training: Fields of :class:`ModelShape` that it lacks or that override its values.
     """
     fields: dict[str, Any] = {
         **{name: getattr(config, name) for name in _SAME_NAMES},

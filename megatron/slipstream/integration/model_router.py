@@ -3,17 +3,17 @@
 """One engine for each model that a process trains.
 
 [Note: Which model a mark belongs to]
-megatron-core has one place for an engine, and its marks do not say which model they are of. With
-one engine for two models (a policy and its critic), each change between them would leave the plan,
-and a schedule that ran a reference model would end the iteration of the trained one. So each model
-has an engine of its own, and the one in megatron's place is that of the model whose chunk was last
-called with gradients. ``LanguageModule.__call__`` sees the calls: every GPT and hybrid model is
-entered there, whatever its ``forward`` is. For a call without gradients nothing changes.
+megatron-core holds one engine, and its marks do not identify the model. With one engine for two
+models (a policy and its critic), each switch between them would depart from the plan, and a
+schedule that ran a reference model would end the iteration of the trained one. So each model has
+its own engine, and megatron-core holds that of the model whose chunk was last called with
+gradients. A patch of ``LanguageModule.__call__`` observes the calls: every GPT and hybrid model is
+entered there, whatever its ``forward``. A call without gradients changes nothing.
 
 [Note: Models with a forward of their own]
-megatron-core's ``forward`` tells the engine first of all that a pass begins. One that takes its
-place (mcore-bridge's models, the fused kernels of verl) does not, and nothing would move. So the
-pass begins where the chunk is called, and what ``forward`` says of it is ignored.
+megatron-core's ``forward`` first announces the pass to the engine. A replacement (mcore-bridge's
+models, verl's fused kernels) does not, so nothing would move. So the pass begins where the chunk is
+called, and a later announcement by ``forward`` is ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron.slipstream.patches.model_calls import marking_engine, tensors_in
 from megatron.slipstream.plan.trace import StepKind
 
 Prepare = Callable[[torch.nn.Module, Callable[[], "RoutedManager"]], list[Callable[[], None]]]
-"""Makes a model chunk ready before it runs, and returns functions that undo it. Its other argument
+"""Prepares a model chunk before it runs, and returns functions that undo it. Its second argument
 returns the engine of the chunk's model."""
 
 
@@ -44,13 +44,13 @@ _PrepareChunk = Callable[[torch.nn.Module], list[Callable[[], None]]]
 
 
 class RoutedManager(PipelineOffloadManager):
-    """The engine of one of several models; ``router`` knows the others."""
+    """The engine of one of several models; ``router`` has the others."""
 
     def __init__(self, router: Router, *arguments: Any) -> None:
         self.router = router
         super().__init__(*arguments)
         self.config = OffloadConfig()
-        """The settings it was made from."""
+        """The settings from which it was created."""
 
     @property
     def do_offload(self) -> bool:
@@ -65,7 +65,7 @@ class RoutedManager(PipelineOffloadManager):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Move nothing inside, of all models of the process."""
+        """Context without offloading, for all models of the process."""
         before = self.do_offload
         self.disable_offload()
         try:
@@ -74,14 +74,14 @@ class RoutedManager(PipelineOffloadManager):
             self.do_offload = before
 
     def init_model_chunk_offload_handler(self, *arguments: Any, **options: Any) -> None:
-        """A pass begins, unless it has: [Note: Models with a forward of their own]."""
+        """Begin a pass unless it has begun: [Note: Models with a forward of their own]."""
         if self.router.begins_pass:
             self.router.note_call()
             arguments = (*compat.missing_pass_arguments(), *arguments)
             super().init_model_chunk_offload_handler(*arguments, **options)
 
     def reset(self, **options: Any) -> None:
-        """A schedule has ended: so has the iteration of the model that it ran."""
+        """Call at the end of a schedule: ends the iteration of the model that it ran."""
         for manager in self.router.ended_by_schedule(self):
             super(RoutedManager, manager).reset(**options)
 
@@ -92,7 +92,7 @@ class RoutedManager(PipelineOffloadManager):
 
     @property
     def is_needed(self) -> bool:
-        """Whether backward may still read what it has moved."""
+        """Whether backward may still read offloaded tensors."""
         return any(chunk.awaits_backward for chunk in self._now.passes)
 
 
@@ -101,20 +101,20 @@ class _Model:
 
     def __init__(self) -> None:
         self.manager: Optional[RoutedManager] = None
-        """None until it is trained: a reference model takes no share of the host memory."""
+        """None until the model is trained: a reference model needs no host memory."""
         self._chunks: list[weakref.ref[torch.nn.Module]] = []
         self._undo: list[Callable[[], None]] = []
 
     def add(
         self, chunk: torch.nn.Module, copies_beside_compute: bool, prepare: _PrepareChunk
     ) -> None:
-        """A chunk of this model; its host runs ahead if ``copies_beside_compute``."""
+        """Add a chunk of this model; if ``copies_beside_compute``, its host may run ahead."""
         self._chunks.append(weakref.ref(chunk))
         if copies_beside_compute:
             self._undo.append(disable_p2p_host_sync(chunk))
         self._undo += prepare(chunk)
         output_layer = getattr(chunk, "output_layer", None)
-        # Engines that take turns with one model, as in benchmarks, share its hooks.
+        # Engines that alternate on one model, as in benchmarks, share its hooks.
         if (
             isinstance(output_layer, torch.nn.Module)
             and _output_begins not in output_layer._forward_pre_hooks.values()
@@ -125,13 +125,13 @@ class _Model:
             ]
 
     def remove_hooks(self) -> None:
-        """Leave no hook on any of them, and their configurations as they were."""
+        """Remove all hooks of the chunks and restore their configurations."""
         while self._undo:
             self._undo.pop()()
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """Those that still exist."""
+        """The chunks that still exist."""
         return [chunk for chunk in (reference() for reference in self._chunks) if chunk is not None]
 
     def can_add(self, chunk: Any) -> bool:
@@ -143,7 +143,7 @@ class _Model:
 
 
 class Router:
-    """Knows the models of a process and puts the engine of the right one in place."""
+    """Holds the models of a process and activates the engine of the one that runs."""
 
     def __init__(self, make_manager: Callable[[Router], RoutedManager], prepare: Prepare) -> None:
         self.is_on = True
@@ -155,11 +155,11 @@ class Router:
             weakref.WeakKeyDictionary()
         )
         self._calls: list[Optional[RoutedManager]] = []
-        """The calls of chunks we are in, innermost last; None for one without gradients."""
+        """The running calls of chunks, innermost last; None for one without gradients."""
         self._steps_before: dict[RoutedManager, int] = {}
-        """Where each engine was when a chunk was called last."""
+        """Mark count of each engine when a chunk was last called."""
         self.begins_pass = True
-        """False where a model that says that a pass begins is ignored."""
+        """False if a model's announcement of a pass is ignored."""
         self.default = make_manager(self)
         """The engine of the first model."""
         self.default.store.backend.gradients = Gradients(lambda: self.chunks)
@@ -167,7 +167,7 @@ class Router:
 
     @property
     def is_training(self) -> bool:
-        """Whether what runs now is a forward that backward may follow."""
+        """Whether a forward runs that backward may follow."""
         # Inside a graph task a forward is a recomputation.
         is_recomputed = torch._C._current_graph_task_id() != -1
         return self.is_on and torch.is_grad_enabled() and not is_recomputed
@@ -180,11 +180,11 @@ class Router:
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """Those of all models."""
+        """The chunks of all models."""
         return [chunk for model in self._models for chunk in model.chunks]
 
     def bind(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Make ``chunks`` one model."""
+        """Register ``chunks`` as one model."""
         known = [self._model_of[chunk] for chunk in chunks if chunk in self._model_of]
         if not known:
             self._drop_dead_models()
@@ -207,10 +207,10 @@ class Router:
         return self._prepare(chunk, find_engine)
 
     def manager_of(self, chunk: torch.nn.Module) -> RoutedManager:
-        """The engine of the model that ``chunk`` is of, made if there is none.
+        """Return the engine of the model of ``chunk``; create one if needed.
 
-        A chunk that is not bound is a model of its own. A virtual pipeline stage belongs to the
-        newest model without that stage, first of those built from the same configuration.
+        An unbound chunk is its own model. A virtual pipeline stage belongs to the newest model
+        without that stage, preferably one built from the same configuration.
         """
         if chunk not in self._model_of:
             candidates = [model for model in reversed(self._models) if model.can_add(chunk)]
@@ -224,7 +224,7 @@ class Router:
         return model.manager
 
     def known_manager(self, model: torch.nn.Module) -> RoutedManager:
-        """The engine of a model, wrapped or not; ``ValueError`` if it has not been trained."""
+        """Return the engine of a model, wrapped or not; ``ValueError`` if it was not trained."""
         for module in model.modules():
             known = self._model_of.get(module)
             if known is not None and known.manager is not None:
@@ -235,7 +235,7 @@ class Router:
         )
 
     def plan_nodes(self, chunk: Any, build: Callable[[], Any]) -> Any:
-        """Run ``build``, which makes the nodes of a pass: [Note: Layers that run in nodes]."""
+        """Run ``build``, which creates the nodes of a pass: [Note: Layers that run in nodes]."""
         with self.calling(chunk):
             nodes = build()
             manager = self._calls[-1]
@@ -245,7 +245,7 @@ class Router:
 
     @contextlib.contextmanager
     def calling(self, chunk: Any) -> Iterator[None]:
-        """Around a call of ``chunk``."""
+        """Context of a call of ``chunk``."""
         manager = self.manager_of(chunk) if self.is_training else None
         seam = mcore_offload.PipelineOffloadManager
         before, began = seam.OFFLOAD_MGR, self.begins_pass
@@ -267,15 +267,15 @@ class Router:
                 seam.OFFLOAD_MGR = before
 
     def note_call(self) -> None:
-        """A chunk is called, with gradients or without."""
+        """Record that a chunk is called, with or without gradients."""
         self._steps_before = {manager: manager.num_steps for manager in self.managers}
 
     def ended_by_schedule(self, current: RoutedManager) -> list[RoutedManager]:
-        """The engines whose iteration ends with the schedule that has told ``current`` of its end.
+        """Return the engines whose iteration ends with the schedule that notified ``current``.
 
-        It does not say which model it ran. A training schedule ends with backward, or the forward
-        that it follows, so its model has passed marks since a chunk was called last. A model in the
-        middle of its own iteration, whose loss or forward step runs the other schedule, has not.
+        The schedule does not identify its model. A training schedule ends with backward, or the
+        forward before it, so its model has passed marks since a chunk was last called. A model in
+        the middle of its own iteration, whose loss or forward step runs the schedule, has not.
         """
         under_way = [manager for manager in self.managers if manager.num_steps > 0]
         if not under_way:
@@ -283,7 +283,7 @@ class Router:
         return [m for m in under_way if m.num_steps != self._steps_before.get(m, 0)]
 
     def close(self) -> None:
-        """Return all host memory."""
+        """Free all host memory."""
         for manager in self.managers:
             manager.close()
         gradients = self.default.store.backend.gradients
@@ -304,11 +304,11 @@ class Router:
         return manager
 
     def _share_host_memory(self, managers: Sequence[RoutedManager]) -> None:
-        """Let the engines have no more host memory together than one would have alone."""
+        """Limit the host memory of all engines together to that of a single one."""
         if self._limit_bytes is None:
             return
         pools = [manager.store.host_pool for manager in managers]
-        # What is pinned stays so, and who was refused more must not ask again.
+        # Pinned memory stays pinned, and an engine that was refused more must not ask again.
         pools.sort(key=lambda pool: (not pool.was_refused, -pool.allocated_bytes))
         left_bytes = self._limit_bytes
         for index, pool in enumerate(pools):
@@ -328,7 +328,7 @@ class Router:
 
 @contextlib.contextmanager
 def marks_go_to(engine: PipelineOffloadManager) -> Iterator[None]:
-    """Around a capture: the marks of layers go to this engine."""
+    """Context of a capture: marks of layers go to this engine."""
     seam = mcore_offload.PipelineOffloadManager
     before, seam.OFFLOAD_MGR = seam.OFFLOAD_MGR, engine
     try:
