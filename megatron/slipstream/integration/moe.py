@@ -2,7 +2,7 @@
 
 """Expert layers whose flex dispatcher does not make the host wait, for models built from a spec.
 
-``install()`` and ``./run train`` need none: they patch the dispatcher's class.
+``install()`` and ``./run train`` do not need them: they patch the dispatcher's class.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.slipstream.patches.multihot_map import indices_to_multihot
 
 
 class SyncFreeMoELayer(MoELayer):
-    """A ``MoELayer`` whose dispatcher, if it converts indices, does so without a wait."""
+    """A ``MoELayer`` whose dispatcher converts indices without a host wait."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -28,7 +28,7 @@ class SyncFreeMoELayer(MoELayer):
 
 
 def with_sync_free_dispatch(spec: Any) -> Any:
-    """A copy of a layer or block spec with :class:`SyncFreeMoELayer` for every ``MoELayer``.
+    """Return a copy of a layer or block spec with every ``MoELayer`` a :class:`SyncFreeMoELayer`.
 
     Example:
         spec = with_sync_free_dispatch(get_gpt_decoder_block_spec(config, use_te))

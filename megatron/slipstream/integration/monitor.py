@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Progress and record of a training run, from the functions that megatron calls.
+"""Progress and record of a training run, from the callbacks of megatron.
 
 In every schedule these are the forward step, the loss function and the function that finalises
-gradients after the last backward pass. Nothing of megatron is replaced.
+gradients after the last backward pass. No megatron function is replaced.
 """
 
 from __future__ import annotations
@@ -37,25 +37,24 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     """Follows one rank's training. Use as a context around ``pretrain``.
 
     All forward and backward passes of an iteration lie between :meth:`before_forward` of its first
-    micro-batch and the end of :meth:`finalizing`. The memory peak between them, less what was
+    micro-batch and the end of :meth:`finalizing`. The memory peak between them, minus the memory
     allocated before, is the peak of its activations (and of temporary gradients).
 
     Args:
         num_iterations: Number of the run's last iteration.
-        iteration: Returns the number of the iteration in progress, from 1; a resumed run begins
-            further up.
-        progress: 'bar' draws a bar on stderr, 'lines' logs a line now and then, 'none' neither.
+        iteration: Returns the number of the current iteration, from 1; a resumed run starts higher.
+        progress: 'bar' draws a bar on stderr, 'lines' logs a line at intervals, 'none' neither.
         log_interval: Iterations between two lines.
         record: Keep per-iteration figures for :meth:`save`: costs a device synchronisation per
             iteration, and resets torch's peak memory statistics.
-        bytes_offloaded: Returns how many bytes left the device in the last iteration that is
-            complete; None without an engine.
-        backend: The engine's, which resets the peak statistics too in some iterations; None
+        bytes_offloaded: Returns the bytes copied to the host in the last complete iteration; None
             without an engine.
-        evaluation_length: Micro-batches of one evaluation on this rank, which tells evaluations
-            in a row apart; 0 if unknown.
+        backend: The engine's backend, which also resets the peak statistics in some iterations;
+            None without an engine.
+        evaluation_length: Micro-batches of one evaluation on this rank, to separate consecutive
+            evaluations; 0 if unknown.
         between_iterations: Called before an iteration begins, with this monitor and the number of
-            the last complete one, of which the engine's figures are known by then.
+            the last complete iteration, whose engine figures are available then.
     """
 
     def __init__(
@@ -80,12 +79,12 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._log_interval = max(log_interval, 1)
         self._bar = _progress_bar(num_iterations) if progress == "bar" else None
         if backend is None or (backend.name == "cuda") != torch.cuda.is_available():
-            # An engine that imitates a GPU beside a real one knows nothing of that one's memory.
+            # An engine that emulates a GPU beside a real one does not count the real one's memory.
             backend = make_backend("auto")
         self._backend = backend
         self._meter: Optional[DeviceMemoryMeter] = None
         if record and isinstance(self._backend, CpuBackend):
-            # The engine's host buffers are kept out of its count, and plans are made from it.
+            # Its count excludes the engine's host buffers, and plans are made from it.
             self._meter = self._backend.meter = DeviceMemoryMeter()
         self._stack = contextlib.ExitStack()
         self._in_iteration = False
@@ -112,7 +111,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._settle()
         self._stack.close()
 
-    # Call-outs, in the order in which an iteration makes them.
+    # Callbacks, in the order of an iteration.
 
     def before_forward(self) -> None:
         """Called before every micro-batch's forward pass, in training and in evaluation."""
@@ -132,7 +131,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             self._started_s = time.perf_counter()
 
     def after_loss(self, loss_and_tokens: torch.Tensor) -> None:
-        """Called on the last pipeline stage with one micro-batch's ``[summed loss, tokens]``."""
+        """Called on the last pipeline stage with a micro-batch's ``[summed loss, tokens]``."""
         if not self._record and not self._shows:
             return
         if torch.is_grad_enabled():
@@ -176,7 +175,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 self.figures["gradients_sha256"] = _digest(self._gradients())
 
     def _settle(self) -> None:
-        """Called when a new iteration begins and at the end: the engine has finished the last."""
+        """Called when an iteration begins and at the end: the engine has finished the last."""
         self._close_evaluation()
         if self._is_settled:
             return
@@ -185,7 +184,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         if self._record and moved is not None:
             self.figures["iterations"][-1]["bytes_offloaded"] = moved
         if self._shows:
-            # Of the whole iteration with its optimizer step, and without an evaluation behind it.
+            # Time of the whole iteration with its optimizer step, without a following evaluation.
             ms = 1e3 * ((self._ended_s or time.perf_counter()) - self._began_s)
             self._show(_figures(self._loss, ms, moved))
 
@@ -197,7 +196,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             logger.info("iteration %d/%d: %s", done, total, ", ".join(figures))
 
     def _close_evaluation(self) -> None:
-        """Called at an evaluation's last micro-batch, or else when training goes on or ends."""
+        """Called at an evaluation's last micro-batch, else when training continues or ends."""
         if self._evaluation_losses:
             loss = _mean(self._evaluation_losses)
             self.figures["evaluations"].append({"after_iterations": self._num_done, "loss": loss})
@@ -206,12 +205,11 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     # Results
 
     def save(self, path: str, is_end: bool = True) -> None:
-        """Write the figures of this rank as JSON; complete or not at all.
+        """Write the figures of this rank as JSON, atomically.
 
         Args:
-            path: Of the file.
-            is_end: Training has ended well: the weights are its result, and their digest is a
-                figure.
+            path: Path of the file.
+            is_end: Training has ended normally, so a digest of the final weights is added.
         """
         self._settle()
         if is_end and self._model is not None:
@@ -237,7 +235,7 @@ def _synchronize() -> None:
 
 
 def _progress_bar(total: int) -> Progress:
-    """Iterations, loss and bytes offloaded, on stderr."""
+    """Shows iterations, loss and offloaded bytes on stderr."""
     from rich import progress
     from rich.console import Console
 
@@ -254,7 +252,7 @@ def _progress_bar(total: int) -> Progress:
 
 
 def _figures(loss: Optional[float], ms: float, bytes_offloaded: Optional[int]) -> list[str]:
-    """Of one iteration."""
+    """Figures of one iteration."""
     figures = [] if loss is None else [f"loss {loss:.4f}"]
     figures.append(f"{ms:.0f} ms")
     if bytes_offloaded is not None:
@@ -263,7 +261,7 @@ def _figures(loss: Optional[float], ms: float, bytes_offloaded: Optional[int]) -
 
 
 def progress_kind(choice: str, is_logging_rank: bool) -> Literal["bar", "lines", "none"]:
-    """How one rank shows progress for the option's value; all ranks but one show none."""
+    """Return how this rank shows progress for the option's value; only one rank shows any."""
     if not is_logging_rank or choice == "off":
         return "none"
     return "bar" if choice == "on" or sys.stderr.isatty() else "lines"

@@ -1,12 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Lets the host run ahead of what pipeline stages exchange.
+"""Let the host run ahead of the exchanges of pipeline stages.
 
 In the schedule without interleaving, megatron-core's stages block the host after every exchange
-until the whole device is idle (``batch_p2p_sync``), a precaution against old versions of PyTorch.
-So twice in every micro-batch the host waits for the engine's copies before it launches more. The
-current stream waits for the exchange, which is all that PyTorch needs, as in the interleaved
-schedule.
+until the whole device is idle (``batch_p2p_sync``), a workaround for old versions of PyTorch. So
+twice per micro-batch the host waits for the engine's copies before it launches more. The current
+stream waits for the exchange, which is all that PyTorch needs, as in the interleaved schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 def disable_p2p_host_sync(chunk: Any) -> Callable[[], None]:
     """Set ``batch_p2p_sync=False``, which stages read at every exchange.
 
-    Not with ``use_ring_exchange_p2p``, whose streams are not PyTorch's.
+    It stays with ``use_ring_exchange_p2p``, which uses streams outside of PyTorch.
 
     Returns:
         A function that undoes it. It does not keep the chunk alive.
@@ -27,7 +26,7 @@ def disable_p2p_host_sync(chunk: Any) -> Callable[[], None]:
     if not chunk.config.batch_p2p_sync or chunk.config.use_ring_exchange_p2p:
         return lambda: None
     chunk.config.batch_p2p_sync = False
-    # Weakly, and not the configuration: schedules put methods of the chunks into that.
+    # A weak reference, and not to the configuration: schedules store the chunks' methods in that.
     reference = weakref.ref(chunk)
 
     def restore() -> None:

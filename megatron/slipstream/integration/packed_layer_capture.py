@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Captures the graphs of layers that take packed sequences; see ``packed_layer_graphs.py``."""
+"""Capture the graphs of layers with packed sequences; see ``packed_layer_graphs.py``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron.slipstream.integration.schedules import chunk_slots
 from megatron.slipstream.rules import require
 
 ONE_SIZE = 0
-"""The only context-parallel size, where it does not change."""
+"""Key of the only context-parallel size, if it does not change."""
 NUM_WARMUPS = 3
-"""Passes before the first capture of a size; each other set has one."""
+"""Warm-up passes before the first capture of a size; each other set has one."""
 
 
 class _Chunk(NamedTuple):
@@ -67,7 +67,7 @@ def capture(helper: Any) -> None:
 
 
 def delete(helper: Any) -> None:
-    """Give the layers of a helper all of their graphs, of every size, which it then deletes."""
+    """Assign the helper's layers all their graphs, of every size; the helper then deletes them."""
     for layers in _of_chunks(helper):
         if not layers:
             continue
@@ -127,7 +127,7 @@ def _options(config: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _together(bank: Optional[CpSizes], size: int) -> Iterator[None]:
-    """Around the capture of a size: an error of one rank is one of all."""
+    """Context of the capture of a size: an error on one rank raises on all."""
     if bank is None:
         yield
         return
@@ -140,7 +140,7 @@ def _together(bank: Optional[CpSizes], size: int) -> Iterator[None]:
 
 
 def _random_numbers_of(config: Any) -> contextlib.AbstractContextManager[Any]:
-    """As in the capture of megatron-core."""
+    """Random state for the capture, as in megatron-core's."""
     return get_cuda_rng_tracker().fork() if config.sequence_parallel else contextlib.nullcontext()
 
 

@@ -3,9 +3,8 @@
 """Packed sequences in Transformer Engine's CUDA graphs of layers.
 
 megatron-core captures layers for one sequence length, with a mask, and refuses packed sequences.
-Here a layer's graphs are captured with the arguments that the layer has in an eager iteration:
-their tensors (sequence offsets, padding mask, rotary table) become static inputs, and everything
-else is baked in.
+Here a layer's graphs are captured with the arguments of an eager iteration: their tensors (sequence
+offsets, padding mask, rotary table) become static inputs, and everything else is a constant.
 
 [Note: Slots of layer graphs]
 megatron-core captures graphs for each micro-batch of an iteration. Here a model chunk has as many
@@ -52,7 +51,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class _Call(NamedTuple):
-    """What a layer is called with beside its hidden states, as its graphs of a size have it."""
+    """A layer's arguments other than hidden states, as captured in its graphs of a size."""
 
     arguments: StaticArguments
     match: FastMatch
@@ -63,7 +62,7 @@ class _Call(NamedTuple):
         return cls(static, FastMatch(static))
 
     def tensors_of(self, arguments: Mapping[str, Any], num_tokens: int) -> Sequence[torch.Tensor]:
-        """The tensors of a later call.
+        """Return the tensors of a later call.
 
         Raises:
             ValueError: The graphs were not captured for it.
@@ -98,25 +97,25 @@ class PackedLayers:
         self.pools: list[Any] = []
         """The device memory of each set of graphs."""
         self._tables: Optional[RotaryTables] = None
-        """Held as long as the graphs."""
+        """Rotary tables, kept alive as long as the graphs."""
         self._calls: dict[int, dict[torch.nn.Module, _Call]] = {}
-        """By size and layer."""
+        """Captured arguments by size and layer."""
         self._graphs: dict[int, list[dict[torch.nn.Module, Any]]] = {}
-        """By size, set and layer."""
+        """Graphs by size, set and layer."""
         self._static: list[Tensors] = []
-        """The static inputs of each set but for hidden states, by name."""
+        """The static inputs of each set except hidden states, by name."""
         self._static_hidden: list[list[torch.Tensor]] = []
-        """Those of each set and layer, while graphs are captured."""
+        """Static inputs of each set and layer, during the capture."""
         self._first: Optional[torch.nn.Module] = None
-        """The layer that a micro-batch comes to first."""
+        """The first layer of a pass."""
         self._size = ONE_SIZE
-        """That of the capture, or of the current micro-batch."""
+        """The context-parallel size of the capture or of the current micro-batch."""
         self._loaded: dict[tuple[int, ...], Tensors] = {}
-        """The static inputs of the current micro-batch, by the identity of its arguments."""
+        """The current micro-batch's static inputs, by the identity of its arguments."""
 
     @property
     def is_captured(self) -> bool:
-        """Whether there are graphs."""
+        """Whether graphs are captured."""
         return bool(self._graphs)
 
     def has_learned(self, layer: torch.nn.Module) -> bool:
@@ -124,7 +123,7 @@ class PackedLayers:
         return layer in self._learned
 
     def learn(self, layer: Any, hidden: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """Keep what a layer is called with in an eager iteration, but for its hidden states."""
+        """Store a layer's arguments in an eager iteration, except its hidden states."""
         if options.get("packed_seq_params") is None or layer in self._learned:
             return
         self._hidden = TensorFacts.of(hidden)
@@ -137,15 +136,15 @@ class PackedLayers:
         capture(helper)
 
     def delete_with(self, helper: Any) -> None:
-        """Give the layers of the helper all of their graphs, which it then deletes."""
+        """Assign the helper's layers all their graphs; the helper then deletes them."""
         delete(helper)
 
     def begin_capture(self, layers: Sequence[torch.nn.Module], pools: Sequence[Any]) -> None:
-        """Make the static inputs of all sets, for these layers.
+        """Allocate the static inputs of all sets, for these layers.
 
         Args:
             layers: The layers.
-            pools: Of device memory: one for each set.
+            pools: Pools of device memory, one for each set.
         """
         assert self._hidden is not None
         self.pools, num_sets = list(pools), len(pools)
@@ -178,7 +177,7 @@ class PackedLayers:
         for number in range(len(self._static)):
             named = [self._inputs_of(layer, number) for layer in layers]
             for layer, inputs in zip(layers, named, strict=True):
-                # Another size has left its own there.
+                # Another size may have left its own here.
                 arguments = self._calls[size][layer].arguments
                 _copy(arguments.tensors, arguments, inputs)
             with self._tables.in_place():
@@ -195,8 +194,8 @@ class PackedLayers:
         self._graphs[size] = of_sets
 
     def end_capture(self, layers: Sequence[Any]) -> None:
-        """Give the layers their graphs."""
-        self._static_hidden.clear()  # Transformer Engine's functions hold them.
+        """Assign the layers their graphs."""
+        self._static_hidden.clear()  # Transformer Engine's functions keep them alive.
         for layer in layers:
             self._use(layer, self._size)
 
@@ -211,13 +210,13 @@ class PackedLayers:
         return found
 
     def forget_graphs(self) -> None:
-        """Release what belongs to the graphs, which have been deleted."""
+        """Release the memory of the graphs, after they are deleted."""
         self._graphs, self._calls, self._loaded = {}, {}, {}
         self._static, self._static_hidden, self.pools = [], [], []
         self._tables, self._first = None, None
 
     def _calls_of(self, size: int, layers: Sequence[torch.nn.Module]) -> dict[Any, _Call]:
-        """The call of each layer in graphs of a size; layers that are called alike share one."""
+        """Return the call of each layer in graphs of a size; equal calls are shared."""
         made: list[tuple[StaticArguments, _Call]] = []
         calls = {}
         for layer in layers:
@@ -293,7 +292,7 @@ class PackedLayers:
         return inputs
 
     def _use(self, layer: Any, size: int) -> None:
-        """Have the layer replay the graphs of a size."""
+        """Make the layer replay the graphs of a size."""
         layer.cuda_graphs = [of_layers[layer] for of_layers in self._graphs[size]]
 
 
@@ -306,7 +305,7 @@ def _copy(tensors: Sequence[torch.Tensor], call: StaticArguments, inputs: Tensor
 
 
 def _seen_by_graphs(layer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the captured part of a layer sees of its arguments."""
+    """Return the arguments that the captured part of a layer reads."""
     if layer.captures_attention:
         return options
     # Attention runs outside of graphs; only routers see more than hidden states.
@@ -315,7 +314,7 @@ def _seen_by_graphs(layer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def _keyword(name: str) -> str:
-    """The keyword of a graph's static input, from the path of the tensor in the arguments."""
+    """Return a static input's keyword, from the path of the tensor in the arguments."""
     return "".join(letter if letter.isalnum() else "_" for letter in name)
 
 
@@ -325,14 +324,14 @@ def _is_same(left: StaticArguments, right: StaticArguments) -> bool:
 
 
 class PackedGraphMixin(torch.nn.Module):
-    """For a layer of megatron-core: takes packed sequences in its graphs."""
+    """Mixin for megatron-core's layers: packed sequences in their graphs."""
 
     config: Any
     packed: PackedLayers
     _inputs_now: Optional[Tensors] = None
-    """Static inputs of the replay that runs."""
+    """Static inputs of the running replay."""
     _mask_now: Optional[torch.Tensor] = None
-    """The padding mask of the capture or replay that runs; megatron-core passes none on."""
+    """The padding mask of the running capture or replay; megatron-core does not pass it on."""
 
     @functools.cached_property
     def captures_attention(self) -> bool:
@@ -341,14 +340,14 @@ class PackedGraphMixin(torch.nn.Module):
         return not parts or "attn" in parts
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """The layer's own pass; the first ones show what to capture."""
+        """Run the layer's own pass; the first ones record what to capture."""
         if self.training and torch.is_grad_enabled():
             hidden = arguments[0] if arguments else options["hidden_states"]
             self.packed.learn(self, hidden, _without_hidden(options))
         return super().forward(*arguments, **options)
 
     def _should_call_te_cudagraph(self, *arguments: Any, **options: Any) -> bool:
-        # A pass without backward would take a set of graphs that a micro-batch in flight has.
+        # A pass without backward would use a set of graphs of a micro-batch in flight.
         should = super()._should_call_te_cudagraph  # type: ignore[misc]
         return torch.is_grad_enabled() and bool(should(*arguments, **options))
 
@@ -377,7 +376,7 @@ class PackedGraphMixin(torch.nn.Module):
             arguments, options = _with_hidden(arguments, options, _CopiedGradient.apply)
         self._inputs_now = self.packed.load(self, call)
         self._mask_now = call.get("padding_mask")
-        if self.captures_attention:  # Else megatron-core runs it before the graph.
+        if self.captures_attention:  # Otherwise megatron-core runs it before the graph.
             options = {name: options[name] for name in options if name == "hidden_states"}
         try:
             return replay(*arguments, **options)
@@ -394,10 +393,10 @@ class PackedGraphMixin(torch.nn.Module):
 
 
 class _CopiedGradient(torch.autograd.Function):
-    """Passes a tensor on; its gradient is copied out of the memory of graphs.
+    """Identity that copies its gradient out of the graphs' memory.
 
-    The gradient goes to the stage before, and the send may still be under way when the next
-    micro-batch takes the set of graphs whose memory it lies in.
+    The gradient is sent to the previous stage, and the send may still run when the next micro-batch
+    uses the set of graphs that owns the memory.
     """
 
     @staticmethod
@@ -425,10 +424,10 @@ def _without_hidden(options: Mapping[str, Any]) -> dict[str, Any]:
 def with_packed_layer_graphs(
     chunks: Sequence[torch.nn.Module], limits: Optional[RankLimits] = None
 ) -> list[torch.nn.Module]:
-    """Have the layers of model chunks take packed sequences in their graphs, whatever built them.
+    """Make the layers of model chunks support packed sequences in their graphs.
 
-    For ``cuda_graph_impl='transformer_engine'``. Each layer gets a class derived from its own. For
-    megatron's ``ModelConfig.post_wrap_hooks``.
+    For ``cuda_graph_impl='transformer_engine'``, whichever framework built the layers: each gets a
+    class derived from its own. For megatron's ``ModelConfig.post_wrap_hooks``.
 
     Args:
         chunks: The rank's model chunks, wrapped or not, before their layers are captured.
@@ -440,7 +439,7 @@ def with_packed_layer_graphs(
         The same chunks.
 
     Raises:
-        RuntimeError: What has to be patched has moved.
+        RuntimeError: A patch's target has moved.
     """
     take_packed_sequences(chunks, limits)
     return list(chunks)

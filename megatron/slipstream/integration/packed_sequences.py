@@ -2,7 +2,7 @@
 
 """Packed training in megatron: its datasets, its batches, and the forward pass of a micro-batch.
 
-What a batch holds and why is in ``packed_sequences/batch.py``, [Note: Static packed sequences].
+For the layout of a batch see ``packed_sequences/batch.py``, [Note: Static packed sequences].
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 # Datasets
 
 _WELL_FILLED = 0.95
-"""The part of a set's tokens above which there is no warning."""
+"""Minimum used fraction of a set's tokens without a warning."""
 
 
 @dataclasses.dataclass
@@ -54,13 +54,13 @@ class PackedDatasetConfig(GPTDatasetConfig):
     """Megatron's dataset options, and how documents are packed."""
 
     train_plan: Optional[PackingPlan] = None
-    """Of the training set; not None."""
+    """Packing of the training set; not None."""
 
     evaluation_plan: Optional[PackingPlan] = None
-    """Of the validation and the test set, whose batches may have another size; not None."""
+    """Packing of the validation and test sets, whose batch size may differ; not None."""
 
     packing: str = ""
-    """Both in a form that tells whether a cached index is theirs. Made here."""
+    """Both, serialised, to identify a cached index. Computed here."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,9 +75,9 @@ class PackedDatasetConfig(GPTDatasetConfig):
 
 
 class PackedGPTDataset(MegatronDataset):
-    """Packed samples of one corpus, as megatron's builder of datasets makes them.
+    """Packed samples of one corpus, built by megatron's dataset builder.
 
-    Its index is cached where megatron's own are: in ``data_cache_path``, or beside the corpus.
+    Its index is cached in the same place as megatron's: ``data_cache_path``, or beside the corpus.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PackedGPTDataset(MegatronDataset):
     def __getitem__(self, idx: Optional[int]) -> dict[str, torch.Tensor]:
         return self.samples[idx]
 
-    # What a subclass has of its own: its samples, their index, and the files of that.
+    # Overridden by subclasses: samples, their index, and its files.
 
     _load_index: ClassVar[Callable[..., Any]] = staticmethod(load_index)
     _save_index: ClassVar[Callable[..., None]] = staticmethod(save_index)
@@ -147,16 +147,16 @@ class PackedGPTDataset(MegatronDataset):
             )
 
     def _index(self, plan: PackingPlan) -> Any:
-        """From the cache, or made now, which gives the same on every rank."""
+        """Load the index from the cache, or build it, which gives the same result on every rank."""
         folder = self._cache_folder()
         name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
         index = None if folder is None else self._load_index(folder, name)
         if index is not None:
             return index
-        # Megatron asks for none where it will not evaluate, and then refuses an empty set.
+        # Megatron requests no samples if it does not evaluate, but refuses an empty set.
         num_samples = self.num_samples if self.num_samples is None else max(self.num_samples, 1)
         index = self._build_index(plan, num_samples)
-        # Megatron's builder lets the first rank go first; the others then find its files.
+        # Megatron's builder runs on the first rank first; the others then find its files.
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             self._log_index(index, plan)
             if folder is not None:
@@ -197,7 +197,7 @@ def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
 
 
 def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig) -> Any:
-    """Train, validation and test set of packed samples; see ``providers.datasets``."""
+    """Return train, validation and test sets of packed samples; see ``providers.datasets``."""
     table.apply(Feature.PADDED_ROUTING)
     config = dataset_config(base, get_args())
     # One rank of each tensor-parallel group reads, on every stage: all layers need the offsets.
@@ -213,18 +213,18 @@ def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig
 def packed_seq_params(
     cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor, max_seqlen: int
 ) -> PackedSeqParams:
-    """megatron-core's description of a micro-batch, such that nothing has to ask the GPU.
+    """Return megatron-core's description of a micro-batch, without reads from the GPU.
 
     ``total_tokens`` and ``seq_idx`` stay None. With them every construction would allocate and wait
     for the GPU, and only state-space layers read them.
 
     Args:
         cu_seqlens: int32 ``[N + 1]``.
-        cu_seqlens_padded: int32 ``[N + 1]``, a tensor of its own.
+        cu_seqlens_padded: int32 ``[N + 1]``, a separate tensor.
         max_seqlen: Number of tokens of the buffer, of all context-parallel ranks together.
 
     Raises:
-        ValueError: Both are the same tensor.
+        ValueError: Both offsets are the same tensor.
     """
     if cu_seqlens is cu_seqlens_padded:
         raise ValueError(
@@ -232,7 +232,7 @@ def packed_seq_params(
             "mean that nothing lies between sequences; pass two"
         )
     names = {field.name for field in dataclasses.fields(PackedSeqParams)}
-    # Up to 0.18 the two tensors have to say it by being two.
+    # Up to 0.18 megatron-core detects padding by the tensors being distinct.
     explicit = {"pad_between_seqs": True} if "pad_between_seqs" in names else {}
     return PackedSeqParams(
         qkv_format="thd",
@@ -251,14 +251,14 @@ def read_micro_batch(
     layout: Mapping[str, Any],
     prepare: Callable[[Any], Any] = lambda sample: sample,
 ) -> dict[str, torch.Tensor]:
-    """The micro-batch that the first rank of a tensor-parallel group reads, on all ranks' devices.
+    """Broadcast the micro-batch that the first rank of a tensor-parallel group reads.
 
     Args:
         data_iterator: None on the other ranks.
-        layout: Shape and type of each of its tensors, by name: they need not be exchanged.
-        prepare: Applied to what was read.
+        layout: Shape and type of each of its tensors, by name; not exchanged.
+        prepare: Applied to the sample that was read.
     """
-    device = torch.cuda.current_device()  # the CPU shims answer the CPU
+    device = torch.cuda.current_device()  # the CPU with the CPU shims
     batch: dict[str, torch.Tensor] = {}
     reads = mpu.get_tensor_model_parallel_rank() == 0
     if reads:
@@ -278,7 +278,7 @@ def read_micro_batch(
 def _batch(
     data_iterator: Optional[Iterator[Any]], needed: set[str], args: Any
 ) -> dict[str, torch.Tensor]:
-    """What is needed of this rank's micro-batch, in the static layout."""
+    """Return the needed tensors of this rank's micro-batch, in the static layout."""
     size, rank = args.context_parallel_size, mpu.get_context_parallel_rank()
     layout = static_layout(pack_limits(args), size)
     return read_micro_batch(
@@ -289,18 +289,18 @@ def _batch(
 
 
 class Stage(NamedTuple):
-    """The place of a model chunk in the pipeline, and what it needs of a micro-batch."""
+    """The position of a model chunk in the pipeline, and the tensors that it needs."""
 
     is_first: bool
     """Whether it takes tokens."""
     is_ranks_first: bool
-    """Whether micro-batches come to it first of all chunks of the rank."""
+    """Whether it is the rank's first chunk in a micro-batch's path."""
     needed: frozenset[str]
-    """Beside the offsets."""
+    """Names of needed tensors other than the offsets."""
 
     @classmethod
     def of(cls, model: torch.nn.Module, args: Any) -> Stage:
-        """That of a wrapped model chunk."""
+        """Return the stage of a wrapped model chunk."""
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
         is_first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         is_last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
@@ -315,7 +315,7 @@ class Stage(NamedTuple):
 def forward(
     data_iterator: Optional[Iterator[Any]], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """One packed micro-batch through one model chunk.
+    """Run one packed micro-batch through one model chunk.
 
     Returns:
         Its output (on the last stage the loss of each token, float ``[1, T]``) and the mask of the
@@ -340,7 +340,7 @@ def run_model(
     stage: Stage,
     args: Any,
 ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """The end of :func:`forward`, with what the stage needs of the micro-batch."""
+    """Run the model of :func:`forward` with the tensors that the stage needs."""
     more: dict[str, Any] = {}
     if args.num_experts:
         more["padding_mask"] = _padding_mask_for(batch["padding_mask"], stage.is_first, args)
@@ -358,7 +358,7 @@ def run_model(
 
 
 def _padding_mask_for(mask: torch.Tensor, is_first: bool, args: Any) -> torch.Tensor:
-    """The padding mask for a stage's model, bool ``[1, tokens]``.
+    """Return the padding mask for a stage's model, bool ``[1, tokens]``.
 
     With sequence parallelism layers have a rank's part of the tokens. Only GPT models on the first
     stage divide the mask themselves.
@@ -371,10 +371,10 @@ def _padding_mask_for(mask: torch.Tensor, is_first: bool, args: Any) -> torch.Te
 
 
 def report_sequence_lengths(cu_seqlens: torch.Tensor) -> None:
-    """Tell megatron the lengths of the sequences, for the throughput that it logs.
+    """Report sequence lengths to megatron, for the throughput that it logs.
 
-    Once per micro-batch and rank, in training. Otherwise it takes each micro-batch for one
-    sequence, as 0.17 always does.
+    Call once per micro-batch and rank, in training. Otherwise megatron assumes one sequence per
+    micro-batch, as 0.17 always does.
     """
     from megatron.training import training
 

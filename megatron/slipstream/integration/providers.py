@@ -38,7 +38,7 @@ _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"
 
 
 def model_config(args: Any) -> Any:
-    """The model configuration with its builder: hybrid if a layer pattern is given, else GPT.
+    """Return the model configuration with its builder: hybrid with a layer pattern, else GPT.
 
     Raises:
         ValueError: A hybrid model without Transformer Engine has layers other than attention, MLP
@@ -90,15 +90,16 @@ def _gpt_or_hybrid_config(args: Any) -> Any:
 
 
 def datasets(num_samples: tuple[int, Optional[int], int], vp_stage: Optional[int] = None) -> Any:
-    """Train, validation and test set with at least ``num_samples`` samples each (None: all).
+    """Return train, validation and test sets with at least ``num_samples`` each (None: all).
 
-    With ``sequence_packing`` a sample is a buffer of documents, else a cut of their concatenation.
-    All ranks call it, because the builder synchronises them; ranks that read no data get None.
+    With ``sequence_packing`` a sample is a buffer of documents, else a slice of their
+    concatenation. All ranks call it, since the builder synchronises them; ranks that read no data
+    get None.
     """
     args = get_args()
     config = _dataset_config(args)
     if args.eval_before_training and num_samples[1] is not None:
-        # Megatron does not count the evaluation that we add.
+        # Megatron does not count the evaluation that Slipstream adds.
         one_evaluation = args.eval_iters * args.eval_global_batch_size
         num_samples = (num_samples[0], num_samples[1] + one_evaluation, num_samples[2])
     if args.dynamic_context_parallel:
@@ -134,7 +135,7 @@ def _dataset_config(args: Any) -> GPTDatasetConfig:
 
 
 def _reads_data(vp_stage: Optional[int]) -> bool:
-    """Whether this rank loads batches: one rank of each tensor-parallel group, at both ends."""
+    """Whether this rank loads batches: one per tensor-parallel group, on both end stages."""
     return mpu.get_tensor_model_parallel_rank() == 0 and _at_an_end(vp_stage)
 
 
@@ -147,7 +148,7 @@ def _at_an_end(vp_stage: Optional[int]) -> bool:
 
 
 def _batch(data_iterator: Optional[Iterator[Any]], vp_stage: Optional[int]) -> dict[str, Any]:
-    """This rank's micro-batch: int64 ``[b, s]`` tokens, labels and positions, float loss mask.
+    """Return this rank's micro-batch: int64 ``[b, s]`` tokens, labels, positions, float mask.
 
     Every value is None on a stage in the middle of the pipeline, which needs no data.
     """
@@ -164,7 +165,7 @@ def _batch(data_iterator: Optional[Iterator[Any]], vp_stage: Optional[int]) -> d
 
 
 def _layout(args: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and types of a micro-batch, which follow from the arguments."""
+    """Return shapes and types of a micro-batch's tensors from the arguments."""
     rows = args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
     columns = args.seq_length
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -184,7 +185,7 @@ def _layout(args: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 def forward_step(
     data_iterator: Optional[Iterator[Any]], model: torch.nn.Module, *, monitor: Monitor
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """One micro-batch through one model chunk: its output, and the loss function to apply to it."""
+    """Run one micro-batch through one model chunk; return its output and loss function."""
     monitor.before_forward()
     args = get_args()
     forward = _forward
@@ -199,7 +200,7 @@ def forward_step(
 def _forward(
     data_iterator: Optional[Iterator[Any]], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """One micro-batch without packed sequences: the chunk's output, and which labels count."""
+    """Run a micro-batch without packing; return the chunk's output and the loss mask."""
     batch = _batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     output = model(
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
@@ -210,7 +211,7 @@ def _forward(
 def _loss(
     loss_mask: Optional[torch.Tensor], monitor: Monitor, per_token_loss: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the loss over unmasked tokens, their number, and both as megatron reports them."""
+    """Return the loss sum over unmasked tokens, their number, and both for megatron's log."""
     assert loss_mask is not None, "only the last stage has a loss, and it has the mask"
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(per_token_loss.reshape(-1).float() * mask)

@@ -25,10 +25,10 @@ import torch
 
 
 def quantize_weights_in_every_pass(block: torch.nn.Module) -> None:
-    """Have the layers of a chunk that are told of first micro-batches keep no quantized weights.
+    """Disable cached quantized weights in the chunk's layers that cache them.
 
     Raises:
-        ValueError: One of them cannot do so.
+        ValueError: A layer does not support it.
     """
     for name, module in block.named_modules():
         if not hasattr(module, "is_first_microbatch"):
@@ -45,14 +45,14 @@ def quantize_weights_in_every_pass(block: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_fp8_skip_flag() -> Iterator[None]:
-    """Around a capture: without the global tensor of other graphs.
+    """Context of a capture without the global tensor of other graphs.
 
-    By it graphs of Transformer Engine or megatron-core say when to keep quantized weights. While
-    there is one, every layer that is captured reads it.
+    With it graphs of Transformer Engine or megatron-core control when quantized weights are kept.
+    While it exists, every captured layer reads it.
     """
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
-    # Up to some release these were attributes of the class.
+    # In older releases these were attributes of the class.
     state: Any = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
     tensor, state.skip_fp8_weight_update_tensor = state.skip_fp8_weight_update_tensor, None
     try:

@@ -1,14 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Rotary tables that are held for CUDA graphs.
+"""Rotary tables that stay alive for CUDA graphs.
 
-Multi-latent attention asks for its table in every forward pass, inside the graph. megatron-core
-may drop a computed table again: it has a cache of 32 for all layers of all models, or (fused) a
-buffer that a longer one replaces. A graph would go on to read that memory; and a table that is
-computed during a capture would lie in the graph's memory, from where the next graph would take it.
+Multi-latent attention looks up its table in every forward pass, inside the graph. megatron-core
+may free a computed table: it has a cache of 32 for all layers of all models, or (fused) a buffer
+that a longer one replaces. A graph would still read that memory; and a table computed during a
+capture would lie in the graph's memory, where the next graph would reuse it.
 
-So while a chunk is captured its tables come from here: made in the runs before the capture, and
-held as long as the graphs. Layers with equal tables get one.
+So during the capture of a chunk its tables come from here: computed in the runs before the capture,
+and kept as long as the graphs. Layers with equal tables share one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class RotaryTables:
     def __init__(self, module: torch.nn.Module) -> None:
         self._owners: list[Any] = [m for m in module.modules() if isinstance(m, RotaryEmbedding)]
         self._held: dict[tuple[Hashable, Any], Any] = {}
-        """By method and arguments, and owner."""
+        """Tables by method and arguments, and by owner."""
         self._is_inside = False
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the layers use the held tables, and hold new ones."""
+        """Context in which the layers use the kept tables, and new ones are kept."""
         with contextlib.ExitStack() as undo:
             for owner in self._owners:
                 for name in filter(partial(hasattr, owner), _METHODS):
@@ -72,7 +72,7 @@ class RotaryTables:
             self._is_inside = False
 
     def _shared(self, asked: Hashable, table: Any) -> Any:
-        """An equal table that another layer has got, or this one."""
+        """Return an equal table of another layer, else this one."""
         for (others_asked, _), held in self._held.items():
             if others_asked == asked and _are_equal(held, table):
                 return held
@@ -80,7 +80,7 @@ class RotaryTables:
 
 
 def _are_equal(left: Any, right: Any) -> bool:
-    """Of tensors, or tuples of tensors and numbers."""
+    """Whether two tensors, or tuples of tensors and numbers, are equal."""
     if isinstance(left, tuple):
         return len(left) == len(right) and all(map(_are_equal, left, right))
     if torch.is_tensor(left):

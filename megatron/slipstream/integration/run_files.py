@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The files that a training leaves: report, trace and run record.
+"""Output files of training: report, trace and run record.
 
-They are written at every end that Python sees, and between iterations, so that a training that is
-killed leaves the figures of some iterations before.
+They are written whenever training ends under Python's control, and between iterations, so that a
+killed run leaves the figures of some iterations earlier.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class RunFiles:
     """Writes the files of one rank.
 
-    ``engine`` is the module ``install``; without one there is a run record only.
+    ``engine`` is the module ``install``; without it only the run record is written.
     """
 
     def __init__(self, args: Any, config: OffloadConfig, rank: int, engine: Any) -> None:
@@ -38,15 +38,15 @@ class RunFiles:
         self._written: list[str] = []
 
     def write_between(self, monitor: Monitor, num_done: int) -> None:
-        """Write this rank's files if ``num_done`` iterations are an interval. No collective.
+        """Write this rank's files if ``num_done`` completes an interval. No collective.
 
-        A page, which takes long, is not written.
+        A page is not written, since that takes long.
         """
         if self._interval and num_done % self._interval == 0:
             self._write_own(monitor, is_end=False)
 
     def write(self, monitor: Monitor) -> None:
-        """Log the report and write the files where all ranks end well. A collective."""
+        """Log the report and write the files after all ranks end normally. A collective."""
         report = None if self._engine is None else self._engine.gather_report()
         if report is not None and self._rank == 0:
             logger.info("%s", report.render())
@@ -54,9 +54,9 @@ class RunFiles:
         self._log_written()
 
     def write_alone(self, monitor: Monitor) -> None:
-        """Write what this rank knows where others may not come: it fails, or is interrupted.
+        """Write this rank's figures after a failure or an interrupt; other ranks may be missing.
 
-        Raises nothing: the exception that ends the training says more.
+        Raises nothing, so that the exception that ends training is shown.
         """
         try:
             report = None if self._engine is None else self._engine.report()
@@ -66,7 +66,7 @@ class RunFiles:
         self._log_written()
 
     def _write_own(self, monitor: Monitor, is_end: bool, report: Optional[Report] = None) -> None:
-        """Write this rank's files; with ``report`` the first rank writes its page, too."""
+        """Write this rank's files; with ``report`` the first rank also writes its page."""
         self._written.clear()
         config, engine = self._config, self._engine
         if engine is not None and config.offload_report_path is not None:
@@ -79,7 +79,7 @@ class RunFiles:
                 monitor.save(path, is_end)
 
     def _save_report(self, given: str, report: Optional[Report]) -> None:
-        """Each rank its own figures as JSON, or the first rank a page of all that are known."""
+        """Write each rank's own figures as JSON, or on the first rank a page of all known ones."""
         option = "offload_report_path"
         if Path(given).suffix not in PAGE_SUFFIXES:
             with self._writing(option, given) as path:
@@ -92,7 +92,7 @@ class RunFiles:
 
     @contextlib.contextmanager
     def _writing(self, option: str, given: str) -> Iterator[str]:
-        """Around the writing of a file: gives its path for this rank, logs what goes wrong."""
+        """Context of writing a file: yields its path for this rank, logs errors."""
         path = rank_path(given, self._rank)
         try:
             yield path
@@ -108,9 +108,9 @@ class RunFiles:
 
 
 def rank_path(path: str, rank: int) -> str:
-    """One file per rank: '{rank}' is replaced; without it ranks above 0 get '.rank<N>'.
+    """Return the path of one rank: '{rank}' is replaced; without it ranks above 0 add '.rank<N>'.
 
-    A device or a pipe is that of all ranks.
+    All ranks share a device or a pipe.
     """
     if "{rank}" in path:
         return path.replace("{rank}", str(rank))

@@ -25,12 +25,12 @@ MODEL_SETTINGS = (
     *("fine_grained_activation_offloading", "offload_modules", "min_offloaded_tensor_size"),
     *("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks"),
 )
-"""Of megatron's options, those that decide what there is to move and where."""
+"""Megatron's options that determine what can move and where."""
 
 
-@cache  # A report may be asked for after every step, and to look takes tens of milliseconds.
+@cache  # A report may be requested after every step, and the lookup takes tens of milliseconds.
 def environment() -> dict[str, str]:
-    """Versions of what takes part, and the machine, by name. Not to be changed."""
+    """Return the versions of packages, and the machine, by name. Do not modify it."""
     facts = preflight.collect()
     found = {
         "host": socket.gethostname(),
@@ -47,7 +47,7 @@ def environment() -> dict[str, str]:
 
 
 def settings(*sources: Any) -> dict[str, Any]:
-    """The options of a run by name, as JSON can hold them; without those that are not set.
+    """Return the options of a run by name, JSON-serialisable; unset ones are left out.
 
     Args:
         sources: Objects with options as attributes: megatron's, an :class:`OffloadConfig`, or both.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""megatron-core's pipeline schedules as the slot count of chunk graphs asks for them."""
+"""megatron-core's pipeline schedules, for the slot count of chunk graphs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron.slipstream.chunk_graphs.slots import (
 def _num_warmup(layout: PipelineLayout, num_micro_batches: int) -> int:
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
-    # Stands for the communicator, of which the function asks only where in the pipeline it is; so
-    # it answers for any rank, and before there are process groups.
+    # Replaces the communicator, of which the function reads only the pipeline position: for any
+    # rank, and before process groups exist.
     communicator = SimpleNamespace(
         pp_group=SimpleNamespace(size=lambda: layout.pp_size, rank=lambda: layout.pp_rank),
         virtual_pipeline_model_parallel_size=layout.vp_size,
@@ -42,7 +42,7 @@ the layers one by one and so never runs a chunk as a whole."""
 
 
 def chunk_slots(config: Any) -> tuple[int, ...]:
-    """Slots for each model chunk of this rank, whose parallel groups are initialised."""
+    """Return the slots of each model chunk of this rank; parallel groups are initialised."""
     from megatron.core import parallel_state
 
     layout = PipelineLayout(

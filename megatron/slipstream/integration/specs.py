@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Putting other classes into megatron-core's layer specs."""
+"""Replace classes in megatron-core's layer specs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 def replace_classes(spec: Any, classes: Mapping[type, type]) -> Any:
-    """A copy of a layer or block spec with other classes in it.
+    """Return a copy of a layer or block spec with other classes.
 
     Args:
         spec: A ``ModuleSpec``, a builder (``functools.partial``, as megatron-core 0.19 has them),
-            an object that holds some, or a list of such.
-        classes: What takes the place of what.
+            an object that contains some, or a list of them.
+        classes: Replacements by class.
     """
     if isinstance(spec, type):
         return classes.get(spec, spec)
@@ -37,11 +37,11 @@ def replace_classes(spec: Any, classes: Mapping[type, type]) -> Any:
 
 
 def change_model_spec(model_config: Any, change: Callable[[Any], Any]) -> None:
-    """Have a model built from the spec that ``change`` makes of the one it would be built from.
+    """Make a model be built from ``change`` of its spec.
 
     Args:
         model_config: ``megatron.training``'s, of a GPT or a hybrid model, with a spec, a function
-            that makes one, or neither. Changed in place.
+            that returns one, or neither. Changed in place.
         change: Returns a changed copy.
     """
     if hasattr(model_config, "hybrid_stack_spec"):

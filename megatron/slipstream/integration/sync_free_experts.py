@@ -2,7 +2,7 @@
 
 """Dropless expert layers of megatron-core without a wait of the host.
 
-They are put in the place of megatron-core's layers in the model's spec:
+They replace megatron-core's layers in the model's spec:
 
     spec = with_sync_free_experts(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
 
@@ -51,15 +51,15 @@ from megatron.slipstream.rules import require
 
 
 class RowsOfExperts(NamedTuple):
-    """Where the rows of each expert end, in place of megatron-core's list of lengths."""
+    """Ends of each expert's rows, in place of megatron-core's list of lengths."""
 
     offsets: torch.Tensor
     """int32 ``[num_local_experts]``: the row after the last of each expert."""
 
     def tolist(self) -> RowsOfExperts:
-        """Itself: ``TEGroupedMLP`` passes what it gets here on to its linear layers.
+        """Return self: ``TEGroupedMLP`` passes the result to its linear layers.
 
-        It reads the lengths itself only for biases and quantised weights, which are refused.
+        It uses the lengths itself only for biases and quantised weights, which are refused.
         """
         return self
 
@@ -111,7 +111,7 @@ class SyncFreeGroupedLinear(torch.nn.Module):
 
         Args:
             tokens: ``[num_rows, in_features]``, sorted by expert.
-            rows: Of each expert.
+            rows: Rows of each expert.
 
         Returns:
             ``[num_rows, out_features]``, and no bias.
@@ -122,7 +122,8 @@ class SyncFreeGroupedLinear(torch.nn.Module):
     def _accumulate(self, gradient: torch.Tensor) -> Optional[torch.Tensor]:
         """Add to the main gradient, as megatron-core's own linear layers do with fusion.
 
-        The gradient is rounded to the weights' dtype first: torch's grouped GEMM has no other.
+        The gradient is rounded to the weights' dtype first, the only output dtype of torch's
+        grouped GEMM.
         """
         weight: Any = self.weight
         weight.main_grad.add_(gradient)
@@ -133,7 +134,7 @@ class SyncFreeGroupedLinear(torch.nn.Module):
         return gradient.zero_() if getattr(weight, "zero_out_wgrad", False) else gradient
 
     def backward_dw(self) -> None:
-        """Nothing: weight gradients are never delayed here."""
+        """Do nothing: weight gradients are never delayed here."""
 
     def sharded_state_dict(
         self,
@@ -141,10 +142,10 @@ class SyncFreeGroupedLinear(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Optional[dict[str, Any]] = None,
     ) -> dict[str, Any]:
-        """A shard for each expert, under the names of ``SequentialMLP`` and ``TEGroupedMLP``.
+        """Return a shard for each expert, named as by ``SequentialMLP`` and ``TEGroupedMLP``.
 
         Raises:
-            ValueError: Each shard is to have a name of its own (``singleton_local_shards``).
+            ValueError: Each shard must have its own name (``singleton_local_shards``).
         """
         if (metadata or {}).get("singleton_local_shards"):
             raise ValueError(
@@ -158,7 +159,7 @@ class SyncFreeGroupedLinear(torch.nn.Module):
         state: dict[str, Any] = {
             key: ShardedTensorFactory(key, self.weight, build, _join_shards, replica)
         }
-        # Other experts keep scales of quantised weights there, if only to have none.
+        # Other experts have an entry for scales of quantised weights, even an empty one.
         for index, place in enumerate(places):
             name = f"{prefix}_extra_state"
             state[f"{name}{index or ''}"] = make_sharded_object_for_checkpoint(
@@ -167,7 +168,7 @@ class SyncFreeGroupedLinear(torch.nn.Module):
         return state
 
     def _places(self, sharded_offsets: tuple[tuple[int, int, int], ...]) -> list[Any]:
-        """For each local expert the offsets of its shard: axis, position, number of positions."""
+        """Return shard offsets for each local expert: axis, position, number of positions."""
         group, number = self._groups.ep, self.num_local_experts
         first, total = group.rank() * number, group.size() * number
         axis = len(sharded_offsets)
@@ -177,7 +178,7 @@ class SyncFreeGroupedLinear(torch.nn.Module):
 def _shards(
     key: str, weight: torch.Tensor, replica_id: Any, _: Any, *, places: list[Any], is_gated: bool
 ) -> list[Any]:
-    """Shards of a weight, or of what an optimizer keeps of it; for each expert one, or two."""
+    """Return shards of a weight or of its optimizer state: one or two for each expert."""
     shards: list[Any] = []
     with torch.no_grad():
         for expert, place in zip(weight, places, strict=True):
@@ -202,7 +203,7 @@ def _name_by_expert(
 
 
 def _join_by_expert(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take the weights of a checkpoint by expert, or the parameter itself as shards give it."""
+    """Accept a checkpoint's weights by expert, or the whole parameter as shards give it."""
     count = module.num_local_experts
     for index in range(count):
         state.pop(f"{prefix}_extra_state{index or ''}", None)
@@ -213,7 +214,7 @@ def _join_by_expert(module: Any, state: dict[str, Any], prefix: str, *_: Any) ->
 
 @contextlib.contextmanager
 def _expert_random_numbers() -> Iterator[None]:
-    """Inside, random numbers are those that megatron-core initialises experts with."""
+    """Context with megatron-core's random state for the initialisation of experts."""
     tracker = get_cuda_rng_tracker()
     if not tracker.is_initialized():
         yield
@@ -223,7 +224,7 @@ def _expert_random_numbers() -> Iterator[None]:
 
 
 class SyncFreeGroupedMLP(TEGroupedMLP):
-    """Grouped experts that do not read on the host how many tokens each of them gets."""
+    """Grouped experts that do not read token counts on the host."""
 
     def __init__(
         self,
@@ -260,9 +261,9 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
     Between expert-parallel ranks, rows are exchanged at a fixed capacity.
 
     Args:
-        capacity_factor: Rows of a slot, by those of an even share; None: as many as there can be.
-        arguments: Those of megatron-core's dispatcher.
-        options: Likewise.
+        capacity_factor: Rows of a slot relative to an even share; None: the maximum possible.
+        arguments: Positional arguments of megatron-core's dispatcher.
+        options: Its keyword arguments.
     """
 
     tokens_per_expert: Any
@@ -274,10 +275,10 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
         super().__init__(*arguments, **options)
         self._capacity_factor = capacity_factor
         self._exchange: Optional[FixedExchange] = None
-        """Of the pass that runs; None on one rank."""
+        """The exchange of the running pass; None on one rank."""
         device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
         self.capacity_use = LayerCapacity(self.ep_group.rank(), torch.device(device))
-        """How much of the slots is in use."""
+        """Usage of the slots."""
         if self.ep_size > 1:
             step_check.layers.add(self.capacity_use)
 
@@ -297,7 +298,7 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
         counts = routing_map.sum(0)
         if self.ep_size == 1:
             return counts
-        # Equal parts: all_to_all() asks for no sizes.
+        # Equal parts: all_to_all() needs no sizes.
         self.input_splits = self.output_splits = None
         sent = counts.view(self.ep_size, self.num_local_experts)
         received = torch.empty_like(sent)
@@ -320,7 +321,7 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sort what has arrived by expert. Of one rank it is sorted already."""
+        """Sort received rows by expert. On one rank they are sorted already."""
         counts = self.tokens_per_expert
         self.tokens_per_expert = None
         if self._exchange is None:
@@ -343,7 +344,7 @@ class SyncFreeExpertsLayer(MoELayer):
     """A ``MoELayer`` without a wait of the host.
 
     Raises:
-        ValueError: The configuration or the GPU does not go together with it.
+        ValueError: The configuration or the GPU does not support it.
     """
 
     is_sync_free = True
@@ -398,7 +399,7 @@ def with_sync_free_experts(spec: Any, capacity_factor: Optional[float] = None) -
     Args:
         spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
         capacity_factor: With several expert-parallel ranks: rows that a rank can send to another,
-            by those of an even share. None: as many as there can be, which is safe and takes the
+            relative to an even share. None: the maximum possible, which is safe and takes the
             memory of ``expert_model_parallel_size``.
 
     Example:

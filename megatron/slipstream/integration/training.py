@@ -2,8 +2,8 @@
 
 """The training entry: megatron's flags and ours, checked before anything starts, then ``pretrain``.
 
-``pretrain_gpt.py`` calls :func:`main`. What a user got wrong is a ``ValueError`` up to the moment
-training starts; :func:`main` prints it as one line and exits with code 2.
+``pretrain_gpt.py`` calls :func:`main`. Until training starts, user errors raise ``ValueError``;
+:func:`main` prints them as one line and returns exit code 2.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         argv: Flags without the program's name; the process's own if None.
 
     Returns:
-        The exit code: 0, or 2 for what the user got wrong (said in one line on stderr).
+        The exit code: 0, or 2 for a user error (one line on stderr).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     log_to_stderr()
@@ -96,7 +96,7 @@ def _parse_and_train(arguments: Sequence[str], output: MegatronOutput) -> int:
 
 
 def _set_single_process_environment() -> None:
-    """Stand in for torchrun on one process, so that ``python pretrain_gpt.py`` just works.
+    """Set torchrun's variables for one process, so that ``python pretrain_gpt.py`` just works.
 
     Raises:
         ValueError: Some of a launcher's variables are set and others are not.
@@ -123,10 +123,10 @@ def _has_nccl_peers() -> bool:
 
 
 def _exit_without_cleanup() -> NoReturn:
-    """End this rank, which has failed and said so, without the interpreter's own shutdown.
+    """End this failed rank, which has printed its error, without the interpreter's shutdown.
 
-    NCCL's communicators would wait there for ranks that wait for this one, for minutes between
-    hosts. A launcher ends the others only once this one is gone.
+    There NCCL's communicators would wait for ranks that wait for this one, for minutes between
+    hosts. A launcher ends the others only after this one exits.
     """
     from megatron.training.global_vars import get_tensorboard_writer
 
@@ -152,7 +152,7 @@ def _bind_pretrain(args: Any) -> compat.Pretrain:
 
 
 def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
-    """Train as the arguments say, with the engine they ask for, and report at every end."""
+    """Train as the arguments specify, with the chosen engine, and report however it ends."""
     from megatron.slipstream.integration import install, providers
 
     # With the engine off too, so that the two can be compared.
@@ -188,18 +188,18 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
     except SystemExit:
         _leave_process_groups()
         raise
-    # A rank that fails does not come here: leaving would wait for work that others never do.
+    # A failing rank does not reach this: it would wait for work that others never do.
     _leave_process_groups()
 
 
 @contextlib.contextmanager
 def _writing_at_end(files: RunFiles, monitor: Monitor) -> Iterator[None]:
-    """Around a training, which leaves its files however it ends."""
+    """Context of training that writes its files however it ends."""
     try:
         yield
     except SystemExit as end:
-        # Megatron ends a training so at an iteration, after some time, or on a signal: all ranks
-        # come here. With another code one rank may have come alone.
+        # Megatron ends training this way at an iteration, after some time, or on a signal: all
+        # ranks reach this. With another code one rank may be alone.
         if end.code:
             files.write_alone(monitor)
         else:
@@ -222,7 +222,7 @@ def _leave_process_groups() -> None:
 
 
 def _evaluation_length(args: Any) -> int:
-    """Micro-batches that one rank runs in one evaluation; 0 where only the data can tell."""
+    """Micro-batches that one rank runs in one evaluation; 0 if it depends on the data."""
     if args.full_validation or not isinstance(args.eval_iters, int):
         return 0
     rows = args.eval_micro_batch_size * args.data_parallel_size

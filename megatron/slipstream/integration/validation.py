@@ -2,7 +2,7 @@
 
 """From flags to validated arguments.
 
-All that is wrong is a ``ValueError``, before megatron's own bare assertions.
+All errors are ``ValueError``, raised before megatron's own bare assertions.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from megatron.slipstream.integration.arguments import defaults_of_machine, parse
 from megatron.slipstream.rules import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
-"""The special token that ``tools/preprocess_text.py`` puts between documents."""
+"""Special token that ``tools/preprocess_text.py`` inserts between documents."""
 
 
 def parse_and_validate(argv: Sequence[str]) -> Any:
-    """Megatron's arguments with our fields, parsed, checked by us, then by megatron; made global.
+    """Parse arguments, check them, validate them with megatron, and set them as global.
 
     Args:
         argv: Flags without the program's name.
 
     Raises:
-        ValueError: The first thing that is wrong, naming option, value and cure.
+        ValueError: The first error, naming option, value and cure.
     """
-    # A broken Transformer Engine breaks the import of megatron-core; say so before.
+    # A broken Transformer Engine breaks the import of megatron-core; report it first.
     facts = preflight.collect()
     require(preflight.check_process(facts, offloading=False))
     if not torch.cuda.is_available():
         # Megatron warns at import about every GPU package that is absent, and torch's data loader
-        # about memory it cannot pin; without a GPU that is as it should be.
+        # about memory it cannot pin; without a GPU both are expected.
         warnings.filterwarnings("ignore", message=".*(not installed|transformer-engine|pin_memory)")
     on_cpu = cpu_only.install_training_shims()
     cpu_only.skip_helper_compilation()
@@ -82,8 +82,8 @@ def _load_from_checkpoint(args: Any) -> None:
 def validate(args: Any) -> None:
     """Run megatron's own validation, which completes the arguments, in every release.
 
-    It demands Transformer Engine where activations are offloaded; without a GPU that flag is off
-    while it looks, since nothing needs it.
+    It requires Transformer Engine with offloading; without a GPU that flag is off during the
+    check, since nothing needs it.
 
     Raises:
         ValueError: Megatron refuses them.
@@ -102,7 +102,7 @@ def validate(args: Any) -> None:
 
 
 def refused_by_megatron(error: AssertionError) -> ValueError:
-    """Megatron asserts what users must keep, often without a message: then the test is one."""
+    """Return the assertion as a ``ValueError``; without a message, it quotes the check."""
     test = traceback.extract_tb(error.__traceback__)[-1].line or "an unnamed check"
     missing = re.fullmatch(r"assert args\.(\w+) is not None", test)
     cure = f"; set --{missing[1].replace('_', '-')}" if missing else ""
