@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Requirements on megatron-core's own offloading options, and what they mean with CUDA graphs."""
+"""Requirements on megatron-core's own offloading options, and their effect with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULE_NAMES: Mapping[str, str] = {
     "fused_group_mlp": "the experts' fused grouped MLP (Transformer Engine operation fuser; from "
     "megatron-core 0.19 on)",
 }
-"""Every module name megatron-core 0.19.2 marks, with what its backward pass saves."""
+"""Module names that megatron-core 0.19.2 marks, with the tensors saved for backward."""
 
 MOE_MODULE_NAMES = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 
@@ -48,10 +48,10 @@ def _graph_impl(facts: Any) -> str:
 
 
 def graphed_modules(facts: Any) -> frozenset[str]:
-    """The parts of each layer that CUDA graphs capture, by name; none is the whole layer.
+    """Names of the parts of each layer that CUDA graphs capture; empty is the whole layer.
 
     Args:
-        facts: With megatron-core's option names; up to 0.17 this one is ``cuda_graph_scope``.
+        facts: Has megatron-core's option names; up to 0.17 this one is ``cuda_graph_scope``.
     """
     given = getattr(facts, "cuda_graph_modules", None) or getattr(facts, "cuda_graph_scope", None)
     return frozenset(getattr(module, "name", module) for module in given or ())
@@ -61,7 +61,7 @@ def moves_in_layer_graphs(facts: Any) -> bool:
     """Whether activations move inside Transformer Engine's graphs of layers.
 
     Args:
-        facts: With megatron-core's option names.
+        facts: Has megatron-core's option names.
     """
     return _graph_impl(facts) == "transformer_engine" and _offloading(facts)
 
@@ -214,7 +214,7 @@ _UNKNOWN_MODULE = Rule(
 
 
 def check_module_names(names: Iterable[str]) -> list[Finding]:
-    """A finding for each name that is not one, with the nearest known module."""
+    """Return a finding for each unknown module name, with the nearest known one."""
     findings = []
     for name in names:
         if name not in MODULE_NAMES:
@@ -238,7 +238,7 @@ def check_model_options(facts: Any) -> list[Finding]:
     return unknown + check_rules(MODEL_RULES, facts)
 
 
-# What a look at the flags of a training finds beside broken rules; see integration/checks.py.
+# Other findings about the flags of a training; see integration/checks.py.
 
 STAYS = Rule(
     "stays-on-the-device",

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Facts of this process and machine, and what is wrong with them, before training starts.
+"""Facts of this process and machine, and checks of them, before training starts.
 
-Nothing here imports megatron-core or starts CUDA, so it can run first. Every text stands once, in a
+Nothing here imports megatron-core or starts CUDA, so it can run first. Each text is in one
 :class:`~megatron.slipstream.rules.Rule`: errors of training, the report of ``slipstream doctor``
-and its documentation are made from it.
+and its documentation are generated from it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Facts:
     transformer_engine: Optional[str]
 
     te_import_error: Optional[str]
-    """Why Transformer Engine, though installed, does not import; None if it does or is absent."""
+    """Import error of an installed Transformer Engine; None if it imports or is absent."""
 
     te_offload_v1: Optional[bool]
-    """Transformer Engine's switch as Transformer Engine itself read it when it was imported. None
-    without Transformer Engine, or with one that has no such switch."""
+    """Value of the switch that Transformer Engine read on import. None without Transformer Engine, or
+    if it has no such switch."""
 
     te_offload_v1_environment: Optional[str]
-    """The same switch as the environment has it now, which may be too late."""
+    """Current value of the switch in the environment, possibly set too late."""
 
     available_memory_bytes: Optional[int]
     """Host memory that can still be pinned: see :func:`available_memory_bytes`."""
@@ -57,7 +57,7 @@ class Facts:
 
 
 def collect() -> Facts:
-    """Look at this process. Imports Transformer Engine if it is installed, nothing heavier."""
+    """Collect the facts of this process. Imports Transformer Engine if installed."""
     switch, error = _transformer_engine_switch()
     return Facts(
         python=platform.python_version(),
@@ -115,14 +115,14 @@ def check_process(facts: Facts, offloading: bool) -> list[Finding]:
 
 
 def check_transformer_engine(facts: Facts) -> list[Finding]:
-    """Whether Transformer Engine, if it is there, imports."""
+    """Check that an installed Transformer Engine imports."""
     if facts.te_import_error is None:
         return []
     return [TE_BROKEN.found(error=facts.te_import_error)]
 
 
 def check_switch(facts: Facts) -> list[Finding]:
-    """Whether Transformer Engine has read its switch as offloading needs it."""
+    """Check the value of the switch that Transformer Engine has read."""
     if facts.te_offload_v1 is not False:
         return []
     value = facts.te_offload_v1_environment
@@ -198,7 +198,7 @@ RULES = (
     *(TE_BROKEN, TE_SWITCH_OFF, TOO_OLD_FOR_GRAPHS),
     *(DATASET_MISSING, DATASET_CORRUPT, TOKEN_OUTSIDE_VOCABULARY),
 )
-"""All of this module."""
+"""All rules of this module."""
 
 
 def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding]:
@@ -273,7 +273,7 @@ def _index_problem(index: Path, tokens: Path) -> Optional[str]:
 
 
 def _transformer_engine_switch() -> tuple[Optional[bool], Optional[str]]:
-    """The switch as Transformer Engine read it, and why it does not import."""
+    """Return the switch that Transformer Engine read, and its import error."""
     if not is_installed("transformer_engine"):
         return None, None
     try:
@@ -282,7 +282,7 @@ def _transformer_engine_switch() -> tuple[Optional[bool], Optional[str]]:
         if error.name == _TE_SWITCH_HOME:
             return None, None
         return None, _describe(error)
-    # A half-installed Transformer Engine fails in many ways (missing shared objects, undefined
+    # An incomplete Transformer Engine raises various errors (missing shared objects, undefined
     # symbols, assertions); each is a fact to report here.
     except Exception as error:
         return None, _describe(error)
@@ -295,7 +295,7 @@ def _describe(error: Exception) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Whether there is a ``module``, without importing it (only the packages that it lies in)."""
+    """Whether ``module`` exists, without importing it (only the packages that contain it)."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -323,7 +323,7 @@ def default_host_memory_limit_bytes(root: Path = Path("/")) -> Optional[int]:
         root: Where /proc and /sys are found.
 
     Raises:
-        ValueError: The launcher's number of processes on this node is none.
+        ValueError: The launcher's number of processes on this node is invalid.
     """
     available = available_memory_bytes(root)
     if available is None:
@@ -337,14 +337,14 @@ def host_memory_share_bytes(available_bytes: int, num_processes: int) -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> Optional[int]:
-    """Host memory that this process could still have, in bytes; None where nothing tells.
+    """Host memory that this process can still allocate, in bytes; None if unknown.
 
-    The kernel's estimate for the machine, or what a control group (a container's limit) leaves if
-    that is less. File caches that a group can drop do not count as used, as in the kernel's own
-    estimate.
+    The minimum of the kernel's estimate for the machine and the remainder of each control group's
+    limit (a container's). File caches that a group can drop do not count as used, as in the
+    kernel's estimate.
 
     Args:
-        root: Where /proc and /sys are found.
+        root: Folder that contains /proc and /sys.
     """
     found = [group.left_bytes for group in control_groups(root)]
     for line in read_lines(root / "proc/meminfo"):
@@ -354,7 +354,7 @@ def available_memory_bytes(root: Path = Path("/")) -> Optional[int]:
 
 
 class _MemoryController(NamedTuple):
-    """Files of one version of control groups: mount point, limit, use, and what can be dropped."""
+    """Files of one version of control groups: mount point, limit, usage, droppable caches."""
 
     mount: str
     limit: str
@@ -371,11 +371,11 @@ _CONTROLLERS = {
         "total_inactive_file ",
     ),
 }
-"""By version."""
+"""Files of control groups, by version."""
 
 
 class ControlGroup(NamedTuple):
-    """A control group with a limit of memory, as a container has."""
+    """A control group with a memory limit, such as a container's."""
 
     version: int
     limit_bytes: int
@@ -384,10 +384,10 @@ class ControlGroup(NamedTuple):
 
 
 def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """The control groups with limits of memory that hold for this process.
+    """Return the control groups whose memory limits apply to this process.
 
     Args:
-        root: Where /proc and /sys are found.
+        root: Folder that contains /proc and /sys.
     """
     for line in read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -395,8 +395,8 @@ def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
             continue
         version = 1 if controllers else 2
         mount = root / _CONTROLLERS[version].mount
-        # A limit of any group above holds too. Inside a container the path may be one that only
-        # the host knows; then the mount point is the container's own group.
+        # Limits of all parent groups apply, too. Inside a container the path may be one that only
+        # exists on the host; then the mount point is the container's own group.
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):
             found = _control_group(folder, version)
@@ -422,7 +422,7 @@ def _control_group(folder: Path, version: int) -> Optional[ControlGroup]:
 def read_lines(path: Path) -> list[str]:
     """The lines of a file; none if it cannot be read."""
     try:
-        # Names of control groups may be in any language.
+        # Names of control groups may have any encoding.
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []

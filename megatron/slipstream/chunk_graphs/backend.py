@@ -21,8 +21,8 @@ forward run beside the tail. What they have in common with it:
   copied, so the current stream waits for the tail before that graph is replayed.
 - Static inputs: the tail may read them, where an activation that moves is an input. They are
   written when the slot's memory is taken again, which is after that backward. A micro-batch without
-  a backward frees its memory while the tail runs, so who takes it waits for the tail too. The slots
-  of one memory share its stream: the next one's graphs write the same pool and host memory.
+  a backward frees its memory while the tail runs, so its next user also waits for the tail. The
+  slots of one memory share its stream: the next one's graphs write the same pool and host memory.
 - The output's gradient lies outside of the pool, and the forward graph does not use it.
 - Host memory is unpinned, and static inputs are freed, when the host has waited for the tail.
 - Other slots have other pools and other host memory. Their graphs follow the event, and what all
@@ -54,7 +54,7 @@ class Graph(abc.ABC):
 
 
 class Tail:
-    """What forward graphs in one slot memory still do when their results are there.
+    """Work of forward graphs in one slot memory that remains when their results are ready.
 
     See [Note: The tail of a forward graph]. This one is empty: the results come last.
     """

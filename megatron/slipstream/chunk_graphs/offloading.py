@@ -12,9 +12,9 @@ Every slot has its own engine, and every slot memory its own host memory: addres
 graph, and the micro-batches in flight use theirs at the same time.
 
 [Note: Times of replays]
-Eager passes tell little about replays. Where the host limits them, a replay is several times as
-fast, and hides as many times fewer copies. And copies in graphs can be slower: on an H100 with the
-driver's default of eight hardware queues they reach 48 GB/s to the host where eager passes have 55.
+Eager passes say little about replays. Where the host limits them, a replay is several times as
+fast, and hides correspondingly fewer copies. Copies in graphs can also be slower: on an H100 with
+the driver's default of eight hardware queues they reach 48 GB/s to the host, in eager passes 55.
 So a slot is captured and replayed before the others, with events at its marks and copies, and the
 plan is made again from these times, twice. All ranks do so, as graphs may contain collectives.
 """
@@ -90,8 +90,8 @@ class ChunkOffloading:
 
     Args:
         make_engine: Makes a new engine.
-        begin_pass: Tells an engine that a micro-batch enters the chunk, with the options of the
-            model's configuration.
+        begin_pass: Announces to an engine that a micro-batch enters the chunk, with the options of
+            the model's configuration.
         marks_go_to: Returns a context in which the marks of layers go to an engine.
         note_replayed: Called with what moves in replays when all slots are captured. Returns a
             function that is called when the graphs are deleted.
@@ -110,9 +110,9 @@ class ChunkOffloading:
         self._note_replayed = note_replayed
         self._plan: Optional[Plan] = None
         self._slots: list[SlotOffloading] = []
-        """Those of a capture that has not ended."""
+        """Slots of a capture that has not ended."""
         self._forget_replayed: Optional[Callable[[], object]] = None
-        """Undoes what was noted of replays; None without graphs."""
+        """Undoes ``note_replayed``; None without graphs."""
         self.moved_bytes = 0
         """Bytes that one replay of a slot's forward graph copies out."""
         self.host_bytes = 0

@@ -28,7 +28,7 @@ GRID_ROWS = 16
 """Rows of the grid for a model that has not run: enough to see two layers."""
 
 TARGET_NOT_MET = 3
-"""Exit status where no plan keeps to --target-memory; the shown plan has the lowest peak."""
+"""Exit status if no plan meets --target-memory; the shown plan has the lowest peak."""
 
 GOAL_NOT_FOLLOWED = 4
 """Exit status where the trace lacks data that --target-memory or --max-overhead needs."""

@@ -1,3 +1,3 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Experts whose numbers of tokens stay on the device."""
+"""Experts whose token counts stay on the device."""

@@ -21,33 +21,33 @@ class Slots(NamedTuple):
     """The slots of an exchange."""
 
     num_rows: int
-    """Rows that a rank sends."""
+    """Number of rows that a rank sends."""
     capacity: int
-    """Rows of a slot."""
+    """Number of rows of a slot."""
     num_ranks: int
 
     @classmethod
     def of(cls, num_rows: int, num_ranks: int, factor: Optional[float]) -> Slots:
-        """Slots of ``factor`` times an even share; None: as large as they could have to be."""
+        """Return slots of ``factor`` times an even share; None: the largest possible need."""
         even = num_rows / num_ranks
         capacity = num_rows if factor is None else math.ceil(even * factor)
         return cls(num_rows, min(capacity, num_rows), num_ranks)
 
 
 class LayerCapacity:
-    """The largest number of rows that a layer had for a slot in this step."""
+    """The largest number of rows that a layer needed in a slot in this step."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.layer: Optional[int] = None
-        """Its number in the model, from 1; None until it is known."""
+        """Number of the layer in the model, from 1; None until it is known."""
         self.slots: Optional[Slots] = None
-        """Those that the layer had last."""
+        """Slots of the layer's last exchange."""
         self.largest = torch.zeros(1, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def note(self, rows_by_rank: torch.Tensor, slots: Slots) -> None:
-        """Note what an exchange had to hold: int64 ``[num_ranks]``, on the device."""
+        """Record the needed rows of an exchange: int64 ``[num_ranks]``, on the device."""
         self.slots = slots
         torch.maximum(self.largest, rows_by_rank.max(), out=self.largest)
 
@@ -56,7 +56,7 @@ def check_capacity(layers: Iterable[LayerCapacity]) -> None:
     """Read the layers' numbers, then reset them to 0. The host waits for the device once.
 
     Raises:
-        RuntimeError: A layer had more rows for a slot than it holds.
+        RuntimeError: A layer needed more rows in a slot than it holds.
     """
     layers = [layer for layer in layers if layer.slots is not None]
     if not layers:
@@ -71,7 +71,7 @@ def check_capacity(layers: Iterable[LayerCapacity]) -> None:
     ]
     if not exceeded:
         return
-    # That of the layer with the largest need is enough for the others.
+    # The factor of the layer with the largest need suffices for the others.
     factor, _, layer, rows = max(exceeded, key=lambda found: found[:2])
     assert layer.slots is not None
     raise RuntimeError(
@@ -84,10 +84,10 @@ def check_capacity(layers: Iterable[LayerCapacity]) -> None:
 
 
 class StepCheck:
-    """Checks layers where a step ends.
+    """Checks layers at the end of a step.
 
-    That is where megatron-core finalizes gradients, if its configuration has a function for that;
-    in other training loops, each backward ends with a check.
+    That is where megatron-core finalizes gradients, if its configuration has a function for it; in
+    other training loops, each backward ends with a check.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class StepCheck:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, layers ask for no check: their passes are no steps, or are captured."""
+        """Context in which layers request no check: passes are not steps, or are captured."""
         was_off, self._is_off = self._is_off, True
         try:
             yield
@@ -118,7 +118,7 @@ class StepCheck:
             hidden.register_hook(self._check_after_backward)
 
     def at_end_of_replay(self, config: Any) -> None:
-        """Called in backward after a graph of layers has been replayed, in which no layer asks.
+        """Called in backward after a graph of layers is replayed, which requests no check.
 
         Args:
             config: The model's configuration.
@@ -155,4 +155,4 @@ class StepCheck:
 
 
 step_check = StepCheck()
-"""That of the process."""
+"""The checker of the process."""

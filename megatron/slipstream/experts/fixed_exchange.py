@@ -1,15 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Rows of several ranks exchanged at a fixed capacity, so that the host needs no number of rows.
+"""Exchange of rows between ranks at a fixed capacity, so that the host needs no row counts.
 
-Each rank has a slot of ``capacity`` rows for each other one, and a collective of equal parts
-exchanges the slots. Which rows of a slot are in use, only the device knows: the numbers of rows are
-exchanged beside them.
+Each rank has a slot of ``capacity`` rows for each rank, and a collective of equal parts exchanges
+the slots. The number of used rows of each slot is exchanged as well and stays on the device.
 
 [Note: Rows that are not in use]
-A slot's rest holds copies of other rows, and is sorted behind all experts, where a grouped GEMM
-neither reads nor writes. So its outputs and gradients are arbitrary, and are dropped: gathering
-goes by the index of rows in use only, forward and backward.
+The rest of a slot holds copies of other rows. It is sorted after all experts, where a grouped GEMM
+neither reads nor writes. So its outputs and gradients are arbitrary, and are dropped: rows are
+gathered by the index of used rows only, in forward and backward.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 
 
 class FixedExchange:
-    """Where the rows of one exchange are, on the device.
+    """Row indices of one exchange, on the device.
 
     Rows are sorted by expert, and experts by rank. Received slots are in the order of their source.
 
@@ -36,7 +35,7 @@ class FixedExchange:
     ) -> None:
         device, num_ranks = sent.device, sent.shape[0]
         self.rows_by_rank = sent.sum(1)
-        """int64 ``[num_ranks]``: what a slot has to hold."""
+        """int64 ``[num_ranks]``: needed rows of each slot."""
         ends = self.rows_by_rank.cumsum(0)
         begins = ends - self.rows_by_rank
         row = torch.arange(num_rows, device=device)
@@ -53,7 +52,7 @@ class FixedExchange:
         counts = ends - begins[:, :-1]
         self.rows_of_experts = counts.sum(0)
         """int64 ``[num_local_experts]``: rows for each, of all ranks."""
-        # The expert of each place, one behind the last for what is not in use.
+        # The expert of each place; for unused places, one past the last.
         expert = torch.searchsorted(ends, place.expand(num_ranks, -1).contiguous(), right=True)
         unused = capacity - ends[:, -1:]
         counts = torch.cat((counts, unused), 1)

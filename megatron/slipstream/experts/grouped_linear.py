@@ -2,9 +2,9 @@
 
 """One linear layer per expert, over consecutive rows whose group boundaries stay on the device.
 
-Forward, data gradient and weight gradient are one grouped GEMM each. Their shapes follow from the
-number of rows alone, so that the host never learns how many rows an expert has, and a CUDA graph
-replays with other numbers.
+Forward, data gradient and weight gradient are one grouped GEMM each. Their shapes depend only on
+the total number of rows, so the host does not need the rows per expert, and a CUDA graph replays
+with other counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import grouped_mm
 
 TakeGradient = Callable[[torch.Tensor], Optional[torch.Tensor]]
-"""Takes a weight's gradient; returns the gradient for autograd, None for none."""
+"""Receives a weight's gradient; returns the gradient for autograd, or None."""
 
 
 def grouped_linear(
@@ -35,7 +35,7 @@ def grouped_linear(
         weight: ``[num_experts, out_features, in_features]``, of the same dtype.
         offsets: int32 ``[num_experts]``, the row after the last of each expert. Further rows are
             not read, and their outputs and gradients stay uninitialised.
-        take_gradient: Gets the gradient of ``weight`` in its dtype, in place of autograd.
+        take_gradient: Receives the gradient of ``weight`` in its dtype, instead of autograd.
 
     Returns:
         ``[num_rows, out_features]``.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The flag of sync-free experts, and what it does not go together with."""
+"""The flag of sync-free experts, and the options that it is incompatible with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DEFAULTS: dict[str, Any] = {
     "moe_router_load_balancing_type": "aux_loss",
     "cuda_graph_impl": "none",
 }
-"""Of options that rules look at; others are None. Not every release has every option."""
+"""Defaults of options that rules read; others are None. Not every release has every option."""
 
 _OTHER_NAMES = {
     "num_moe_experts": "num_experts",
@@ -50,13 +50,13 @@ _OTHER_NAMES = {
     "kitchen_config_file": "quant_recipe",
     "kitchen_recipe_number": "quant_recipe",
 }
-"""A name in megatron-core's configuration or of a flag, and its rule's name."""
+"""Rule names by the option's name in megatron-core's configuration or of a flag."""
 
 _WITH_FAST_GROUPED_GEMM = (9, 10)
 """Major compute capabilities on which torch's grouped GEMM reads offsets on the device."""
 
 _BYTES_OF_A_READ = 16
-"""Rows of a grouped GEMM begin at a multiple of so many bytes."""
+"""Alignment of the rows of a grouped GEMM, in bytes."""
 
 
 def _is_on(facts: Any) -> bool:

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Keeps the token dispatcher's small copies out of the queue behind the engine's large ones.
+"""Copy the token dispatcher's small tensors without queueing behind the engine's large copies.
 
-megatron-core's dispatcher copies token counts to the host, some hundred bytes, and the host waits
-for them in every expert layer. One copy engine of the GPU serves all copies to the host, of any
-stream, priority or size, in the order of their issue, so the host waits behind activations for
-milliseconds and launches nothing meanwhile. A kernel that writes the counts into pinned memory
+megatron-core's dispatcher copies token counts to the host, about a hundred bytes, and the host
+waits for them in every expert layer. One copy engine of the GPU serves all copies to the host, of
+any stream, priority or size, in issue order, so the host waits behind activations for milliseconds
+and launches nothing meanwhile. A kernel that writes the counts into pinned memory
 needs no copy engine: 70 us instead of 4360 us behind 256 MiB (docs/design/overhead.md).
 """
 
@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import torch
 
 SLOT_NUMEL = 256
-"""Elements of 8 bytes that one copy may have; more go by the copy engine as before."""
+"""Maximum number of 8-byte elements of a copy; larger ones still use the copy engine."""
 
 _DTYPES = (torch.int64, torch.int32)
 
 _Kind = tuple[torch.dtype, int, int]
-"""Data type, device and stream, to whose kernels a slot belongs."""
+"""Dtype, device and stream of the kernels that use a slot."""
 
 
 class _Slot(NamedTuple):
-    """Some pinned memory, as the host and as the device see it."""
+    """Pinned memory, as host and device tensors."""
 
     host: torch.Tensor
     device: torch.Tensor
@@ -41,15 +41,15 @@ class D2HByKernel:
         self._original = original
         self._free: defaultdict[_Kind, deque[_Slot]] = defaultdict(deque)
         self._in_use: dict[int, tuple[weakref.ref[Any], _Kind, _Slot]] = {}
-        """By the identity of the weak reference, which tells when the slot is free again."""
+        """Slots in use by the identity of a weak reference, whose callback frees the slot."""
 
     def __call__(self, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """A copy of a GPU tensor in host memory, valid once the current stream has come here.
+        """Return a copy of a GPU tensor in host memory, valid once the current stream reaches it.
 
         Args:
-            tensor: Anything; megatron-core copies what is no small integer tensor on a GPU.
+            tensor: Any object; megatron-core copies all but small integer tensors on a GPU.
             as_numpy: Return a numpy array.
-            record_stream: Keep the tensor's memory until the current stream has come here.
+            record_stream: Keep the tensor's memory until the current stream reaches the copy.
         """
         if not (
             torch.is_tensor(tensor)
@@ -77,13 +77,13 @@ class D2HByKernel:
 
     def _return(self, reference: weakref.ref[Any]) -> None:
         # The kernel that writes this value may not have run yet, but the next one to write the slot
-        # comes later in the same stream.
+        # follows in the same stream.
         _, kind, slot = self._in_use.pop(id(reference))
         self._free[kind].append(slot)
 
 
 class _DeviceView:
-    """Pinned memory in the form from which torch makes a tensor of the GPU."""
+    """Pinned memory in the form from which torch creates a GPU tensor."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {

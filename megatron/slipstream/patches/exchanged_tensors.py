@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Keeps tensors that are exchanged point to point while a pass before a capture is measured.
+"""Keep tensors that are exchanged point to point while a pass before a capture is measured.
 
 See [Note: Exchanged tensors stay during capture].
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _kept: list[list[torch.Tensor]] = []
-"""One list for each context that is open, the innermost last."""
+"""One list for each open context, the innermost last."""
 
 
 # ``batch_isend_irecv`` compares the function of torch.distributed with that of another module, so
@@ -35,7 +35,7 @@ def keep_tensors(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Inside, tensors that are exchanged stay until the end, if the patches are applied."""
+    """Context that keeps exchanged tensors until its end, if the patches are applied."""
     _kept.append([])
     try:
         yield

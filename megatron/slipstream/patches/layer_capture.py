@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""megatron-core's helper that captures layers leaves those with packed sequences to us."""
+"""Capture layers with packed sequences instead of megatron-core's helper."""
 
 from __future__ import annotations
 

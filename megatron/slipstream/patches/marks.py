@@ -1,18 +1,17 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Tells the engine what megatron-core's marks do not.
+"""Notify the engine of events that megatron-core's marks do not cover.
 
-- Where backward leaves a group. megatron-core tells an engine the name of a group that starts, and
+- Where backward leaves a group. megatron-core passes an engine the name of a group that starts, and
   marks the start in the graph only by a node of the engine's, which would change how gradients
-  round: [Note: One mark per group]. Its ``fine_grained_offloading_group_start`` has the input too.
+  round: [Note: One mark per group]. Its ``fine_grained_offloading_group_start`` also has the input.
 - A group's end. megatron-core's node there is a Python function, and in models of 0.17 and 0.18 it
-  does not know the name of its group in backward.
-- Outputs that are discarded. Selective recomputation of norms and activation functions empties
-  their storage once forward needs it no more, while a copy to the host may still read it. The
-  engine then leaves the storage where it is: the recomputation fills it.
-- Checkpoints, around which no marks lie. ``apply`` of their autograd function is what every way to
-  make one ends in, so it runs inside a group. ``CheckpointWithoutOutput`` needs none: it lies
-  inside megatron-core's own marks.
+  does not have the name of its group in backward.
+- Outputs that are discarded. Selective recomputation of norms and activation functions frees their
+  storage once forward no longer needs it, while a copy to the host may still read it. The engine
+  then keeps the storage on the device: the recomputation fills it.
+- Checkpoints, which have no marks. All of them call ``apply`` of their autograd function, so that
+  runs inside a group. ``CheckpointWithoutOutput`` needs none: it is inside megatron-core's marks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Tells the engine when a model chunk is called, and which.
+"""Notify the engine of calls of model chunks.
 
-``LanguageModule.__call__`` is the way into every GPT and hybrid model, whatever its ``forward`` is,
-and ``build_schedule_plan`` where layers run in nodes.
+Every GPT and hybrid model is entered by ``LanguageModule.__call__``, whatever its ``forward``, and
+by ``build_schedule_plan`` if layers run in nodes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.utils._pytree import tree_leaves
 from megatron.slipstream.plan.trace import StepKind
 
 before_first_call: Optional[Callable[[], None]] = None
-"""Called when a model that is to offload is called, if the engine is to be made then."""
+"""Called when a model with offloading is called, if that creates the engine."""
 
 
 def set_before_first_call(function: Optional[Callable[[], None]]) -> None:
-    """Have ``function`` called when a model that is to offload is called; None: nothing."""
+    """Call ``function`` when a model with offloading is called; None: nothing."""
     global before_first_call
     before_first_call = function
 
 
 def can_run_in_nodes() -> bool:
-    """Whether GPT models can (from 0.18 on)."""
+    """Whether GPT models can run in nodes (from 0.18 on)."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     return hasattr(GPTModel, "build_schedule_plan")
@@ -55,13 +55,13 @@ def build_through_router(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def marking_engine() -> Optional[Any]:
-    """The engine behind the seam, unless it knows nothing of [Note: Marks of no group]."""
+    """Return the installed engine, unless it lacks [Note: Marks of no group]."""
     engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
     return engine if hasattr(engine, "mark_gradient") else None  # megatron-core's own does not.
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a module's arguments or results, in tuples, lists and dictionaries too."""
+    """Return the tensors of arguments or results, also in tuples, lists and dictionaries."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -83,7 +83,7 @@ def _offloads(chunk: Any) -> bool:
 
 
 def _router() -> Optional[Any]:
-    """Of a model that is called; None where the engine serves one model."""
+    """Return the router for a call of a model; None if the engine serves one model."""
     if before_first_call is not None:
         before_first_call()
     return getattr(mcore_offload.PipelineOffloadManager.OFFLOAD_MGR, "router", None)

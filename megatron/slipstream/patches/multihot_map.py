@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The map of experts of a flex dispatcher, made without a wait of the host.
+"""The map of experts of a flex dispatcher, without a host wait.
 
-megatron-core's DeepEP dispatcher turns expert indices into a multi-hot map by boolean indexing and
-``repeat_interleave``, whose result sizes only the GPU knows: the host waits for it three times a
-layer. The map has a fixed size, so one scatter can fill it.
+megatron-core's DeepEP dispatcher converts expert indices to a multi-hot map by boolean indexing and
+``repeat_interleave``, whose result sizes depend on values on the GPU: the host waits three times
+per layer. The map has a fixed size, so one scatter can fill it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def convert_by_scatter(_: Callable[..., Any]) -> Callable[..., Any]:
 def indices_to_multihot(
     indices: torch.Tensor, probs: torch.Tensor, num_local_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A multi-hot map and its probabilities, without a wait of the host.
+    """Return a multi-hot map and its probabilities, without a host wait.
 
     Args:
-        indices: int ``[num_tokens, topk]``, local experts; -1 is none.
+        indices: int ``[num_tokens, topk]``, local experts; -1 means none.
         probs: float ``[num_tokens, topk]``.
         num_local_experts: Columns of the results.
 
     Returns:
         bool and float32 ``[num_tokens, num_local_experts]``. Gradients flow into ``probs``.
     """
-    # What is masked goes to a column of its own, which is cut off.
+    # Masked entries go to an extra column, which is dropped.
     column = torch.where(indices < 0, num_local_experts, indices).long()
     shape = (indices.shape[0], num_local_experts + 1)
     chosen = torch.zeros(shape, dtype=torch.bool, device=indices.device)

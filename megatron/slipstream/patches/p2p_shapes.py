@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Exchanges the shapes of what pipeline stages send without the copy engine.
+"""Exchange tensor shapes between pipeline stages without the copy engine.
 
-Where the lengths of sequences vary, stages tell each other the shapes first, and the host has to
-wait for these. megatron-core brings them to the device and back by copies, each of which queues up
-behind those of the engine. Kernels bring them instead, as in :mod:`d2h_by_kernel`.
+If sequence lengths vary, stages first exchange the shapes, and the host waits for them.
+megatron-core moves them to the device and back by copies, which queue behind those of the engine.
+Here kernels move them, as in :mod:`d2h_by_kernel`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from megatron.slipstream.patches.d2h_by_kernel import D2HByKernel
 
 _NUM_DIMS = 3
-"""Of what stages send: sequence, micro-batch, hidden."""
+"""Number of dimensions that stages send: sequence, micro-batch, hidden."""
 
 _to_host = D2HByKernel(lambda tensor, **_: tensor.cpu())
 
@@ -30,7 +30,7 @@ def exchange_by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
     def communicate_shapes(
         self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> Any:
-        # A ring exchange is not PyTorch's own: its streams wait in another way.
+        # A ring exchange is not PyTorch's: its streams synchronise differently.
         if self.config.use_ring_exchange_p2p:
             return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
         operations: list[torch.distributed.P2POp] = []
@@ -60,7 +60,7 @@ def _exchange(
     if sent is not None:
         shape = _empty_shape()
         for place, size in enumerate(sent.shape):
-            shape[place] = size  # A kernel that has the number as an argument.
+            shape[place] = size  # A kernel with the number as an argument.
         operations.append(torch.distributed.P2POp(torch.distributed.isend, shape, peer, group))
     if not receives:
         return None

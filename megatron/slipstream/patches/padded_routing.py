@@ -1,14 +1,15 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Routers that leave padding out where megatron-core's (0.17 to 0.19) do not.
+"""Exclude padding in routers where megatron-core (0.17 to 0.19) does not.
 
-Those take a padding mask and leave padding out of auxiliary losses and the z-loss, but not of
+megatron-core's routers take a padding mask and exclude padding from auxiliary losses and the
+z-loss, but not from
 
 - the counts for the expert bias: mask and routing map have shapes that do not match, and the
   router raises;
 - the capacity of experts: padding competes for it, so its content decides which tokens are dropped;
-- the number of tokens that auxiliary losses divide by: it is 0 for a buffer of nothing but padding,
-  and all gradients become NaN.
+- the number of tokens that auxiliary losses divide by: it is 0 for a buffer of only padding, and
+  all gradients become NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Optional
 import torch
 
 _padding: list[torch.Tensor] = []
-"""The masks of the routers whose forward pass runs now, the innermost last."""
+"""The masks of the routers whose forward pass runs, the innermost last."""
 
 
 def pass_mask_on(original: Any) -> Any:
@@ -66,7 +67,7 @@ def count_at_least_one(original: Any) -> Any:
 
 
 def count_without_padding(_: Any) -> Any:
-    """Replace ``TopKRouter._apply_expert_bias``: padding is no token of an expert."""
+    """Replace ``TopKRouter._apply_expert_bias``: padding does not count for an expert."""
 
     def count(
         self: Any, routing_map: torch.Tensor, padding_mask: Optional[torch.Tensor] = None

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Applies monkey-patches and undoes them.
+"""Apply monkey-patches and undo them.
 
-All targets of a call are resolved before the first is replaced, so a target that has moved is an
-error by name and leaves everything as it is.
+All targets of a call are resolved before the first is replaced, so a target that has moved raises
+an error that names it, and nothing changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.slipstream.patches.releases import TESTED_RELEASES, release
 logger = logging.getLogger(__name__)
 
 _INHERITED = object()
-"""In place of the value that the owner itself does not have."""
+"""Marks that the owner itself has no such attribute."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +32,13 @@ class Patch:
     """A change to one name of another package."""
 
     target: str
-    """Dotted path of what is replaced."""
+    """Dotted path of the replaced object."""
     replace: Callable[[Any], Any]
-    """Makes the replacement from the original."""
+    """Creates the replacement from the original."""
     reason: str
-    """Why it is needed: the fault without it, for users."""
+    """Reason, for users: the fault without it."""
     upstream: tuple[int, ...] = ()
-    """Issues and pull requests of NVIDIA/Megatron-LM that would make it unnecessary."""
+    """Issues and pull requests of NVIDIA/Megatron-LM that would make the patch unnecessary."""
     releases: str = "all"
     """Tested releases of megatron-core that need it."""
     parameters: Optional[tuple[str, ...]] = None
@@ -47,7 +47,7 @@ class Patch:
     """Whether the installed packages need it."""
 
     def check(self) -> tuple[Any, str]:
-        """The owner of the target and its name there.
+        """Return the owner of the target and its attribute name.
 
         Raises:
             RuntimeError: The target does not exist, or takes other parameters.
@@ -73,7 +73,7 @@ class _Applied(NamedTuple):
 
 
 _applied: dict[Patch, _Applied] = {}
-"""In the order in which they were applied."""
+"""Applied patches in the order of application."""
 
 
 def apply(patches: Iterable[Patch], user: Hashable) -> None:
@@ -82,14 +82,14 @@ def apply(patches: Iterable[Patch], user: Hashable) -> None:
 
 
 def apply_all(wanted: Mapping[Hashable, Iterable[Patch]]) -> None:
-    """Apply those that the installed packages need; again does nothing.
+    """Apply those that the installed packages need. Idempotent.
 
     Args:
-        wanted: Patches by who needs them. A patch stays until all its users have called
-            :func:`undo`. All are resolved before the first is applied.
+        wanted: Patches by user. A patch stays until all its users have called :func:`undo`. All
+            are resolved before the first is applied.
 
     Raises:
-        RuntimeError: A target does not exist, or takes other parameters. Nothing has changed then.
+        RuntimeError: A target does not exist, or takes other parameters; nothing is changed.
     """
     needed = {user: [p for p in patches if p.is_needed()] for user, patches in wanted.items()}
     each = dict.fromkeys(patch for patches in needed.values() for patch in patches)
@@ -103,7 +103,7 @@ def apply_all(wanted: Mapping[Hashable, Iterable[Patch]]) -> None:
 
 
 def undo(user: Hashable) -> None:
-    """Undo what only this user needs, the last applied first."""
+    """Undo patches that only this user needs, in reverse order of application."""
     for patch, change in reversed(list(_applied.items())):
         change.users.discard(user)
         if change.users:
@@ -120,7 +120,7 @@ def undo(user: Hashable) -> None:
 
 @contextlib.contextmanager
 def applied(patches: Iterable[Patch]) -> Iterator[None]:
-    """Apply patches inside only."""
+    """Context in which patches are applied."""
     user = object()
     apply(patches, user)
     try:
@@ -130,17 +130,18 @@ def applied(patches: Iterable[Patch]) -> Iterator[None]:
 
 
 def active() -> list[Patch]:
-    """The patches that are applied now."""
+    """Return the patches that are applied."""
     return list(_applied)
 
 
 def replace_on(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
-    """Replace what one object has under a name. Returns a function that undoes it.
+    """Replace an attribute of an object. Returns a function that undoes it.
 
     Args:
-        owner: An instance, a class or a module. What it inherits is inherited again afterwards.
-        name: Of the attribute.
-        replacement: Its value from now on.
+        owner: An instance, a class or a module. An inherited attribute is inherited again
+            afterwards.
+        name: Name of the attribute.
+        replacement: Its new value.
     """
     before = vars(owner).get(name, _INHERITED)
     setattr(owner, name, replacement)
@@ -150,11 +151,11 @@ def replace_on(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
 
 
 def resolve(path: str, reason: str = "") -> tuple[Any, str]:
-    """The object that owns the last name of a dotted path, and that name.
+    """Return the object that owns the last name of a dotted path, and that name.
 
     Raises:
-        RuntimeError: The symbol does not exist; names it, and the releases of megatron-core found
-            and tested.
+        RuntimeError: The symbol does not exist. The message names it, and the installed and the
+            tested releases of megatron-core.
     """
     owner_path, _, name = path.rpartition(".")
     owner: Any = None

@@ -1,10 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Which megatron-core is installed, and what it has.
+"""Detect the installed megatron-core and its features.
 
-What a release has is asked of the release itself, a signature or a name; its version is used in
-messages only. megatron-core is imported by the functions, not by this module: on a machine without
-a GPU the stand-ins come first.
+Features are detected by a signature or a name; the version is used in messages only. The functions
+import megatron-core, not this module: without a GPU the shims come first.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ TESTED_RELEASES = ("0.17.1", "0.18.2", "0.19.2")
 
 
 def release() -> str:
-    """The installed megatron-core for messages, such as 'megatron-core 0.19.2'."""
+    """Name of the installed megatron-core for messages, such as 'megatron-core 0.19.2'."""
     try:
         return f"megatron-core {metadata.version('megatron-core')}"
     except metadata.PackageNotFoundError:
@@ -31,7 +30,7 @@ def release() -> str:
 def has_hybrid_models() -> bool:
     """Whether there is a ``HybridModel`` (from 0.18 on).
 
-    The ``MambaModel`` of 0.17 does not tell the engine when a pass begins, so nothing of it moves.
+    The ``MambaModel`` of 0.17 does not announce a pass to the engine, so nothing of it moves.
     """
     return preflight.is_installed("megatron.core.models.hybrid")
 
@@ -39,7 +38,7 @@ def has_hybrid_models() -> bool:
 def schedule_frees_before_sent() -> bool:
     """Whether the interleaved schedule may free a stage's output while it is being sent.
 
-    0.17 does; waiting for the send came with 0.18.
+    0.17 does; from 0.18 on it waits for the send.
     """
     return not has_hybrid_models()
 
@@ -48,7 +47,7 @@ def schedule_frees_before_sent() -> bool:
 def models_pass_their_rank() -> bool:
     """Whether models pass pipeline rank, delta and fraction when a pass begins (from 0.19 on).
 
-    With the same change a mark began to learn the name of its group when the group ends.
+    The same change passes a mark the name of its group when the group ends.
     """
     from megatron.core.pipeline_parallel import fine_grained_activation_offload
 

@@ -1,20 +1,20 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Restricts Triton's choice for megatron-core's fused rotation to what computes the right result.
+"""Restrict Triton's autotuning of megatron-core's fused rotation to correct configurations.
 
 megatron-core's kernels for multi-latent attention (``apply_rope_fusion``) are tuned when they first
-run: the fastest of eight block sizes, in heads, is taken. Not all of them are right.
+run: the fastest of eight block sizes, in heads, is chosen. Some of them are wrong.
 
 - The two for queries and their gradients permute a head's values in place, without a barrier
   between the threads that read and those that write. If these are in different warps, gradients of
   single tokens are wrong: with 4 heads a block and 32 rotated dimensions, or 2 and 64 (DeepSeek),
   in 257 and 300 of 300 launches on an H200. Within one warp all reads come before all writes.
   (https://github.com/NVIDIA/Megatron-LM/issues/4640)
-- All four let a last block that is not full go on into the next token's heads, or beyond the end.
+- In all four, a partly filled last block extends into the next token's heads, or beyond the end.
   (https://github.com/NVIDIA/Megatron-LM/issues/7103)
 
-The gradient of the rotated part of keys, which all heads share, is summed block by block, so each
-block size rounds otherwise. With deterministic algorithms the tuner gets one size.
+The gradient of the rotated part of keys, which all heads share, is summed block by block, so block
+sizes round differently. With deterministic algorithms the tuner gets one size.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ import torch
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
 IN_PLACE = ("rotary_fwd_q_kernel", "rotary_bwd_q_kernel")
-"""Of the kernels in megatron-core's module, those that work in place."""
+"""Kernels of megatron-core's module that work in place."""
 SUMMING = "rotary_bwd_kv_kernel"
-"""The one that adds up heads."""
+"""The kernel that sums over heads."""
 NAMES = (*IN_PLACE, "rotary_fwd_kv_kernel", SUMMING)
 
 MOST_HEADS_SUMMED = 16
-"""Heads in a block of the one size that is left where runs are to be the same."""
+"""Block size, in heads, for deterministic algorithms."""
 
 
 def is_tuned(name: str) -> bool:
-    """Whether Triton tunes the kernel; megatron-core has a stand-in where there is no Triton."""
+    """Whether Triton tunes the kernel; without Triton megatron-core has a placeholder."""
     return isinstance(getattr(getattr(fused, name, None), "configs", None), list)
 
 
 def restrict_autotune_configs(kernel: Any) -> Any:
-    """A new tuner of the same kernel, among configurations that compute the right result."""
+    """Return a new tuner of the same kernel, restricted to correct configurations."""
     name = kernel.fn.__name__
     restricted = copy.copy(kernel)
     restricted.cache = {}
@@ -58,12 +58,12 @@ def restrict_autotune_configs(kernel: Any) -> Any:
 def whole_blocks(
     configs: Sequence[Any], arguments: Mapping[str, Any], **named: Any
 ) -> Sequence[Any]:
-    """Configurations without a partly filled block, except a single one, which checks its bounds.
+    """Return configurations without a partly filled block; a single block checks its bounds.
 
     Args:
-        configs: Triton's, with the block size ``BLOCK_H``.
-        arguments: Of the kernel, by name, as far as they were given by position.
-        **named: The others.
+        configs: Triton's configurations, with the block size ``BLOCK_H``.
+        arguments: Positional arguments of the kernel, by name.
+        **named: Its other arguments.
     """
     num_heads = {**arguments, **named}["head_num"]
     sizes = [config.kwargs["BLOCK_H"] for config in configs]
@@ -77,7 +77,7 @@ def whole_blocks(
 def one_whole_block(
     configs: Sequence[Any], arguments: Mapping[str, Any], **named: Any
 ) -> Sequence[Any]:
-    """As :func:`whole_blocks`; only one, the same each time, with deterministic algorithms."""
+    """As :func:`whole_blocks`; with deterministic algorithms always the same single one."""
     whole = whole_blocks(configs, arguments, **named)
     if not (
         torch.are_deterministic_algorithms_enabled()

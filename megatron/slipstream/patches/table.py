@@ -2,8 +2,8 @@
 
 """Every run-time change to megatron-core, Transformer Engine, Triton and torch.
 
-A row says what is replaced, by what, why, and where the change is proposed upstream. A feature is
-what a row is applied for; the documentation and ``slipstream doctor`` list both.
+A row has the target, its replacement, the reason, and the upstream proposal. Rows are applied per
+feature; the documentation and ``slipstream doctor`` list both.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _LOOP = "megatron.training.training"
 
 
 def _lazy(module: str, name: str) -> Callable[[Any], Any]:
-    """``name`` of a module of this room, imported when it is called.
+    """Return a function that imports ``name`` from a module of this folder when called.
 
-    Those modules import megatron-core, which must not load before its CPU stand-ins.
+    Those modules import megatron-core, which must not load before the CPU shims.
     """
 
     def replace(*values: Any) -> Any:
@@ -250,7 +250,7 @@ INITIALIZE = (
         for name in ("validate_args", "load_args_from_checkpoint", "set_global_variables")
     ),
 )
-"""Of the training entry, which binds the first one to its arguments."""
+"""Patches of the training entry, which binds the first one to its arguments."""
 
 TABLE: dict[Feature, tuple[Patch, ...]] = {
     Feature.ENGINE: (*CALLS, *ROTATION, *GROUPS),
@@ -267,10 +267,10 @@ TABLE: dict[Feature, tuple[Patch, ...]] = {
 
 
 def apply(*features: Feature) -> None:
-    """Apply the patches of features; again does nothing.
+    """Apply the patches of features. Idempotent.
 
     Raises:
-        RuntimeError: A target has moved. Nothing has changed then.
+        RuntimeError: A target has moved; nothing is changed.
     """
     patching.apply_all({feature: TABLE[feature] for feature in features})
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Changes to ``megatron.training`` where it has no callback, for the training entry."""
+"""Patches of ``megatron.training`` where it has no callback, for the training entry."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def check_expert_layout(args: Any, check: Callable[..., Any]) -> Callable[..., A
 
 
 def take_arguments(args: Any, initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``initialize_megatron``: it takes arguments that are parsed and validated."""
+    """Replace ``initialize_megatron``: use arguments that are already parsed and validated."""
     return functools.partial(initialize, parsed_args=args)
 
 
 def do_nothing(_: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace what has been done already."""
+    """Replace a function whose work is already done."""
     return lambda *_, **__: None

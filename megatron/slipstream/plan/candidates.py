@@ -95,7 +95,7 @@ def keep_where_backward_follows(trace: Trace, moving: Sequence[GroupKey]) -> Kep
 
 
 def keep_unused(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
-    """Keep groups that were never used in backward: nothing tells when to bring them back."""
+    """Keep groups that were never used in backward: the time of their reload is unknown."""
     return {
         key: NEVER_USED for key in moving if (StepKind.BACKWARD_USE, key) not in trace.step_index
     }

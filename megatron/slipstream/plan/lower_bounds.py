@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Lower bounds of every plan's peak and stall time, to tell how far a plan is from the best one.
+"""Lower bounds of every plan's peak and stall time: how far a plan may be from the optimum.
 
 Bytes that are on the host between two steps are copied out between their commit and there, and back
 between there and their use. So those that committed at step ``c`` or later are at most what the
@@ -36,8 +36,8 @@ from megatron.slipstream.plan.model import (
 from megatron.slipstream.plan.trace import GroupKey, Trace
 
 MAX_STEPS = 400
-"""Each step gives a bound. In a longer iteration, so many steps are used: evenly spread ones, and
-those with the most memory."""
+"""Maximum number of steps from which bounds are computed. Longer iterations use evenly spread
+steps, and those with the most memory."""
 NUM_HALVINGS = 24
 """Bisections of the range of the lowest peak."""
 ROUNDING = 1e-9

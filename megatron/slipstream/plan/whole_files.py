@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
-    """Write a file so that no reader sees a part of it; its folder is made if needed.
+    """Write a file atomically; create its folder if needed.
 
-    A symbolic link stays one: its target is written. A path for which :func:`is_stream` is true is
+    A symbolic link is kept: its target is written. A path for which :func:`is_stream` is true is
     written in place, since replacing it would remove the device or pipe.
 
     Raises:
