@@ -42,8 +42,8 @@ class Facts:
     """Import error of an installed Transformer Engine; None if it imports or is absent."""
 
     te_offload_v1: Optional[bool]
-    """Value of the switch that Transformer Engine read on import. None without Transformer Engine, or
-    if it has no such switch."""
+    """Value of the switch that Transformer Engine read on import. None without Transformer Engine,
+    or if it has no such switch."""
 
     te_offload_v1_environment: Optional[str]
     """Current value of the switch in the environment, possibly set too late."""

@@ -1,7 +1,6 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// What the groups of a module name have moved. Python adds them to its `ModuleCounters` when it is
-// asked for those.
+// Counters of the groups of a module name. Python adds them to its `ModuleCounters` on request.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The device calls of a `Backend` that are made for each group. `CudaDriver` calls the CUDA driver;
+// The device calls of a `Backend` that each group needs. `CudaDriver` calls the CUDA driver;
 // `PythonDriver` calls the backend's methods, and so serves any backend.
 
 #pragma once
@@ -20,7 +20,7 @@ namespace slipstream {
 struct Stream {
   py::object id, object;
   void* handle = nullptr;
-  // Of torch's own class of streams.
+  // A stream object of torch's own class.
   int64_t number = 0;
   int64_t device = 0;
 };
@@ -38,7 +38,7 @@ struct Region {
   py::object bytes() const { return python->bytes(wrap(storage), start, nbytes); }
 };
 
-// One of the regions may be longer: then it begins with the bytes that are copied.
+// One of the regions may be longer: then its first bytes are copied.
 struct Copy {
   Region to, source;
 
@@ -159,7 +159,7 @@ class PythonDriver : public Driver {
   }
 };
 
-// The functions of libcuda.so.1, found at run time: nothing of CUDA is needed to compile this.
+// The functions of libcuda.so.1, looked up at run time: compilation needs no CUDA.
 struct CudaFunctions {
   int (*record)(void* event, void* stream);
   int (*wait)(void* stream, void* event, unsigned int flags);

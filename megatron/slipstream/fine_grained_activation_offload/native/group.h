@@ -9,7 +9,7 @@
 
 namespace slipstream {
 
-// Where a mark is: in a group, or in none. The key and the name of a `Step`.
+// The place of a mark, in a group or in none: key and name of a `Step`.
 struct Place {
   int64_t chunk_pass, group;
   py::object name;
@@ -48,10 +48,10 @@ class Group : public std::enable_shared_from_this<Group> {
   bool is_planned = false;
   // Whether backward passes it without a mark.
   bool is_silent = false;
-  // The trace of the plan that keeps it, if its saved tensors were not tracked for that; else null.
+  // The trace of the plan that keeps it, if its saved tensors are therefore not tracked; else null.
   py::object untracked_in = py::none();
 
-  // The `GroupLabel`, made when it is asked for.
+  // The `GroupLabel`, created on request.
   const py::object& label() {
     if (!label_) {
       const py::object key = python->group_key(chunk_pass, index);
@@ -68,9 +68,9 @@ class Group : public std::enable_shared_from_this<Group> {
   struct Held {
     std::weak_ptr<Storage> storage;
     int64_t serial;
-    // The key of the group that saved it first. Not that group, which may be the one that holds it.
+    // The key of the group that saved it first, not the group itself, which may hold this object.
     int64_t owner_pass, owner_index;
-    // What a copy of it would move, as of the commit; -1 before.
+    // Bytes that a copy of it would move, as of the commit; -1 before.
     int64_t nbytes;
   };
   // In order of their first save by this group.
@@ -118,7 +118,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
 inline const py::object& Storage::label() const { return owner->label(); }
 
-// What autograd keeps in place of a saved tensor.
+// Replaces a saved tensor in autograd.
 struct SavedTensor {
   std::shared_ptr<Storage> storage;
   std::shared_ptr<Group> group;

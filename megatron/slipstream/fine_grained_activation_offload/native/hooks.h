@@ -59,8 +59,8 @@ class Regions {
   }
 
   // Enter the region of the group that a mark in C++ has started last. Appends to the engine's
-  // `_regions` None without hooks, else what its flag was. False, with nothing done, if Python has
-  // to do it.
+  // `_regions` None without hooks, else the flag's previous value. Returns false, without any
+  // effect, if Python must do it.
   static bool enter(const py::object& engine, Store& store) {
     if (others_save()) return false;
     const auto group = std::exchange(store.started, nullptr);
@@ -77,7 +77,7 @@ class Regions {
     return true;
   }
 
-  // Leave the region entered last. False, with nothing done, if Python entered it.
+  // Leave the region entered last. Returns false, without any effect, if Python entered it.
   static bool leave(const py::object& engine) {
     const py::object regions = GET(engine, "_regions");
     const Py_ssize_t last = PyList_GET_SIZE(regions.ptr()) - 1;
@@ -103,8 +103,8 @@ class Regions {
     return PyTuple_GET_ITEM(tuple.ptr(), place);
   }
 
-  // Set the flag (a `RegionFlag`, or None) in a region of a group of that name. Returns what it
-  // was.
+  // Set the flag (a `RegionFlag`, or None) in a region of a group of that name. Returns its
+  // previous value.
   static py::object set_flag(const py::object& flag, const py::object& name) {
     if (flag.is_none()) return py::bool_(false);
     py::object before = attribute(item(flag, 0), item(flag, 1).ptr());

@@ -36,7 +36,7 @@ class Layout;
 struct HostAllocation {
   Region buffer;
   std::vector<Signal> last_use;
-  // Of a layout, which storage of it; -1 if the pool was asked.
+  // Index of its storage in a layout; -1 if the pool allocated it.
   std::weak_ptr<Layout> layout;
   int64_t storage = -1;
   int64_t requested = 0;
@@ -67,10 +67,10 @@ class Layout : public std::enable_shared_from_this<Layout> {
   }
 
   bool is_followed = false;
-  // By stream, the signal after the last copies of buffers that have been given back.
+  // By stream, the signal after the last copies of freed buffers.
   std::vector<Signal> newest;
 
-  // An iteration begins. `carried`: after the last copies of earlier ones.
+  // Begin an iteration. `carried`: the signals after the last copies of earlier ones.
   void begin(const std::vector<Signal>& carried) {
     ++iteration_;
     is_followed = true;
@@ -79,7 +79,7 @@ class Layout : public std::enable_shared_from_this<Layout> {
     carried_ = newest;
   }
 
-  // The buffer of a storage, in Python's form; null if there is none, or if it is not free.
+  // Return the buffer of a storage as a Python object; null if it has none, or it is in use.
   std::shared_ptr<HostAllocation> allocate(int64_t storage, int64_t nbytes) {
     if (storage < 0 || storage >= static_cast<int64_t>(buffers_.size())) return nullptr;
     Buffer& buffer = buffers_[storage];
@@ -143,7 +143,7 @@ class Layout : public std::enable_shared_from_this<Layout> {
     size_t slab = 0;
     // A request that has this size class.
     int64_t known_nbytes = -1;
-    // The iteration that it was handed out in last.
+    // The iteration that allocated it last.
     int64_t begun_in = 0;
     bool is_returned = true;
     std::vector<Signal> last_use;

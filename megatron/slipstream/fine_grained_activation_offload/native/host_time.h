@@ -7,7 +7,7 @@
 
 namespace slipstream {
 
-// Host time by what was called, for benchmarks: no Python function surrounds it.
+// Host time by kind of call, for benchmarks: no Python function surrounds these calls.
 struct HostTime {
   enum Kind { AUTOGRAD, DRIVER };
 

@@ -18,8 +18,8 @@
 
 namespace slipstream {
 
-// A call, with the Python objects that it needs. A thread of autograd calls or drops it, which need
-// not hold the GIL.
+// A call, with the Python objects that it needs. An autograd thread, which may not hold the GIL,
+// runs or drops it.
 class Callback {
  public:
   explicit Callback(std::function<void()> function) : function_(std::move(function)) {}
@@ -103,7 +103,7 @@ auto make_node(Arguments&&... arguments) {
   }
 }
 
-// `object`, a tensor, with a node in the graph that calls when backward comes to it.
+// Return `object`, a tensor, with a graph node that makes the call when backward reaches it.
 inline py::object mark(const py::object& object, Callback callback) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return object;
@@ -116,7 +116,7 @@ inline py::object mark(const py::object& object, Callback callback) {
   return wrap(std::move(marked));
 }
 
-// Have a call made when backward comes to the operation that computed `object`, a tensor.
+// Make a call when backward reaches the operation that computed `object`, a tensor.
 inline void call_before(const py::object& object, Callback callback) {
   const auto& node = THPVariable_Unpack(object.ptr()).grad_fn();
   if (node) node->add_pre_hook(std::make_unique<MarkHook>(std::move(callback)));

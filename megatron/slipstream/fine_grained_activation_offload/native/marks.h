@@ -2,7 +2,7 @@
 
 // The marks of an iteration that follows its plan, where nothing is measured: the methods of those
 // names in engine.py and manager.py are the reference. `engine` is a `PipelineOffloadManager`.
-// Where anything is out of the ordinary, they leave it to Python.
+// They leave rare cases to Python: they return false (or None), without any effect.
 
 #pragma once
 
@@ -14,7 +14,7 @@ namespace slipstream {
 
 class Marks {
  public:
-  // A group starts whose input is `tensor`. False, with nothing done, if Python has to do it.
+  // Start a group whose input is `tensor`.
   static bool start(const py::object& engine, const py::object& tensor, const py::object& name) {
     Iteration now(GET(engine, "_now"));
     Pass* chunk_pass = current_pass(now);
@@ -40,7 +40,7 @@ class Marks {
     return true;
   }
 
-  // Enter the region of the group that has started. False, with nothing done, if Python has to.
+  // Enter the region of the started group.
   static bool enter(const py::object& engine) {
     const Iteration now(GET(engine, "_now"));
     if (current_pass(now) == nullptr || now.has_started()) return false;
@@ -48,8 +48,7 @@ class Marks {
     return store.started && Regions::enter(engine, store);
   }
 
-  // The group of that name ends; `tensor` is one of its outputs. Returns that with the mark of the
-  // end; None, with nothing done, if Python has to do it.
+  // End the group of that name on its output `tensor`. Returns it with the mark of the end.
   static py::object end(const py::object& engine, const py::object& tensor,
                         const py::object& name) {
     Iteration now(GET(engine, "_now"));
@@ -66,8 +65,7 @@ class Marks {
     return mark(tensor, Callback([engine, group] { use(engine, group); }));
   }
 
-  // Forward reaches the output layer, or has computed it. False, with nothing done, if Python has
-  // to do it.
+  // Forward reaches the output layer, or has computed it.
   static bool mark_output(const py::object& engine, const py::object& kind) {
     Iteration now(GET(engine, "_now"));
     Pass* chunk_pass = current_pass(now);
@@ -76,8 +74,7 @@ class Marks {
     return true;
   }
 
-  // Mark where backward has the gradient of the first of `tensors`, a list, once. False, with
-  // nothing done, if Python has to do it.
+  // Mark where backward has the gradient of the first of `tensors`, a list, once.
   static bool mark_gradient(const py::object& engine, const py::object& kind,
                             const py::object& tensors) {
     const Iteration now(GET(engine, "_now"));
@@ -177,7 +174,7 @@ class Marks {
     engine.attr("_advance")(kind, python->step(kind, key, place.name));
   }
 
-  // Performs the step. False, with nothing done, if the plan has another one or there is none.
+  // Perform the step. Returns false, without any effect, if the plan has another one or none.
   static bool is_planned(const py::object& engine, Iteration& now, const py::object& kind,
                          const Place& place) {
     if (!now.follows_steps()) return false;

@@ -8,8 +8,8 @@
 
 namespace slipstream {
 
-// Groups of earlier iterations. Each that starts frees one, so that the end of an iteration does not
-// have to free all of them.
+// Groups of earlier iterations. Each new group frees one, so that the end of an iteration does not
+// free all of them.
 using SpentGroups = std::vector<std::shared_ptr<Group>>;
 
 class Pass {
@@ -56,7 +56,7 @@ class Pass {
     return nullptr;
   }
 
-  // The `depth` groups that backward most likely reaches right after `group`; null is its begin.
+  // The `depth` groups that backward most likely reaches right after `group`; null: at its start.
   py::list used_before(const std::shared_ptr<Group>& group, int64_t depth) const {
     const int64_t last = group ? group->index : -1;
     auto place = std::find(committed_.begin(), committed_.end(), last) - committed_.begin();
@@ -97,9 +97,9 @@ class Pass {
   std::shared_ptr<SpentGroups> spent_;
   // Places of the groups, in the order of their commits.
   std::vector<int64_t> committed_;
-  // How many groups of each name there are.
+  // Number of groups of each name.
   std::vector<std::pair<py::object, int64_t>> num_layers_;
-  // Whether backward has come to all groups, after forward has ended.
+  // Whether backward has reached all groups, after forward has ended.
   bool is_over_ = false;
 };
 

@@ -1,7 +1,7 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// Python objects of CPython's own interface. One of pybind11 takes as long to make as all else that
-// is done for a saved tensor: it is entered in a table, with its C++ pointer.
+// Python objects by CPython's own interface. Creating one by pybind11 takes as long as all other
+// work for a saved tensor: pybind11 adds it to a table, with its C++ pointer.
 
 #pragma once
 
@@ -29,7 +29,7 @@ class PlainObject {
  public:
   using Call = PyObject* (*)(Fields&, PyObject* const*, size_t);
 
-  // Makes the type. `call` is run when an object of it is called; null if it cannot be called.
+  // Create the type. `call` runs when an object of it is called; null if it is not callable.
   static void make_type(const char* name, PyGetSetDef* attributes, Call call = nullptr) {
     call_ = call;
     PyMemberDef members[] = {

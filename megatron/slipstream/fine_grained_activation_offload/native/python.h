@@ -29,7 +29,7 @@ struct Python {
   py::object residences[kNumResidences], group_states[kNumGroupStates];
   py::object bytes, empty_if_hidden, refill, parameter, size_class_bytes, host_memory_full;
   py::object group_key, group_label, step;
-  // Of `StepKind`: the marks of a group, and two of no group that native code tells apart.
+  // Members of `StepKind`: the marks of a group, and the two of no group that C++ distinguishes.
   py::object forward_start, forward_commit, backward_use, backward_end;
   py::object output_start, backward_start;
   // The names of the marks of no group.
@@ -65,7 +65,7 @@ int index_in(const py::object (&members)[count], const py::object& member) {
   throw py::type_error(std::string(py::repr(member)) + " is no state");
 }
 
-// `object.name`, without making a string of the name each time.
+// `object.name`, without creating a string of the name each time.
 inline py::object attribute(const py::handle& object, PyObject* name) {
   PyObject* value = PyObject_GetAttr(object.ptr(), name);
   if (value == nullptr) throw py::error_already_set();
@@ -84,7 +84,7 @@ inline void set_attribute(const py::handle& object, PyObject* name, const py::ob
 #define GET(object, name) ::slipstream::attribute(object, SLIPSTREAM_NAME(name))
 #define SET(object, name, value) ::slipstream::set_attribute(object, SLIPSTREAM_NAME(name), value)
 
-// An attribute of an object whose class has slots: where it lies in the object.
+// Offset of an attribute in an object whose class has slots.
 class Slot {
  public:
   Slot(PyTypeObject* type, const char* name) {

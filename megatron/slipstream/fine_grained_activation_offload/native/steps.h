@@ -15,7 +15,7 @@ enum class ActionKind { D2H, FREE, H2D };
 struct Action {
   ActionKind kind;
   int64_t chunk_pass, group;
-  // Of a copy out: positions of the group's storages that stay, and their indices in the trace.
+  // For a copy out: positions of the group's storages that stay, and their indices in the trace.
   py::object kept, numbers;
   // The action in Python.
   py::object object;
@@ -25,7 +25,7 @@ struct Step {
   py::object kind;
   Place place;
   std::vector<Action> actions;
-  // Whether it may be left out.
+  // Whether its mark may be left out.
   bool is_silent;
 
   bool is_at(const py::object& other_kind, const Place& other) const {
@@ -151,8 +151,8 @@ class Steps {
     return leaves_out_marks && silent_.contain(group.chunk_pass, group.index);
   }
 
-  // Performs the actions of the next step. False, with nothing done, if the plan's step differs.
-  // `executor` performs in Python what is rare.
+  // Perform the actions of the next step. Returns false, without any effect, if the plan's step
+  // differs. `executor` performs rare actions in Python.
   template <typename Executor>
   bool come_to(const Executor& executor, Iteration& now, const py::object& kind,
                const Place& place) const {
@@ -174,7 +174,7 @@ class Steps {
     return come_to(given, now, kind, place);
   }
 
-  // The number of steps of an iteration that has ended after `num_steps`, with those left out.
+  // Number of steps of an iteration that ended after `num_steps`, including those left out.
   size_t end_of(size_t num_steps) const {
     while (may_skip(num_steps)) ++num_steps;
     return num_steps;

@@ -81,7 +81,7 @@ struct Saved {
 // The objects of a store that its storages use.
 struct Context {
   std::shared_ptr<Waits> waits;
-  // `CopyStreams`: does what is not done here.
+  // `CopyStreams`, for work that is not done here.
   py::object copies;
   std::unordered_map<c10::StorageImpl*, class Storage*> by_memory;
 };
@@ -185,7 +185,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
     }
   }
 
-  // Whether no group holds it any more.
+  // Whether all groups have released it.
   bool drop_holder(int64_t group) {
     holders_.erase(std::remove(holders_.begin(), holders_.end(), group), holders_.end());
     return holders_.empty();
@@ -262,7 +262,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
   bool is_emptied() const { return has_lost_memory() || memory_.data() != copied_address_; }
 
   void release(const py::object& label) {
-    // Also keeps torch from using the storage object's address again, by which it is found.
+    // Also keeps torch from reusing the storage object's address, which identifies it.
     original_ = memory_.getWeakStorageImpl();
     for (auto& saved : saved_) saved.alias.reset();
     for (auto& saved : saved_) {  // [Note: Hidden leaves]
@@ -281,7 +281,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
       waits.driver->drop_device(std::move(memory));
       return;
     }
-    // The Python object has the only reference that is left of ours, as in Python.
+    // The Python object has our only remaining reference, as in Python.
     const py::object object = wrap(std::move(memory));
     context_->copies.attr("release")(object, out_signal ? py::cast(*out_signal) : py::none(),
                                      streams_by_id(), label);

@@ -110,9 +110,9 @@ class Store : public std::enable_shared_from_this<Store> {
     return storage.view_returned(saved.index);
   }
 
-  // Each of the following returns false, with nothing done, if the Python method has to do it.
-  // `in_python` returns the `ActivationStore`, for what is rare. It is not kept: the engine, of
-  // which it is a part, goes with its last graph.
+  // Each of the following returns false, without any effect, if the Python method must do it.
+  // `in_python` returns the `ActivationStore`, for rare cases. It is not kept: the engine, of which
+  // it is a part, is freed with its last graph.
 
   bool copy_out(Group& group, const py::object& kept, const py::object& numbers) {
     if (!can_move()) return false;
@@ -224,7 +224,7 @@ class Store : public std::enable_shared_from_this<Store> {
     return total;
   }
 
-  // A host buffer for each storage; false, and none, if there is not enough memory for all.
+  // Allocate a host buffer for each storage; false, and none, if memory does not suffice for all.
   static bool allocate(const std::vector<std::shared_ptr<Storage>>& storages,
                        const std::vector<int64_t>& planned) {
     try {
@@ -295,7 +295,7 @@ class Store : public std::enable_shared_from_this<Store> {
   }
 
   void start_copies_in(const std::vector<std::shared_ptr<Storage>>& storages) {
-    // All of it before any state changes: the device may be out of memory.
+    // Allocate all before any state changes: the device may be out of memory.
     std::vector<Copy> copies;
     for (const auto& storage : storages) {
       c10::Storage memory = driver().allocate(storage->nbytes, storage->device());

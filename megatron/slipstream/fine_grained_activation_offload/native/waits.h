@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// Signals, and which waits have been made for them: `Waits` in copy_streams.py is the reference.
+// Signals, and the waits made for them: `Waits` in copy_streams.py is the reference.
 
 #pragma once
 
@@ -28,7 +28,7 @@ class Waits {
   // The graph that is being captured; 0 is none.
   int64_t graph = 0;
   bool is_timed = false;
-  // The edge that mutation tests leave out.
+  // The edge that mutation tests omit.
   static inline std::string skipped_edge;
 
   // Nothing needs the Python path: no times are taken, and nothing is captured.
