@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Slots that were too small end the step with an error: no row is dropped silently.
+"""Raises an error at the end of a step if slots were too small: no row is dropped silently.
 
 The largest number of rows for a slot is kept on the device, and read once at the end of a step.
 """
@@ -47,13 +47,13 @@ class LayerCapacity:
 
     @torch.no_grad()
     def note(self, rows_by_rank: torch.Tensor, slots: Slots) -> None:
-        """Record the needed rows of an exchange: int64 ``[num_ranks]``, on the device."""
+        """Record the rows that an exchange needed: int64 ``[num_ranks]``, on the device."""
         self.slots = slots
         torch.maximum(self.largest, rows_by_rank.max(), out=self.largest)
 
 
 def check_capacity(layers: Iterable[LayerCapacity]) -> None:
-    """Read the layers' numbers, then reset them to 0. The host waits for the device once.
+    """Check and reset the layers' largest row counts. The host waits for the device once.
 
     Raises:
         RuntimeError: A layer needed more rows in a slot than it holds.
@@ -93,12 +93,12 @@ class StepCheck:
     def __init__(self) -> None:
         self.layers: weakref.WeakSet[LayerCapacity] = weakref.WeakSet()
         self._backward = -1
-        """The backward pass that ends with a check, by its number."""
+        """Graph task id of the last backward pass that ends with a check."""
         self._is_off = False
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Context in which layers request no check: passes are not steps, or are captured."""
+        """Disable checks inside: the passes are not steps, or are captured."""
         was_off, self._is_off = self._is_off, True
         try:
             yield
@@ -106,7 +106,7 @@ class StepCheck:
             self._is_off = was_off
 
     def at_end_of_step(self, config: Any, hidden: torch.Tensor) -> None:
-        """Called in each forward pass of a layer.
+        """Request a check at the end of the step; called in each forward pass of a layer.
 
         Args:
             config: The model's configuration.
@@ -118,7 +118,7 @@ class StepCheck:
             hidden.register_hook(self._check_after_backward)
 
     def at_end_of_replay(self, config: Any) -> None:
-        """Called in backward after a graph of layers is replayed, which requests no check.
+        """Request a check in backward, after the replay of a graph, in which layers request none.
 
         Args:
             config: The model's configuration.
@@ -127,7 +127,7 @@ class StepCheck:
             self._check_after_backward()
 
     def _at_finalize(self, config: Any) -> bool:
-        """Check where gradients are finalized. Returns whether that is possible."""
+        """Hook the check into gradient finalization, and return whether that is possible."""
         finalize = config.finalize_model_grads_func
         if finalize is None:
             return False
@@ -155,4 +155,4 @@ class StepCheck:
 
 
 step_check = StepCheck()
-"""The checker of the process."""
+"""The process-wide instance."""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Exchange of rows between ranks at a fixed capacity, so that the host needs no row counts.
+"""Exchanges rows between ranks at a fixed capacity, so that the host needs no row counts.
 
 Each rank has a slot of ``capacity`` rows for each rank, and a collective of equal parts exchanges
 the slots. The number of used rows of each slot is exchanged as well and stays on the device.
@@ -21,7 +21,7 @@ import torch
 class FixedExchange:
     """Row indices of one exchange, on the device.
 
-    Rows are sorted by expert, and experts by rank. Received slots are in the order of their source.
+    Rows are sorted by expert, and experts by rank. Received slots are in source rank order.
 
     Args:
         sent: int64 ``[num_ranks, num_local_experts]``, rows for each expert of each rank.
@@ -35,24 +35,24 @@ class FixedExchange:
     ) -> None:
         device, num_ranks = sent.device, sent.shape[0]
         self.rows_by_rank = sent.sum(1)
-        """int64 ``[num_ranks]``: needed rows of each slot."""
+        """int64 ``[num_ranks]``: rows needed in each slot."""
         ends = self.rows_by_rank.cumsum(0)
         begins = ends - self.rows_by_rank
         row = torch.arange(num_rows, device=device)
         rank = torch.bucketize(row, ends, right=True).clamp(max=num_ranks - 1)
         within = (row - begins[rank]).clamp(max=capacity - 1)
         self.slot_of_row = rank * capacity + within
-        """int64 ``[num_rows]``: the place of each row among all slots."""
+        """int64 ``[num_rows]``: the position of each row among all slots."""
         place = torch.arange(capacity, device=device)
         self.row_of_slot = (begins[:, None] + place).clamp(max=num_rows - 1).flatten()
-        """int64 ``[num_ranks * capacity]``: the row in each place; see the note above."""
+        """int64 ``[num_ranks * capacity]``: the row at each position; see the note above."""
 
         ends = received.cumsum(1).clamp(max=capacity)
         begins = torch.cat((ends.new_zeros(num_ranks, 1), ends), 1)
         counts = ends - begins[:, :-1]
         self.rows_of_experts = counts.sum(0)
-        """int64 ``[num_local_experts]``: rows for each, of all ranks."""
-        # The expert of each place; for unused places, one past the last.
+        """int64 ``[num_local_experts]``: rows for each expert, from all ranks."""
+        # The expert of each position; for unused positions, one past the last.
         expert = torch.searchsorted(ends, place.expand(num_ranks, -1).contiguous(), right=True)
         unused = capacity - ends[:, -1:]
         counts = torch.cat((counts, unused), 1)
@@ -60,17 +60,17 @@ class FixedExchange:
         first = (totals.cumsum(0) - totals) + (counts.cumsum(0) - counts)
         ordered = (first - begins).gather(1, expert) + place
         self.sorted_of_slot = ordered.flatten()
-        """int64 ``[num_ranks * capacity]``: the place of each received row sorted by expert."""
+        """int64 ``[num_ranks * capacity]``: each received row's position when sorted by expert."""
         self.slot_of_sorted = torch.empty_like(self.sorted_of_slot).scatter_(
             0, self.sorted_of_slot, torch.arange(num_ranks * capacity, device=device)
         )
 
     def to_slots(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows to send, ``[num_rows, ...]``, in their slots."""
+        """Put the rows to send, ``[num_rows, ...]``, into their slots."""
         return _gather(rows, self.row_of_slot, self.slot_of_row)
 
     def sort(self, slots: torch.Tensor) -> torch.Tensor:
-        """Received slots, ``[num_ranks * capacity, ...]``, sorted by expert."""
+        """Sort received slots, ``[num_ranks * capacity, ...]``, by expert."""
         return _gather(slots, self.slot_of_sorted, self.sorted_of_slot)
 
     def unsort(self, rows: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class FixedExchange:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by an index, and gradients by the index of the other direction, without a sum."""
+    """Gathers rows by an index, and gradients by the inverse index, without accumulation."""
 
     @staticmethod
     def forward(

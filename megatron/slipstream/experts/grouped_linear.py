@@ -27,14 +27,14 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Apply each expert's weight to its rows.
 
-    On a GPU in bf16 only, on Hopper and datacenter Blackwell: elsewhere torch reads ``offsets`` on
-    the host.
+    On a GPU, only bf16 on Hopper and datacenter Blackwell is sync-free: otherwise torch reads
+    ``offsets`` on the host.
 
     Args:
         tokens: ``[num_rows, in_features]``, sorted by expert.
-        weight: ``[num_experts, out_features, in_features]``, of the same dtype.
-        offsets: int32 ``[num_experts]``, the row after the last of each expert. Further rows are
-            not read, and their outputs and gradients stay uninitialised.
+        weight: ``[num_experts, out_features, in_features]``, same dtype.
+        offsets: int32 ``[num_experts]``, the end (exclusive) of each expert's rows. Rows past the
+            last are not read, and their outputs and gradients stay uninitialized.
         take_gradient: Receives the gradient of ``weight`` in its dtype, instead of autograd.
 
     Returns:

@@ -222,16 +222,16 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "leave moe_sync_free_experts out",
     ),
 )
-"""Requirements on :class:`ExpertOptions` and megatron's options beside them (duck-typed: an args
+"""Requirements on :class:`ExpertOptions` combined with megatron's options (duck-typed: an args
 namespace or a ``TransformerConfig``)."""
 
 
 def check_experts(args: Any, capability: Optional[tuple[int, int]]) -> list[Finding]:
-    """Findings about sync-free experts, from the arguments and the GPU.
+    """Return findings about sync-free experts, given the arguments and the GPU.
 
     Args:
-        args: An object with megatron's option names, or those of its configuration, and ours as
-            attributes.
+        args: An object whose attributes are our options and megatron's, under the names of its
+            flags or its configuration.
         capability: Compute capability of the GPU, (major, minor); None without a GPU.
     """
     facts = facts_of(args, EXPERT_RULES, ("moe_sync_free_experts",), _DEFAULTS)

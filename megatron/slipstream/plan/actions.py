@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A plan as data: the steps at which each moving group and storage is copied and released."""
+"""The plan data model: the steps at which each moving group and storage is copied and released."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from megatron.slipstream.plan.trace import KINDS_OF_BACKWARD, GroupKey, Trace
 
 
 class ActionKind(enum.Enum):
-    """The actions for a group, apart from what its marks imply."""
+    """The kinds of actions on a group, beyond what its marks imply."""
 
     D2H = "D2H"
     """Start copying its storages to the host."""
     FREE = "FREE"
-    """Release the device memory; the last group to release a storage frees it."""
+    """Release its device memory; a storage is freed when the last group releases it."""
     H2D = "H2D"
     """Start copying its storages back to the device."""
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, and actions are looked up a lot.
+    __hash__ = object.__hash__  # Enum's is a Python function, and lookups of actions are hot.
 
 
 class Action(NamedTuple):
-    """One thing to do for one group. ``str(action)`` is its name in logs, pictures and errors."""
+    """One action on one group. ``str(action)`` is its name in logs, figures and errors."""
 
     kind: ActionKind
     key: GroupKey
@@ -54,12 +54,12 @@ class GroupPlan:
     name: str
     moves: bool
     reason: str = ""
-    """Why it stays, if it stays."""
+    """Why the group stays, if it does."""
     kept_storages: Mapping[int, str] = field(default_factory=dict)
-    """Storages of a moving group that stay, by position in :attr:`GroupTrace.storages`, with the
-    reason."""
+    """Why each storage of a moving group that stays does so, by position in
+    :attr:`GroupTrace.storages`."""
     moved_nbytes: int = 0
-    """Bytes that this group copies out (of the storages that it is the first to save)."""
+    """Bytes that this group offloads, counting only storages that it saves first."""
     commit_step: int = -1
     free_step: int = -1
     h2d_step: int = -1
@@ -68,7 +68,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """When one moving storage is on the host only: from :meth:`gone_step` up to ``h2d_step``."""
+    """The plan of one moving storage: host-only from :meth:`gone_step` until ``h2d_step``."""
 
     index: int
     nbytes: int
@@ -78,8 +78,8 @@ class StoragePlan:
     use_step: int
 
     def gone_step(self, trace: Trace) -> int:
-        """The step at which its device memory is free (``h2d_step`` if it never is)."""
-        # A plan that is drawn because it is wrong may name storages that are not in the trace.
+        """Return the step at which its device memory is freed (``h2d_step`` if it never is)."""
+        # An invalid plan, rendered for its error, may name storages that are not in the trace.
         storages = trace.storages[self.index : self.index + 1]
         gone = max([self.free_step, *(storage.lingers_until for storage in storages)])
         return min(gone, self.h2d_step)
@@ -87,31 +87,31 @@ class StoragePlan:
 
 @dataclass(frozen=True)
 class Bound:
-    """The predicted objective of a plan, and a lower bound of it for any plan."""
+    """The predicted objective of a plan, and a lower bound on it for any plan."""
 
     quantity: Literal["peak_bytes", "stall_ms"]
-    """The objective: the device peak, or the time that compute waits for copies."""
+    """The objective: the device peak, or the time that compute stalls on copies."""
     lower: float
-    """The bound: no plan within the same limit is below it."""
+    """Lower bound for all plans within the same limit."""
     reached: float
-    """This plan's."""
+    """Value that this plan reaches."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of an iteration: the trace that it was made from, and the actions at each step."""
+    """The plan of an iteration: the trace it was built from, and the actions at each step."""
 
     trace: Trace
     options: PolicyOptions
     groups: tuple[GroupPlan, ...]
     storages: tuple[StoragePlan, ...]
-    """Only those that move."""
+    """The storages that move."""
     needed_host_bytes: int = 0
-    """The most host memory that would be in use at once without a limit, in whole buffers."""
+    """Peak host memory in use if there were no limit, in whole buffers."""
     notes: tuple[str, ...] = ()
-    """Notes for the user: an option that could not be followed, and why."""
+    """Notes for the user: options that could not be honored, and why."""
     bound: Optional[Bound] = None
-    """The bound, if the plan was searched for a target."""
+    """The bound, if the plan comes from a search for a target."""
 
     @cached_property
     def group_by_key(self) -> dict[GroupKey, GroupPlan]:
@@ -119,24 +119,24 @@ class Plan:
         return {group.key: group for group in self.groups}
 
     def tracks(self, key: GroupKey) -> bool:
-        """Whether the saved tensors of the group of that key must be tracked.
+        """Return whether the group's saved tensors must be tracked.
 
-        If it stays, they need not be, unless its use is noticed only when they are read.
+        For a group that stays, only if reading them is the only sign of its use.
         """
         return self.group_by_key[key].moves or self.trace.group_by_key[key].is_read_first
 
     @cached_property
     def silent(self) -> frozenset[GroupKey]:
-        """Groups that backward may pass without a mark: they stay, and nothing is due there."""
+        """Groups that need no marks in backward: they stay, and no action is due there."""
         acting = itertools.compress(self.trace.steps, self.actions)
         due = {step.key for step in acting if step.kind in KINDS_OF_BACKWARD}
         return frozenset(g.key for g in self.groups if not self.tracks(g.key) and g.key not in due)
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """For each step, the actions once its mark is reached, in this order.
+        """For each step, the actions to perform when its mark is reached, in order.
 
-        Copies out precede frees, since with no lag a group does both at its commit. Copies back run
+        D2H copies precede frees, since with no lag a group does both at its commit. H2D copies run
         one after another, so they are in the order in which backward needs them.
         """
         by_step: dict[int, list[Action]] = defaultdict(list)
@@ -157,7 +157,7 @@ class Plan:
 
     @cached_property
     def absent_bytes(self) -> tuple[int, ...]:
-        """For each step, the managed bytes that are on the host until the next step."""
+        """For each step, the managed bytes that are only on the host until the next step."""
         return absent_bytes(self.trace, self.storages)
 
     @cached_property
@@ -167,29 +167,29 @@ class Plan:
 
     @cached_property
     def peak_host_bytes(self) -> int:
-        """The most host memory that is in use at once, in whole buffers."""
+        """Peak host memory in use, in whole buffers."""
         return peak_in_use_bytes(len(self.trace.steps), host_intervals(self.storages))
 
     @cached_property
     def num_kept_for_host_memory(self) -> int:
-        """Groups that stay because host memory is limited."""
+        """Number of groups that stay because of the host memory limit."""
         return sum(group.reason == HOST_MEMORY for group in self.groups)
 
     def peak_bytes(self) -> tuple[int, int] | None:
-        """The device peak without and with this plan, in bytes; None without memory readings."""
+        """Return the device peak without and with this plan, in bytes; None without readings."""
         if not self.trace.memory:
             return None
         return max(self.trace.present_bytes), max(self.device_bytes)
 
     @property
     def peak_drop_bytes(self) -> int | None:
-        """By how many bytes the plan lowers the device peak; None without memory readings."""
+        """Bytes by which the plan lowers the device peak; None without memory readings."""
         peaks = self.peak_bytes()
         return None if peaks is None else peaks[0] - peaks[1]
 
 
 def absent_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ...]:
-    """For each step, the bytes of these storages that are on the host only until the next step."""
+    """Return, per step, the bytes of these storages that are only on the host until the next."""
     change = [0] * (len(trace.steps) + 1)
     for storage in storages:
         change[storage.gone_step(trace)] += storage.nbytes
@@ -198,7 +198,7 @@ def absent_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ..
 
 
 def host_intervals(storages: Sequence[StoragePlan]) -> list[HostInterval]:
-    """When each of these moving storages has a host buffer."""
+    """Return the interval in which each of these moving storages has a host buffer."""
     return [
         HostInterval(item.index, size_class_bytes(item.nbytes), item.d2h_step, item.h2d_step)
         for item in storages

@@ -1,22 +1,20 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Decides when a given set of groups frees its memory and reloads it, from measured times.
+"""Schedules the frees and reloads of a given set of groups, from measured times.
 
-One walk over the steps, with the clock of ``walk``. At each step, in the order in which the engine
-acts: copies out start, memory is freed, copies back start, backward uses. Without a limit, memory
-is freed at the first step at which its copy out has certainly ended, and a copy back starts at the
-last step from which it certainly ends in time, so that compute never waits. A limit on the peak
-overrules that, one step at a time: memory is freed while its copy out still runs, or a copy back
-is delayed, and compute waits for the copy. Frees are in the order of commits, copies back in the
-order of uses.
+This is a single walk over the steps with the clock of ``walk``. Each step follows the engine's
+order: D2H copies start, memory is freed, H2D copies start, backward uses the group. Without a
+limit, memory is freed at the first step by which its D2H copy has certainly ended, and an H2D copy
+starts at the last step from which it certainly ends in time, so compute never stalls. A peak limit
+overrides that, one step at a time: memory is freed while its D2H copy still runs, or an H2D copy is
+delayed, and compute waits for the copy. Frees follow the order of commits, H2D copies that of uses.
 
 [Note: Margins of time]
-A plan is made from one iteration's times and followed in others. A FREE that is slightly early
-stalls compute by as much, and so does a copy back that starts slightly late. In the other direction
-the error only keeps memory for one more step. So both keep a margin of 5% of the copy's own time,
-which is more than bandwidths vary from copy to copy, and of at least 0.05 ms, about ten times the
-cost of an event. Delays do not add up: while compute waits for a copy, the copies queued after it
-continue.
+A plan is built from one iteration's times and applied to others. A FREE that is slightly early
+stalls compute by that amount, and so does an H2D copy that starts slightly late. The opposite error
+only keeps memory for one more step. So both keep a margin of 5% of the copy time, which exceeds the
+variation of bandwidth between copies, and of at least 0.05 ms, about ten times the cost of an
+event. Delays do not add up: while compute waits for a copy, the copies queued after it continue.
 """
 
 from __future__ import annotations
@@ -40,40 +38,40 @@ MIN_MARGIN_MS = 0.05
 
 _EDGES_OF_COPIES = tuple(edge for edge in EDGES if edge.signal.is_copy)
 _TIMED = frozenset(kind for kind in OpKind if kind.is_copy) | {e.waiter for e in _EDGES_OF_COPIES}
-"""The operations that take time, or wait for ones that do."""
+"""Operations that take time, or that wait for ones that do."""
 
 Steps = Mapping[GroupKey, tuple[int, int]]
-"""For each group, the steps of its FREE and of its H2D."""
+"""For each group, the steps of its FREE and its H2D."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """When each group of a set moves, and the cost."""
+    """When each group of a set moves, and the resulting cost."""
 
     steps: dict[GroupKey, tuple[int, int]]
-    """The steps of FREE and H2D of each group that has a storage to move."""
+    """The steps of the FREE and H2D of each group that has a storage to move."""
     stall_ms: float
-    """How long compute waits for copies in the whole iteration."""
+    """Time that compute stalls on copies in the whole iteration."""
     stalled: dict[GroupKey, float]
-    """The same by the group that it waits for; entries within rounding noise are left out."""
+    """The same per group that compute waits for; entries within rounding noise are omitted."""
     peak_bytes: float
     """The device peak."""
     absent_bytes: Floats
-    """For each step, the bytes that are off the device until the next one."""
+    """For each step, the bytes that are off the device until the next step."""
 
 
 def margin_ms(copy_ms: float) -> float:
-    """See [Note: Margins of time]."""
+    """Return the margin for a copy: see [Note: Margins of time]."""
     return max(MIN_MARGIN_MS, MARGIN_OF_COPY * copy_ms)
 
 
 def replay(model: IterationModel, moving: Collection[GroupKey], steps: Steps) -> Timing:
-    """Time steps that were decided elsewhere.
+    """Time a schedule that was decided elsewhere.
 
     Args:
         model: The timed trace.
         moving: The groups that move.
-        steps: For each of them. A storage that would be reloaded before the last of its holders
+        steps: The schedule of each of them. A storage that would be reloaded before its last holder
             releases it stays on the device.
     """
     staying = []
@@ -101,13 +99,13 @@ def arrange(
     moving: Collection[GroupKey],
     limit_bytes: float = math.inf,
 ) -> Timing:
-    """Decide when these groups move, without stalls other than those that the limit causes.
+    """Schedule these groups, with no stalls except those that the limit causes.
 
     Args:
         model: The timed trace.
         moving: The groups that move.
-        limit_bytes: Upper limit of the device peak; if these groups cannot reach it, the lowest
-            peak that they can reach is the limit.
+        limit_bytes: Upper limit on the device peak, raised to the lowest peak that these groups can
+            reach.
     """
     return _Arrangement(model, moving, limit_bytes).run()
 
@@ -120,7 +118,7 @@ def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 class _Walk:
-    """An iteration up to the present step: operations issued, time taken, bytes off the device."""
+    """State of an iteration up to the current step: operations, time, bytes off the device."""
 
     def __init__(self, model: IterationModel, jobs: list[Job]) -> None:
         self.jobs = jobs
@@ -130,7 +128,7 @@ class _Walk:
         self.h2d_step = [-1] * len(jobs)
         self.step = -1
         self.copy_of: dict[GroupKey, int] = {}
-        """By group, the number of its copy out."""
+        """For each group, the operation number of its D2H copy."""
         self._model = model
         self._trace = model.trace
         moved = {job.key: job.storages for job in jobs}
@@ -140,7 +138,7 @@ class _Walk:
         self._commit_at = {job.commit: job for job in jobs}
         self._use_at = {job.use for job in jobs}
         self._lingering: set[int] = set()
-        """Storages that were released while something else holds their memory."""
+        """Storages that were released while something else still holds their memory."""
         self._absent = np.zeros(len(self._trace.steps))
 
     @property
@@ -148,7 +146,7 @@ class _Walk:
         return range(len(self._trace.steps))
 
     def reach(self, step: int) -> None:
-        """Compute reaches a step; if that is a commit, its copy out starts."""
+        """Advance compute to a step; if it is a commit, start its D2H copy."""
         if self.step >= 0:
             self._absent[self.step] = self.absent_bytes
             self.clock.compute(self._trace.step_ms[self.step])
@@ -176,7 +174,7 @@ class _Walk:
             self.absent_bytes += storages[item].nbytes
 
     def free(self, number: int) -> None:
-        """A group releases its storages."""
+        """Release the storages of a group."""
         self.free_step[number] = self.step
         freed = self._issuer.perform(self.step, self.jobs[number].free)
         for item in freed:
@@ -186,15 +184,15 @@ class _Walk:
                 self.absent_bytes += self._trace.storages[item].nbytes
 
     def is_away(self, number: int) -> bool:
-        """Whether the storages that a group reloads were freed at an earlier step.
+        """Return whether all moving storages of a group were freed at an earlier step.
 
-        To free and reload a storage at the same step would gain nothing.
+        Freeing and reloading a storage at the same step would gain nothing.
         """
         free_step = self._issuer.free_step
         return all(free_step.get(i, self.step) < self.step for i in self.jobs[number].storages)
 
     def reload(self, number: int) -> None:
-        """A group's copy back starts."""
+        """Start the H2D copy of a group."""
         self.h2d_step[number] = self.step
         reloading = self._issuer.perform(self.step, self.jobs[number].h2d)
         for item in reloading:
@@ -204,12 +202,12 @@ class _Walk:
                 self.absent_bytes -= self._trace.storages[item].nbytes
 
     def use(self) -> None:
-        """If the step is a use, compute waits for the copies back that it needs."""
+        """If the step is a use, make compute wait for the H2D copies that it needs."""
         if self.step in self._use_at:
             self._issuer.use(self.step, self._trace.steps[self.step])
 
     def timing(self) -> Timing:
-        """The result, once all steps are done."""
+        """Return the result, once all steps are done."""
         if self.step >= 0:
             self._absent[self.step] = self.absent_bytes
         present = self._model.present_bytes - self._absent
@@ -227,7 +225,7 @@ class _Walk:
 
 
 class _Arrangement:
-    """Decides at each step of a walk which groups are freed and which are reloaded."""
+    """Decides at each step of a walk which groups to free and which to reload."""
 
     def __init__(
         self,
@@ -249,7 +247,7 @@ class _Arrangement:
         self._needed: list[float] = needed.tolist()
         """For each step, the bytes that must be off the device."""
         self._room: Floats = most - needed
-        """For each step, the bytes that may be reloaded before their use if no others are."""
+        """For each step, the bytes that may be reloaded ahead of their use, all groups together."""
         self._free_by = _running_free_by(jobs, len(present))
         self._rate = model.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
         self._next_free = 0
@@ -279,7 +277,7 @@ class _Arrangement:
             self._free_next()
 
     def _free_for_limit(self) -> None:
-        """Free early the memory that the limit requires by now; compute waits for the copies."""
+        """Free the memory that the limit requires by now, even if compute must wait for copies."""
         walk, step = self._walk, self._walk.step
         wanted_bytes = self._used_now_bytes()
         while self._may_free() and (
@@ -297,7 +295,7 @@ class _Arrangement:
         self._next_free += 1
 
     def _used_now_bytes(self) -> float:
-        """Bytes that must be reloaded at this step."""
+        """Return the bytes that must be reloaded at this step."""
         if self._next_back < len(self._by_use):
             job = self._jobs[self._by_use[self._next_back]]
             if job.use == self._walk.step:
@@ -305,7 +303,7 @@ class _Arrangement:
         return 0.0
 
     def _is_due(self, place: int) -> bool:
-        """Whether time and later peaks allow a copy back to start."""
+        """Return whether timing and later peaks allow an H2D copy to start."""
         number = self._by_use[place]
         job, step = self._jobs[number], self._walk.step
         if job.use == step:
@@ -329,7 +327,7 @@ class _Arrangement:
 
 
 def _running_free_by(jobs: Sequence[Job], num_steps: int) -> list[int]:
-    """For each step, the number of jobs, from the first, that must be released by then."""
+    """Return, for each step, how many of the first jobs must be released by then."""
     counts = [0] * num_steps
     for number, job in enumerate(jobs):
         counts[job.free_by] = max(counts[job.free_by], number + 1)
@@ -337,10 +335,10 @@ def _running_free_by(jobs: Sequence[Job], num_steps: int) -> list[int]:
 
 
 def _latest_starts(model: IterationModel, jobs: Sequence[Job], by_use: Sequence[int]) -> list[int]:
-    """In the order of uses, the last step at which each copy back can start and arrive in time.
+    """Return, in order of use, the last step at which each H2D copy can start and end in time.
 
     Computed from the last use backwards: a copy must end before its use and before the next copy
-    must start. While copies out would run if nothing stalled, it has the lower rate.
+    must start. Its rate is the lower one while D2H copies would run if nothing stalled.
     """
     bandwidth, start_ms = model.bandwidth, model.start_ms
     alone = bandwidth.h2d_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
@@ -360,7 +358,7 @@ def _latest_starts(model: IterationModel, jobs: Sequence[Job], by_use: Sequence[
 
 
 def _copies_out(model: IterationModel, jobs: Sequence[Job]) -> list[tuple[float, float]]:
-    """Time spans of the copies out, in order, if nothing stalls and nothing is reloaded."""
+    """Return the time spans of the D2H copies, in order, with no stalls and no reloads."""
     rate = model.bandwidth.d2h_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
     spans: list[tuple[float, float]] = []
     for job in jobs:
@@ -373,16 +371,16 @@ def _copies_out(model: IterationModel, jobs: Sequence[Job]) -> list[tuple[float,
 
 
 class _BackwardRates:
-    """Latest start times of copies, computed in decreasing order of their ends."""
+    """Computes latest start times of copies, in decreasing order of their end times."""
 
     def __init__(self, busy: list[tuple[float, float]], alone: float, both: float) -> None:
         self._busy = busy
-        """Spans of the lower rate that are not yet passed on the way backwards."""
+        """Spans at the lower rate that the backward sweep has not passed yet."""
         self._alone = alone
         self._both = both
 
     def start_of(self, end_ms: float, nbytes: float) -> float:
-        """The time at which a copy must start to end at ``end_ms``."""
+        """Return the time at which a copy must start in order to end at ``end_ms``."""
         at_ms, left = end_ms, nbytes
         while self._busy:
             begin_ms, stop_ms = self._busy[-1]

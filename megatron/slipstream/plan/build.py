@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Builds a plan, the actions of each step, from a trace and a selection of groups."""
+"""Builds a plan (the actions at each step) from a trace and a selection of groups."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from megatron.slipstream.plan.trace import GroupKey, GroupTrace, StepKind, Trace
 
 
 def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
-    """Plan iterations like the one in ``trace``.
+    """Build the plan for iterations like the one in ``trace``.
 
-    A storage moves if every group that holds it moves and nothing else holds it. It is copied out
-    at the commit of the first of them, its device memory is freed when the last of them releases
-    it, and it is reloaded before the first of them is used.
+    A storage moves if every group that holds it moves and nothing else holds it. Its D2H copy
+    starts when the first of those groups commits, its device memory is freed when the last one
+    releases it, and it is reloaded before the first one is used.
 
-    With ``step_ms`` and ``bandwidth`` in the trace, groups are freed and reloaded at the times that
-    cost least, and a target may decide which groups move; without, the options give both as numbers
-    of marks.
+    If the trace has ``step_ms`` and ``bandwidth``, groups are freed and reloaded at the cheapest
+    times, and a target may decide which groups move; otherwise, the options give both as numbers of
+    marks.
     """
     selection, storages, needed = _select(trace, options)
     staying: frozenset[int] = frozenset()
     while useless := _lingering_for_nothing(trace, storages):
-        # The times of the other groups were decided for a link and host memory that these use too.
+        # The other groups were timed with these also using the link and host memory.
         staying |= useless
         selection, storages, _ = _select(_without(trace, staying), options)
     planned = frozenset(storage.index for storage in storages)
@@ -56,14 +56,14 @@ def build_plan(trace: Trace, options: PolicyOptions) -> Plan:
 
 
 def _select(trace: Trace, options: PolicyOptions) -> tuple[Selection, tuple[StoragePlan, ...], int]:
-    """Which groups and storages move, and the host memory that they need without a limit."""
+    """Return what moves, and the host memory that it would need without a limit."""
     moving, reasons = select_groups(trace, options)
     selection = select(trace, options, moving, reasons)
     storages = _storage_plans(trace, selection.moving, selection.steps)
     needed = peak_in_use_bytes(len(trace.steps), host_intervals(storages))
     limit = options.host_memory_limit_bytes
     if limit is not None and needed > limit:
-        # Last, since groups that other policies keep need no host memory.
+        # This comes last, since groups kept by other policies need no host memory.
         candidates = moving | may_hide(trace, options, reasons)
         intervals = host_intervals(storages)
         if trace.is_timed:
@@ -79,7 +79,7 @@ def _select(trace: Trace, options: PolicyOptions) -> tuple[Selection, tuple[Stor
 
 
 def _without(trace: Trace, staying: Collection[int]) -> Trace:
-    """The trace with some storages marked as unable to move."""
+    """Return the trace with some storages marked as unable to move."""
     storages = tuple(
         replace(storage, held_outside=True) if index in staying else storage
         for index, storage in enumerate(trace.storages)
@@ -88,10 +88,10 @@ def _without(trace: Trace, staying: Collection[int]) -> Trace:
 
 
 def _longest_intervals(trace: Trace, moving: frozenset[GroupKey]) -> list[HostInterval]:
-    """Host memory for as long as each storage could need it.
+    """Return the longest interval in which each storage could need host memory.
 
     In a timed trace, the steps of moving groups depend on which groups are kept. With the longest
-    intervals no choice of steps needs more than the limit.
+    intervals, no choice of steps exceeds the limit.
     """
     model, intervals = IterationModel(trace), []
     for index in model.moving_storages(moving):
@@ -109,7 +109,7 @@ def _group_plan(
     kept_storages: Mapping[int, str],
     timing: tuple[int, int],
 ) -> GroupPlan:
-    """The plan of a group that is to move; it stays if all of its storages stay."""
+    """Return the plan of a group selected to move; it stays if all of its storages stay."""
     stays = {
         position: kept_storages.get(index, NO_TIME)
         for position, index in enumerate(group.storages)
@@ -136,7 +136,7 @@ def _group_plan(
 
 
 def _kept_storages(trace: Trace, moving: frozenset[GroupKey]) -> dict[int, str]:
-    """The storages that stay, with the reason."""
+    """Return the storages that stay, with the reason for each."""
     kept = {}
     for index in set(range(len(trace.storages))).difference(trace.moving_storages(moving)):
         storage = trace.storages[index]
@@ -148,10 +148,10 @@ def _kept_storages(trace: Trace, moving: frozenset[GroupKey]) -> dict[int, str]:
 
 
 def _lingering_for_nothing(trace: Trace, storages: Sequence[StoragePlan]) -> frozenset[int]:
-    """Storages that something else holds for a while and whose move lowers no peak.
+    """Return storages that outlive their release and whose move does not lower the peak.
 
-    It must lower the peak neither with the gradients that the iteration allocated nor without them:
-    whether gradients stay allocated is not known yet, and the peak may move if they do.
+    That must hold both with and without the gradients that the iteration allocated: whether they
+    stay allocated is not known yet, and the step of the peak may change if they do.
     """
     lingering = [item for item in storages if item.gone_step(trace) > item.free_step]
     if not lingering:

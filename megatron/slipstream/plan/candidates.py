@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Which groups move: one pure function per reason to keep a group on the device.
+"""Policies for which groups move: one pure function per reason to keep a group on the device.
 
-Each policy takes a trace and the groups that still move, and returns those that it keeps with the
-reason. The reasons are shown in the report, so they are written for its reader.
+Each policy takes a trace and the groups that still move, and returns those that it keeps, with the
+reason. Reasons appear in the report, so they are written for its readers.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class PolicyOptions:
     """The options that decide which groups move and when."""
 
     activation_offload_fraction: float = 1.0
-    """Fraction of each pass's groups that move, in forward order; the latest ones stay."""
+    """Fraction of each pass's groups that move, in forward order; the last ones stay."""
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Bytes that each pipeline rank keeps on the device beyond those of the rank before it."""
+    """Bytes that each pipeline rank keeps on the device in addition to the previous rank's."""
     release_lag: int = 1
-    """Number of later group commits after which a group's device memory is released."""
+    """Number of group commits after its own at which a group's device memory is released."""
     prefetch_depth: int = 1
-    """Number of group uses before its own at which a group's copy back starts."""
+    """Number of group uses before its own at which a group's H2D copy starts."""
     max_inflight_offloads: Optional[int] = None
-    """Maximum number of groups per module whose copies out compute has not waited for when the next
-    group of the module has committed: a group's memory is freed at most that many commits of the
-    same module after its own. None for no limit."""
+    """Maximum number of a module's D2H copies in flight (compute has not waited for them yet) when
+    its next group has committed: a group's memory is freed at most that many commits of the same
+    module after its own. None for no limit."""
     host_memory_limit_bytes: Optional[int] = None
-    """The most host memory that may be in use at once; None for no limit."""
+    """Maximum host memory in use at once; None for no limit."""
     target_memory_bytes: Optional[int] = None
-    """Upper limit of the device peak; the plan reaches it in the least time. None to move every
-    group that may move."""
+    """Upper limit on the device peak; the plan meets it in the least time. None to move every group
+    that may move."""
     max_overhead_percent: Optional[float] = None
-    """Upper limit of the time that compute waits for copies, in percent of its own time; the plan
-    lowers the device peak as far as that allows. None to move every group that may move. Not
-    together with ``target_memory_bytes``."""
+    """Upper limit on the time that compute stalls on copies, in percent of compute time; the plan
+    lowers the device peak as far as that allows. None to move every group that may move. Mutually
+    exclusive with ``target_memory_bytes``."""
 
     def __post_init__(self) -> None:
         if self.target_memory_bytes is not None and self.max_overhead_percent is not None:
@@ -79,7 +79,7 @@ def keep_where_backward_follows(trace: Trace, moving: Sequence[GroupKey]) -> Kep
     """Keep a group if the next mark of its name after its commit is its own use in backward.
 
     Then no other group of that name runs in between, so no layer's computation can hide the two
-    copies: in any pipeline schedule, this is the last layer before backward.
+    copies. In any pipeline schedule, this is the last layer before backward.
     """
     kept: Kept = {}
     wanted = set(moving)
@@ -107,10 +107,10 @@ def keep_empty(trace: Trace, moving: Sequence[GroupKey]) -> Kept:
 
 
 def keep_for_pp_rank(trace: Trace, moving: Sequence[GroupKey], delta_bytes: int) -> Kept:
-    """Keep whole groups until ``pp_rank * delta_bytes`` stay that would move otherwise.
+    """Keep whole groups until ``pp_rank * delta_bytes`` that would otherwise move stay.
 
-    Passes are taken in the order of their backward, the groups of a pass in the order of their
-    forward, as megatron-core counts them.
+    As in megatron-core, passes are taken in backward order, and the groups of a pass in forward
+    order.
     """
     kept: Kept = {}
     budget = trace.pp_rank * delta_bytes
@@ -132,9 +132,9 @@ def keep_for_pp_rank(trace: Trace, moving: Sequence[GroupKey], delta_bytes: int)
 
 
 def keep_by_fraction(trace: Trace, moving: Sequence[GroupKey], fraction: float) -> Kept:
-    """Keep the latest groups of each pass so that about ``fraction`` of its groups move.
+    """Keep the last groups of each pass so that about ``fraction`` of its groups move.
 
-    The fraction counts groups, not bytes, as megatron-core's option does.
+    Like megatron-core's option, the fraction is of groups, not of bytes.
     """
     kept: Kept = {}
     by_pass: dict[int, list[GroupKey]] = {}
@@ -150,23 +150,23 @@ def keep_by_fraction(trace: Trace, moving: Sequence[GroupKey], fraction: float) 
 
 
 class HostInterval(NamedTuple):
-    """The host buffer of one moving storage, in use from step ``d2h_step`` up to ``h2d_step``."""
+    """The host buffer of one moving storage, in use from ``d2h_step`` until ``h2d_step``."""
 
     storage: int
     """Index into :attr:`Trace.storages`."""
     nbytes: int
-    """Length of the buffer, which may be longer than the storage."""
+    """Size of the buffer, which may be larger than the storage."""
     d2h_step: int
     h2d_step: int
 
 
 def in_use_bytes(num_steps: int, intervals: Sequence[HostInterval]) -> list[int]:
-    """For each step, the host bytes that are in use until the next step."""
+    """Return, for each step, the host bytes in use until the next step."""
     return list(itertools.accumulate(_changes(num_steps, intervals)))
 
 
 def peak_in_use_bytes(num_steps: int, intervals: Sequence[HostInterval]) -> int:
-    """The most host bytes in use at once: at each step copies out precede copies back."""
+    """Return the peak host bytes in use; at each step D2H copies precede H2D copies."""
     outs = [0] * num_steps
     for interval in intervals:
         outs[interval.d2h_step] += interval.nbytes
@@ -175,7 +175,7 @@ def peak_in_use_bytes(num_steps: int, intervals: Sequence[HostInterval]) -> int:
 
 
 def _changes(num_steps: int, intervals: Sequence[HostInterval]) -> list[int]:
-    """By how many bytes the host memory in use changes at each step."""
+    """Return, for each step, the change of host memory in use, in bytes."""
     changes = [0] * num_steps
     for interval in intervals:
         changes[interval.d2h_step] += interval.nbytes
@@ -186,19 +186,19 @@ def _changes(num_steps: int, intervals: Sequence[HostInterval]) -> list[int]:
 def keep_within_host_memory(
     trace: Trace, moving: Sequence[GroupKey], intervals: Sequence[HostInterval], limit_bytes: int
 ) -> Kept:
-    """Keep whole groups until the host memory that is in use at once is within the limit.
+    """Keep whole groups until peak host memory is within the limit.
 
-    Where it is not, of the groups that have host memory at that step those stay whose backward is
-    the next: they would be on the host for the shortest time. In a pipeline this keeps as many
-    groups of one micro-batch as of another.
+    At a step above the limit, keep those groups with host memory whose backward comes next: they
+    have the shortest time left on the host. In a pipeline, this keeps equally many groups of each
+    micro-batch.
     """
     kept: Kept = {}
     changes = _changes(len(trace.steps), intervals)
     loan_of = {interval.storage: interval for interval in intervals}
     wanted = set(moving)
     in_use = 0
-    # All of a group's storages are copied out by its commit, so from there on the group counts for
-    # all of them.
+    # All D2H copies of a group's storages are issued by its commit, so it counts for all of them
+    # from there on.
     by_use: list[tuple[int, GroupKey]] = []
     for step, mark in enumerate(trace.steps):
         in_use += changes[step]
@@ -208,7 +208,7 @@ def keep_within_host_memory(
             _, key = heapq.heappop(by_use)
             held = [loan_of[i] for i in trace.group_by_key[key].storages if i in loan_of]
             if all(interval.h2d_step <= step for interval in held):
-                continue  # It is reloaded by then.
+                continue  # It has been reloaded by then.
             kept[key] = HOST_MEMORY
             for interval in held:
                 del loan_of[interval.storage]

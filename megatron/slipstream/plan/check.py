@@ -1,18 +1,18 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Proves a plan safe: no operation can run before its inputs are ready, at any queue speeds.
+"""Proves a plan safe: no operation can run before its inputs are ready, at any queue speed.
 
-``operations`` turns the plan into the operations that the engine would issue, and refuses plans
-that cannot be followed. This module proves their order. Each operation carries a vector clock: how
-many operations of each queue have certainly ended when it starts, by the order of its own queue and
-by the edges alone. Of two operations that touch the same memory, unless both read, the earlier must
-be in the clock of the later.
+``operations`` turns the plan into the operations that the engine would issue, and rejects plans
+that cannot be followed. This module proves their ordering. Each operation carries a vector clock:
+how many operations of each queue have certainly ended when it starts, given only the order within
+its queue and the edges. If two operations touch the same memory and at least one writes, the
+clock of the later one must include the earlier one.
 
 [Note: Two futures]
-A mark in backward says that a group is about to be used, not that every tensor is read: autograd
-may read none of them, or an exception may end the iteration. Compute does not wait by E5 for a
-tensor that is never read, so each plan is proved twice: with every storage read, and with none,
-where reloaded memory is released at the end (E6).
+A mark in backward means that a group is about to be used, not that every tensor is read: autograd
+may read none of them, or an exception may end the iteration. Compute does not wait (E5) for a
+tensor that is never read, so each plan is proved twice: with every storage read, and with none
+read, where reloaded memory is released at the end (E6).
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ __all__ = ["PlanError", "PlanFacts", "SafetyProperty", "check_plan"]
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """Facts of a plan that was proved safe, at any speed of the copies."""
+    """Facts about a plan proved safe, valid at any copy speed."""
 
     peak_device_bytes: int
-    """The most bytes of saved storages (including those that stay) on the device at once."""
+    """Peak bytes of saved storages (including those that stay) on the device."""
     peak_host_bytes: int
-    """The most bytes of host memory in use at once, in whole buffers."""
+    """Peak bytes of host memory in use, in whole buffers."""
     num_operations: int
-    """Operations on the three queues in one iteration."""
+    """Number of operations on the three queues in one iteration."""
 
 
 def check_plan(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> PlanFacts:
-    """Prove that the engine can follow ``plan`` with the waits of ``edges``.
+    """Prove that the engine can safely follow ``plan`` with the waits of ``edges``.
 
     Args:
         plan: Any plan; only its trace is trusted.
         edges: The edge table. A test removes one edge and expects the proof to fail.
 
     Returns:
-        Facts of the plan.
+        Facts about the plan.
 
     Raises:
         PlanError: The plan breaks a :class:`SafetyProperty`.
@@ -80,7 +80,7 @@ def check_plan(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> PlanFacts:
     )
 
 
-# The storages that the plan states, compared with those that its actions move.
+# Compare the storages that the plan states with those that its actions move.
 
 
 def _check_statements(plan: Plan, schedule: Schedule) -> None:
@@ -149,27 +149,27 @@ def _first_d2h(plan: Plan, storage: int) -> Action:
 
 
 class _Memory(enum.IntEnum):
-    """The memories of one moving storage."""
+    """The memory regions of one moving storage."""
 
     ORIGINAL = 0
     """Device memory that forward wrote."""
     BUFFER = 1
-    """Host memory. Any of its bytes may have served other storages before."""
+    """Host memory, which may have held other storages before."""
     RELOADED = 2
-    """New device memory that the copy back writes."""
+    """New device memory, written by the H2D copy."""
 
 
 class _Access(NamedTuple):
-    """The effect of an operation of some kind on a memory of each of its storages."""
+    """How an operation of some kind accesses one memory region of each of its storages."""
 
     memory: _Memory
     writes: bool
     rule: SafetyProperty | None = None
-    """The rule that is broken where an earlier access may still be running; None where both are
-    on the compute queue, which runs in order."""
+    """The rule that is broken if an earlier access may still be running; None if both are on the
+    compute queue, which runs in order."""
 
 
-# A release counts as a write: later operations of the compute queue may get the memory.
+# A release counts as a write: later compute operations may be allocated the memory.
 _ACCESSES: dict[OpKind, tuple[_Access, ...]] = {
     OpKind.WRITE: (_Access(_Memory.ORIGINAL, True),),
     OpKind.SAVE: (_Access(_Memory.ORIGINAL, False),),
@@ -178,7 +178,7 @@ _ACCESSES: dict[OpKind, tuple[_Access, ...]] = {
         _Access(_Memory.BUFFER, True, SafetyProperty.BUFFER_REUSED_AFTER_COPY),
     ),
     OpKind.RELEASE: (_Access(_Memory.ORIGINAL, True, SafetyProperty.REUSED_AFTER_COPY_OUT),),
-    # Newly allocated memory may have been in use on the compute queue until here.
+    # Newly allocated memory may have been in use on the compute queue up to this point.
     OpKind.START_IN: (_Access(_Memory.RELOADED, True),),
     OpKind.COPY_IN: (
         _Access(_Memory.BUFFER, False, SafetyProperty.COPY_IN_READS_WRITTEN),
@@ -189,11 +189,11 @@ _ACCESSES: dict[OpKind, tuple[_Access, ...]] = {
 }
 
 _Clock = list[int]
-"""For each queue, how many of its operations have ended."""
+"""For each queue, the number of operations that have ended."""
 
 
 class _At(NamedTuple):
-    """An operation's queue and its position there."""
+    """An operation's queue and its position in that queue."""
 
     queue: Queue
     position: int
@@ -201,7 +201,7 @@ class _At(NamedTuple):
 
 
 class _Contents:
-    """Memory since its last write: the storage, the write and the reads."""
+    """Contents of memory: the storage last written, with that write and the reads since."""
 
     def __init__(self, storage: int, written: _At) -> None:
         self.storage = storage
@@ -211,18 +211,18 @@ class _Contents:
 class _HostMemory:
     """The contents of each byte of host memory, derived from the copies alone.
 
-    It checks the waits that the pool gives the user of a buffer.
+    This verifies the waits that the pool returns with a buffer.
     """
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int, _Contents]] = []
-        """In order, without overlap."""
+        """Sorted and non-overlapping."""
 
     def write(self, buffer: HostBuffer, contents: _Contents) -> list[_Contents]:
-        """Overwrite the bytes of a buffer. Returns the contents of all ranges that overlap it.
+        """Overwrite the bytes of a buffer and return the contents of all ranges it overlaps.
 
-        The parts of those ranges outside the buffer are dropped: once this write is proved to
-        follow their accesses, so is each later one, since all writes are on the d2h queue.
+        The parts of those ranges outside the buffer are dropped: if this write is proved to follow
+        their accesses, so is every later write, since all writes are on the d2h queue.
         """
         place = self._overlap(buffer)
         old = [item[2] for item in self._ranges[place]]
@@ -230,7 +230,7 @@ class _HostMemory:
         return old
 
     def read(self, buffer: HostBuffer) -> list[_Contents]:
-        """The contents of a buffer: one entry, if it was not overwritten."""
+        """Return the contents of a buffer: a single entry if it was not overwritten."""
         return [item[2] for item in self._ranges[self._overlap(buffer)]]
 
     def _overlap(self, buffer: HostBuffer) -> slice:
@@ -240,7 +240,7 @@ class _HostMemory:
 
 
 class _Proof:
-    """One future of a schedule. Time and memory grow linearly with the operations."""
+    """The proof of one future of a schedule, in linear time and memory."""
 
     def __init__(
         self,
@@ -256,18 +256,18 @@ class _Proof:
         self._queues: list[_Clock] = [[0, 0, 0] for _ in Queue]
         """For each queue, the clock of its next operation."""
         self._ended: list[tuple[int, int, int]] = []
-        """For each operation so far, the clock at its end."""
+        """For each operation so far, its clock when it ends."""
         self._device: dict[tuple[_Memory, int], _Contents] = {}
         self._host = _HostMemory()
 
     def run(self) -> None:
-        """Check the operations in the order of their issue.
+        """Check the operations in issue order.
 
         If no operation waits for a later one, all of them can run in that order, so the queues
         cannot deadlock.
 
         Raises:
-            PlanError: An operation may run before another one that it must follow.
+            PlanError: An operation may run before one that it must follow, or queues may deadlock.
         """
         for index, operation in enumerate(self._operations):
             kind = operation.kind
@@ -311,13 +311,13 @@ class _Proof:
                 contents.uses.append(at)
 
     def _read(self, access: _Access, storage: int) -> list[_Contents]:
-        """The contents to be read. They exist, or derive_schedule would have refused the plan."""
+        """Return the contents to read, which exist since derive_schedule accepted the plan."""
         if access.memory is _Memory.BUFFER:
             return self._host.read(self._buffers[storage])
         return [self._device[access.memory, storage]]
 
     def _write(self, access: _Access, storage: int, at: _At) -> list[_Contents]:
-        """Note a write. Returns the contents that it overwrites."""
+        """Record a write and return the contents that it overwrites."""
         contents = _Contents(storage, at)
         if access.memory is _Memory.BUFFER:
             return self._host.write(self._buffers[storage], contents)
@@ -326,6 +326,6 @@ class _Proof:
         return [] if before is None else [before]
 
     def _error(self, operation: Operation, access: _Access, detail: str) -> PlanError:
-        # Accesses without a rule are ordered by the compute queue, so they never fail.
+        # The compute queue orders accesses without a rule, so they never fail.
         assert access.rule is not None
         return PlanError(access.rule, operation.cause, self._plan, detail)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The two copy queues in simulated time, and the link that they share."""
+"""Simulates the two copy queues and the link that they share."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from megatron.slipstream.plan.trace import Bandwidth
 
 
 class _Queue:
-    """One direction: copies run one after another, at a rate that may change."""
+    """One copy direction: copies run one after another, at a rate that may change."""
 
     def __init__(self, alone_gb_per_s: float, both_gb_per_s: float) -> None:
         self.alone = alone_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
         self.both = both_gb_per_s * BYTES_PER_MS_AT_1_GB_PER_S
-        """Its rate while the other direction is busy too."""
+        """Rate while the other direction is busy too."""
         self.waiting: deque[tuple[int, float, list[int]]] = deque()
-        """Number and bytes of each copy, and the copies of the other queue that it waits for."""
+        """Number and size of each copy, and the copies of the other queue that it waits for."""
         self.running = -1
-        """The copy that runs; -1 for none."""
+        """Number of the running copy; -1 for none."""
         self.end_ms = math.inf
-        """The time at which it ends at the present rate."""
+        """Time at which it ends at the current rate."""
         self._left_bytes = 0.0
         self._since_ms = 0.0
         self._rate = 0.0
 
     def start_next(self, ends_ms: dict[int, float], starts_ms: dict[int, float], ms: float) -> None:
-        """Start the next copy if the copies that it waits for have ended. It has no rate yet."""
+        """Start the next copy, with no rate yet, if the copies that it waits for have ended."""
         number, nbytes, waits_for = self.waiting[0]
         while waits_for:
             if waits_for[-1] not in ends_ms:
@@ -42,8 +42,8 @@ class _Queue:
         self._left_bytes, self._since_ms, self._rate = nbytes, ms, 0.0
 
     def set_rate(self, rate: float, ms: float) -> None:
-        """From ``ms`` on, copy ``rate`` bytes per millisecond."""
-        # Without a change the end is not computed again, so that it is not rounded again.
+        """Set the rate from ``ms`` on, in bytes per millisecond."""
+        # If unchanged, do not recompute the end time, to avoid rounding it again.
         if self.running < 0 or rate == self._rate:
             return
         if ms > self._since_ms:  # 0 ms at an infinite rate would give NaN bytes.
@@ -54,11 +54,11 @@ class _Queue:
 
 
 class CopyQueues:
-    """The d2h and the h2d queue up to a time. Each copy has a number of its own.
+    """The d2h and h2d queues, simulated up to a given time. Each copy has a unique number.
 
     Args:
-        bandwidth: Of copies. Rates change after all events of one point in time, so that a copy
-            that directly follows another does not change the other direction's rate.
+        bandwidth: Copy bandwidth. Rates change only after all events at the same time, so that
+            back-to-back copies do not change the other direction's rate.
     """
 
     def __init__(self, bandwidth: Bandwidth) -> None:
@@ -75,25 +75,25 @@ class CopyQueues:
     def add(
         self, number: int, nbytes: float, waits_for: Sequence[int], is_out: bool, ms: float
     ) -> None:
-        """Add a copy at the time up to which the queues have run.
+        """Add a copy at the time that the queues have reached.
 
         Args:
-            number: Its number.
-            nbytes: Bytes that it copies.
+            number: Number of the copy.
+            nbytes: Size of the copy.
             waits_for: The copies of the other direction that must end before it starts.
             is_out: Whether it copies to the host.
-            ms: The time.
+            ms: The current time.
         """
         (self._out if is_out else self._in).waiting.append((number, nbytes, list(waits_for)))
         self._now_ms = self.next_ms = ms
 
     def run_to(self, ms: float) -> None:
-        """Advance to time ``ms``. No copy may be added later that would have started before it."""
+        """Advance to time ``ms``. Copies added later must not start before it."""
         while self._find_next_end() <= ms:
             self._end_next()
 
     def run_until(self, number: int) -> float:
-        """Advance until a copy that was added has ended. Returns its end time."""
+        """Advance until the given copy has ended, and return its end time."""
         while number not in self.ends_ms:
             if self._find_next_end() == math.inf:
                 raise AssertionError(f"copy {number} never ends")
@@ -106,7 +106,7 @@ class CopyQueues:
             self._end_next()
 
     def _find_next_end(self) -> float:
-        """Start copies that can start now, and return the time at which the next copy ends."""
+        """Start the copies that can start now, and return when the next copy ends."""
         out, back, now_ms = self._out, self._in, self._now_ms
         if out.running < 0 and out.waiting:
             out.start_next(self.ends_ms, self.starts_ms, now_ms)

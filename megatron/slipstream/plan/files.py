@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Traces and plans as files: recorded on a GPU, planned and read on any machine.
+"""Saves and loads traces and plans: recorded on a GPU, planned and read on any machine.
 
-A file is JSON: ``{"schema": ..., "version": ..., "trace" or "plan": ...}`` with the fields of the
-dataclasses by name, in their units; a :class:`NamedTuple` is a list. A file is data and never code,
-and its content is not trusted: types and references are checked, and a plan is proved again.
+A file is JSON: ``{"schema": ..., "version": ..., "trace" or "plan": ...}`` with the dataclass
+fields by name, in the same units; a :class:`NamedTuple` is a list. Files contain only data, never
+code, and are not trusted: types and references are checked, and a plan is proved again.
 
 [Note: Versions of files]
-The version stands for the meaning of a file. A new field whose default keeps the old meaning does
-not change it; any other change raises it by one. Unknown fields are errors, so that an older
-Slipstream refuses a newer file instead of reading half of it.
+The version identifies the meaning of a file. Adding a field whose default keeps the old meaning
+does not change the version; any other change increments it. Unknown fields are errors, so that an
+older Slipstream rejects a newer file instead of reading part of it.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class _PlanFile:
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
-    """Write a trace, whole or not at all.
+    """Write a trace atomically.
 
     Raises:
-        ValueError: :func:`load_trace` would refuse it.
-        OSError: It cannot be written.
+        ValueError: :func:`load_trace` would reject the trace.
+        OSError: The file cannot be written.
     """
     _refuse(path, _trace_problems(trace), f"a {TRACE_SCHEMA} that can be written")
     content = _TraceFile(TRACE_SCHEMA, VERSION, trace)
@@ -68,11 +68,11 @@ def save_trace(trace: Trace, path: str | Path) -> None:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan and the trace it was made from, whole or not at all.
+    """Write a plan, with the trace it was built from, atomically.
 
     Raises:
-        ValueError: The plan names something that does not exist.
-        OSError: It cannot be written.
+        ValueError: The plan refers to something that does not exist, or its trace is invalid.
+        OSError: The file cannot be written.
     """
     _refuse(path, _plan_problems(plan), f"a {PLAN_SCHEMA} that can be written")
     content = _PlanFile(PLAN_SCHEMA, VERSION, plan)
@@ -80,12 +80,12 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Read what :func:`save_trace` wrote.
+    """Read a trace written by :func:`save_trace`.
 
     Raises:
-        ValueError: It is not a complete trace of this version. The message names the file and the
-            place.
-        OSError: It cannot be read.
+        ValueError: The file is not a complete trace of this version. The message names the file and
+            the location in it.
+        OSError: The file cannot be read.
     """
     data = Path(path).read_bytes()
     trace = parse(data, path, _TraceFile, TRACE_SCHEMA, VERSION, "--offload-trace-path").trace
@@ -94,12 +94,12 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read what :func:`save_plan` wrote, and prove it safe by ``check_plan``.
+    """Read a plan written by :func:`save_plan`, and prove it safe with ``check_plan``.
 
     Raises:
-        ValueError: It is not a complete plan of this version, or not a safe one. The message names
-            the file and the place, or the broken rule.
-        OSError: It cannot be read.
+        ValueError: The file is not a complete plan of this version, or the plan is unsafe. The
+            message names the file, and the location in it or the broken rule.
+        OSError: The file cannot be read.
     """
     data = Path(path).read_bytes()
     plan = parse(data, path, _PlanFile, PLAN_SCHEMA, VERSION, "'slipstream plan --output'").plan
@@ -113,24 +113,24 @@ def load_plan(path: str | Path) -> Plan:
 
 @cache
 def _adapter(kind: type) -> TypeAdapter[Any]:
-    # Building one takes tens of milliseconds, so not on import.
+    # Building an adapter takes tens of milliseconds, so do not do it at import.
     return TypeAdapter(kind)
 
 
 def parse(data: bytes, name: str | Path, kind: type, schema: str, version: int, writer: str) -> Any:
-    """The content of a file, with its types checked.
+    """Parse the content of a file and check its types.
 
     Args:
         data: UTF-8 JSON.
-        name: Of the file, for errors.
-        kind: A dataclass of its fields, with ``schema`` and ``version`` among them.
+        name: Name of the file, for errors.
+        kind: Dataclass of the file's fields, including ``schema`` and ``version``.
         schema: Schema that the file must name.
         version: Version that the file must have.
         writer: The option that writes such files, for errors.
 
     Raises:
-        ValueError: It is not such a file, or has another version. The message names the file, the
-            place and the cure.
+        ValueError: The content does not match the schema or the version. The message names the
+            file, the location in it and the remedy.
     """
     cure = f"give a file that {writer} wrote"
     try:
@@ -151,7 +151,7 @@ def parse(data: bytes, name: str | Path, kind: type, schema: str, version: int, 
 
 
 def describe(error: ValidationError) -> str:
-    """The first error in the content of a file, and its place."""
+    """Return the first error in the content of a file, with its location."""
     first, *others = error.errors(include_url=False, include_context=False)
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     text = first["msg"][:1].lower() + first["msg"][1:]
@@ -171,7 +171,7 @@ def _refuse(path: str | Path, problems: Iterator[str], wanted: str) -> None:
 
 
 def _plan_problems(plan: Plan) -> Iterator[str]:
-    """The conditions without which ``check_plan`` can neither check nor draw a plan."""
+    """Yield violations of what ``check_plan`` needs in order to check and render a plan."""
     yield from _trace_problems(plan.trace)
     num_steps = len(plan.trace.steps)
     for place, storage in enumerate(plan.storages):
@@ -205,7 +205,7 @@ _ORDER = (
 
 
 def _step_problems(trace: Trace) -> Iterator[str]:
-    """Each group exists once, and its marks are in order."""
+    """Yield violations of: each group exists once, and its marks are in order."""
     if len(trace.group_by_key) != len(trace.groups):
         keys = [group.key for group in trace.groups]
         yield f"two groups have the key {next(key for key in keys if keys.count(key) > 1)}"
@@ -230,7 +230,7 @@ def _step_problems(trace: Trace) -> Iterator[str]:
 
 
 def _storage_problems(trace: Trace) -> Iterator[str]:
-    """Groups and storages refer to each other."""
+    """Yield violations of: groups and storages refer to each other."""
     num_storages = len(trace.storages)
     for group in trace.groups:
         if len(set(group.storages)) != len(group.storages):

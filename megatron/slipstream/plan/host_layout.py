@@ -1,14 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The layout of buffers in host memory as numbers: the allocator that the engine's pool uses.
+"""The allocator behind the engine's pinned host pool: buffer offsets only, no memory.
 
 [Note: Free ranges]
-The invariants, kept by every method of :class:`FreeRanges`:
+Every method of :class:`FreeRanges` maintains these invariants:
 
 - Each byte of each slab is either taken or in exactly one free range, and no two free ranges of a
-  slab are adjacent. So adjacent free memory can serve one longer buffer, and once everything has
-  been put back each slab is a single range again.
-- Each free byte that was in use before belongs to a :class:`Use` with the events that end its last
+  slab are adjacent. So adjacent free memory can serve one longer buffer, and once everything is
+  freed each slab is a single range again.
+- Each free byte that was used before belongs to a :class:`Use` with the events that end its last
   copies. The next user of a range gets the events of exactly the bytes that it takes, so it does
   not wait for copies of neighbouring bytes.
 """
@@ -23,16 +23,16 @@ from typing import NamedTuple, Optional, cast
 
 MIN_BUFFER_BYTES = 4096
 BUFFER_ALIGNMENT_BYTES = 512
-"""Buffers start and end at multiples of this, as device memory does."""
+"""Buffers start and end at multiples of this, like device allocations."""
 CLASSES_PER_OCTAVE = 16
 
 
-@functools.lru_cache(maxsize=4096)  # A plan asks for the same sizes again and again.
+@functools.lru_cache(maxsize=4096)  # A plan requests the same sizes repeatedly.
 def size_class_bytes(nbytes: int) -> int:
-    """The buffer size that serves a request of ``nbytes``: from 8 KiB on less than 6.25% larger.
+    """Return the buffer size for a request of ``nbytes``: less than 6.25% larger from 8 KiB on.
 
-    Each power of two is divided into :data:`CLASSES_PER_OCTAVE` equal steps, so that sizes which
-    vary from iteration to iteration, as tokens per expert do, leave holes that fit again.
+    Each power of two is divided into :data:`CLASSES_PER_OCTAVE` equal steps, so that sizes that
+    vary between iterations, such as tokens per expert, leave holes that can be reused.
     """
     nbytes = max(nbytes, MIN_BUFFER_BYTES)
     step = max(BUFFER_ALIGNMENT_BYTES, (1 << (nbytes.bit_length() - 1)) // CLASSES_PER_OCTAVE)
@@ -43,7 +43,7 @@ def size_class_bytes(nbytes: int) -> int:
 
 
 class Use(NamedTuple):
-    """The last copies of the bytes ``[start, stop)`` of a slab end with these events."""
+    """The events that end the last copies of bytes ``[start, stop)`` of a slab."""
 
     start: int
     stop: int
@@ -51,7 +51,7 @@ class Use(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Bytes ``[start, stop)`` of a slab that were taken, with the events to wait for."""
+    """An allocation: bytes ``[start, stop)`` of a slab, with the events to wait for."""
 
     slab: int
     start: int
@@ -62,8 +62,8 @@ class Span(NamedTuple):
 class _FreeRange(NamedTuple):
     nbytes: int
     serial: int
-    """Grows with the time when the range was last put back. It is unique, so free ranges sort by
-    length, then age."""
+    """Increases with the time when the range was last freed. It is unique, so free ranges sort by
+    length, then oldest first."""
     slab: int
     start: int
     stop: int
@@ -72,10 +72,10 @@ class _FreeRange(NamedTuple):
 
 
 class FreeRanges:
-    """Best fit with coalescing: the shortest free range that is long enough is cut.
+    """Best-fit allocator with coalescing: splits the shortest free range that is long enough.
 
-    Of equally long ranges the one that has been free the longest is cut, since its last copy has
-    most likely ended.
+    Among ranges of equal length, it splits the one that has been free the longest, since its last
+    copy has most likely ended.
     """
 
     def __init__(self) -> None:
@@ -87,11 +87,11 @@ class FreeRanges:
         self._num_slabs = 0
 
     def add_slab(self, nbytes: int, is_free: bool = True) -> int:
-        """Add a slab that was never used. Returns its number: 0, 1, 2, ...
+        """Add an unused slab and return its number: 0, 1, 2, ...
 
         Args:
-            nbytes: Its length.
-            is_free: False if all of it is taken.
+            nbytes: Length of the slab.
+            is_free: False if the whole slab is taken.
         """
         slab = self._num_slabs
         self._num_slabs += 1
@@ -100,7 +100,7 @@ class FreeRanges:
         return slab
 
     def take(self, nbytes: int) -> Optional[Span]:
-        """Take ``nbytes`` bytes; None if no free range is long enough."""
+        """Allocate ``nbytes`` bytes; return None if no free range is long enough."""
         place = bisect.bisect_left(self._by_size, (nbytes,))
         if place == len(self._by_size):
             return None
@@ -111,17 +111,17 @@ class FreeRanges:
         cut = start + nbytes
         if cut == stop:
             return Span(slab, start, stop, _distinct(uses))
-        first = 0  # of the uses that reach beyond the cut
+        first = 0  # first use that extends beyond the cut
         while first < len(uses) and uses[first].stop <= cut:
             first += 1
         taken = first < len(uses) and uses[first].start < cut
-        # The rest keeps its age, since its bytes were not touched.
+        # The remainder keeps its age, since its bytes were not touched.
         left = (uses[first]._replace(start=cut), *uses[first + 1 :]) if taken else uses[first:]
         self._insert(_FreeRange(stop - cut, serial, slab, cut, stop, left))
         return Span(slab, start, cut, _distinct(uses[: first + taken]))
 
     def put(self, slab: int, start: int, stop: int, events: tuple[Hashable, ...]) -> None:
-        """Put bytes back that were taken; ``events`` end the last copies of them."""
+        """Free allocated bytes; ``events`` mark the end of their last copies."""
         uses: tuple[Use, ...] = (Use(start, stop, events),) if events else ()
         before = self._by_stop.get((slab, start))
         if before is not None:
@@ -134,11 +134,11 @@ class FreeRanges:
         self._insert(_FreeRange(stop - start, next(self._serials), slab, start, stop, uses))
 
     def events(self) -> tuple[Hashable, ...]:
-        """The events that end the last copies of the free bytes."""
+        """Return the events that end the last copies of the free bytes."""
         return _distinct([use for free in self._by_size for use in free.uses])
 
     def ranges(self) -> list[tuple[int, int, int]]:
-        """All free ranges as (slab, start, stop), in order."""
+        """Return all free ranges as (slab, start, stop), sorted."""
         return sorted((free.slab, free.start, free.stop) for free in self._by_size)
 
     def _insert(self, free: _FreeRange) -> None:
@@ -158,7 +158,7 @@ def _distinct(uses: Sequence[Use]) -> tuple[Hashable, ...]:
     return tuple(dict.fromkeys(itertools.chain.from_iterable(use.events for use in uses)))
 
 
-# The pool of one iteration.
+# The host pool over one iteration.
 
 
 _ENDLESS_BYTES = 1 << 62
@@ -170,15 +170,15 @@ class HostBuffer(NamedTuple):
     start: int
     stop: int
     used_before: tuple[int, ...]
-    """The storages whose copies back the buffer's first copy waits for (edge E2)."""
+    """The storages whose H2D copies the buffer's first copy waits for (edge E2)."""
     slab: int = 0
 
 
 class HostLedger:
-    """The pool of an iteration as numbers.
+    """A model of the host pool over one iteration.
 
     Args:
-        slabs: The length of each slab in bytes. By default one endless slab: where slabs end
+        slabs: The length of each slab in bytes. The default is one unbounded slab: where slabs end
             depends on earlier requests to the pool, which a plan cannot know. So more memory is
             contiguous than in the engine, and more buffers overlap several earlier ones.
     """
@@ -188,10 +188,10 @@ class HostLedger:
         for nbytes in slabs:
             self._free.add_slab(nbytes)
         self.in_use_bytes = 0
-        """Bytes of the buffers in use now."""
+        """Bytes of the buffers currently in use."""
 
     def allocate(self, nbytes: int) -> HostBuffer:
-        """A buffer of at least ``nbytes`` bytes.
+        """Allocate a buffer of at least ``nbytes`` bytes.
 
         Raises:
             MemoryError: No free range is long enough.
@@ -204,13 +204,13 @@ class HostLedger:
         return HostBuffer(span.start, span.stop, before, span.slab)
 
     def free(self, buffer: HostBuffer, storage: int) -> None:
-        """Take back the buffer of ``storage``, whose copy back has been issued."""
+        """Free the buffer of ``storage``, whose H2D copy has been issued."""
         self.in_use_bytes -= buffer.stop - buffer.start
         self._free.put(buffer.slab, buffer.start, buffer.stop, (storage,))
 
 
 class HostRequest(NamedTuple):
-    """A request of an iteration to the pool: allocate a storage's buffer, or free it."""
+    """A request to the pool: allocate a storage's buffer, or free it."""
 
     storage: int
     nbytes: int
@@ -222,14 +222,14 @@ HostLayout = Mapping[int, HostBuffer]
 
 
 def lay_out(requests: Sequence[HostRequest], slabs: Sequence[int]) -> Optional[HostLayout]:
-    """The layout that the engine's allocator gives the buffers of an iteration.
+    """Return the layout that the engine's allocator gives the buffers of an iteration.
 
     Args:
-        requests: Of the iteration, which starts with no buffer in use.
+        requests: Requests of the iteration, which starts with no buffer in use.
         slabs: The length of each slab in bytes.
 
     Returns:
-        The layout; None if the slabs have too little room.
+        The layout; None if the slabs are too small.
     """
     ledger = HostLedger(slabs)
     layout: dict[int, HostBuffer] = {}
@@ -245,14 +245,14 @@ def lay_out(requests: Sequence[HostRequest], slabs: Sequence[int]) -> Optional[H
 
 
 _STEPS = 64
-"""Number of steps into which the peak in use is divided to search the slab length."""
+"""The search for the slab length advances by ``1 / _STEPS`` of the peak in use."""
 
 
 def slab_bytes_for(iterations: Sequence[Sequence[HostRequest]]) -> int:
-    """The length of a slab from which each of these iterations can allocate all its buffers.
+    """Return the length of a slab in which each of these iterations can allocate its buffers.
 
-    It is at least the peak in use, and exceeds it only by the gaps between buffers; it is the
-    shortest such length in steps of a 64th of that peak. 0 if nothing moves.
+    This is the shortest such length, searched from the peak in use upwards in steps of 1/64 of that
+    peak; gaps between buffers make up the excess over the peak. 0 if nothing moves.
 
     Args:
         iterations: Each starts with no buffer in use, and they run one at a time.

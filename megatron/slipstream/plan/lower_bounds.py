@@ -1,19 +1,19 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Lower bounds of every plan's peak and stall time: how far a plan may be from the optimum.
+"""Lower bounds on the peak and stall time of any plan: how far a plan may be from the optimum.
 
-Bytes that are on the host between two steps are copied out between their commit and there, and back
-between there and their use. So those that committed at step ``c`` or later are at most what the
-link carries from ``c`` on, and those that are used at step ``u`` or earlier at most what it carries
-until ``u``. Only stalls make these times longer. So each step gives a minimum stall between some
-``c`` and itself, and between itself and some ``u``; minima of times that do not overlap add up.
-That holds for every plan. The bounds ignore that marks are few, that copies for other steps occupy
-the link, and that both directions share it.
+Bytes that are on the host between two steps are offloaded between their commit and that point, and
+reloaded between that point and their use. So those that committed at step ``c`` or later are at
+most what the link transfers from ``c`` on, and those that are used at step ``u`` or earlier are at
+most what it transfers until ``u``. Only stalls lengthen these times. So each step implies a minimum
+stall between some ``c`` and itself, and between itself and some ``u``; the minima of intervals that
+do not overlap add up. The bounds ignore that there are few marks, that copies for other steps
+occupy the link, and that both directions share it.
 
 [Note: For any engine]
 :func:`physical_bound_ms` holds for any engine, not only for plans. It assumes only the two marks of
-a group (no copy out starts before its commit, no copy back ends after its use) and the rate of the
-link. Memory may be freed at any time; a plan frees it at marks only, and may need longer.
+a group (no D2H copy starts before its commit, no H2D copy ends after its use) and the rate of the
+link. Memory may be freed at any time; a plan frees it at marks only, and may take longer.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ MAX_STEPS = 400
 """Maximum number of steps from which bounds are computed. Longer iterations use evenly spread
 steps, and those with the most memory."""
 NUM_HALVINGS = 24
-"""Bisections of the range of the lowest peak."""
+"""Number of bisections in the search for the lowest peak."""
 ROUNDING = 1e-9
 MAX_RATE = 1e18
-"""Bytes per millisecond that stand for an infinite bandwidth, which would give NaN."""
+"""Cap on rates, in bytes per millisecond: an infinite bandwidth would give NaN."""
 
 
 class LowerBounds:
-    """The bounds for all plans that move nothing but some of ``movable``.
+    """Bounds for all plans that move only groups of ``movable``.
 
     Args:
         model: The timed trace.
-        movable: The groups.
-        at_marks: Memory is freed and allocated at marks only, as plans do. Otherwise the bounds
-            hold for any engine: bytes that are off the device at a peak between two marks may be
-            freed as late as the second one, and their copy back may start at the first one.
+        movable: The groups that may move.
+        at_marks: Whether memory is freed and allocated at marks only, as in plans. Otherwise the
+            bounds hold for any engine: bytes that are off the device at a peak between two marks
+            may be freed as late as the second one, and their H2D copy may start at the first one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LowerBounds:
         self._model = model
         self.at_marks = at_marks
         bandwidth = model.bandwidth
-        # The higher rate, so that the bound holds whether or not the other direction is busy.
+        # Use the higher rate, so that the bound holds whether or not the other direction is busy.
         d2h = max(bandwidth.d2h_gb_per_s, bandwidth.d2h_both_gb_per_s)
         h2d = max(bandwidth.h2d_gb_per_s, bandwidth.h2d_both_gb_per_s)
         self.out_rate = min(d2h * BYTES_PER_MS_AT_1_GB_PER_S, MAX_RATE)
@@ -79,7 +79,7 @@ class LowerBounds:
         self._most_absent = model.most_absent_bytes(movable)
 
     def lowest_peak_bytes(self, stall_ms: float = math.inf) -> float:
-        """Lower bound of the device peak of plans that wait for copies at most this long."""
+        """Return a lower bound on the device peak of plans that stall for at most this long."""
         present = self._model.present_bytes
         lowest = float((present - self._most_absent).max(initial=0.0))
         if math.isinf(stall_ms):
@@ -94,9 +94,9 @@ class LowerBounds:
         return lowest
 
     def least_stall_ms(self, peak_bytes: float) -> float:
-        """Lower bound of the time that plans with at most this device peak wait for copies.
+        """Return a lower bound on the stall time of plans with at most this device peak.
 
-        Infinite if no plan has such a peak.
+        It is infinite if no plan reaches that peak.
         """
         present = self._model.present_bytes
         if (present - self._most_absent).max(initial=0.0) > peak_bytes:
@@ -119,11 +119,11 @@ class LowerBounds:
 
 
 def physical_bound_ms(plan: Plan | Trace) -> float:
-    """The least time from the first mark to the end of the iteration, in milliseconds.
+    """Return the minimum time from the first mark to the end of the iteration, in milliseconds.
 
     Args:
-        plan: A plan, for the peak that it reaches with the groups that it moves; a trace, for the
-            lowest peak that it allows. Without memory readings, the saved storages' peak counts.
+        plan: A plan, for the peak that it reaches with the groups that it moves; or a trace, for
+            the lowest possible peak. Without memory readings, only saved storages count.
 
     Raises:
         ValueError: The trace has no times or no bandwidth.
@@ -146,7 +146,7 @@ def physical_bound_ms(plan: Plan | Trace) -> float:
 
 
 class _Stall(NamedTuple):
-    """Compute waits at least ``ms`` after step ``first`` and at ``last`` at the latest."""
+    """Compute stalls for at least ``ms`` between step ``first`` (exclusive) and ``last``."""
 
     last: int
     first: int
@@ -154,7 +154,7 @@ class _Stall(NamedTuple):
 
 
 class _Step:
-    """Storages that can be off the device from one step to the next."""
+    """The storages that can be off the device from one step to the next."""
 
     def __init__(self, bounds: LowerBounds, step: int) -> None:
         self.step = step
@@ -162,10 +162,11 @@ class _Step:
         start_ms = bounds.start_ms
         out = bounds.by_begin[away[bounds.by_begin]]
         back = bounds.by_stop[away[bounds.by_stop]]
-        # The mark by which all must be freed, and the one from which all may be reloaded.
+        # The mark by which all must be freed, and the one from which they may be reloaded.
         self._left, self._returns = (step, step + 1) if bounds.at_marks else (step + 1, step)
-        # For each commit: the bytes that may be off the device and committed before it, the time
-        # that the later ones have, and where that time begins. For each use likewise, and its end.
+        # For each commit: the absent bytes that may have committed before it, the time available
+        # to the later ones, and the step where that time begins. For each use, the same, and the
+        # step where the time ends.
         self._out_others = _before(bounds.nbytes[out])
         self._out_ms = start_ms[self._left] - start_ms[bounds.begin[out]]
         self._commits = bounds.begin[out]
@@ -177,7 +178,7 @@ class _Step:
         self._step_ms = float(start_ms[step + 1] - start_ms[step])
 
     def least_stalls(self, absent_bytes: float) -> list[_Stall]:
-        """The least stalls, before and after, for so many bytes to be off the device."""
+        """Return the minimum stalls before and after for this many bytes to be off the device."""
         if not len(self._commits):
             return []
         late_ms = (absent_bytes - self._out_others) / self._out_rate - self._out_ms
@@ -188,14 +189,14 @@ class _Step:
         back = _Stall(int(self._uses[most]), self._returns, float(late_ms[most]))
         found = [out, back]
         if self._left > self._returns:
-            # Each counts the whole step, but both together may count it only once.
+            # Each of the two counts the whole step; together they may count it only once.
             both_ms = out.ms + back.ms + self._step_ms
             found.append(_Stall(back.last, out.first, both_ms))
         return [stall for stall in found if stall.ms > 0]
 
 
 def _most_without_overlap(stalls: Collection[_Stall]) -> float:
-    """The largest sum of stalls whose times do not overlap."""
+    """Return the largest sum of stalls whose times do not overlap."""
     lasts: list[int] = []
     totals = [0.0]
     for stall in sorted(stalls):
@@ -206,5 +207,5 @@ def _most_without_overlap(stalls: Collection[_Stall]) -> float:
 
 
 def _before(nbytes: Floats) -> Floats:
-    """For each entry, the sum of the entries before it."""
+    """Return the exclusive cumulative sum."""
     return np.cumsum(nbytes) - nbytes

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A trace in the planner's terms: the copies that a set of moving groups needs, and when.
+"""The planner's model of a trace: the copies that a set of moving groups needs, and when.
 
 A storage moves if all of its holders do. The holder that commits first copies it out, the last
 holder's FREE frees its device memory, and the holder that is used first reloads it. So each moving
-group is one :class:`Job` with at most one copy out and one copy back, and the jobs are all that the
-choice of times needs.
+group is one :class:`Job` with at most one D2H copy and one H2D copy, and scheduling needs only the
+jobs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 @dataclass
 class Job:
-    """One moving group. Steps index :attr:`Trace.steps`, storages :attr:`Trace.storages`."""
+    """One moving group. Steps index :attr:`Trace.steps`; storages, :attr:`Trace.storages`."""
 
     key: GroupKey
     d2h: Action
@@ -39,29 +39,29 @@ class Job:
     storages: list[int] = field(default_factory=list)
     """The storages of the group that move."""
     out_storages: list[int] = field(default_factory=list)
-    """The storages that it copies out."""
+    """The storages that it offloads."""
     in_storages: list[int] = field(default_factory=list)
     """The storages that it reloads."""
     out_bytes: int = 0
     in_bytes: int = 0
     free_by: int = 0
-    """The last step at which it may release: each storage must be on the host when its copy back is
-    due, at its first use at the latest."""
+    """The last step at which it may release: each storage must be on the host by the time its H2D
+    copy is due, which is its first use at the latest."""
     last_out: GroupKey = GroupKey(-1, -1)
-    """The group whose copy out is the last one that its FREE waits for."""
+    """The group whose D2H copy is the last one that this group's FREE waits for."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The longest time that a moving storage can be on the host: steps ``first`` up to ``stop``."""
+    """The longest interval that a storage can be on the host: from ``first`` until ``stop``."""
 
     nbytes: int
     begin: int
-    """The first commit of its holders, from which its copy out can run."""
+    """The first commit of its holders, from which its D2H copy can run."""
     first: int
-    """The last commit of its holders, or the step from which nothing else holds its memory."""
+    """The last commit of its holders, or the later step from which nothing else holds it."""
     stop: int
-    """The first use of a holder."""
+    """The first use of its holders."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,19 @@ class IterationModel:
     """A timed trace.
 
     Args:
-        trace: With ``step_ms`` and ``bandwidth``.
+        trace: A trace with ``step_ms`` and ``bandwidth``.
     """
 
     trace: Trace
 
     @cached_property
     def start_ms(self) -> list[float]:
-        """When compute reaches each step if it never waits; one more entry for the end."""
+        """When compute reaches each step if it never stalls; the last entry is the end."""
         return [0.0, *itertools.accumulate(self.trace.step_ms)]
 
     @property
     def compute_ms(self) -> float:
-        """The iteration without any wait."""
+        """Duration of the iteration without stalls."""
         return self.start_ms[-1]
 
     @cached_property
@@ -98,7 +98,7 @@ class IterationModel:
 
     @cached_property
     def present_beside_gradients_bytes(self) -> Floats | None:
-        """The same without the gradients allocated by then; None if these are unknown."""
+        """The same without the gradients allocated by then; None if unknown."""
         memory = self.trace.memory
         if not any(item.peak_beside_gradients_bytes for item in memory):
             return None
@@ -106,12 +106,12 @@ class IterationModel:
         return np.array(beside, float)
 
     def moving_storages(self, moving: Collection[GroupKey]) -> list[int]:
-        """:meth:`Trace.moving_storages`, without those that have no :class:`Window`."""
+        """Return :meth:`Trace.moving_storages`, without those that have no :class:`Window`."""
         windows = self.windows
         return [i for i in self.trace.moving_storages(moving) if windows[i] is not None]
 
     def moving_cost_ms(self, moving: Collection[GroupKey]) -> float:
-        """By how much moving these groups lengthens an iteration, waits for copies not counted."""
+        """Return by how much moving these groups lengthens an iteration, excluding stalls."""
         nbytes = 0
         if self.trace.ms_per_moved_gb:
             nbytes = sum(self.trace.storages[item].nbytes for item in self.moving_storages(moving))
@@ -119,7 +119,7 @@ class IterationModel:
 
     @cached_property
     def windows(self) -> list[Window | None]:
-        """For each storage when it can be on the host; None if it never can."""
+        """For each storage, when it can be on the host; None if it never can."""
         commits = dict[GroupKey, int]()
         uses = dict[GroupKey, int]()
         for index, step in enumerate(self.trace.steps):
@@ -141,12 +141,12 @@ class IterationModel:
         return found
 
     def jobs(self, moving: Collection[GroupKey], staying: Collection[int] = ()) -> list[Job]:
-        """The jobs of these groups in order of their commits, and so of their copies out.
+        """Return the jobs of these groups in order of commit, and thus of D2H copies.
 
-        A group none of whose storages can move has no job.
+        A group has no job if none of its storages can move.
 
         Args:
-            moving: The groups.
+            moving: The groups that move.
             staying: Storages that stay although they could move.
         """
         lone = {} if staying else self._lone_jobs
@@ -160,7 +160,7 @@ class IterationModel:
 
     @cached_property
     def _lone_jobs(self) -> dict[GroupKey, Job]:
-        """The jobs of groups that share no storage: they do not depend on what else moves."""
+        """The jobs of groups that share no storage, which do not depend on what else moves."""
         lone = [
             group.key
             for group in self.trace.groups
@@ -170,7 +170,7 @@ class IterationModel:
         return {job.key: job for job in self._make_jobs(lone, moved)}
 
     def _make_jobs(self, keys: Collection[GroupKey], moved: Collection[int]) -> list[Job]:
-        """The jobs of all groups that hold some of these storages, or of some that share none."""
+        """Return the jobs of ``keys``: all holders of ``moved``, or groups that share nothing."""
         trace, index = self.trace, self.trace.step_index
         jobs = []
         for key in keys:
@@ -199,7 +199,7 @@ class IterationModel:
         return jobs
 
     def most_absent_bytes(self, moving: Collection[GroupKey]) -> Floats:
-        """For each step, the bytes on the host if groups free at commit and reload at use."""
+        """Return, per step, the bytes on the host if groups free at commit and reload at use."""
         change = np.zeros(len(self.trace.steps) + 1)
         for item in self.moving_storages(moving):
             window = self.windows[item]

@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A plan as the operations that the engine puts on its three queues, and the waits between them.
+"""Lowers a plan to the operations that the engine issues on three queues, and their waits.
 
-:class:`Issuer` says what the engine (``activation_store``) does for an action, :data:`EDGES` what
-``copy_streams`` makes a queue wait for. A test compares both with what the engine issues. The proof
-(``check``), the clock (``walk``), the search (``arrange``) and the host layout know the engine only
-through these two. Each queue runs in order; only the edges order operations of different queues.
+:class:`Issuer` models what the engine (``activation_store``) does for an action; :data:`EDGES`
+models the waits that ``copy_streams`` adds to a queue. A test compares both with what the engine
+issues. The proof (``check``), the clock (``walk``), the search (``arrange``) and the host layout
+know the engine only through these two. Each queue runs in order; only the edges order operations of
+different queues.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron.slipstream.plan.trace import GroupKey, Step, StepKind, Trace
 
 
 class Queue(enum.IntEnum):
-    """The queue that runs an operation."""
+    """The queues that run operations."""
 
     COMPUTE = 0
     D2H = 1
@@ -37,7 +38,7 @@ class Queue(enum.IntEnum):
 
 
 class OpKind(enum.Enum):
-    """The operations. Each value is the queue and what it does there."""
+    """The kinds of operations. Each value is the queue and what the operation does there."""
 
     COMPUTE = (Queue.COMPUTE, "the model's computation between one step and the next")
     WRITE = (Queue.COMPUTE, "forward has computed the storages")
@@ -50,32 +51,32 @@ class OpKind(enum.Enum):
     USE = (Queue.COMPUTE, "backward reads the reloaded memory")
     ABANDON = (Queue.COMPUTE, "reloaded memory is released unread: it may be overwritten")
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, and kinds are looked up a lot.
+    __hash__ = object.__hash__  # Enum's is a Python function, and lookups of kinds are hot.
 
     def __init__(self, queue: Queue, _: str) -> None:
         self.queue = queue
-        """The queue it runs on."""
+        """The queue that it runs on."""
         self.is_copy = queue is not Queue.COMPUTE
         """Whether it runs on a copy queue."""
 
 
 class Operation(NamedTuple):
-    """One entry of a queue. Its place in :attr:`Schedule.operations` is when it was issued."""
+    """One entry of a queue. :attr:`Schedule.operations` has operations in issue order."""
 
     kind: OpKind
     step: int
     cause: Action | Step
-    """The action or the mark that it belongs to."""
+    """The action or mark that caused it."""
     storages: tuple[int, ...] = ()
     """The moving storages that it touches, by index in :attr:`Trace.storages`."""
 
 
 class EdgeRule(NamedTuple):
-    """A row of the edge table of ``copy_streams`` as data.
+    """A row of the edge table of ``copy_streams``, as data.
 
     Before an operation of kind ``waiter`` runs, its queue waits for the operation of kind
-    ``signal`` of the same storage; or, with ``same`` "buffer", of the storages that had bytes of
-    its host buffer before.
+    ``signal`` on the same storage or, if ``same`` is "buffer", on the storages that previously
+    occupied bytes of its host buffer.
     """
 
     id: str
@@ -86,31 +87,31 @@ class EdgeRule(NamedTuple):
 
 EDGES = (
     EdgeRule("E1", OpKind.START_OUT, OpKind.COPY_OUT),
-    # A planned copy out is never taken back, so a buffer's last copies are always copies back.
+    # A planned D2H copy is never cancelled, so a buffer's last copies are always H2D copies.
     EdgeRule("E2", OpKind.COPY_IN, OpKind.COPY_OUT, same="buffer"),
     EdgeRule("E3", OpKind.COPY_OUT, OpKind.RELEASE),
     EdgeRule("E4", OpKind.START_IN, OpKind.COPY_IN),
     EdgeRule("E5", OpKind.COPY_IN, OpKind.USE),
     EdgeRule("E6", OpKind.COPY_IN, OpKind.ABANDON),
 )
-"""E7 is not here: it orders the host, and only once everything has ended."""
+"""E7 is omitted: it orders the host, and only once everything has ended."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations that the engine issues when it follows a plan from first step to last."""
+    """The operations that the engine issues when it follows a plan from start to end."""
 
     operations: tuple[Operation, ...]
-    """In the order in which the host issues them."""
+    """In issue order."""
     storages: tuple[StoragePlan, ...]
-    """The plan of each moving storage, from the actions alone, by index."""
+    """The plan of each moving storage, derived from the actions alone, sorted by index."""
     buffers: dict[int, HostBuffer]
     """The host buffer of each moving storage."""
     host_bytes: tuple[int, ...]
-    """For each step, the most host bytes that were in use at once, in whole buffers."""
+    """For each step, the peak host bytes in use, in whole buffers."""
 
     def host_requests(self) -> list[HostRequest]:
-        """Requests to the pool, in order: at copies out, and once copies back are issued."""
+        """Return the requests to the host pool, in order: at D2H copies, and after H2D copies."""
         found = []
         for operation in self.operations:
             for storage in operation.storages:
@@ -122,7 +123,7 @@ class Schedule:
         return found
 
     def unread(self) -> tuple[Operation, ...]:
-        """The operations if backward never reads: reloaded memory is released at the end."""
+        """Return the operations if backward reads nothing: reloads are released at the end."""
         kept = [op for op in self.operations if op.kind is not OpKind.USE]
         returned = [op for op in kept if op.kind is OpKind.COPY_IN]
         return (*kept, *(op._replace(kind=OpKind.ABANDON) for op in returned))
@@ -130,7 +131,7 @@ class Schedule:
     def waits(
         self, operations: Sequence[Operation], edges: Sequence[EdgeRule]
     ) -> list[tuple[int, ...]]:
-        """For each of ``operations``, the indices of the operations that it waits for."""
+        """Return, for each of ``operations``, the indices of those that it waits for."""
         waits = Waits(edges, self.buffers)
         for index, operation in enumerate(operations):
             waits.note(index, operation)
@@ -138,31 +139,31 @@ class Schedule:
 
 
 class Waits:
-    """Finds the operations, of those noted so far, that another one waits for.
+    """Finds which of the operations noted so far another operation waits for.
 
     Args:
         edges: The edge table.
-        buffers: The host buffer of each storage that is copied out by then.
+        buffers: The host buffer of each storage that has been offloaded so far.
     """
 
     def __init__(self, edges: Sequence[EdgeRule], buffers: Mapping[int, HostBuffer]) -> None:
         self._buffers = buffers
         self._places: dict[OpKind, dict[int, int]] = {edge.signal: {} for edge in edges}
-        """By kind and storage, the index of an operation that others wait for."""
+        """For each kind and storage, the index of the operation that others wait for."""
         self._rules: dict[OpKind, list[tuple[dict[int, int], bool]]] = {}
         for edge in edges:
             rule = self._places[edge.signal], edge.same == "buffer"
             self._rules.setdefault(edge.waiter, []).append(rule)
 
     def note(self, place: int, operation: Operation) -> None:
-        """Note an operation that has been issued."""
+        """Record an operation that has been issued."""
         places = self._places.get(operation.kind)
         if places is not None:
             for storage in operation.storages:
                 places[storage] = place
 
     def of(self, operation: Operation) -> tuple[int, ...]:
-        """The indices of the operations that this one waits for."""
+        """Return the indices of the operations that this one waits for."""
         waits_for: dict[int, None] = {}
         for places, is_of_buffer in self._rules.get(operation.kind, ()):
             for storage in operation.storages:
@@ -177,10 +178,10 @@ class Waits:
 
 
 def derive_schedule(plan: Plan) -> Schedule:
-    """The operations of a plan.
+    """Derive the operations of a plan.
 
     Raises:
-        PlanError: The plan cannot be followed as it stands.
+        PlanError: The plan cannot be followed.
     """
     _check_references(plan)
     operations: list[Operation] = []
@@ -211,7 +212,7 @@ def derive_schedule(plan: Plan) -> Schedule:
 
 
 def _moved_storages(plan: Plan) -> dict[GroupKey, tuple[int, ...]]:
-    """By group, the storages that its actions move."""
+    """Return, for each group, the storages that its actions move."""
     groups = plan.trace.group_by_key
     return {
         group.key: tuple(
@@ -224,10 +225,10 @@ def _moved_storages(plan: Plan) -> dict[GroupKey, tuple[int, ...]]:
 
 
 def device_bytes(trace: Trace, storages: Sequence[StoragePlan]) -> tuple[int, ...]:
-    """For each step, the bytes of saved storages on the device until the next step.
+    """Return, for each step, the bytes of saved storages on the device until the next step.
 
-    A moving storage is not there from its FREE (or from when nothing else holds it) until its copy
-    back starts.
+    A moving storage is absent from its FREE (or from when nothing else holds it) until its H2D copy
+    starts.
     """
     return tuple(map(int.__sub__, trace.saved_bytes, absent_bytes(trace, storages)))
 
@@ -239,14 +240,14 @@ def _planned_actions(group: GroupPlan) -> Iterator[tuple[Action, int]]:
 
 
 def _check_references(plan: Plan) -> None:
-    """Everything that the plan names is in the trace, and no action precedes its group's commit."""
+    """Check that all that the plan names is in the trace, and no action precedes its commit."""
     trace = plan.trace
     index = trace.step_index
     seen: set[GroupKey] = set()
     for group in plan.groups:
         d2h = Action(ActionKind.D2H, group.key, group.name)
         if group.key in seen:
-            # With one plan per group, the states of Issuer allow one copy each way.
+            # With one plan per group, the states of Issuer allow at most one copy each way.
             raise PlanError(SafetyProperty.ONCE, d2h, plan, "the group has two plans")
         seen.add(group.key)
         if group.key not in trace.group_by_key:
@@ -278,14 +279,14 @@ def _check_references(plan: Plan) -> None:
 
 
 class Refusal(Exception):
-    """An action is due when it cannot be carried out."""
+    """An action cannot be performed when it is due."""
 
     def __init__(self, rule: SafetyProperty, cause: Action | Step, detail: str) -> None:
         super().__init__(rule, cause, detail)
 
 
 class _Location(enum.Enum):
-    """Where a moving storage is, after the operations that the host has issued."""
+    """The location of a moving storage, given the operations issued so far."""
 
     UNWRITTEN = "forward has not computed it"
     DEVICE = "it is on the device"
@@ -293,7 +294,7 @@ class _Location(enum.Enum):
     HOST = "it is on the host"
     RELOADED = "its copy back has been started"
 
-    __hash__ = object.__hash__  # As of StepKind.
+    __hash__ = object.__hash__  # As for StepKind.
 
 
 class Issuer:
@@ -301,9 +302,9 @@ class Issuer:
 
     Args:
         trace: The iteration.
-        moved: By group, the storages that its actions move.
-        issue: Called with each operation, in the order in which the host issues them.
-        kinds: Operations of other kinds are left out, for a caller that does not look at them.
+        moved: For each group, the storages that its actions move.
+        issue: Called with each operation, in issue order.
+        kinds: Kinds of operations to issue; others are skipped.
     """
 
     def __init__(
@@ -314,9 +315,9 @@ class Issuer:
         kinds: Collection[OpKind] = frozenset(OpKind),
     ) -> None:
         self.buffers: dict[int, HostBuffer] = {}
-        """The host buffer of each storage that has been copied out."""
+        """The host buffer of each storage that has been offloaded."""
         self.free_step: dict[int, int] = {}
-        """By storage, the step at which its device memory was released."""
+        """For each storage, the step at which its device memory was released."""
         self._trace = trace
         self._moved = moved
         self._issue_one = issue
@@ -324,7 +325,7 @@ class Issuer:
         held = {storage for storages in moved.values() for storage in storages}
         self._location = dict.fromkeys(held, _Location.UNWRITTEN)
         self._num_holders = {index: len(trace.storages[index].holders) for index in held}
-        """For each storage, the number of groups that have not released it yet."""
+        """For each storage, the number of groups that have yet to release it."""
         self._d2h_step: dict[int, int] = {}
         self._h2d_step: dict[int, int] = {}
         self._use_step: dict[int, int] = {}
@@ -332,11 +333,11 @@ class Issuer:
 
     @property
     def host_bytes(self) -> int:
-        """The host bytes that are in use now, in whole buffers."""
+        """The host bytes currently in use, in whole buffers."""
         return self._ledger.in_use_bytes
 
     def storage_plans(self) -> tuple[StoragePlan, ...]:
-        """The plan of each moving storage, at the end."""
+        """Return the plan of each moving storage; valid at the end."""
         steps = (self._d2h_step, self.free_step, self._h2d_step, self._use_step)
         return tuple(
             StoragePlan(index, self._trace.storages[index].nbytes, *(at[index] for at in steps))
@@ -344,11 +345,11 @@ class Issuer:
         )
 
     def commit(self, index: int, step: Step) -> None:
-        """Forward has computed all storages of a group by its commit.
+        """Commit a group: forward has computed all of its storages by now.
 
         No commit can be too late: memory is released after every holder's FREE, which follows its
         commit. (The engine drops its own reference earlier, at the FREE of the last holder *so
-        far*; then the later holder's forward keeps the memory, and that already waits by E3.)
+        far*; a later holder's forward then keeps the memory alive, and E3 already orders it.)
         """
         written, saved = [], []
         for storage in self._trace.group_by_key[step.key].storages:
@@ -362,13 +363,13 @@ class Issuer:
         self._issue(index, step, saved, OpKind.SAVE)
 
     def perform(self, index: int, action: Action) -> list[int]:
-        """Carry out an action.
+        """Perform an action.
 
         Returns:
             The storages whose copies start, or whose memory is released.
 
         Raises:
-            Refusal: The action is not possible in the present state.
+            Refusal: The action is not possible in the current state.
         """
         if action.kind is ActionKind.D2H:
             return self._copy_out(index, action)
@@ -380,7 +381,7 @@ class Issuer:
         offloading = []
         for storage in self._moved[action.key]:
             if self._location[storage] is not _Location.DEVICE:
-                continue  # Another group has started it.
+                continue  # Another group has started its copy.
             self._check_may_offload(storage, action)
             self._location[storage] = _Location.OFFLOADING
             self._d2h_step[storage] = index
@@ -416,7 +417,7 @@ class Issuer:
         reloading = []
         for storage in self._moved[action.key]:
             if self._location[storage] is _Location.RELOADED:
-                continue  # Another group has started it.
+                continue  # Another group has started its copy.
             if self._location[storage] is not _Location.HOST:
                 detail = f"storage {storage}: {self._location[storage].value}"
                 raise Refusal(SafetyProperty.FREE_BEFORE_H2D, action, detail)
@@ -425,12 +426,12 @@ class Issuer:
             reloading.append(storage)
         self._issue(index, action, reloading, OpKind.START_IN, OpKind.COPY_IN)
         for storage in reloading:
-            # As the engine does: once the copy is issued, the next copy out waits for it (E2).
+            # As in the engine: once issued, the buffer's next D2H copy waits for it (E2).
             self._ledger.free(self.buffers[storage], storage)
         return reloading
 
     def use(self, index: int, step: Step) -> None:
-        """Backward reads the tensors that the group saved.
+        """Use a group: backward reads the tensors that it saved.
 
         Raises:
             Refusal: One of them has not been reloaded.
@@ -447,7 +448,7 @@ class Issuer:
     def _issue(
         self, index: int, cause: Action | Step, storages: Sequence[int], *kinds: OpKind
     ) -> None:
-        """One operation of each kind for all storages, as the engine moves them in one batch."""
+        """Issue one operation of each kind for all storages, since the engine batches them."""
         if storages:
             for kind in kinds:
                 if kind in self._kinds:

@@ -1,19 +1,19 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The drop of the device peak by a plan, and each module's part of it.
+"""How much a plan lowers the device peak, in total and per module.
 
 [Note: Freed is not saved]
-A plan frees the device memory of everything that it moves at some time. The peak drops by less: at
-the peak, the groups that backward needs first are reloaded already, or not yet freed. So the two
-figures have two names. *Freed* bytes are all bytes that are offloaded; the *peak drop* is the
-difference between the peaks without and with the plan. Only the peak drop says how much device
-memory is available for more.
+A plan frees the device memory of everything that it moves at some point. The peak drops by less: at
+the peak, the groups that backward needs first are already reloaded, or not yet freed. So the two
+figures have different names. *Freed* bytes are all bytes that are offloaded; the *peak drop* is the
+difference between the peaks without and with the plan. Only the peak drop is device memory that
+becomes available.
 
 [Note: Gradients that stay]
-The first backward pass allocates gradients. Where they are kept (set to zero rather than deleted),
-they exist from the first step of every later iteration, and the peak moves: it is where the most is
-saved, no longer where gradients are added. So readings leave gradients out, and those that stay
-allocated are added at every step.
+The first backward pass allocates gradients. If they are kept (zeroed rather than deleted), they
+exist from the first step of every later iteration, and the peak shifts from where gradients are
+allocated to where the most is saved. So readings exclude gradients, and those that stay allocated
+are added at every step.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from megatron.slipstream.plan.model import Floats, IterationModel
 class PeakDrop:
     """The device peak without and with a plan, in bytes.
 
-    Only saved storages count where the trace has no memory readings.
+    If the trace has no memory readings, only saved storages count.
     """
 
     without_bytes: int
     planned_bytes: int
     by_module: dict[str, int]
-    """Bytes of the drop for each module name that moves. Their sum is the drop."""
+    """Each moving module's share of the drop, in bytes. The shares sum to the drop."""
 
     @property
     def nbytes(self) -> int:
@@ -43,10 +43,10 @@ class PeakDrop:
 
 
 def present_bytes(plan: Plan, resident_gradient_bytes: int = 0) -> Floats:
-    """For each step, the most device memory before the next one with nothing moved.
+    """Return, for each step, the peak device memory until the next one with nothing moved.
 
     Args:
-        plan: A plan; only its trace is read.
+        plan: A plan; only its trace is used.
         resident_gradient_bytes: Gradients that stay allocated: [Note: Gradients that stay].
     """
     model = IterationModel(plan.trace)
@@ -57,9 +57,9 @@ def present_bytes(plan: Plan, resident_gradient_bytes: int = 0) -> Floats:
 
 
 def peak_drop(plan: Plan, resident_gradient_bytes: int = 0) -> PeakDrop:
-    """The drop of the device peak by the plan.
+    """Compute how much the plan lowers the device peak.
 
-    The drop is the bytes offloaded at the step of the peak with the plan, plus the amount by which
+    The drop is the bytes absent at the step of the peak with the plan, plus the amount by which
     that step is below the peak without the plan. The first part is each module's own bytes; the
     second is divided by how many more bytes each module has offloaded at the peak without the plan.
 
@@ -82,7 +82,7 @@ def peak_drop(plan: Plan, resident_gradient_bytes: int = 0) -> PeakDrop:
 
 
 def _away_by_module(plan: Plan, step: int) -> dict[str, int]:
-    """The bytes on the host until the next step, by the module that saved them first."""
+    """Return the bytes on the host until the next step, by the module that saved them first."""
     trace = plan.trace
     away: dict[str, int] = {}
     for storage in plan.storages:
@@ -93,7 +93,7 @@ def _away_by_module(plan: Plan, step: int) -> dict[str, int]:
 
 
 def _share_out(total: int, weights: dict[str, int]) -> dict[str, int]:
-    """``total`` in whole parts, in proportion to ``weights``."""
+    """Split ``total`` into integers in proportion to ``weights``."""
     shares, left, left_weight = {}, total, sum(weights.values())
     for name, weight in weights.items():
         shares[name] = left * weight // left_weight if left_weight else 0

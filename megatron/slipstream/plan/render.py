@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A plan as text: one line per group, with a strip that shows over time where its bytes are."""
+"""Renders a plan as text: one line per group, with a strip of where its bytes are over time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LEGEND = "# on the device   > copying out   . on the host   < copying back"
 
 
 def format_bytes(nbytes: float) -> str:
-    """``nbytes`` in the largest binary unit that keeps the figure above 1."""
+    """Format ``nbytes`` in the largest binary unit that keeps the value at 1 or more."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        # Not 1024: figures that round up to 1024.0 belong to the next unit.
+        # Not 1024: values that round up to 1024.0 belong to the next unit.
         if abs(nbytes) < 1023.95 or unit == "GiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
@@ -26,14 +26,14 @@ def format_bytes(nbytes: float) -> str:
 
 
 class Unit(NamedTuple):
-    """A unit in which sizes are drawn."""
+    """A unit for plotting sizes."""
 
     name: str
     nbytes: int
 
 
 def unit_of(nbytes: float) -> Unit:
-    """The unit for sizes up to ``nbytes``: GiB, unless that would be a small fraction."""
+    """Return the unit for sizes up to ``nbytes``: GiB, unless they are below half of one."""
     for unit in (Unit("GiB", 1 << 30), Unit("MiB", 1 << 20)):
         if nbytes >= 0.5 * unit.nbytes:
             return unit
@@ -43,13 +43,13 @@ def unit_of(nbytes: float) -> Unit:
 def render_plan(
     plan: Plan, width: int = 48, max_rows: int = 64, marked: GroupKey | None = None
 ) -> str:
-    """Draw a plan as a text grid.
+    """Render a plan as a text grid.
 
     Args:
         plan: The plan.
-        width: Columns of the time strip; each stands for an equal share of the iteration's steps.
-        max_rows: Rows shown before the rest is summed up in one line.
-        marked: A group to point at. Its row is shown regardless of ``max_rows``.
+        width: Columns of the time strip; each covers an equal share of the iteration's steps.
+        max_rows: Maximum number of rows; the remaining groups are summarized in one line.
+        marked: A group to highlight. Its row is shown regardless of ``max_rows``.
 
     Returns:
         The grid, without a trailing newline.
@@ -71,7 +71,7 @@ def render_plan(
 
 
 def summarize(plan: Plan) -> str:
-    """Bytes that move, the bound, and the plan's notes, as text without a trailing newline."""
+    """Return the bytes moved, the bound and the notes as text without a trailing newline."""
     lines = [_summary(plan)]
     if plan.bound is not None:
         lines.append(_bound(plan.bound))
@@ -79,16 +79,16 @@ def summarize(plan: Plan) -> str:
 
 
 def _rest(groups: Sequence[GroupPlan]) -> str:
-    """One line for groups without a row: how many move, and why the others stay."""
+    """Summarize groups without a row: how many move, and why the others stay."""
     num_moving = sum(group.moves for group in groups)
     stay = "".join(f"; {reason}" for reason in why_groups_stay(groups))
     return f"... and {len(groups)} more groups, {num_moving} of which move{stay}"
 
 
 def why_groups_stay(groups: Sequence[GroupPlan]) -> list[str]:
-    """How many groups stay for each reason, most first, as text."""
+    """Return the number of groups that stay for each reason, most common first, as text."""
     reasons = Counter(group.reason for group in groups if not group.moves)
-    # A group moves by name if all its storages stay because of others that hold them.
+    # A group counts as moving even if all its storages stay because of their other holders.
     for group in groups:
         if group.moves and not group.moved_nbytes:
             reasons.update(set(group.kept_storages.values()))
@@ -99,7 +99,7 @@ def why_groups_stay(groups: Sequence[GroupPlan]) -> list[str]:
 
 
 def _bound(bound: Bound) -> str:
-    """How far the plan may be from the best one."""
+    """Describe how far the plan may be from the optimum."""
     if bound.quantity == "peak_bytes":
         reached, lower = format_bytes(bound.reached), format_bytes(bound.lower)
         return f"predicted peak {reached}; no plan within the overhead can be below {lower}"
@@ -123,7 +123,7 @@ def _summary(plan: Plan) -> str:
 
 
 def _phases(plan: Plan, width: int) -> str:
-    """The strip's heading: F where most steps of a column are forward, B where backward."""
+    """Return the strip's heading: F if most steps of a column are forward, else B."""
     text = ""
     for column in range(width):
         first, last = _columns(plan, column, width)
@@ -140,11 +140,11 @@ def _columns(plan: Plan, column: int, width: int) -> tuple[int, int]:
 
 
 def _row(plan: Plan, group: GroupPlan, columns: Sequence[int]) -> list[str]:
-    """A group's row; ``columns`` has the first step of each column of the strip."""
+    """Return a group's row; ``columns`` has the first step of each column of the strip."""
     label = f"{group.key}.{group.name}"
     if not group.moves:
         return [label, "-", "", "", "", "", f"stays: {group.reason}"]
-    # A plan that is drawn because it is wrong may name groups that are not in the trace.
+    # An invalid plan, rendered for its error, may name groups that are not in the trace.
     start = plan.trace.step_index.get((StepKind.FORWARD_START, group.key), group.commit_step)
     strip = "".join([_mark(group, start, step) for step in columns])
     return [
@@ -159,7 +159,7 @@ def _row(plan: Plan, group: GroupPlan, columns: Sequence[int]) -> list[str]:
 
 
 def _mark(group: GroupPlan, start: int, step: int) -> str:
-    """The character for a group at a step; ``start`` is the step where its forward starts."""
+    """Return the character for a group at a step; its forward starts at step ``start``."""
     if step < start or step > group.use_step:
         return " "
     if step < group.commit_step or step == group.use_step:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The properties of a safe plan, and the error that names property, action and place."""
+"""The properties of a safe plan, and the error for a plan that violates one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.slipstream.plan.trace import GroupKey, Step
 
 
 class SafetyProperty(enum.Enum):
-    """The properties; the second part names the edge of ``copy_streams`` behind each."""
+    """The safety properties; those after the gap name the ``copy_streams`` edge behind each."""
 
     KNOWN_GROUP = "every group of the trace, and no other, has a plan"
     KNOWN_STEP = "an action is due at a step of the trace"
@@ -41,16 +41,15 @@ class SafetyProperty(enum.Enum):
 
 
 class PlanError(ValueError):
-    """A plan that must not run.
+    """Raised for a plan that is unsafe to run.
 
-    The message holds the action, the rule and the plan as a grid, the action's group marked in it.
+    The message has the action, the rule and the plan as a grid with the action's group highlighted.
 
     Args:
         rule: The rule that is broken.
-        action: The first action found to break it (a step where that is a mark; text where the plan
-            has neither).
+        action: The first action found to break it (a step if it is a mark; text if it is neither).
         plan: The plan.
-        detail: A description of the fault.
+        detail: Description of the violation.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Which groups of a timed trace move, and when: all that may, or those that a limit requires.
+"""Searches which groups of a timed trace move, and when: all that may, or those a limit requires.
 
-``arrange`` times every candidate, so that all of them compare. The search has one idea: to move a
-group frees its bytes at all steps at which it is on the host, and costs two copies. So for a given
-peak, the groups that would be on the host for the shortest time stay first, as long as at every
-step enough others are on the host. "Enough" is what the peak requires plus a reserve for copies in
-flight; how large the reserve must be depends on the link, so several are tried.
+``arrange`` times every candidate, so that candidates are comparable. The search has one idea:
+moving a group frees its bytes at all steps at which it is on the host, and costs two copies. So for
+a given peak, keep the groups first that would be on the host for the shortest time, as long as
+enough others are on the host at every step. "Enough" is what the peak requires plus a reserve for
+copies in flight; the right reserve depends on the link, so several are tried.
 """
 
 from __future__ import annotations
@@ -24,56 +24,56 @@ from megatron.slipstream.plan.model import IterationModel, Job, Window
 from megatron.slipstream.plan.trace import GroupKey
 
 MAX_CHANGED_GROUPS = 400
-"""In larger iterations the result is not improved group by group."""
+"""Maximum number of groups for which the result is improved group by group."""
 NUM_PEAKS = 8
-"""Bisections of the range in which the lowest peak is searched."""
+"""Number of bisections in the search for the lowest peak."""
 NUM_PEAKS_OF_LARGE = 6
-"""The same in large iterations: two more take a quarter longer, for 1% of the peak."""
+"""The same for large iterations: two more take 25% longer, for 1% of the peak."""
 RESERVES = (0.0, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
-"""Fractions, tried in turn, of the bytes that could stay but move; with each but the first, the
-bytes of one more group move too. A last one of 1 changed none of 410 plans; without 3/4 as well,
-the peak of 2 of 18 was up to 0.4% higher."""
+"""Reserves to try, as fractions of the bytes that could stay but move; all but the first also move
+the bytes of one more group. A final value of 1 changed none of 410 plans; also omitting 3/4 raised
+the peak of 2 of 18 plans by up to 0.4%."""
 MAX_STEPS_OF_RESERVES = 40_000
-"""Steps of all the iterations that are timed for one peak within an overhead."""
+"""Maximum total steps of the iterations timed to reach one peak within an overhead."""
 MAX_STEPS_OF_CHANGES = 60_000
-"""Steps of all the iterations that are timed to find a better set than the search has."""
+"""Maximum total steps of the iterations timed to improve on the set that the search found."""
 NEAR = 1e-3
 """Relative gap to the bound at which the search stops."""
 MIN_STALL_MS = 1e-6
-"""Below this is rounding noise."""
+"""Stalls below this are rounding noise."""
 NUM_ROUNDS = 3
-"""How often groups that do not fit are removed, and how often each change is tried."""
+"""Number of times to remove groups that do not fit, and to try each change."""
 
 MAX_SHARE_GIVEN_UP = 0.02
-"""Fraction of the peak drop that may be given up where that removes most of the stalls. The last
-bytes of a drop cost the most: to free what commits right before the peak, compute waits for whole
-copies, in each micro-batch again. In an interleaved pipeline on two H200, 7 of 8.4 ms are predicted
-for the last 1.8%."""
+"""Fraction of the peak drop that may be given up if that removes most of the stalls. The last bytes
+of a drop cost the most: to free what commits right before the peak, compute waits for whole copies
+in every micro-batch. In an interleaved pipeline on two H200s, the last 1.8% account for 7 of the
+8.4 ms predicted."""
 MIN_SHARE_OF_STALLS = 0.5
-"""Fraction of the stalls that this must remove. Where compute stalls everywhere, as with a link
-that is too slow, the user has chosen to pay for it."""
+"""Fraction of the stalls that this must remove. If compute stalls everywhere, as with a slow link,
+the user has chosen to pay for it."""
 MIN_SHARE_OF_COMPUTE = 1e-3
-"""Fraction of the compute time that this must save. Less cannot be measured, so nothing is given up
-for it."""
+"""Fraction of the compute time that this must save. Smaller savings cannot be measured, so they are
+not worth giving up any drop."""
 TIME_FOR_MEMORY = MIN_SHARE_OF_COMPUTE / MAX_SHARE_GIVEN_UP
-"""Fraction of the compute time that the whole peak drop may cost, where the groups could stay: the
+"""Fraction of the compute time that the whole peak drop may cost if the groups could stay: the
 price at which its last bytes are given up."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The groups that move, and when."""
+    """The groups that move, and their timing."""
 
     moving: frozenset[GroupKey]
     timing: Timing
 
     @property
     def stall_ms(self) -> float:
-        """Time that compute waits for copies, rounded so that rounding noise decides nothing."""
+        """Time that compute stalls on copies, rounded so that noise does not affect choices."""
         return round(self.timing.stall_ms, 6)
 
     def cost_ms(self, model: IterationModel) -> float:
-        """By how much it lengthens an iteration: stalls, and the cost of each moving group."""
+        """Return by how much it lengthens an iteration: stalls, and the cost of moving groups."""
         return self.timing.stall_ms + model.moving_cost_ms(self.moving)
 
 
@@ -86,18 +86,18 @@ def choose_as_given(
 ) -> Choice:
     """Move all given groups, except those that cost much time and hardly lower the peak.
 
-    Compared with steps decided by counting marks, compute waits longer only for groups that
-    counting leaves no time for, and only at the price of :data:`TIME_FOR_MEMORY`. The peak is
-    higher by at most :data:`MAX_SHARE_GIVEN_UP` of its drop, and only if that removes most stalls.
+    Compared with a schedule by counting marks, compute stalls longer only for groups that counting
+    leaves no time for, and only at the price of :data:`TIME_FOR_MEMORY`. The peak is higher by at
+    most :data:`MAX_SHARE_GIVEN_UP` of its drop, and only if that removes most stalls.
 
     Args:
         model: The timed trace.
         given: The groups that move.
-        uncounted: Groups that the user chose too, but that counting marks would reload before they
-            are copied out.
-        optional: Groups right before their own backward. They and the uncounted ones move if that
-            costs no time and lowers the peak; otherwise the copy is useless.
-        reference: When the given groups would move by counting marks.
+        uncounted: Groups that the user also chose, but that counting marks would reload before they
+            are offloaded.
+        optional: Groups directly followed by their own backward. They and the uncounted ones move
+            if that costs no time and lowers the peak; otherwise the copy is useless.
+        reference: The schedule of the given groups by counting marks.
     """
     everything = _lowest_as_given(model, given, uncounted | optional, reference)
     everything = _with_uncounted(model, everything, uncounted)
@@ -105,12 +105,12 @@ def choose_as_given(
 
 
 def _with_uncounted(model: IterationModel, best: Choice, uncounted: frozenset[GroupKey]) -> Choice:
-    """Also move the groups that counting has no time for, if the lower peak is worth the stalls."""
+    """Also move the uncounted groups if the lower peak is worth the stalls."""
     if uncounted <= best.moving:
         return best
     highest_bytes = float(model.present_bytes.max(initial=0.0))
     peak_bytes = best.timing.peak_bytes
-    # Not the lowest possible: compute would also wait at marks away from the peak.
+    # Not the lowest possible peak: compute would also stall at marks away from the peak.
     limit_bytes = peak_bytes - MAX_SHARE_GIVEN_UP * (highest_bytes - peak_bytes)
     moving = best.moving | uncounted
     lower = Choice(moving, arrange(model, moving, limit_bytes))
@@ -128,7 +128,7 @@ def _lowest_as_given(
     optional: frozenset[GroupKey],
     reference: Steps,
 ) -> Choice:
-    """Move all given groups, with neither a higher peak nor more time than by counting marks."""
+    """Move all given groups, with no higher peak and no more time than by counting marks."""
     counted = replay(model, given, reference)
     by_count = Choice(given, replace(counted, steps={key: reference[key] for key in given}))
     limit_bytes = by_count.timing.peak_bytes
@@ -150,9 +150,9 @@ def _lowest_as_given(
 def _without_costliest_bytes(model: IterationModel, best: Choice) -> Choice:
     """Give up a small share of the peak drop if that removes most of the stalls.
 
-    Mostly a slightly higher limit for the same groups is enough: some are then freed a mark later.
-    Groups for which compute waits even without a limit cannot hide their copies; they stay on the
-    device if that is worth it in turn.
+    Usually a slightly higher limit for the same groups is enough: some are then freed a mark later.
+    Groups that stall compute even without a limit cannot hide their copies; they stay on the device
+    if that in turn is worth it.
     """
     min_gain_ms = MIN_SHARE_OF_COMPUTE * model.compute_ms
     if best.stall_ms <= min_gain_ms:
@@ -173,9 +173,9 @@ def _without_costliest_bytes(model: IterationModel, best: Choice) -> Choice:
 def choose_for_memory(
     model: IterationModel, movable: frozenset[GroupKey], target_bytes: float
 ) -> tuple[Choice, Bound]:
-    """The least time with a device peak of at most ``target_bytes``.
+    """Find the choice with the least stall time for a device peak of at most ``target_bytes``.
 
-    If no plan has so low a peak, the least time with the lowest peak.
+    If no plan reaches that peak, minimize the time for the lowest possible peak.
     """
     search = _Search(model, movable)
     peak = max(target_bytes, search.bounds.lowest_peak_bytes())
@@ -188,9 +188,9 @@ def choose_for_memory(
 def choose_for_time(
     model: IterationModel, movable: frozenset[GroupKey], budget_ms: float
 ) -> tuple[Choice, Bound]:
-    """The lowest device peak that costs no more than ``budget_ms``.
+    """Find the choice with the lowest device peak that costs no more than ``budget_ms``.
 
-    Of plans with the same peak, the one that moves the least.
+    Among choices with the same peak, prefer those that move fewer groups.
     """
     if model.trace.moving_cost_ms(1, 1):
         movable = _affordable(model, movable, budget_ms)
@@ -202,7 +202,7 @@ def choose_for_time(
 
 
 def _by_stall(peak_bytes: float) -> Callable[[Choice], tuple[float, float, int]]:
-    """Sort key: bytes above the peak, then stall time, then number of moving groups."""
+    """Return a sort key: bytes above the peak, then stall time, then number of moving groups."""
 
     def key(choice: Choice) -> tuple[float, float, int]:
         excess = max(0.0, choice.timing.peak_bytes - peak_bytes)
@@ -212,7 +212,7 @@ def _by_stall(peak_bytes: float) -> Callable[[Choice], tuple[float, float, int]]
 
 
 class _Search:
-    """Searches sets of groups for a peak, or for a time."""
+    """Searches sets of groups for a given peak or time."""
 
     def __init__(self, model: IterationModel, movable: frozenset[GroupKey]) -> None:
         self.bounds = LowerBounds(model, movable)
@@ -230,7 +230,7 @@ class _Search:
         self.nothing = Choice(nothing, arrange(model, nothing))
 
     def fastest(self, peak_bytes: float, lower_ms: float) -> Choice:
-        """The least stall time for a reachable peak; ``lower_ms`` is its lower bound."""
+        """Minimize stall time for a reachable peak; ``lower_ms`` is a lower bound on it."""
         key = _by_stall(peak_bytes)
         goal_ms = lower_ms * (1 + NEAR) + MIN_STALL_MS
         best = min(self._candidates(peak_bytes, goal_ms), key=key)
@@ -239,7 +239,7 @@ class _Search:
         return self._without_superfluous(self._improved(best, peak_bytes, goal_ms), peak_bytes)
 
     def lowest(self, lower_bytes: float, budget_ms: float) -> Choice:
-        """The lowest peak within a time."""
+        """Find the lowest peak within a time budget."""
         best = self.nothing
         low, high = lower_bytes, self.nothing.timing.peak_bytes
         # Most links are fast enough for nearly the lowest peak.
@@ -261,7 +261,7 @@ class _Search:
     def _lowest_of(
         self, moving: frozenset[GroupKey], lower_bytes: float, budget_ms: float, best: Choice
     ) -> Choice:
-        """The lowest peak of one set within a time, if it is lower than the best."""
+        """Find the lowest peak of one set within a time budget, if it is lower than the best."""
         low, high = lower_bytes, best.timing.peak_bytes
         for _ in range(2 * NUM_PEAKS):
             if high - low <= 1e-4 * high:
@@ -285,7 +285,7 @@ class _Search:
         return None
 
     def _candidates(self, peak_bytes: float, goal_ms: float) -> Iterator[Choice]:
-        """Sets for a peak until one reaches the goal, starting with the reserve that last did."""
+        """Yield sets for a peak until one meets the goal, starting at the last good reserve."""
         seen = set()
         order = sorted(range(len(RESERVES)), key=lambda place: abs(place - self._good_reserve))
         for place in order:
@@ -302,11 +302,11 @@ class _Search:
                 return
 
     def _needed_for(self, peak_bytes: float, reserve: float) -> frozenset[GroupKey]:
-        """The groups that move when as many as possible of those away for the least time stay.
+        """Return the groups that must move if those away for the shortest time stay first.
 
         Args:
-            peak_bytes: The peak.
-            reserve: Fraction of what could stay at each step that moves nevertheless.
+            peak_bytes: The peak to reach.
+            reserve: Fraction of the bytes that could stay at each step but move anyway.
         """
         needed = self._model.present_bytes - peak_bytes
         spare = (1.0 - reserve) * (self._most_absent - needed)
@@ -318,7 +318,7 @@ class _Search:
         for job in self._jobs:
             added: list[int] = []
             for number in self._bundles_of[job.key]:
-                if number in stored:  # Another holder stays on the device, so it does too.
+                if number in stored:  # Another holder stays, so the bundle does too.
                     continue
                 bundle = self._bundles[number]
                 window = spare[bundle.first : bundle.stop]
@@ -336,7 +336,7 @@ class _Search:
         return self._movable - staying
 
     def _improved(self, best: Choice, peak_bytes: float, goal_ms: float) -> Choice:
-        """Try changed sets, keeping each better one, until the goal is reached."""
+        """Try modified sets, keeping each better one, until the goal is reached."""
         key = _by_stall(peak_bytes)
         for change in self._changes():
             if best.timing.stall_ms <= goal_ms:
@@ -345,7 +345,7 @@ class _Search:
         return best
 
     def _without_superfluous(self, best: Choice, peak_bytes: float) -> Choice:
-        """Drop each group, largest first, that neither the peak nor the time needs to move."""
+        """Drop groups, largest first, whose move helps neither the peak nor the time."""
         limit_bytes = max(peak_bytes, best.timing.peak_bytes)
         most = MAX_STEPS_OF_CHANGES // len(self._model.trace.steps)
         largest_first = sorted(self._jobs, key=lambda job: -job.out_bytes)
@@ -357,7 +357,7 @@ class _Search:
         return best
 
     def _lowered(self, best: Choice, lower_bytes: float, budget_ms: float) -> Choice:
-        """Try changed sets, keeping each with a lower peak, until it is near the bound."""
+        """Try modified sets, keeping each with a lower peak, until it is near the bound."""
         for change in self._changes():
             peak_bytes = best.timing.peak_bytes
             if peak_bytes <= lower_bytes * (1 + NEAR):
@@ -369,9 +369,9 @@ class _Search:
         return best
 
     def _changes(self) -> Iterator[frozenset[GroupKey]]:
-        """All sets, if they are few; else the changes to try: groups to add or remove together.
+        """Return all sets if there are few; else the changes to try: groups to add or remove.
 
-        These are each group, and each set of groups that hold one storage, which only moves if all
+        The changes are each single group, and all holders of each storage, which moves only if all
         of them do.
         """
         keys = [job.key for job in self._jobs]
@@ -399,7 +399,7 @@ class _Search:
         return 2 ** len(self._jobs) * len(self._model.trace.steps) <= MAX_STEPS_OF_CHANGES
 
     def _leanest(self, choice: Choice, budget_ms: float) -> Choice:
-        """The same peak with fewer moving groups, if that is possible."""
+        """Reach the same peak with fewer moving groups, if possible."""
         peak_bytes = choice.timing.peak_bytes
         for reserve in RESERVES[:2]:
             moving = self._needed_for(peak_bytes, reserve)
@@ -420,9 +420,9 @@ class _Search:
 def _affordable(
     model: IterationModel, movable: frozenset[GroupKey], budget_ms: float
 ) -> frozenset[GroupKey]:
-    """The groups to choose from where each moving group costs time: those with the most bytes.
+    """Return the groups to search when each moving group costs time: those with the most bytes.
 
-    The highest peak of all micro-batches counts, so each pass contributes as many. A group is added
+    The highest peak of all micro-batches counts, so each pass contributes equally. A group is added
     together with those that it shares storages with, since a storage moves only if all its holders
     do; or alone if the budget is too small for all of them.
     """
@@ -451,7 +451,7 @@ def _affordable(
 def _bundles(
     model: IterationModel, jobs: Collection[Job]
 ) -> tuple[list[Window], dict[GroupKey, list[int]]]:
-    """The storages that some jobs move, bundled where the same groups hold them at the same steps.
+    """Bundle the storages of some jobs that the same groups hold at the same steps.
 
     Returns:
         The window of each bundle, and the numbers of the bundles that each group holds.
@@ -472,11 +472,11 @@ def _bundles(
 
 
 def _by_time_away(model: IterationModel, movable: Collection[GroupKey]) -> list[Job]:
-    """The jobs, those that are on the host for the shortest time first.
+    """Return the jobs, sorted by time on the host, shortest first.
 
-    Groups at the same place of different micro-batches count as equally long on the host: while a
-    pipeline fills, times are shorter, but to keep all groups of the first micro-batches would leave
-    the link idle at first and overload it later.
+    Groups at the same place in different micro-batches share their median time: during pipeline
+    warm-up times are shorter, but keeping all groups of the first micro-batches would leave the
+    link idle at first and overload it later.
     """
     start_ms, groups = model.start_ms, model.trace.group_by_key
     jobs = model.jobs(movable)
@@ -491,5 +491,5 @@ def _by_time_away(model: IterationModel, movable: Collection[GroupKey]) -> list[
 
 
 def fitting_groups(model: IterationModel, groups: Collection[GroupKey]) -> frozenset[GroupKey]:
-    """The groups, of those given, that have a storage that can move."""
+    """Return those of the given groups that have a storage that can move."""
     return frozenset(job.key for job in model.jobs(groups))

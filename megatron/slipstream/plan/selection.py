@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Chooses, of the groups that the policies allow, which move and when: by marks or by time."""
+"""Selects which of the groups that the policies allow move, and when: by marks or by time."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from megatron.slipstream.plan.trace import GroupKey, StepKind, Trace
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups that move and when, and the reasons why the others stay."""
+    """The groups that move, when they move, and why the others stay."""
 
     moving: frozenset[GroupKey]
     kept: Kept
     """The reason for each group that stays."""
     steps: Mapping[GroupKey, tuple[int, int]]
-    """For each moving group, the steps of its FREE and of its H2D."""
+    """For each moving group, the steps of its FREE and its H2D."""
     notes: tuple[str, ...] = ()
     bound: Bound | None = None
 
 
 def may_hide(trace: Trace, options: PolicyOptions, kept: Kept) -> frozenset[GroupKey]:
-    """Groups that stay only because their backward follows; measured times may show that they hide.
+    """Return groups kept only because their backward follows; their copies may hide if timed.
 
-    None with a fraction: which groups stay is then the user's choice.
+    With a fraction below 1, there are none: the user chooses which groups stay.
     """
     if not trace.is_timed or options.activation_offload_fraction < 1.0:
         return frozenset()
@@ -53,9 +53,9 @@ def may_hide(trace: Trace, options: PolicyOptions, kept: Kept) -> frozenset[Grou
 
 
 def keep_to_inflight_limit(trace: Trace, limit: int, selection: Selection) -> Selection:
-    """The selection with memory released early enough for ``max_inflight_offloads``.
+    """Return the selection with memory released early enough for ``max_inflight_offloads``.
 
-    An earlier release is always possible: compute then waits for the copy out.
+    Releasing earlier is always possible: compute then waits for the D2H copy.
     """
     commits: dict[str, list[int]] = {}
     of_group: dict[GroupKey, tuple[list[int], int]] = {}
@@ -79,10 +79,10 @@ def select(
 
     Args:
         trace: The iteration.
-        options: Lag and depth decide the steps of an untimed trace, and give the reference peak of
-            a timed one. A target or an allowed overhead needs times.
+        options: Lag and depth determine the steps of an untimed trace, and the reference peak of a
+            timed one. A target or an allowed overhead requires times.
         moving: The groups that the policies allow to move.
-        kept: Their reason for every other group.
+        kept: The reason for every other group.
     """
     by_count = _select_by_count(trace, options, moving, kept)
     why_not = why_not_followed(trace, options)
@@ -118,7 +118,7 @@ def _select_by_count(
 
 
 def _count_steps(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[int, int]]:
-    """For each group, the steps of its FREE and of its copy back (-1: never)."""
+    """Return, for each group, the steps of its FREE and its H2D copy (-1: never)."""
     commits = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.FORWARD_COMMIT]
     uses = [i for i, step in enumerate(trace.steps) if step.kind is StepKind.BACKWARD_USE]
     free_step = {
@@ -137,12 +137,12 @@ def _count_steps(trace: Trace, options: PolicyOptions) -> dict[GroupKey, tuple[i
 
 
 def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tuple[int, int]]:
-    """The steps, changed for groups that would be on the device at the peak without need.
+    """Return the steps, adjusted for groups that would be on the device at the peak needlessly.
 
-    Where the peak lies between a group's commit and its FREE, its memory is freed at the peak.
-    Where a copy back starts before the peak, it is delayed to the end of a group after the peak.
-    Without times it is unknown whether the copies still hide, so only the first plan, before any
-    measurement, does this; a timed plan frees as early and reloads as late as is free of cost.
+    If the peak lies between a group's commit and its FREE, its memory is freed at the peak. If an
+    H2D copy starts before the peak, it is delayed to the end of a group after the peak. Without
+    times it is unknown whether the copies are still hidden, so only the first plan, before any
+    measurement, does this; a timed plan frees as early and reloads as late as costs nothing.
     """
     steps = dict(selection.steps)
     if not trace.memory:
@@ -173,7 +173,7 @@ def _away_at_the_peak(trace: Trace, selection: Selection) -> dict[GroupKey, tupl
 
 
 def why_not_followed(trace: Trace, options: PolicyOptions) -> tuple[str, ...]:
-    """Notes on options that cannot be followed with this trace, with the reason."""
+    """Return notes on options that cannot be honored with this trace, with the reason."""
     lacks = "" if trace.is_timed else "times of computation and copies"
     if options.target_memory_bytes is not None:
         if not lacks and not trace.memory:
@@ -221,7 +221,7 @@ def _select_for_time(
 
 
 def _why_kept(model: IterationModel, keys: frozenset[GroupKey], choice: Choice) -> Kept:
-    """The reason for each group that stays: moving it would lower the peak, or would not."""
+    """Return why each group stays, depending on whether moving it would lower the peak."""
     absent = choice.timing.absent_bytes
     present = model.present_bytes - absent
     peaks = present >= choice.timing.peak_bytes
@@ -238,10 +238,10 @@ def _selection(
     kept: Kept,
     without_jobs: frozenset[GroupKey] = frozenset(),
 ) -> Selection:
-    """A choice as a selection.
+    """Convert a choice to a selection.
 
     Groups whose storages all stay because another holder stays count as moving; the reason is then
-    given for each storage.
+    recorded per storage.
     """
     index = model.trace.step_index
     moving = choice.moving | without_jobs

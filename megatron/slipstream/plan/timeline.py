@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A simulated iteration over time: the operations of each queue, stalls, and memory in use.
+"""The timeline of a simulated iteration: the operations of each queue, stalls, and memory in use.
 
-Written as a file for Perfetto (https://ui.perfetto.dev) or chrome://tracing; ``report_page`` draws
-the same as a page. Names are the action strings of logs, NVTX ranges and errors, so that the same
-text finds an action in the prediction and in a profile.
+It is exported for Perfetto (https://ui.perfetto.dev) or chrome://tracing; ``report_page`` renders
+the same as a web page. Names are the action strings of logs, NVTX ranges and errors, so that the
+same text finds an action in the prediction and in a profile.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _US_PER_MS = 1000.0
 
 
 class DeviceMemory(NamedTuple):
-    """Device memory for each step of a trace, until the next step, in bytes."""
+    """Device memory from each step of a trace until the next, in bytes."""
 
     is_measured: bool
-    """True if it is the most that the allocator held meanwhile; False if the trace has no memory
-    readings, and only saved storages count."""
+    """True for the allocator's peak between the steps; False if the trace has no memory readings,
+    so that only saved storages count."""
     without_plan: tuple[int, ...]
     with_plan: tuple[int, ...]
 
 
 def device_memory(plan: Plan) -> DeviceMemory:
-    """Device memory at each step, without and with a plan."""
+    """Return device memory at each step, without and with a plan."""
     trace = plan.trace
     return DeviceMemory(bool(trace.memory), trace.present_bytes, plan.device_bytes)
 
 
 def perfetto_json(plan: Plan, simulation: Simulation) -> bytes:
-    """A simulated iteration in the Trace Event Format: a track for each queue, counters below.
+    """Export a simulated iteration in the Trace Event Format: a track per queue, then counters.
 
-    Times are microseconds, as the format requires. Each copy has its bytes and its bandwidth in
+    Times are in microseconds, as the format requires. Each copy has its bytes and its bandwidth in
     GB/s as arguments; stalls are slices of the compute track.
 
     Args:
@@ -87,12 +87,12 @@ def _slices(simulation: Simulation) -> Iterator[dict[str, Any]]:
 def _stalls(simulation: Simulation) -> Iterator[dict[str, Any]]:
     for stall in simulation.stalls:
         event = _slice(Queue.COMPUTE, stall.start_ms, stall.ms)
-        # "terrible" is a colour of the format: red.
+        # "terrible" is the format's name for red.
         yield {**event, "name": f"stall at {stall.cause}", "cat": "stall", "cname": "terrible"}
 
 
 def _counters(plan: Plan, simulation: Simulation) -> Iterator[dict[str, Any]]:
-    """Counter events; each value holds until the counter's next event."""
+    """Yield counter events; each value holds until the counter's next event."""
     on_device = device_memory(plan).with_plan
     for entry, nbytes in zip(simulation.memory, on_device, strict=True):
         event = {"ph": "C", "pid": _PROCESS_ID, "ts": entry.ms * _US_PER_MS}

@@ -2,9 +2,9 @@
 
 """A record of one training iteration on one rank: the planner's only input.
 
-A trace is a list of :class:`Step` in the order in which the host issued them, which is also the
-order of the compute stream, and the storages that the groups saved for backward. It holds plain
-numbers only, so that it can be written to a file and planned again on a laptop.
+A trace is a list of :class:`Step` in host issue order, which is also the order of the compute
+stream, and the storages that the groups saved for backward. It holds only plain numbers, so that it
+can be saved to a file and planned again on a laptop.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from typing import NamedTuple, Optional
 
 
 class StepKind(enum.Enum):
-    """The kinds of steps: of a group, in order; and of the pass that it is in.
+    """The kinds of steps: those of a group, in order, and those of its pass.
 
     [Note: Recomputation reads first]
-    A recomputation runs as soon as backward has the gradient of what used its result. That can be
-    before backward reaches the end of the group that saved the recomputation's input: the
-    up-projections of MLA are recomputed after the attention, and the group that saved their input
-    ends before it. So a group's use is the first read of one of its saved tensors, if that precedes
-    its end. A plan reloads for that step, and the proof covers it.
+    Recomputation runs as soon as backward has the gradient of whatever consumed its output. That
+    can be before backward reaches the end of the group that saved the recomputation's input: the
+    up-projections of MLA are recomputed after attention, and the group that saved their input ends
+    before it. So a group's use is the first read of one of its saved tensors, if that precedes its
+    end. A plan reloads for that step, and the proof covers it.
 
     [Note: Marks of no group]
-    An action is due at a mark, and the peak mostly lies between the last commit of a model and the
-    first use in backward: there, logits and loss run in forward and in backward, for up to half the
-    forward time. With no mark in between, memory that must be free for the loss would have to be
-    free when the last group commits, and no reload could start before the first use. So the start
-    and end of the output layer are marks too, in forward and in backward, and so is the start of
-    each pass's backward. They belong to no group and move nothing themselves.
+    Actions are due at marks, and the peak is usually between the model's last commit and the first
+    use in backward. Logits and loss run there, forward and backward, for up to half the forward
+    time. Without a mark in between, memory that must be free for the loss would have to be free
+    when the last group commits, and no reload could start before the first use. So the start and
+    end of the output layer are marks too, in forward and in backward, and so is the start of each
+    pass's backward. They belong to no group and move nothing themselves.
     """
 
     FORWARD_START = "FS"
-    """The group's operations begin in forward."""
+    """The group's forward begins."""
     FORWARD_COMMIT = "FC"
-    """The group has saved what it needs: its tensors may be copied out from here on."""
+    """The group has saved all its tensors: they may be offloaded from here on."""
     BACKWARD_USE = "BU"
-    """Backward reaches the group's end, or reads what it saved before that ([Note: Recomputation
-    reads first]): its tensors are needed on the device from here on."""
+    """Backward reaches the group's end, or reads one of its saved tensors before that: the tensors
+    are needed on the device from here on. See [Note: Recomputation reads first]."""
     BACKWARD_END = "BE"
     """Backward of the group is done: the tensors that it read may be freed, and the next groups may
-    be reloaded. Only where the engine is told the group's input."""
+    be reloaded. Recorded only if the engine knows the group's input."""
     OUTPUT_START = "OS"
-    """The pass reaches its output layer: its groups have all committed."""
+    """The pass reaches its output layer: all of its groups have committed."""
     OUTPUT_END = "OE"
     """The output layer has computed the logits: the loss follows."""
     BACKWARD_START = "BS"
-    """The pass's backward begins: the loss, or a later pipeline stage, precedes it."""
+    """The pass's backward begins, after the loss or a later pipeline stage."""
     OUTPUT_BACKWARD_START = "OB"
-    """The gradient of the logits is there: the loss's backward is done."""
+    """The gradient of the logits is ready: the loss's backward is done."""
     OUTPUT_BACKWARD_END = "OD"
     """Backward of the output layer is done: that of the layers follows."""
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, and steps are looked up a lot.
+    __hash__ = object.__hash__  # Enum's is a Python function, and lookups of steps are hot.
 
 
 KINDS_OF_BACKWARD = (
@@ -67,7 +67,7 @@ KINDS_OF_BACKWARD = (
     StepKind.OUTPUT_BACKWARD_START,
     StepKind.OUTPUT_BACKWARD_END,
 )
-"""The kinds of marks that backward sets."""
+"""The kinds of marks recorded in backward."""
 KINDS_BETWEEN_GROUPS = (
     StepKind.FORWARD_COMMIT,
     StepKind.OUTPUT_END,
@@ -79,21 +79,20 @@ KINDS_BETWEEN_GROUPS = (
 nothing more."""
 
 OUTPUT_LAYER = "output_layer"
-"""The name of its marks."""
+"""Name of the output layer's marks."""
 BACKWARD = "backward"
-"""The name of the mark at which a pass's backward begins."""
+"""Name of the mark at which a pass's backward begins."""
 
 
 class GroupKey(NamedTuple):
-    """Names one group of one iteration."""
+    """Identifies a group within an iteration."""
 
     chunk_pass: int
-    """Index of the forward pass of a model chunk (one micro-batch through one virtual pipeline
-    stage) among those of the iteration, in forward order."""
+    """Index, in forward order, of the model chunk's forward pass (one micro-batch through one
+    virtual pipeline stage) within the iteration."""
     group: int
-    """Index of the group within the pass, in order of its start. Below 0 for marks of no group: -1
-    where backward begins, -2 at the first call of the output layer in the pass, -3 at its second.
-    """
+    """Index of the group within the pass, in start order. Negative for marks of no group: -1 where
+    backward begins, -2 for the first call of the output layer in the pass, -3 for the second."""
 
     def __str__(self) -> str:
         return f"{self.chunk_pass}.{self.group}" if self.group >= 0 else f"{self.chunk_pass}"
@@ -105,11 +104,11 @@ class Step(NamedTuple):
     kind: StepKind
     key: GroupKey
     name: str
-    """The module name, as in ``offload_modules``; or the name of another marked place."""
+    """The module name, as in ``offload_modules``, or the name of another marked point."""
 
     @property
     def is_of_group(self) -> bool:
-        """Whether it is a mark of a group: [Note: Marks of no group]."""
+        """Whether the mark belongs to a group: [Note: Marks of no group]."""
         return self.key.group >= 0
 
     def __str__(self) -> str:
@@ -118,22 +117,22 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class StorageTrace:
-    """One storage that groups saved: it moves as a whole, once, however many views share it."""
+    """A storage that groups saved. It moves as a whole, once, however many views share it."""
 
     nbytes: int
-    """Bytes that a copy of it moves."""
+    """Bytes that a copy of it transfers."""
     holders: tuple[GroupKey, ...]
     """The groups that saved a view of it, in order of their first save."""
     held_outside: bool = False
-    """Something other than these groups keeps the device memory alive until backward needs it, so
-    that copying it out frees nothing."""
+    """Whether something other than these groups keeps the device memory alive until backward needs
+    it, so that offloading frees nothing."""
     lingers_until: int = 0
-    """The step from which on nothing but the groups keeps the device memory alive, if that is after
-    the groups release it: before it, release frees nothing. (The model's input, say, is a local
-    variable until its forward has returned.)"""
+    """The step from which only the groups keep the device memory alive, if that is after they
+    release it: releasing it earlier frees nothing. (The model's input, for example, is a local
+    variable until its forward returns.)"""
     is_recomputed: bool = False
-    """It is ``held_outside`` because forward discards it after use and backward recomputes it into
-    the same storage."""
+    """Whether it is ``held_outside`` because forward discards it after use and backward recomputes
+    it into the same storage."""
 
 
 @dataclass(frozen=True)
@@ -147,23 +146,23 @@ class GroupTrace:
     storages: tuple[int, ...]
     """Indices into :attr:`Trace.storages`, in order of their first save by this group."""
     is_read_first: bool = False
-    """Whether backward uses it before it reaches its end: [Note: Recomputation reads first]. Its
-    saved tensors are tracked even where it stays on the device, so that its use is noticed."""
+    """Whether backward uses the group before reaching its end: [Note: Recomputation reads first].
+    Its saved tensors are tracked even if it stays on the device, to detect its use."""
 
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Device memory between one step and the next, as the allocator counted it."""
+    """Device memory between one step and the next, as counted by the allocator."""
 
     allocated_bytes: int
     """Allocated right after the step."""
     peak_bytes: int
-    """The most that was allocated at once before the next step."""
+    """Peak allocated bytes before the next step."""
     absent_bytes: int
-    """Bytes of managed storages that were on the host meanwhile."""
+    """Bytes of managed storages that were on the host in that interval."""
     peak_beside_gradients_bytes: int = 0
-    """The most that was allocated at once, without the gradients that parameters had by then; 0
-    where these are unknown. See [Note: Gradients that stay] in ``peak``."""
+    """Peak allocated bytes without the gradients that parameters had by then; 0 if unknown. See
+    [Note: Gradients that stay] in ``peak``."""
 
 
 class Bandwidth(NamedTuple):
@@ -180,10 +179,10 @@ class Bandwidth(NamedTuple):
 
 
 class StepsKey:
-    """The steps of an iteration as the key of a dictionary.
+    """The steps of an iteration as a dictionary key.
 
-    They are hashed once: there are tens of thousands in a large iteration, and a tuple hashes all
-    of them each time that it is looked up.
+    They are hashed once: a large iteration has tens of thousands, and a tuple rehashes all of them
+    at each lookup.
     """
 
     __slots__ = ("steps", "_hash")
@@ -211,49 +210,49 @@ class Trace:
     memory: tuple[MemoryReading, ...] = field(default=())
     """One reading per step, or empty if none were taken."""
     step_ms: tuple[float, ...] = ()
-    """For each step, milliseconds that the compute stream takes from it to the next one (the last:
-    to the end of the iteration), without waits for copies; empty if nothing was timed."""
+    """For each step, the compute stream's time in ms until the next step (for the last one, until
+    the iteration ends), excluding stalls on copies; empty if untimed."""
     bandwidth: Optional[Bandwidth] = None
-    """As measured; None if it was not."""
+    """Measured bandwidth; None if not measured."""
     ms_per_moved_group: float = 0.0
-    """By how much moving one more group lengthens an iteration, waits for copies not counted: in a
-    launch-bound model, the host's work for a group costs time."""
+    """By how much moving one more group lengthens an iteration, excluding stalls on copies: in a
+    launch-bound model, the host work per group costs time."""
     ms_per_moved_gb: float = 0.0
-    """The same for each 1e9 bytes that are offloaded and reloaded: where the device is busy, copies
-    take power and memory bandwidth from it. The larger of the two costs counts."""
+    """The same per 1e9 bytes offloaded and reloaded: on a busy device, copies take power and memory
+    bandwidth from compute. The larger of the two costs applies."""
 
     @cached_property
     def steps_key(self) -> StepsKey:
-        """:attr:`steps` as the key of a dictionary."""
+        """:attr:`steps` as a dictionary key."""
         return StepsKey(self.steps)
 
     @cached_property
     def group_by_key(self) -> dict[GroupKey, GroupTrace]:
-        """The groups by their key."""
+        """The groups by key."""
         return {group.key: group for group in self.groups}
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The modules, and the output layer, in the order in which forward first reaches them."""
+        """The names of modules and the output layer, in the order in which forward reaches them."""
         named = (step.name for step in self.steps if step.kind is not StepKind.BACKWARD_START)
         return tuple(dict.fromkeys(named))
 
     @cached_property
     def step_index(self) -> dict[tuple[StepKind, GroupKey], int]:
-        """The index in :attr:`steps` of each mark of each group."""
+        """The index in :attr:`steps` of each mark."""
         return {(step.kind, step.key): index for index, step in enumerate(self.steps)}
 
     @property
     def is_timed(self) -> bool:
-        """Whether it says how long computation and copies take."""
+        """Whether it has the times of computation and copies."""
         return bool(self.steps) and len(self.step_ms) == len(self.steps) and bool(self.bandwidth)
 
     @cached_property
     def saved_bytes(self) -> tuple[int, ...]:
         """For each step, the bytes of saved storages on the device until the next, nothing moved.
 
-        A storage is counted from the step before the first commit of its holders, in whose interval
-        forward computes it at the latest, to the last use of a holder.
+        A storage counts from the step before the first commit of its holders, since forward
+        computes it by the end of that interval, to the last use of a holder.
         """
         index, change = self.step_index, [0] * (len(self.steps) + 1)
         for storage in self.storages:
@@ -271,16 +270,16 @@ class Trace:
 
     @cached_property
     def present_bytes(self) -> tuple[int, ...]:
-        """For each step, the most device memory until the next one with nothing moved.
+        """For each step, the peak device memory until the next one with nothing moved.
 
-        As the allocator counted it; of saved storages alone if there are no readings.
+        As counted by the allocator; saved storages only if there are no readings.
         """
         if self.memory:
             return tuple(reading.peak_bytes + reading.absent_bytes for reading in self.memory)
         return self.saved_bytes
 
     def moving_storages(self, moving: Collection[GroupKey]) -> list[int]:
-        """The storages that move if exactly these groups do: those that nothing else holds."""
+        """Return the storages that move if exactly these groups do: nothing else holds them."""
         wanted = set(moving)
         return [
             index
@@ -289,7 +288,7 @@ class Trace:
         ]
 
     def moving_cost_ms(self, num_groups: int, nbytes: int) -> float:
-        """By how much moving lengthens an iteration, waits for copies not counted.
+        """Return by how much moving lengthens an iteration, excluding stalls on copies.
 
         Args:
             num_groups: Number of groups that move.
@@ -298,11 +297,11 @@ class Trace:
         return max(num_groups * self.ms_per_moved_group, nbytes / 1e9 * self.ms_per_moved_gb)
 
     def uses(self) -> Sequence[Step]:
-        """The backward uses, in order."""
+        """Return the backward uses, in order."""
         return [step for step in self.steps if step.kind is StepKind.BACKWARD_USE]
 
     def group_nbytes(self, key: GroupKey) -> int:
-        """Bytes that this group is the first to save and that nothing else holds."""
+        """Return the bytes of storages that this group saves first and nothing outside holds."""
         storages = (self.storages[index] for index in self.group_by_key[key].storages)
         return sum(
             storage.nbytes

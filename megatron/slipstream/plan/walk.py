@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The cost of a plan: its operations on three queues, timed without a GPU.
+"""Simulates the cost of a plan: its operations on three queues, timed without a GPU.
 
-Compute takes the trace's time from each step to the next. Copies run at the trace's bandwidth, at
+Compute between steps takes the time recorded in the trace. Copies run at the trace's bandwidth, at
 the lower rates of :class:`Bandwidth` while both directions are busy. Everything else (marks,
-events, launches) takes no time, and copies do not slow compute down, so a simulated stall is a
-lower bound of a real one.
+events, launches) takes no time, and copies do not slow down compute, so a simulated stall is a
+lower bound on the real one.
 """
 
 from __future__ import annotations
@@ -45,44 +45,44 @@ class Span(NamedTuple):
 
     @property
     def action(self) -> str:
-        """Its name in logs, pictures and errors."""
+        """Its name in logs, figures and errors."""
         return str(self.cause)
 
 
 class SimulatedStall(NamedTuple):
-    """Compute stalled because a copy had not ended."""
+    """A stall of compute on a copy that had not ended."""
 
     cause: Action | Step
-    """Where: the FREE of a group (its copy out is late) or its use (its copy back is late)."""
+    """The FREE of a group (its D2H copy is late) or its use (its H2D copy is late)."""
     start_ms: float
     ms: float
 
 
 class MemoryAt(NamedTuple):
-    """Memory from one time to the next entry's."""
+    """Memory from one time until that of the next entry."""
 
     ms: float
     """When compute reached the step."""
     device_bytes: int
     """Saved storages on the device, including those that stay there."""
     host_bytes: int
-    """The most host memory that was in use at once since the step before, in whole buffers."""
+    """Peak host memory in use since the previous step, in whole buffers."""
 
 
 class Clock:
-    """Times operations in the order of their issue, so that a caller can decide on later ones.
+    """Times operations in issue order, so that a caller can base later ones on the times so far.
 
-    Compute runs issued operations one after another; where an operation waits for a copy, compute
-    stalls. A copy starts no earlier than compute reaches the point of its issue (edges E1 and E4).
+    Compute runs issued operations one after another, and stalls if an operation waits for a copy. A
+    copy starts no earlier than compute reaches the point of its issue (edges E1 and E4).
 
     Args:
         trace: The iteration.
-        bandwidth: Of copies.
+        bandwidth: Copy bandwidth.
     """
 
     def __init__(self, trace: Trace, bandwidth: Bandwidth) -> None:
         self.now_ms = 0.0
-        """When compute has finished the operations issued so far."""
+        """When compute finishes the operations issued so far."""
         self.stalls: list[SimulatedStall] = []
         self.copies = CopyQueues(bandwidth)
         self._storages = trace.storages
@@ -94,7 +94,7 @@ class Clock:
             self.copies.run_to(self.now_ms)
 
     def run(self, number: int, operation: Operation, copies: Sequence[int]) -> None:
-        """Time an operation that is not the model's computation.
+        """Time an operation other than the model's computation.
 
         Args:
             number: Its index among the operations.
@@ -119,40 +119,40 @@ class Clock:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One iteration as a plan would run it. All times are in milliseconds."""
+    """One simulated iteration of a plan. All times are in milliseconds."""
 
     total_ms: float
-    """Until the last queue has ended."""
+    """Time until the last queue has finished."""
     compute_ms: float
     """Time of the computation alone."""
     stalls: tuple[SimulatedStall, ...]
-    """Every wait of compute that took time, in order."""
+    """All stalls of compute, in order."""
     d2h_busy_ms: float
     h2d_busy_ms: float
     memory: tuple[MemoryAt, ...]
     """One entry per step."""
     spans: tuple[Span, ...]
-    """The computation after each step and every copy, in the order in which the host issues them.
-    Spans of one queue do not overlap."""
+    """The computation after each step and every copy, in issue order. Spans of one queue do not
+    overlap."""
     peak_bytes: Optional[tuple[int, int]]
-    """The device peak without and with the plan, of everything that the allocator held; None if
-    the trace has no memory readings."""
+    """The device peak without and with the plan, of all allocated memory; None if the trace has no
+    memory readings."""
 
     @cached_property
     def stall_ms(self) -> float:
-        """How long compute stalled."""
+        """Total time that compute stalled."""
         return sum(stall.ms for stall in self.stalls)
 
     @property
     def overhead_percent(self) -> float:
-        """Time that the plan adds to the iteration, in percent of the computation alone."""
+        """Time that the plan adds to the iteration, in percent of compute time."""
         if self.compute_ms > 0:
             return 100.0 * (self.total_ms - self.compute_ms) / self.compute_ms
         return math.inf if self.total_ms > 0 else 0.0
 
     @property
     def stall_ms_by_module(self) -> dict[str, float]:
-        """How long compute stalled for the groups of each module name, the longest first."""
+        """Time that compute stalled on the groups of each module name, longest first."""
         by_module: dict[str, float] = defaultdict(float)
         for stall in self.stalls:
             by_module[stall.cause.name] += stall.ms
@@ -160,7 +160,7 @@ class Simulation:
 
     @property
     def step_time_text(self) -> str:
-        """The parts of the step time."""
+        """Breakdown of the step time."""
         parts = [f"{self.compute_ms:.1f} ms compute", f"{self.stall_ms:.1f} ms stalls"]
         rest = f"{self.total_ms - self.compute_ms - self.stall_ms:.1f}"
         if float(rest):
@@ -168,7 +168,7 @@ class Simulation:
         return f"{' + '.join(parts)} ({self.overhead_percent:.1f}%)"
 
     def render(self) -> str:
-        """The prediction, as lines of text without a trailing newline."""
+        """Return the prediction as lines of text without a trailing newline."""
         stalls = [f"{name} {ms:.1f} ms" for name, ms in self.stall_ms_by_module.items()]
         if self.peak_bytes is None:
             peak = f"{format_bytes(self.peak_device_bytes)} of saved storages"
@@ -190,20 +190,20 @@ class Simulation:
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most bytes of saved storages on the device at once."""
+        """Peak bytes of saved storages on the device."""
         return max((entry.device_bytes for entry in self.memory), default=0)
 
     @property
     def peak_host_bytes(self) -> int:
-        """The most host bytes in use at once."""
+        """Peak host bytes in use."""
         return max((entry.host_bytes for entry in self.memory), default=0)
 
 
 def simulate(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> Simulation:
-    """Run a plan in simulated time, with the times and the bandwidth of its trace.
+    """Simulate a plan with the times and bandwidth of its trace.
 
-    The run time is linear: a quarter of a second for 100 layers of 2 groups in 16 micro-batches,
-    most of it to derive the operations.
+    The run time is linear: 0.25 s for 100 layers of 2 groups and 16 micro-batches, most of it spent
+    on deriving the operations.
 
     Args:
         plan: A plan that ``check_plan`` accepts.
@@ -244,7 +244,7 @@ def simulate(plan: Plan, edges: Sequence[EdgeRule] = EDGES) -> Simulation:
 
 
 def _check_measured(trace: Trace) -> Bandwidth:
-    """The bandwidth of the trace, after checks of it and of the times."""
+    """Return the bandwidth of the trace, after validating it and the times."""
     cure = "record the trace on a GPU, or set {0} with dataclasses.replace(trace, {0}=...)"
     if len(trace.step_ms) != len(trace.steps):
         raise ValueError(
@@ -268,7 +268,7 @@ def _check_measured(trace: Trace) -> Bandwidth:
 
 
 def _step_ms(plan: Plan) -> list[float]:
-    """Compute time after each step, with the cost of moving groups other than their copies."""
+    """Return compute time after each step, with the cost of moving groups besides copies."""
     trace = plan.trace
     step_ms = list(trace.step_ms)
     moving = [group for group in plan.groups if group.moves]

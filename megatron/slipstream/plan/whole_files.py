@@ -18,7 +18,7 @@ def write_whole(path: str | Path, data: bytes) -> None:
     written in place, since replacing it would remove the device or pipe.
 
     Raises:
-        OSError: It cannot be written; the error has the given name, and an existing file is
+        OSError: The file cannot be written; the error names ``path``, and an existing file is
             unchanged.
     """
     path = Path(path)
@@ -28,7 +28,7 @@ def write_whole(path: str | Path, data: bytes) -> None:
         return
     target = resolved(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Two processes that write the same file must not write the same temporary one.
+    # Two processes that write the same file must not share a temporary file.
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(data)
@@ -42,10 +42,10 @@ def write_whole(path: str | Path, data: bytes) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether the path leads to a device, a pipe, a socket, or this process's output.
+    """Return whether the path leads to a device, a pipe, a socket, or this process's output.
 
     Raises:
-        OSError: The path cannot be resolved, for example links in a circle.
+        OSError: The path cannot be resolved, for example because of a symbolic link loop.
     """
     try:
         found = path.stat()
@@ -56,7 +56,7 @@ def is_stream(path: Path) -> bool:
 
 
 def resolved(path: Path) -> Path:
-    """The file that is written for ``path``: the target of its links, which need not exist."""
+    """Return the file written for ``path``: the target of its links, which need not exist."""
     return Path(os.path.realpath(path))
 
 
@@ -64,14 +64,14 @@ def _open_stream(path: Path) -> BinaryIO:
     descriptor = _printed_to(path.stat())
     if descriptor is None:
         return path.open("wb")
-    # /dev/stdout opened again would start at the beginning of the file that the shell redirects to,
-    # and does not open at all if it is a socket.
+    # Reopening /dev/stdout would start at the beginning of the file that the shell redirects to,
+    # and fails if it is a socket.
     sys.stdout.flush()
     return os.fdopen(os.dup(descriptor), "wb")
 
 
 def _printed_to(found: os.stat_result) -> int | None:
-    """The descriptor of this process's output or errors that is this file."""
+    """Return the descriptor (stdout or stderr) that refers to this file, or None."""
     for descriptor in (1, 2):
         try:
             if os.path.samestat(found, os.fstat(descriptor)):
