@@ -2,9 +2,9 @@
 
 """The interface between the engine and a device: streams, events, memory and copies.
 
-The engine never names ``torch.cuda``: everything it does to a device goes through a
-:class:`Backend`. :mod:`cuda_backend` is for GPUs; :mod:`cpu_backends` has two simulated
-devices in host memory.
+The engine never calls ``torch.cuda`` directly: all device operations go through a
+:class:`Backend`. :mod:`cuda_backend` is for GPUs; :mod:`cpu_backends` has two devices simulated in
+host memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POISON_BYTE = 0xFF
 class Bytes(NamedTuple):
     """Bytes ``[start, start + nbytes)`` of a storage.
 
-    Cheaper than a tensor: the engine makes one for every copy.
+    Cheaper than a tensor: the engine creates one for every copy.
     """
 
     storage: torch.UntypedStorage
@@ -38,7 +38,7 @@ class Bytes(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Bytes:
-        """The memory of a contiguous tensor."""
+        """Return the memory of a contiguous tensor."""
         itemsize = tensor.element_size()
         start = int(tensor.storage_offset()) * itemsize
         return cls(tensor.untyped_storage(), start, tensor.numel() * itemsize)
@@ -49,22 +49,22 @@ class Bytes(NamedTuple):
         return self.storage.data_ptr() + self.start
 
     def first(self, nbytes: int) -> Bytes:
-        """The first ``nbytes`` of them."""
+        """Return the first ``nbytes`` bytes."""
         return Bytes(self.storage, self.start, nbytes)
 
     def view(self) -> torch.Tensor:
-        """A uint8 tensor ``[nbytes]`` that shares the memory."""
+        """Return a uint8 tensor ``[nbytes]`` that shares the memory."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return empty.set_(self.storage, self.start, (self.nbytes,), (1,))
 
 
 Copy = tuple[Bytes, Bytes]
-"""Destination and source. One of them may be longer, such as a host buffer: then the bytes at its
-start are copied."""
+"""Destination and source. If one is longer, such as a host buffer, only its first bytes are
+copied."""
 
 
 def nbytes_of(copy: Copy) -> int:
-    """The number of bytes that it copies."""
+    """Return the number of bytes copied."""
     destination, source = copy
     return min(destination.nbytes, source.nbytes)
 
@@ -84,38 +84,38 @@ class MemoryMeter(Protocol):
         """Start a new peak."""
 
     def excluded(self) -> contextlib.AbstractContextManager[Any]:
-        """Storages created inside are host memory and not counted."""
+        """Return a context in which new storages are host memory, which is not counted."""
 
 
 class GradientWatch(Protocol):
-    """Knows the parameters of the models that train."""
+    """Tracks the gradients of the models being trained."""
 
     def count(self) -> int:
-        """Bytes of the parameters' current gradients."""
+        """Return the bytes of the parameters' current gradients."""
 
     def begin(self, come: Callable[[int], None]) -> None:
-        """Call ``come`` with its bytes, once for each gradient that appears from now on."""
+        """Call ``come`` once for each gradient that appears from now on, with its bytes."""
 
     def end(self) -> None:
         """Undo :meth:`begin`."""
 
 
 class Backend(ABC):
-    """A device, as the engine uses it. Streams and events are opaque to the engine."""
+    """The engine's view of a device. Streams and events are opaque to the engine."""
 
     name: str
     device_type: str
-    """Device type of the tensors that the engine moves."""
+    """Device type of the tensors that the engine offloads."""
     host_slab_bytes = 1 << 20
     """The minimum size for :meth:`allocate_host`."""
     takes_time = False
-    """Whether :meth:`timed_event` takes the time."""
+    """Whether :meth:`timed_event` records times."""
     names_ranges = False
     """Whether :meth:`profiler_range` is worth calling."""
     _past_peak_bytes = 0
-    """The highest peak that :meth:`reset_peak_memory` has ended since :meth:`begin_peak`."""
+    """The highest peak discarded by :meth:`reset_peak_memory` since :meth:`begin_peak`."""
     gradients: Optional[GradientWatch] = None
-    """None where the parameters are unknown."""
+    """None if the parameters are unknown."""
     poisons_dropped = False
     """Whether dropped device memory is filled with NaN if it has no other reference."""
     cure_of_slow_copies: Optional[str] = None
@@ -123,35 +123,35 @@ class Backend(ABC):
 
     @abstractmethod
     def manages(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is in this backend's device memory."""
+        """Return whether ``tensor`` is in this backend's device memory."""
 
     @abstractmethod
     def new_stream(self) -> Stream:
-        """A stream for copies that runs concurrently with the compute stream."""
+        """Return a copy stream that runs concurrently with the compute stream."""
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The stream of the caller's operations. Never cache it: it changes."""
+        """Return the current stream. Never cache it: it changes."""
 
     @abstractmethod
     def stream_id(self, stream: Stream) -> Hashable:
-        """Equal for two stream objects if and only if they are the same queue of work."""
+        """Return an id, equal for two stream objects if and only if they are the same stream."""
 
     def current_stream_id(self) -> Hashable:
-        """:meth:`stream_id` of :meth:`current_stream`, as cheaply as possible."""
+        """Return the :meth:`stream_id` of :meth:`current_stream`, as cheaply as possible."""
         return self.stream_id(self.current_stream())
 
     def here(self) -> Here:
-        """The current stream. Never cache it: it changes."""
+        """Return the current stream and its id. Never cache it: it changes."""
         return self.current_stream_id(), self.current_stream()
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
-        """An event that completes when all work now in ``stream`` has completed."""
+        """Return an event that completes when all work now in ``stream`` has completed."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """Work put into ``stream`` from here on runs after ``event``. The host does not block."""
+        """Make later work in ``stream`` wait for ``event``, without blocking the host."""
 
     @abstractmethod
     def wait_on_host(self, stream: Stream) -> None:
@@ -163,43 +163,41 @@ class Backend(ABC):
 
     @abstractmethod
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
-        """Put ``copies`` into ``stream`` in order. The host does not block."""
+        """Enqueue ``copies`` on ``stream`` in order, without blocking the host."""
 
     @abstractmethod
     def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """The tensor's memory is not reallocated before ``stream`` has reached this point.
+        """Keep the tensor's memory from being reallocated before ``stream`` reaches this point.
 
-        Only for streams other than the one that the memory was allocated for.
+        Only for streams other than the one for which the memory was allocated.
         """
 
     @abstractmethod
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        """Uninitialised device memory that the current stream may use at once."""
+        """Allocate uninitialized device memory that the current stream may use immediately."""
 
     def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
-        """Device memory for measurements; None if there is too little, or nothing to time."""
+        """Allocate device memory for measurements; None if too little, or nothing to time."""
         return None
 
     @abstractmethod
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised uint8 host memory that asynchronous copies can use.
-
-        It is page-aligned.
+        """Allocate uninitialized, page-aligned uint8 host memory for asynchronous copies.
 
         Raises:
-            RuntimeError: There is too little (or ``MemoryError``).
+            RuntimeError: There is too little memory (or ``MemoryError``).
         """
 
     @abstractmethod
     def free_host(self, buffer: torch.Tensor) -> None:
-        """Return a buffer of :meth:`allocate_host`. No copy may be using it."""
+        """Free a buffer from :meth:`allocate_host`. No copy may be using it."""
 
     @abstractmethod
     def run_on(self, stream: Stream, work: Callable[[], object]) -> None:
-        """Put the operations that ``work`` calls into ``stream``."""
+        """Enqueue the operations that ``work`` issues on ``stream``."""
 
     def drop_device(self, storage: torch.UntypedStorage) -> None:
-        """The caller deletes the engine's last reference to ``storage`` after this call."""
+        """Call right before deleting the engine's last reference to ``storage``."""
         if self.poisons_dropped and num_uses(storage) == 1:
             poison(storage)
 
@@ -210,10 +208,10 @@ class Backend(ABC):
         storage.resize_(0)
 
     def drop_host_contents(self, copies: Sequence[Copy], stream: Stream) -> None:
-        """The host buffers that ``copies``, now in ``stream``, have read are no longer needed."""
+        """Declare unneeded the host buffers that ``copies``, already in ``stream``, read from."""
 
     def memory(self) -> Optional[tuple[int, int]]:
-        """Device bytes allocated now and at the peak; None if they are not counted."""
+        """Return device bytes allocated now and at the peak; None if they are not counted."""
         return None
 
     def reset_peak_memory(self) -> None:
@@ -227,7 +225,7 @@ class Backend(ABC):
         """Start a new peak at the bytes allocated now."""
 
     def begin_peak(self) -> int:
-        """Start a peak that, unlike :meth:`memory`'s, continues over :meth:`reset_peak_memory`.
+        """Start a peak that, unlike :meth:`memory`'s, survives :meth:`reset_peak_memory`.
 
         Returns:
             Device bytes allocated now; 0 if they are not counted.
@@ -238,46 +236,46 @@ class Backend(ABC):
         return 0 if reading is None else reading[0]
 
     def peak_bytes(self) -> int:
-        """The most device bytes allocated at once since :meth:`begin_peak`; 0 if uncounted."""
+        """Return the peak device bytes since :meth:`begin_peak`; 0 if they are not counted."""
         reading = self.memory()
         return self._past_peak_bytes if reading is None else max(self._past_peak_bytes, reading[1])
 
     def obtainable_bytes(self) -> Optional[int]:
-        """Device bytes that the process has or could still allocate; None without a limit."""
+        """Return the device bytes that the process has or could allocate; None if unlimited."""
         return None
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is captured in a CUDA graph."""
+        """Return whether the current stream is being captured in a CUDA graph."""
         return False
 
     def begin_graph(self) -> None:
-        """Work that is put into streams from here on is captured in a CUDA graph."""
+        """Note that a CUDA graph capture begins."""
 
     def end_graph(self) -> None:
-        """The capture has ended."""
+        """Note that the capture has ended."""
 
     def profiler_range(self, label: str) -> contextlib.AbstractContextManager[Any]:
-        """Context that names its host work in profiles."""
+        """Return a context that labels its host work in profiles."""
         return contextlib.nullcontext()
 
     def timed_event(self, stream: Stream) -> Event:
-        """An event with timing; None if time on a stream is meaningless."""
+        """Record an event with timing; None if streams have no meaningful time."""
         return None
 
     def elapsed_ms(self, start: Event, stop: Event) -> Optional[float]:
-        """Milliseconds between two timed events, or None if they have not both completed."""
+        """Return milliseconds between two timed events; None until both have completed."""
         return None
 
 
 def page_aligned(nbytes: int) -> torch.Tensor:
-    """Page-aligned host memory, as pinning and NUMA placement need it."""
+    """Allocate page-aligned host memory, as pinning and NUMA placement require."""
     memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8)
     start = -memory.data_ptr() % mmap.PAGESIZE
     return memory[start : start + nbytes]
 
 
 def num_uses(storage: torch.UntypedStorage) -> int:
-    """References to the memory: one for all Python storage objects, one for each tensor."""
+    """Count references to the memory: one for all Python storage objects, one per tensor."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 

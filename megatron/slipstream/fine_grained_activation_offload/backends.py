@@ -15,7 +15,7 @@ from megatron.slipstream.fine_grained_activation_offload.cuda_backend import Cud
 
 
 def make_backend(name: str) -> Backend:
-    """The backend of that name; 'auto' is 'cuda' if torch sees a GPU, else 'cpu'.
+    """Create the backend of that name; 'auto' is 'cuda' if torch sees a GPU, else 'cpu'.
 
     Raises:
         ValueError: The name is 'cuda' and torch sees no GPU, or the name is unknown.

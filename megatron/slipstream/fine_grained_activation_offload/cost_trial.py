@@ -1,14 +1,15 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The cost of a plan, measured: iterations that follow it, and iterations without the engine.
+"""Measures the cost of a plan by comparing it with iterations without the engine.
 
-[Note: Costs that no plan foresees]
+[Note: Costs that plans do not predict]
 A plan predicts the waits for copies. It does not predict the host's work for each group, which
-counts in launch-bound models; nor slower launches while the link is busy, nor the power that copies
-take from a power-limited GPU. An allowed overhead covers all of these. So a plan for an allowed
-overhead is tried: iterations that follow it alternate with iterations without the engine. Its cost
-beyond the predicted waits is divided by the moving groups and by their bytes, and the next plan
-must afford this for its own groups and bytes; from the second trial on the whole cost is divided.
+matters in launch-bound models; nor slower launches while the link is busy, nor the power that
+copies take from a power-limited GPU. An overhead limit covers all of these, so a plan with such a
+limit is tried: iterations that follow it alternate with iterations without the engine. Its cost
+beyond the predicted waits is divided by the moving groups and by their bytes, and the next plan is
+charged for its own groups or bytes, whichever costs more. From the second trial on, the whole cost
+is divided.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from megatron.slipstream.plan.walk import simulate
 
 MIN_PAIRS = 6
 MAX_PAIRS = 24
-"""Maximum number of iterations of each kind. More than the minimum run only if times vary."""
+"""Maximum number of pairs. More than the minimum run only if times vary."""
 
 MAX_TRIALS = 4
-"""Maximum number of plans tried per sequence of marks. If the last fails, nothing moves."""
+"""Maximum number of plans tried per sequence of marks. If the last one fails, nothing moves."""
 
 MARGIN = 0.1
-"""Margin of the next plan below the limit, as a fraction of this one's cost: a trial errs by as
-much."""
+"""Margin of the next plan below the limit, as a fraction of this plan's cost: the typical error of
+a trial."""
 
 RESOLUTION_PERCENT = 0.25
-"""Resolution of an overhead; a lower one counts as none."""
+"""Resolution of an overhead; a lower limit is raised to it."""
 
 STANDARD_ERRORS = 3.0
-"""Distance of an overhead from the limit at which more pairs would not change the decision."""
+"""Distance of an overhead from the limit, in standard errors, that settles the decision."""
 
 
 class Overhead(NamedTuple):
-    """The overhead of iterations with the engine."""
+    """The overhead of iterations with the engine, in percent."""
 
     percent: float
-    """Median of the pairs, in percent."""
+    """Median over the pairs."""
     standard_error: float
-    """Standard error of the median, in percent."""
+    """Standard error of the median."""
 
 
 class CostTrial:
@@ -59,19 +60,19 @@ class CostTrial:
     def __init__(self, max_percent: float) -> None:
         self.max_percent = max(max_percent, RESOLUTION_PERCENT)
         self.off_ms: list[float] = []
-        """Times of iterations without the engine, each compared with its two neighbours."""
+        """Times of iterations without the engine, each compared with its two neighbors."""
         self._ratios: list[float] = []
         self._before_ms: Optional[float] = None
         self._off_ms: Optional[float] = None
 
     def note_without(self, ms: float) -> None:
-        """Note the time of an iteration without the engine."""
+        """Record the time of an iteration without the engine."""
         self._off_ms = ms
 
     def note_with(self, ms: Optional[float]) -> None:
-        """Note the time of an iteration with the engine; None if it did not follow the plan."""
+        """Record the time of an iteration with the engine; None if it did not follow the plan."""
         if ms is not None and self._before_ms is not None and self._off_ms is not None:
-            # Drifts of clock rates cancel between the neighbours.
+            # Averaging the neighbors cancels drifts of the clock rate.
             self._ratios.append((self._before_ms + ms) / 2 / self._off_ms)
             self.off_ms.append(self._off_ms)
         self._before_ms, self._off_ms = ms, None
@@ -80,7 +81,7 @@ class CostTrial:
     def overhead(self) -> Overhead:
         """The overhead from the pairs so far, at least two."""
         middle = statistics.median(self._ratios)
-        # A standard deviation would be inflated by single disturbed iterations.
+        # A plain standard deviation would be inflated by single disturbed iterations.
         deviation = 1.4826 * statistics.median(abs(ratio - middle) for ratio in self._ratios)
         error = 1.2533 * deviation / math.sqrt(len(self._ratios))
         return Overhead(100 * (middle - 1), 100 * error)
@@ -98,9 +99,9 @@ class CostTrial:
 
 
 def trace_after(plan: Plan, trial: CostTrial, number: int) -> Trace:
-    """The trace for the next plan, after one exceeded the limit.
+    """Return the trace for the next plan, after one exceeded the limit.
 
-    It is unknown whether groups or bytes cause the cost, so it is divided by both.
+    It is unknown whether groups or bytes cause the cost, so it is attributed to both.
 
     Args:
         plan: The plan that was tried.

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Simulated devices in host memory: a simple one, and an adversary.
+"""Devices simulated in host memory: a simple one and an adversarial one.
 
-``cpu`` copies immediately, in order. ``cpu-lazy`` runs a copy only when something waits for it and
+``cpu`` copies immediately, in order. ``cpu-lazy`` runs a copy only when something waits for it, and
 poisons memory that must not be read, so that an engine with a missing wait computes NaN instead of
 being right by luck.
 """
@@ -34,14 +34,14 @@ _COMPLETED = object()
 
 
 class CpuBackend(Backend):
-    """Device and host both in host memory; every copy runs immediately, in program order."""
+    """A device simulated in host memory; every copy runs immediately, in program order."""
 
     name = "cpu"
     device_type = "cpu"
 
     def __init__(self) -> None:
         self.meter: Optional[MemoryMeter] = None
-        """Meter of device memory, if set; the engine excludes its host buffers from it."""
+        """Device memory meter, if set; it excludes the engine's host buffers."""
 
     def manages(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
@@ -98,26 +98,26 @@ class CpuBackend(Backend):
 
 
 class _LazyEvent(NamedTuple):
-    """A point in a stream: after ``position`` of its operations (or ticks, for compute)."""
+    """A point in a stream: after ``position`` operations (or ticks, for compute)."""
 
     stream: _LazyStream
     position: int
 
 
 class _LazyStream:
-    """A copy stream whose operations run when something waits for them; FIFO."""
+    """A stream whose operations run, in FIFO order, only when something waits for them."""
 
     def __init__(self, is_compute: bool = False) -> None:
         self.is_compute = is_compute
         self.pending: deque[Any] = deque()
         self.num_done = 0
         self.num_recorded = 1 if is_compute else 0
-        """Compute only: number of recorded events, which are its points in time. It starts ahead of
-        ``compute_seen``: something has been computed before the first copy."""
+        """Compute only: number of recorded events, its ticks. It starts ahead of ``compute_seen``,
+        since something has been computed before the first copy."""
         self.host_waited = 0
-        """Number of its operations that the host, rather than another stream, has waited for."""
+        """Number of operations that the host, rather than another stream, has waited for."""
         self.last_uses: dict[int, int] = {}
-        """By slab of host memory (address of its storage), the last operation that uses it."""
+        """The last operation that uses each slab of host memory, by address of its storage."""
         self.compute_seen = 0
         """Copy streams only: the latest compute event that later operations wait for."""
 
@@ -129,7 +129,7 @@ class _LazyStream:
 
 
 class _LazyCopy:
-    """A copy that has been put into a lazy stream."""
+    """A copy enqueued on a lazy stream."""
 
     def __init__(self, copy: Copy, ordered: bool) -> None:
         self.copy = copy
@@ -138,7 +138,7 @@ class _LazyCopy:
     def __call__(self) -> None:
         destination, source = self.copy
         written = destination.first(nbytes_of(self.copy)).view()
-        # A source that was discarded meanwhile, such as a recomputed output, has no bytes.
+        # A source discarded in the meantime, such as an output to be recomputed, has no bytes.
         if self.ordered and source.storage.nbytes() > 0:
             written.copy_(source.first(written.numel()).view())
         else:
@@ -148,15 +148,15 @@ class _LazyCopy:
 class LazyCpuBackend(CpuBackend):
     """The adversary: copies run as late as the waits allow, and other faults raise or give NaN.
 
-    - A copy runs only when the compute stream, the host, or a copy that is itself run, waits for
-      an event recorded after it. Until then its destination holds NaN or older bytes.
-    - A copy put into a stream that does not wait for the newest compute event writes NaN: its
+    - A copy runs only when the compute stream, the host, or another copy that runs, waits for an
+      event recorded after it. Until then its destination holds NaN or older bytes.
+    - A copy enqueued on a stream that does not wait for the newest compute event writes NaN: its
       source may not have been computed, or its destination may still be in use.
-    - Device memory that the engine drops is filled with NaN if it has no other reference, so that a
-      copy out that has not run yet copies NaN.
-    - Dropping device memory that a copy in has yet to write raises ``RuntimeError``: the copy
-      would overwrite whatever the memory is used for next. So does returning host memory without
-      the host having waited for every copy that uses it.
+    - Device memory that the engine drops is filled with NaN if it has no other reference, so a
+      pending copy out copies NaN.
+    - Dropping device memory that a pending copy in has yet to write raises ``RuntimeError``: the
+      copy would overwrite whatever the memory is used for next. So does freeing host memory before
+      the host has waited for every copy that uses it.
     """
 
     name = "cpu-lazy"
@@ -222,7 +222,7 @@ class LazyCpuBackend(CpuBackend):
     def free_host(self, buffer: torch.Tensor) -> None:
         slab = buffer.untyped_storage()._cdata
         self._slabs.discard(slab)
-        # A wait of the compute stream is not enough: the host runs ahead of it.
+        # A wait on the compute stream is not enough: the host runs ahead of it.
         if any(stream.last_uses.pop(slab, 0) > stream.host_waited for stream in self._streams):
             raise RuntimeError("host memory returned before the host waited for the copy streams")
 
@@ -240,7 +240,7 @@ class LazyCpuBackend(CpuBackend):
     def empty_device(self, storage: torch.UntypedStorage) -> None:
         if any(to.storage._cdata == storage._cdata for to, _ in self._pending_copies(storage)):
             raise RuntimeError("device memory emptied while a copy has yet to write it")
-        # A copy out that has not run yet finds no bytes, and writes NaN.
+        # A pending copy out finds no bytes, and writes NaN.
         poison(storage)
         super().empty_device(storage)
 

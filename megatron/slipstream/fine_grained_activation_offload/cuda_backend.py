@@ -28,7 +28,7 @@ EVENTS_PER_STREAM = 64
 MAX_STREAMS_TRIED = 64
 """Twice the number of torch's streams per device and priority."""
 WORK_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The variable that sets the number of device queues over which the driver spreads streams."""
+"""Environment variable for the number of device queues over which the driver spreads streams."""
 
 # The functions behind torch.cuda.Event's methods.
 _record_event = torch._C._CudaEventBase.record
@@ -38,26 +38,26 @@ _wait_event = torch._C._CudaEventBase.wait
 class CudaBackend(Backend):
     """An NVIDIA GPU through ``torch.cuda``.
 
-    [Note: Events are used again]
-    Creating an event takes the host several microseconds, so each stream has a ring of them. A
-    stream that still waits for an event when it is reused waits for a later point of the same
-    stream, which covers the earlier one and has been issued by then, so no deadlock can result.
-    Captured events are always new, since nothing outside of the capture may wait for them.
+    [Note: Events are reused]
+    Creating an event costs the host several microseconds, so each stream has a ring of them. A
+    stream still waiting for an event when it is reused waits for a later point of the recording
+    stream, which covers the earlier one and has already been issued, so it cannot deadlock.
+    Captured events are always new, since nothing outside the capture may wait for them.
     """
 
     name = "cuda"
     device_type = "cuda"
     takes_time = True
-    # Pinning blocks the host and other driver calls, so it is done rarely, in sizes that hosts of
-    # GPUs can afford.
+    # Pinning blocks the host and other driver calls, so pin rarely, in sizes that GPU hosts can
+    # afford.
     host_slab_bytes = 256 << 20
 
     def __init__(self) -> None:
         self._registered: dict[int, weakref.finalize[Any, Any]] = {}
         self._events: dict[Hashable, Iterator[Event]] = {}
-        """Events by id of the stream: [Note: Events are used again]."""
+        """Rings of events by stream id: [Note: Events are reused]."""
         self._streams: dict[Hashable, Stream] = {}
-        """Cached torch objects of streams: creating one takes the host longer than launching a
+        """Cached torch stream objects: creating one takes the host longer than launching a
         kernel."""
         self._made: set[Hashable] = set()
         """Ids of the streams that :meth:`new_stream` has created."""
@@ -65,7 +65,7 @@ class CudaBackend(Backend):
 
     @cached_property
     def _memcpy(self) -> Callable[[int, int, int, int], int]:
-        """The driver's asynchronous copy: destination, source, bytes, stream; returns a status."""
+        """The driver's asynchronous copy: (destination, source, bytes, stream) -> status."""
         memcpy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
         pointer = ctypes.c_void_p
         memcpy.argtypes = (pointer, pointer, ctypes.c_size_t, pointer)
@@ -73,7 +73,7 @@ class CudaBackend(Backend):
 
     @property
     def cure_of_slow_copies(self) -> Optional[str]:  # type: ignore[override]
-        """None if the user has chosen already: [Note: Waiting streams slow copies down]."""
+        """None if the user has set the variable: [Note: Waiting streams slow copies down]."""
         if WORK_QUEUES in os.environ:
             return None
         return (
@@ -86,8 +86,8 @@ class CudaBackend(Backend):
         return tensor.is_cuda
 
     def new_stream(self) -> Stream:
-        # torch returns 32 streams in turn, so a "new" one may be one of ours, or the current one:
-        # then concurrent work would be serialized.
+        # torch hands out 32 streams round-robin, so a "new" one may be one of ours or the current
+        # one, which would serialize concurrent work.
         for _ in range(MAX_STREAMS_TRIED):
             stream = torch.cuda.Stream()
             stream_id = self.stream_id(stream)
@@ -115,7 +115,7 @@ class CudaBackend(Backend):
             captured = torch.cuda.Event()
             _record_event(captured, stream)
             return captured
-        # Not by the stream object, whose hash is a Python function.
+        # Not keyed by the stream object, whose hash is a Python function.
         stream_id = (stream.device_index, stream.cuda_stream)
         events = self._events.get(stream_id)
         if events is None:
@@ -143,8 +143,8 @@ class CudaBackend(Backend):
         return (device, torch._C._cuda_getCurrentRawStream(device))
 
     def run_copies(self, copies: Sequence[Copy], stream: Stream) -> None:
-        # The driver's own call: torch's copy_ takes the host twice as long, for checks that are
-        # useless here, and expert models are launch-bound already.
+        # Call the driver directly: torch's copy_ takes the host twice as long, for checks that are
+        # useless here, and MoE models are launch-bound already.
         handle, memcpy = stream.cuda_stream, self._memcpy
         for (to, to_start, to_nbytes), (source, start, nbytes) in copies:
             status = memcpy(
@@ -161,7 +161,7 @@ class CudaBackend(Backend):
 
     def allocate_device(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         # On the current (compute) stream on purpose: the caching allocator has a pool per stream,
-        # and compute could not reuse memory of a copy stream's pool.
+        # and compute could not reuse memory from a copy stream's pool.
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def allocate_scratch(self, nbytes: int) -> Optional[torch.UntypedStorage]:
@@ -171,8 +171,8 @@ class CudaBackend(Backend):
             return None
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        # Registered instead of allocated by torch's pinned allocator, which rounds up to a power of
-        # two and never frees (https://github.com/pytorch/pytorch/issues/95823).
+        # Registered rather than allocated by torch's pinned allocator, which rounds up to a power
+        # of two and never frees (https://github.com/pytorch/pytorch/issues/95823).
         buffer = page_aligned(nbytes)
         address = buffer.data_ptr()
         status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
@@ -181,8 +181,8 @@ class CudaBackend(Backend):
         except RuntimeError:
             _forget_last_error()
             raise
-        # If the buffer is never returned, its addresses go back to the system with it, and could
-        # not be registered again while they still are registered.
+        # If the buffer is never freed explicitly, its addresses return to the system while still
+        # registered, and could not be registered again.
         forgotten = weakref.finalize(buffer, _unregister_forgotten, address)
         forgotten.atexit = False
         self._registered[address] = forgotten
@@ -216,8 +216,8 @@ class CudaBackend(Backend):
         return torch.cuda.nvtx.range(label)
 
     def timed_event(self, stream: Stream) -> Event:
-        # An external event of a graph is recorded by each replay. Older releases of torch, which
-        # cannot time graphs, may not know the argument.
+        # Each replay records a graph's external events. Older torch releases, which cannot time
+        # graphs, may not support the argument.
         external = {"external": True} if self._captures else {}
         event = torch.cuda.Event(enable_timing=True, **external)
         event.record(stream)
@@ -228,10 +228,10 @@ class CudaBackend(Backend):
 
 
 def _forget_last_error() -> None:
-    """Clear the runtime's error after its exception has been handled.
+    """Clear the CUDA runtime's last error after its exception has been handled.
 
-    The runtime keeps a failed call's error until it is read, which torch does after the
-    next kernel launch, even if that succeeded.
+    The runtime keeps a failed call's error until it is read, which torch does after the next kernel
+    launch, even if the launch succeeds.
     """
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda").add_(1)

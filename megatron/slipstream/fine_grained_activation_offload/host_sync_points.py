@@ -1,18 +1,18 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Where the host waits together with the device, so that copies are not slowed down.
+"""Chooses where the host waits along with the device, so that copies are not slowed down.
 
 [Note: Waiting streams slow copies down]
 While compute waits for a copy, all operations that the host has issued after that point wait too.
-On one stream this costs nothing. But Transformer Engine issues the matrix products of experts into
-four streams, which wait for the compute stream, and copies are slower while such products wait: on
-an H200 49.7 instead of 55.4 GB/s (docs/design/overhead.md). So if copies are slower than between
-iterations, the host stops at a long wait of compute until it is over. The device is then idle until
-the next launch, which is far less than the time gained by copies of that length; for short waits it
-is not. In a launch-bound model the host has mostly issued nothing in advance, so copies are not
-slowed; if they are, waiting costs time. All streams in one device queue
+On one stream this costs nothing. But Transformer Engine issues the experts' GEMMs on four streams,
+which wait for the compute stream, and copies are slower while these GEMMs wait: on an H200 49.7
+instead of 55.4 GB/s (docs/design/overhead.md). So if copies are slower than between iterations, the
+host blocks at each long stall of compute until it is over. The device is then idle until the next
+launch, which takes far less time than a copy of that length gains, but not less than a short one
+does. In a launch-bound model the host has mostly issued nothing in advance, so copies are not
+slowed; if they are, blocking costs time. Putting all streams in one device queue
 (CUDA_DEVICE_MAX_CONNECTIONS=1) is better: then nothing slows copies down. It cannot be changed once
-CUDA has started, so the user is told.
+CUDA has started, so the engine logs a warning.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megatron.slipstream.plan.trace import Bandwidth, GroupKey
 from megatron.slipstream.plan.walk import Simulation
 
 MIN_STALL_MS = 2.0
-"""Minimum stall of compute at which the host waits too: a launch takes some hundredths of it."""
+"""Minimum compute stall at which the host waits too: a launch takes a few percent of it."""
 
 SLOW_SHARE = 0.97
-"""Below this fraction of the measured bandwidth copies count as slowed; kernels cost less."""
+"""Fraction of the measured bandwidth below which copies count as slowed; kernels cost less."""
 
 HostSyncPoints = Mapping[int, tuple[GroupKey, ...]]
-"""For steps of the plan, the groups for whose copies the host waits after the step's actions."""
+"""By step of the plan, the groups whose copies the host waits for after the step's actions."""
 
 
 def are_copies_slowed(measured: Bandwidth, beside_compute: Bandwidth) -> bool:
-    """Whether either direction is slower during iterations than between them.
+    """Return whether copies in either direction are slower during iterations than between them.
 
     Args:
         measured: Bandwidth between iterations.
@@ -47,7 +47,7 @@ def are_copies_slowed(measured: Bandwidth, beside_compute: Bandwidth) -> bool:
 
 
 def host_sync_points(plan: Plan, simulation: Simulation) -> HostSyncPoints:
-    """The steps at which compute is predicted to stall for long.
+    """Return the steps at which compute is predicted to stall for long.
 
     Args:
         plan: The plan.

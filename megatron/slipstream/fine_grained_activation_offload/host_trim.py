@@ -2,9 +2,9 @@
 
 """Frees host memory that is no longer needed.
 
-The first iterations move all groups that may move, and the pool grows by slabs of many buffers. A
+The first iterations move every group that may move, and the pool grows by slabs of many buffers. A
 plan for a target or an allowed overhead may need a tenth of that, or nothing. Its need is known to
-the byte, so once plans are settled one slab of that length replaces all others.
+the byte, so once plans are settled, one slab of that size replaces all others.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron.slipstream.plan.render import format_bytes
 logger = logging.getLogger(__name__)
 
 MIN_SHARE = 0.2
-"""Minimum unused fraction of the host memory, since pinning the rest again takes a while."""
+"""Minimum unused fraction of host memory to trim, since re-pinning the rest takes a while."""
 MAX_TIMES = 3
-"""Maximum number of trims: pinning again takes long if plans never settle."""
+"""Maximum number of trims, to bound the time spent re-pinning if plans never settle."""
 NUM_ALIKE = 3
-"""Number of consecutive iterations that must use the planned memory. If sizes vary, the need of the
-next iteration is unknown, and the pool is not trimmed."""
+"""Number of consecutive iterations that must use exactly the planned memory. If sizes vary, the
+need of the next iteration is unknown, and the pool is not trimmed."""
 
 
 class HostTrimmer:
@@ -38,7 +38,7 @@ class HostTrimmer:
     Args:
         store: Holds the host memory.
         cache: Holds the plans.
-        tuner: Knows whether they are settled.
+        tuner: Knows whether the plans are settled.
         report: Has the number of plans made.
     """
 
@@ -53,10 +53,10 @@ class HostTrimmer:
         self._num_alike = 0
         self._num_plans = 0
         self._is_decided = False
-        """Whether the present plans have been handled."""
+        """Whether the current plans have been handled."""
 
     def end_iteration(self, plan: Optional[Plan]) -> None:
-        """Call at the end of an iteration like that of ``plan``."""
+        """End an iteration with the steps of ``plan``, trimming host memory if possible."""
         if self._is_decided and self._num_plans == self._report.num_plans:
             return
         pool = self._store.host_pool

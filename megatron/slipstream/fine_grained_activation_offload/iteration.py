@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The engine's state of the running iteration, new for each iteration."""
+"""The engine's state for one iteration."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron.slipstream.plan.trace import GroupKey
 
 @dataclass(slots=True)
 class Iteration:
-    """Begins when forward enters a model chunk, and ends when the schedule has issued all of it.
+    """From the first entry of forward into a model chunk until the schedule has issued everything.
 
-    C++ reads some of its slots where they lie: ``native/steps.h``.
+    C++ accesses some of the slots directly: ``native/steps.h``.
     """
 
     has_begun: bool = False
@@ -28,36 +28,36 @@ class Iteration:
     num_entered: int = 0
     """Number of times that forward has entered a model chunk, with or without the engine."""
     trial: Optional[TrialIteration] = None
-    """Its role in a cost trial: the engine may be left out of it."""
+    """Its part in a cost trial, which may run it without the engine."""
     plan: Optional[Plan] = None
     """The plan being followed; None if no plan matches."""
     has_layout: bool = False
     """Whether host buffers follow the plan's layout: [Note: Layouts] in ``host_pool``."""
     host_sync_points: HostSyncPoints = field(default_factory=dict)
-    """The points at which the host waits, if it follows its plan."""
+    """The points at which the host waits while the plan is followed."""
     probe: Optional[IterationProbe] = None
-    """Measures it, if it follows its plan; None if it is not measured."""
+    """Measures the iteration while it follows its plan; None if it is not measured."""
     steps: Optional[Any] = None
     """The steps of the plan in C++, if nothing is measured; None if Python performs them."""
     num_steps: int = 0
     """Number of steps so far."""
     is_incomplete: bool = False
-    """Whether it departed from its plan after marks were left out: [Note: Silent groups] in
-    ``plan_executor``. Nothing can be planned from it."""
+    """Whether it departed from its plan after marks were left out, so that no plan can be built
+    from it: [Note: Silent groups] in ``plan_executor``."""
     passes: list[ChunkOffloadHandler] = field(default_factory=list)
-    """In the order in which forward began them."""
+    """Passes in the order in which forward began them."""
     chunk: Optional[ChunkOffloadHandler] = None
-    """The running forward pass; None outside of training passes."""
+    """The current forward pass; None outside training passes."""
     started: Optional[OffloadTensorGroup] = None
-    """Started, but its region not yet entered."""
+    """A started group whose region is not yet entered."""
 
     @property
     def groups(self) -> dict[GroupKey, OffloadTensorGroup]:
-        """All groups by their keys, in the order in which they started."""
+        """All groups by key, in the order of their passes and starts."""
         return {group.key: group for chunk in self.passes for group in chunk.groups}
 
     def find(self, key: GroupKey) -> Optional[OffloadTensorGroup]:
-        """The group of that key; None if it has not started."""
+        """Return the group with that key; None if it has not started."""
         if key.chunk_pass >= len(self.passes):
             return None
         return self.passes[key.chunk_pass].find(key.group)

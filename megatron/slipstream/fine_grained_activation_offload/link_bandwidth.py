@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Bandwidth of the link between device and host memory, measured by copies."""
+"""Measures the bandwidth of the link between device and host memory by timing copies."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megatron.slipstream.plan.model import BYTES_PER_MS_AT_1_GB_PER_S
 from megatron.slipstream.plan.trace import Bandwidth
 
 NUM_RATES = 3
-"""Number of measurements of a rate. Other traffic can only lower it, so the best counts. If the
-ranks of a host measure together, the middle one counts, since in the first some copies have not
-begun and in the last some have ended."""
+"""Number of measurements of a rate. Other traffic can only lower a rate, so the best one counts. If
+the ranks of a host measure together, the median counts, since other ranks' copies may not have
+begun during the first measurement, and may have ended during the last."""
 
 NUM_BARRIERS = 4
 """Barriers of a host's ranks per measurement: both ways, each way alone, both ways."""
@@ -38,18 +38,18 @@ BANDWIDTH_NBYTES = 64 << 20
 
 
 class LinkBandwidth:
-    """Measures the link in a store's memory."""
+    """Measures the link, using memory of a store."""
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
         self._has_measured = False
-        """Ranks meet only for the first measurement."""
+        """Ranks synchronize only for the first measurement."""
 
     def measure(self) -> Optional[Bandwidth]:
-        """Bandwidth of copies; None if it cannot be measured. Blocks the host for a while.
+        """Measure the bandwidth of copies; None if impossible. Blocks the host for a while.
 
-        The first time, the ranks of this host measure at the same moment if all reach it within a
-        few seconds, since in training they copy at once.
+        The first time, the ranks of this host measure simultaneously, if all get here within a few
+        seconds, since in training they copy at the same time.
         """
         barrier = None if self._has_measured else RankBarrier()
         self._has_measured = True
@@ -66,7 +66,7 @@ class LinkBandwidth:
         return bandwidth
 
     def _allocate(self) -> Optional[tuple[Bytes, HostAllocation]]:
-        """Device and host memory to copy between; None if there is too little."""
+        """Allocate device and host memory to copy between; None if there is too little."""
         pool = self._store.host_pool
         if pool.allocated_bytes < BANDWIDTH_NBYTES:
             return None  # Almost nothing moves, so no memory is pinned for a measurement.
@@ -86,7 +86,7 @@ def measure_bandwidth(
     host: Bytes,
     barrier: Optional[RankBarrier] = None,
 ) -> Optional[Bandwidth]:
-    """Bandwidth of copies, each way alone and both at once; None if time cannot be measured.
+    """Measure bandwidth, each way alone and both at once; None if time cannot be measured.
 
     Blocks the host for about ten copies.
 
@@ -95,7 +95,7 @@ def measure_bandwidth(
         streams: The copy streams.
         device: Unused device memory.
         host: Unused host memory of that length.
-        barrier: Barrier of the ranks of this host, which measure together; None to measure alone.
+        barrier: Barrier of this host's ranks, to measure together; None to measure alone.
     """
     streams.begin_measurement()
     half = device.nbytes // 2
@@ -120,7 +120,7 @@ def _rates(
     copies: Sequence[tuple[Copy, Stream]],
     barrier: Optional[RankBarrier],
 ) -> list[float]:
-    """Bandwidth of each of a few concurrent copies, in 1e9 bytes per second."""
+    """Return the bandwidth of each of several concurrent copies, in 1e9 bytes per second."""
     if barrier is not None:
         barrier.meet()
     rates: list[list[float]] = []

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The plans of a run, by sequence of marks."""
+"""A cache of plans, keyed by the sequence of marks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.trace import Step, StepsKey
 
 MAX_PLANS = 32
-"""Plans kept, one per sequence of marks (that is, per number of micro-batches)."""
+"""Maximum number of plans, one per sequence of marks (that is, per number of micro-batches)."""
 
 
 class PlanCache:
@@ -22,12 +22,11 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._entries: dict[StepsKey, PlanEntry] = {}
-        """The most recently used entry is last."""
+        """In order of use, most recent last."""
         self._last_steps: Optional[StepsKey] = None
         """Steps of the last iteration that had marks."""
         self._newest: Optional[PlanEntry] = None
-        """The entry of the last iteration, found without hashing; None if entries have changed
-        since."""
+        """The entry of the last iteration, to avoid hashing; None if entries have changed since."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -49,12 +48,12 @@ class PlanCache:
             del self._entries[next(iter(self._entries))]
 
     def forget(self, plan: Plan) -> None:
-        """Drop the plan for these steps, so that their next iteration makes a new one."""
+        """Drop the plan for these steps, so that the next iteration with them builds a new one."""
         self._newest = None
         self._entries.pop(plan.trace.steps_key, None)
 
     def entry_of(self, plan: Optional[Plan]) -> Optional[PlanEntry]:
-        """The entry of a plan; None if it was dropped."""
+        """Return the entry of a plan; None if it was dropped."""
         newest = self._newest
         if newest is not None and newest.plan is plan:
             return newest
@@ -62,29 +61,29 @@ class PlanCache:
         return entry if entry is not None and entry.plan is plan else None
 
     def is_only(self, entry: PlanEntry) -> bool:
-        """Whether all iterations so far had the plan of this entry, and at least three did."""
+        """Return whether all iterations so far, at least three, had the plan of this entry."""
         return len(self._entries) == 1 and entry.is_followed_by_itself
 
     def plans(self) -> list[Plan]:
-        """All plans in the cache."""
+        """Return all plans in the cache."""
         return [entry.plan for entry in self._entries.values()]
 
     def find(self, steps: StepsKey) -> Optional[Plan]:
-        """The plan for these steps."""
+        """Return the plan for these steps, if any."""
         entry = self._entries.get(steps)
         return entry.plan if entry is not None else None
 
     def find_beginning(self, steps: tuple[Step, ...]) -> Optional[Plan]:
-        """A plan that begins with these steps."""
+        """Return a plan that begins with these steps, if any."""
         for planned, entry in self._entries.items():
             if planned.steps[: len(steps)] == steps:
                 return entry.plan
         return None
 
     def find_like(self, plan: Plan, num_passes: int) -> Optional[Plan]:
-        """The plan for an iteration of ``num_passes`` passes; None if there is none.
+        """Return a plan for an iteration of ``num_passes`` passes, if any.
 
-        The plan for the steps of ``plan`` if it has this number, else the most recently used one.
+        Prefer the plan for the steps of ``plan``, then the most recently used one.
         """
         entries = self._entries
         first = [entries[plan.trace.steps_key]] if plan.trace.steps_key in entries else []
@@ -94,10 +93,10 @@ class PlanCache:
         return None
 
     def is_repeated(self, plan: Plan, num_passes: int) -> bool:
-        """Whether an iteration like this changes nothing: the last two were like it.
+        """Return whether such an iteration needs no bookkeeping: the last two were alike.
 
         Args:
-            plan: Its plan.
+            plan: The plan of the iteration.
             num_passes: Number of times that forward entered a model chunk.
         """
         entry = self._newest
@@ -106,7 +105,7 @@ class PlanCache:
         return entry.is_followed_by_itself
 
     def note_order(self, plan: Plan, num_passes: int) -> None:
-        """Note that an iteration had the steps of ``plan``.
+        """Record that an iteration had the steps of ``plan``.
 
         Args:
             plan: The plan.
@@ -123,10 +122,10 @@ class PlanCache:
             self._entries[steps] = entry
 
     def plan_after(self, plan: Plan) -> Optional[Plan]:
-        """The predicted plan after an iteration like this.
+        """Predict the plan of the iteration after one that had ``plan``.
 
-        The plan of the iteration that followed the last two times; otherwise this plan again, since
-        numbers of micro-batches rarely change.
+        It is the plan that came next both of the last two times; otherwise ``plan`` again, since
+        the number of micro-batches rarely changes.
         """
         entry = self._entries.get(plan.trace.steps_key)
         if entry is None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""One plan of a run, with the measurements of iterations that followed it."""
+"""A plan, with the measurements of iterations that followed it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron.slipstream.plan.operations import derive_schedule
 from megatron.slipstream.plan.trace import MemoryReading, StepsKey
 
 MAX_LAYOUTS_LEFT = 3
-"""Number of iterations with other buffers than the layout's, after which it is no longer used."""
+"""Number of iterations with buffers other than the layout's after which it is no longer used."""
 
 
 class IterationProbe:
@@ -44,20 +44,20 @@ class IterationProbe:
         self.memory = memory
 
     def begin_step(self) -> None:
-        """Call when the host reaches a mark, and once at the end."""
+        """Begin a step: call when the host reaches a mark, and once at the end."""
         if self.clock is not None:
             self.clock.note_step()
         if self.memory is not None:
             self.memory.begin_step()
 
     def end_step(self) -> None:
-        """Call when the actions of the mark are done."""
+        """End a step: call when the actions of the mark are done."""
         if self.memory is not None:
             self.memory.end_step()
 
 
 class Phase(enum.Enum):
-    """The phase of measuring the iterations that follow a plan."""
+    """How far the measurement of iterations that follow a plan has progressed."""
 
     WARM_UP = "they allocate, and are not measured"
     MEMORY_READ = "device memory is read in the next one"
@@ -71,15 +71,15 @@ class Phase(enum.Enum):
 
     @property
     def is_last(self) -> bool:
-        """Whether no other phase follows."""
+        """Whether this phase is final."""
         return self is Phase.SETTLED or self is Phase.DECLINED
 
 
 _NEXT = {
-    # Warm, and not timed, since reading takes time. In each round: memory that is freed between two
-    # marks counts as allocated up to the second one, which is right for a peak between the two only
-    # if the plan releases the same memory. And it may be the first reading: an iteration that began
-    # like another one was recorded without reading memory.
+    # Memory is read in a warm iteration that is not timed, since reading takes time. It is read in
+    # each round: memory freed between two marks counts as allocated up to the second one, which is
+    # right for a peak between the two only if the plan releases the same memory. It may also be the
+    # first reading: an iteration that began like another one was recorded without reading memory.
     Phase.WARM_UP: (NUM_WARMUPS - 1, Phase.MEMORY_READ),
     Phase.MEMORY_READ: (1, Phase.TIMED),
     Phase.TIMED: (NUM_TIMED, Phase.TIMES_READ),
@@ -89,7 +89,7 @@ _NEXT = {
 
 @dataclass
 class PlanEntry:
-    """A plan, with the measurements of iterations that followed it to its end."""
+    """A plan, with the measurements of iterations that followed it to the end."""
 
     plan: Plan
     planned_ms: float = 0.0
@@ -97,47 +97,47 @@ class PlanEntry:
     host_sync_points: HostSyncPoints = field(default_factory=dict)
     """The points at which the host waits too."""
     num_rounds: int = 0
-    """Number of times that it was rebuilt from measured times."""
+    """Number of times the plan was rebuilt from measured times."""
     phase: Phase = Phase.WARM_UP
     num_in_phase: int = 0
-    """Number of iterations that followed the plan to its end in this phase."""
+    """Number of iterations in this phase that followed the plan to the end."""
     times: list[Times] = field(default_factory=list)
     memory: tuple[MemoryReading, ...] = ()
-    """Device memory measured in one of them."""
+    """Device memory measured in one of these iterations."""
     earlier: tuple[tuple[int, float], ...] = ()
-    """For each earlier plan, the number of moving groups and the time of an iteration without
+    """For each earlier plan, the number of moving groups and the time of an iteration excluding
     stalls."""
     trial: Optional[CostTrial] = None
     """The running trial, if any."""
     num_trials: int = 0
     """Number of trials of this plan and earlier ones."""
     tried: Optional[Overhead] = None
-    """The overhead that a trial of this plan found within the limit."""
+    """The measured overhead, if a trial of this plan found it within the limit."""
     followed_by: tuple[Optional[StepsKey], Optional[StepsKey]] = (None, None)
-    """The iterations that followed the last two ones like this."""
+    """Steps of the iterations that came after the last two iterations with these steps."""
     layout: Any = None
-    """The layout of its host buffers in the slabs of a pool; None if they do not fit."""
+    """The layout of its host buffers in a pool's slabs; None if they do not fit."""
     layout_generation: Optional[int] = None
     """Generation of those slabs."""
     steps: Any = None
     """The steps of the plan in C++, created on first use."""
     num_layouts_left: int = 0
-    """Number of iterations that requested other host buffers than the layout's."""
+    """Number of iterations that requested host buffers other than the layout's."""
     num_passes: int = 0
     """Number of times that forward enters a model chunk, also in iterations without marks."""
 
     def note_followed(self) -> None:
-        """Note an iteration that followed the plan to its end."""
+        """Record an iteration that followed the plan to the end."""
         self.num_in_phase += 1
         most, following = _NEXT.get(self.phase, (0, self.phase))
         if self.num_in_phase == most:
             self.phase, self.num_in_phase = following, 0
 
     def layout_in(self, pool: HostPool) -> Any:
-        """The ``Layout`` of its buffers in the pool's slabs.
+        """Return the ``Layout`` of its buffers in the pool's slabs.
 
-        None if there is too little room, before the plan is known to be followed, and if iterations
-        request other buffers, for example because sizes vary.
+        None if there is too little room, while the plan is not known to be followed, or if
+        iterations request other buffers, for example because sizes vary.
         """
         if self.phase is Phase.WARM_UP or self.num_layouts_left == MAX_LAYOUTS_LEFT:
             return None
@@ -148,14 +148,14 @@ class PlanEntry:
         return self.layout
 
     def steps_by(self, compile_steps: Callable[[Plan], Any]) -> Any:
-        """The plan's steps in C++; None if ``compile_steps`` has none."""
+        """Return the plan's steps in C++; None if ``compile_steps`` returns None."""
         if self.steps is None:
             self.steps = compile_steps(self.plan)
         return self.steps
 
     @property
     def is_followed_by_itself(self) -> bool:
-        """Whether the last two iterations after one like this were like this too."""
+        """Whether the last two iterations with these steps were followed by the same steps."""
         steps = self.plan.trace.steps_key
         return self.followed_by[0] is steps and self.followed_by[1] is steps
 
@@ -166,7 +166,7 @@ class PlanEntry:
 
     @property
     def is_as_predicted(self) -> bool:
-        """Whether a plan made from times has its predicted time and memory."""
+        """Whether measured time and memory match the prediction of a plan built from times."""
         if not self.planned_ms:
             return False
         peaks = self.plan.peak_bytes()

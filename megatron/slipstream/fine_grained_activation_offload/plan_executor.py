@@ -1,13 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Moves groups at their marks: by the plan, or by counting marks without one.
+"""Moves groups at their marks: as planned, or by counting marks if there is no plan.
 
 [Note: Silent groups]
-A group that stays costs most of its time in backward: two calls of autograd, for marks at which
-nothing is due. So where C++ performs the steps, such marks are left out, and a step that does not
-come is skipped when the next one does. It is then unknown which marks an iteration would have had,
-so no plan can be made from one that departs: it ends without a plan, and the next one is recorded.
-Therefore no marks are left out unless all iterations have been alike so far.
+A group that stays on the device costs most of its time in backward: two autograd callbacks, for
+marks at which nothing is due. So where C++ performs the steps, such marks are left out, and their
+steps are skipped when a later step is reached. It is then unknown which marks an iteration would
+have had, so an iteration that departs from its plan cannot be used for a new one: it ends without a
+plan, and the next one is recorded. Therefore marks are left out only while all iterations so far
+have been alike.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ logger = logging.getLogger(__name__)
 class PlanExecutor:
     """Carries out the actions of a plan, step by step.
 
-    An action that was already done, or cannot be done, is skipped. An iteration that departs from
-    its plan continues with another plan that begins with the same steps, or with :class:`Fallback`.
+    An action that is already done, or is impossible, is skipped. An iteration that departs from its
+    plan continues with another plan that begins with the same steps, or with :class:`Fallback`.
 
     Args:
         store: Moves the groups.
-        recorder: Records steps that no plan has.
+        recorder: Records steps that are in no plan.
         cache: Holds the plans.
         tuner: Decides which iterations are measured.
     """
@@ -63,16 +64,16 @@ class PlanExecutor:
         self._tuner = tuner
         self._fallback = Fallback(store, recorder)
         self.is_bound = False
-        """Whether a departure is an error: a captured pass must match its plan."""
+        """Whether departing from the plan is an error: a captured pass must match its plan."""
         self.clock: Optional[StepClock] = None
-        """Times such a pass; None to take no times."""
+        """Times a captured pass; None to take no times."""
 
     def begin(self, now: Iteration, plan: Optional[Plan]) -> None:
         """Begin an iteration.
 
         Args:
             now: The iteration.
-            plan: The plan that it is expected to follow; None without a plan.
+            plan: The plan that it is expected to follow, if any.
         """
         now.plan = plan
         if plan is None:
@@ -101,7 +102,7 @@ class PlanExecutor:
                 created only while recording, since there are many.)
 
         Raises:
-            RuntimeError: :attr:`is_bound`, and the mark is not the planned one.
+            RuntimeError: The mark is not the planned one, and :attr:`is_bound` is set.
         """
         if now.steps is not None:
             if now.steps.come_to(self, now, kind, at):
@@ -135,13 +136,13 @@ class PlanExecutor:
             probe.end_step()
 
     def follow_in_python(self, now: Iteration) -> None:
-        """Perform the rest of an iteration's steps in Python."""
+        """Perform the iteration's remaining steps in Python."""
         if now.steps is not None and now.steps.leaves_out_marks:
             self.leave_plan(now, now.num_steps)
         now.steps = None
 
     def leave_plan(self, now: Iteration, num_steps: int) -> None:
-        """Follow no plan from here on.
+        """Stop following a plan for the rest of the iteration.
 
         Args:
             now: The iteration.
@@ -164,7 +165,7 @@ class PlanExecutor:
             now.probe = self.store.copy_streams.timings = None
 
     def clear(self, now: Iteration) -> None:
-        """Call when the iteration has ended, or is dropped."""
+        """Reset the state of an iteration that has ended or was dropped."""
         self._note_layout(now)
         self.stop_measuring(now)
         self._fallback.clear()
@@ -195,7 +196,7 @@ class PlanExecutor:
         self._recorder.steps.append(step)
 
     def _catch_up(self, now: Iteration, plan: Plan, index: int) -> None:
-        """Perform earlier actions of a new plan: the iteration has followed another one so far."""
+        """Perform the earlier actions of a plan that the iteration switches to midway."""
         for due in plan.actions[:index]:
             for action in due:
                 self.perform(now, action)
@@ -213,7 +214,7 @@ class PlanExecutor:
         self._recorder.end_step()
 
     def perform(self, now: Iteration, action: Action) -> None:
-        """Perform an action of the followed plan, if possible."""
+        """Perform an action of the current plan, if possible."""
         plan = now.plan
         assert plan is not None
         group = now.find(action.key)
@@ -246,7 +247,7 @@ class PlanExecutor:
         now.has_layout = layout is not None and pool.follow(layout)
 
     def _note_layout(self, now: Iteration) -> None:
-        """Count the iterations that did not follow the computed layout."""
+        """Count an iteration that departed from its layout."""
         if now.has_layout and not self.store.host_pool.follows_layout:
             entry = self._cache.entry_of(now.plan)
             if entry is not None:
@@ -256,9 +257,9 @@ class PlanExecutor:
 class Fallback:
     """Offloads every group, without a plan.
 
-    Used in an iteration that is recorded for a plan, and in the rest of one that departs from its
-    plan. A group is released ``release_lag`` commits after its own, and reloaded
-    ``prefetch_depth`` groups ahead of backward.
+    Used while an iteration is recorded, and for the rest of one that departs from its plan. A group
+    is released ``release_lag`` commits after its own, and reloaded ``prefetch_depth`` groups ahead
+    of backward.
 
     Args:
         store: Moves the groups.
@@ -269,14 +270,14 @@ class Fallback:
         self._store = store
         self._recorder = recorder
         self._waiting: deque[OffloadTensorGroup] = deque()
-        """Committed groups that are not released yet."""
+        """Committed groups not yet released."""
 
     def adopt(self, committed: Iterable[OffloadTensorGroup]) -> None:
         """Take over groups that were committed under a plan that is no longer followed."""
         self._waiting.extend(g for g in committed if g.state is GroupState.COMMITTED)
 
     def clear(self) -> None:
-        """Call when the iteration has ended."""
+        """Drop all state at the end of an iteration."""
         self._waiting.clear()
 
     def come_to_group(
@@ -311,7 +312,7 @@ class Fallback:
     def come_to_end(
         self, kind: StepKind, chunk: ChunkOffloadHandler, options: PolicyOptions
     ) -> None:
-        """Release the last groups of a pass, which no commits follow; reload when backward begins.
+        """Release the last groups of a pass, which no commit follows; reload as backward begins.
 
         A plan may release them before the loss, so other references to their memory must be
         detected. That is possible until backward reaches their holders, which may be right before
@@ -347,7 +348,7 @@ class Fallback:
 
 
 def _is_step(plan: Plan, index: int, kind: StepKind, at: OffloadTensorGroup | Step) -> bool:
-    """Whether the plan's step at ``index`` is this one, if all earlier steps matched."""
+    """Return whether the plan's step at ``index`` is this one, given that earlier ones matched."""
     steps = plan.trace.steps
     if index >= len(steps):
         return False

@@ -1,14 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A barrier of the ranks of one host, so that they measure their links at the same moment.
+"""A barrier across the ranks of one host, so that they measure their links simultaneously.
 
-GPUs of a host copy to and from the same host memory. The bandwidth of one link alone is therefore
-higher than in training, where all of them copy at once.
+The GPUs of a host copy to and from the same host memory. The bandwidth of one link alone is
+therefore higher than in training, where all of them copy at once.
 
 [Note: Why no collective]
 A rank may never reach the barrier: its pipeline stage may have no marks, or its iteration may have
-taken another path. In a collective the others would hang. So ranks write a key to the process
-group's store, and wait for the others' keys for a limited time. That happens only before the first
+taken another path. In a collective the other ranks would hang. So ranks count themselves in the
+process group's store, and wait for the others with a timeout. That happens only for the first
 measurement, between iterations.
 """
 
@@ -35,11 +35,11 @@ POLL_S = 1e-4
 """Polling interval; measured copies take a millisecond."""
 
 _numbers = itertools.count(1)
-"""Barrier numbers of the process: each engine measures once, in the same order on all ranks."""
+"""Barrier numbers in this process: each engine measures once, in the same order on all ranks."""
 
 
 class RankBarrier:
-    """A barrier of this host's ranks with a timeout."""
+    """A barrier across this host's ranks, with a timeout."""
 
     def __init__(self) -> None:
         self._store = _store()
@@ -48,16 +48,16 @@ class RankBarrier:
         self._name = f"slipstream/measure/{next(_numbers)}/{host}"
         self._num_met = 0
         self.is_alone = self._store is None or self._num_ranks < 2
-        """Whether this rank waits for no other: there are none, or one timed out."""
+        """Whether this rank waits for no other: there is none, or the barrier failed."""
 
     def meet(self) -> None:
-        """Wait until every rank of the host has reached this point, or the timeout."""
+        """Wait until every rank of the host has reached this point, or until the timeout."""
         if self.is_alone:
             return
         self._num_met += 1
         try:
             self.is_alone = not self._meet(f"{self._name}/{self._num_met}")
-        except RuntimeError as error:  # of the store: its process has ended
+        except RuntimeError as error:  # The store's process has ended.
             logger.debug("links are measured alone: %s", error)
             self.is_alone = True
 
@@ -67,7 +67,7 @@ class RankBarrier:
             self.meet()
 
     def _meet(self, key: str) -> bool:
-        """Whether all ranks reached the barrier."""
+        """Return whether all ranks reached the barrier."""
         store: Any = self._store
         given_up, all_here = f"{key}/given_up", f"{key}/all_here"
         if store.check([given_up]):
@@ -92,7 +92,7 @@ class RankBarrier:
 
 
 def _store() -> Optional[Any]:
-    """The store of the default process group; None if there is no group."""
+    """Return the store of the default process group; None if there is no group."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     return torch.distributed.distributed_c10d._get_default_store()

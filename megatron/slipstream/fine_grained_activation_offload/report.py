@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Figures of an iteration per rank and module, for logs and for ``slipstream report``."""
+"""Per-rank, per-module figures of an iteration, for logs and for ``slipstream report``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.slipstream.plan.whole_files import write_whole
 
 @dataclass
 class ModuleCounters:
-    """Counters of one module name's groups on one rank in one iteration."""
+    """Counters for the groups of one module name, on one rank, in one iteration."""
 
     num_groups: int = 0
     num_groups_moved: int = 0
@@ -29,20 +29,20 @@ class ModuleCounters:
     h2d_bytes: int = 0
     h2d_copies: int = 0
     freed_bytes: int = 0
-    """Bytes copied out whose device memory was actually freed at some time of the iteration."""
+    """Bytes copied out whose device memory was actually freed during the iteration."""
     peak_drop_bytes: int = 0
-    """This module's part of the device peak's drop, which is less: see [Note: Freed is not saved]
-    in ``plan.peak``. Predicted from measurements; saved storages alone count if device memory could
-    not be read."""
+    """This module's share of the drop in the device peak, which is less than the bytes freed: see
+    [Note: Freed is not saved] in ``plan.peak``. Predicted from measurements; counts saved storages
+    only if device memory could not be read."""
     num_late: int = 0
-    """Copies in that started only when backward needed them: each one stalls the device."""
+    """Copies in that started only when backward needed them; each one stalls the device."""
     num_kept_for_host_memory: int = 0
-    """Number of groups that stayed because host memory was too small."""
+    """Number of groups kept on the device because host memory was too small."""
     stall_ms: float = 0.0
     """Time the compute stream waited for copies (measured in one iteration; 0 without a GPU)."""
 
     def add(self, amounts: Mapping[str, Any]) -> None:
-        """Add amounts by the names of counters."""
+        """Add amounts, keyed by counter name."""
         for name, amount in amounts.items():
             setattr(self, name, getattr(self, name) + amount)
 
@@ -53,7 +53,7 @@ MAX_TRIED_SHOWN = 20
 
 @dataclass
 class TriedPlan:
-    """A tried plan for an allowed overhead: its iterations alternate with ones without it."""
+    """A plan whose overhead was measured, by alternating it with iterations without the engine."""
 
     num_groups_moved: int
     num_groups: int
@@ -67,14 +67,14 @@ class TriedPlan:
 
 @dataclass
 class RankReport:
-    """One rank's figures of its last complete iteration."""
+    """One rank's figures for its last complete iteration."""
 
     rank: int = 0
     modules: dict[str, ModuleCounters] = field(default_factory=dict)
     pp_rank: int = 0
     """Pipeline stage of the rank. Stages hold different amounts of memory by design."""
     absent_modules: list[str] = field(default_factory=list)
-    """Names in ``offload_modules`` without a group on this rank."""
+    """Names in ``offload_modules`` that have no group on this rank."""
     plan: str = ""
     """The plan as a text grid; empty before the first plan."""
     planned_peak_bytes: int = 0
@@ -82,7 +82,7 @@ class RankReport:
     """Device peaks with and without the plan, predicted from the recorded iteration; 0 if device
     memory could not be read."""
     planned_ms: float = 0.0
-    """Predicted time of an iteration with the plan from its first mark to its end; 0 if nothing
+    """Predicted time of an iteration with the plan, from its first mark to its end; 0 if nothing
     was timed."""
     measured_ms: float = 0.0
     """Time of the last timed iteration that followed the newest plan; 0 if none was timed."""
@@ -98,9 +98,9 @@ class RankReport:
     host_allocated_bytes: int = 0
     """Host memory that the pool holds."""
     host_growth_bytes: int = 0
-    """Bytes it grew by in the iteration: 0 in steady state."""
+    """Bytes by which the pool grew in the iteration: 0 in steady state."""
     host_high_water_bytes: int = 0
-    """The most bytes in use at once, since host memory was last trimmed."""
+    """The most bytes in use at once since host memory was last trimmed."""
     host_waste_bytes: int = 0
     """Unusable bytes of the pool at the high-water mark: see [Note: Waste of host memory] in
     ``host_pool``."""
@@ -116,38 +116,38 @@ class RankReport:
     one with it."""
     num_plans: int = 0
     graphs: dict[str, ModuleCounters] = field(default_factory=dict)
-    """Counters of one replay of all CUDA graphs, by module name. Not a part of ``modules``."""
+    """Counters of one replay of all CUDA graphs, by module name; not included in ``modules``."""
     replays_graphs: bool = False
     """Whether graphs were replayed in the last iteration."""
     graph_host_bytes: int = 0
     """Host memory that only graphs use."""
     options: Optional[PolicyOptions] = None
-    """Options of the newest plan: with its trace, ``build_plan`` makes it again."""
+    """Options of the newest plan; ``build_plan`` rebuilds it from these and its trace."""
     notes: list[str] = field(default_factory=list)
-    """Notes of the newest plan on options that could not be followed."""
+    """Notes of the newest plan on options that could not be honored."""
     step_ms: list[float] = field(default_factory=list)
-    """Compute time of each step until the next one, without waits for copies, in the last timed
+    """Compute time from each step to the next, excluding waits for copies, in the last timed
     iteration of the newest plan. Empty if none was timed."""
     step_stall_ms: list[float] = field(default_factory=list)
     """Time that compute waited for copies in the same steps."""
     step_peak_bytes: list[int] = field(default_factory=list)
-    """For each of the newest plan's steps, the most device memory that was allocated at once until
-    the next one, in an iteration that followed the plan. Empty if none was read."""
+    """For each step of the newest plan, the peak device memory until the next step, in an
+    iteration that followed the plan. Empty if none was read."""
     later_bytes: int = 0
-    """Device memory allocated after the iteration from which the plan was made: if that was the
-    first, the optimizer had no state yet."""
+    """Device memory allocated since the iteration from which the plan was built, such as optimizer
+    state if that was the first iteration."""
     late_groups: dict[str, int] = field(default_factory=dict)
-    """:attr:`ModuleCounters.num_late` by the group that saved the storage first; a group is named
+    """:attr:`ModuleCounters.num_late` by the group that first saved the storage; a group is named
     as in plans, without its module (``0.3``)."""
     iteration_ms: list[float] = field(default_factory=list)
-    """Host time between the ends of the last iterations, the oldest first, including the optimizer
-    and all other work."""
+    """Host time between the ends of recent iterations, oldest first, including the optimizer and
+    all other work."""
     warnings: dict[str, int] = field(default_factory=dict)
     """Slipstream's warnings in this process, with their counts."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The options in effect, by name."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Versions and machine."""
+    """Software versions and the machine."""
 
     @property
     def measured_peak_bytes(self) -> int:
@@ -156,7 +156,7 @@ class RankReport:
 
     @property
     def host_waste_fraction(self) -> float:
-        """Wasted host memory as a fraction of the most bytes in use at once."""
+        """Wasted host memory as a fraction of the high-water mark."""
         return self.host_waste_bytes / max(1, self.host_high_water_bytes)
 
     @property
@@ -174,12 +174,12 @@ class RankReport:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of device memory freed at some time of an iteration."""
+        """Bytes of device memory freed during an iteration."""
         return self.total.freed_bytes
 
     @property
     def peak_drop_bytes(self) -> int:
-        """Drop of an iteration's device peak, in bytes."""
+        """Drop in an iteration's device peak, in bytes."""
         return self.total.peak_drop_bytes
 
 
@@ -206,7 +206,7 @@ class Report:
     ranks: list[RankReport]
 
     def render(self) -> str:
-        """The report as text: a row per rank and module, by pipeline stage, then rank 0's plan."""
+        """Render as text: a row per rank and module, by stage, then the first rank's plan."""
         head = "rank module groups moved D2H copies freed peak_drop H2D late stall_ms".split()
         rows = [head]
         stages: dict[int, int] = {}
@@ -238,12 +238,12 @@ class Report:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The report as JSON, read back by :meth:`from_json`."""
+        """Serialize as JSON for :meth:`from_json`."""
         return json.dumps(asdict(_File(SCHEMA, VERSION, self.ranks)), indent=1)
 
     @classmethod
     def from_json(cls, data: str | bytes, name: str | Path = "the text") -> Report:
-        """Read the output of :meth:`to_json`. The content is not trusted: types are checked.
+        """Parse the output of :meth:`to_json`. The content is untrusted, so types are checked.
 
         Args:
             data: The JSON.
@@ -251,7 +251,7 @@ class Report:
 
         Raises:
             ValueError: It is not a report, or has another version. The message names the file, the
-                place and the cure.
+                location and the fix.
         """
         data = data.encode() if isinstance(data, str) else data
         ranks = parse(data, name, _File, SCHEMA, VERSION, "--offload-report-path").ranks
@@ -265,7 +265,7 @@ class Report:
 
     @classmethod
     def merge(cls, reports: Iterable[Report]) -> Report:
-        """Several ranks' reports as one, in rank order."""
+        """Merge the reports of several ranks into one, in rank order."""
         ranks = [rank for report in reports for rank in report.ranks]
         return cls(sorted(ranks, key=lambda rank: rank.rank))
 

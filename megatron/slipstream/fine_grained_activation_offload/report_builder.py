@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Builds a rank's report on request, from figures that the parts of the engine keep."""
+"""Builds a rank's report on request from figures that other parts of the engine keep."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megatron.slipstream.plan.actions import Plan
 from megatron.slipstream.plan.render import render_plan
 
 MAX_ITERATIONS_SHOWN = 500
-"""Number of recent iterations whose times are in the report."""
+"""Maximum number of recent iterations whose times are in the report."""
 
 
 class ReportBuilder:
     """Fills in the report of a rank.
 
     Args:
-        report: The report. Other parts write into it what they know at once.
+        report: The report. Other parts write to it directly as well.
         store: Moves the groups.
         tuner: Measures the plans.
-        graphs: The captures in CUDA graphs.
-        replayed: Passes that graphs of whole chunks replay, by the chunk's name.
+        graphs: The CUDA graph captures.
+        replayed: Passes replayed by graphs of whole chunks, by chunk name.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class ReportBuilder:
         self._graphs = graphs
         self._replayed = replayed
         self.counted: Optional[CountedModules] = None
-        """Counters of the last complete iteration; None before it."""
+        """Counters of the last complete iteration; None before the first."""
         self._iteration_ms: deque[float] = deque(maxlen=MAX_ITERATIONS_SHOWN)
         self._ended_at: Optional[float] = None
         """Host time at the end of the last iteration."""
         keep_warnings()
 
     def note_iteration(self, replays_graphs: bool) -> None:
-        """An iteration has ended.
+        """Record the end of an iteration.
 
         Args:
             replays_graphs: Whether graphs replay passes.
@@ -74,7 +74,7 @@ class ReportBuilder:
         self._ended_at = now
 
     def build(self, plan: Optional[Plan]) -> RankReport:
-        """Figures of the last complete iteration, whose plan is ``plan``."""
+        """Return the report of the last complete iteration, whose plan is ``plan``."""
         report, pool = self._report, self._store.host_pool
         if self.counted is not None:
             report.modules = self.counted.by_name()

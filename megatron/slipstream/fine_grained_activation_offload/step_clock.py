@@ -19,38 +19,38 @@ NUM_TIMED = 3
 """Number of timed iterations of a plan. The median of each step counts."""
 
 MAX_ROUNDS = 3
-"""Number of times that a plan is rebuilt from measured times. The first times are of a plan made
-without any: with stalls between its steps the GPU runs cooler, hence faster, and the host has time
-to run ahead."""
+"""Maximum number of times that a plan is rebuilt from measured times. The first times come from a
+plan built without any: with stalls between its steps the GPU runs cooler, hence faster, and the
+host has time to run ahead."""
 
 MIN_DIFFERENCE = 8
 MIN_SHARE_OF_GROUPS = 0.25
 """Plans must differ by at least MIN_DIFFERENCE groups and by this fraction of the moving groups to
-give the cost of a group: the line through their times is extrapolated to zero groups, and in a
-launch-bound model times vary by several percent. (An expert model was predicted to take
-no time without its 92 groups, and 550 ms with them where 409 were measured.)"""
+yield the cost of a group: the line through their times is extrapolated to zero groups, and in a
+launch-bound model times vary by several percent. (A MoE model was predicted to take no time without
+its 92 groups, and 550 ms with them where 409 were measured.)"""
 
 TOLERANCE = 0.01
-"""Relative tolerance of the predicted time: a plan within it is not rebuilt."""
+"""Relative tolerance of the predicted time, within which a plan is not rebuilt."""
 
 PEAK_TOLERANCE = 0.001
-"""Relative tolerance of the predicted device peak: a plan within it is not rebuilt."""
+"""Relative tolerance of the predicted device peak, within which a plan is not rebuilt."""
 
 
 class Times(NamedTuple):
-    """One iteration, in milliseconds of the compute stream."""
+    """Times of one iteration on the compute stream, in milliseconds."""
 
     step_ms: tuple[float, ...]
-    """Time from each step to the next, the last to the end, without waits for copies."""
+    """Time from each step to the next, or from the last to the end, excluding waits for copies."""
     stall_ms: tuple[float, ...]
-    """Time of those waits in each step."""
+    """Time spent in those waits in each step."""
     stall_ms_by_module: dict[str, float]
     copies: tuple[CopyTime, ...] = ()
-    """Times of copies, from the first step."""
+    """Times of copies, relative to the first step."""
 
     @property
     def own_ms(self) -> float:
-        """Total time without the waits."""
+        """Total time excluding the waits."""
         return sum(self.step_ms)
 
     @property
@@ -60,12 +60,12 @@ class Times(NamedTuple):
 
 
 class StepClock:
-    """Times the steps of one iteration. Events are read when the device has finished them.
+    """Times the steps of one iteration. Events are read once the device has completed them.
 
     Args:
         backend: The device.
-        is_of_graph: Whether the iteration is captured in graphs: then each replay records the
-            events again, and they are read after each.
+        is_of_graph: Whether the iteration is captured in graphs, so that each replay records the
+            events again and they are read after each replay.
     """
 
     def __init__(self, backend: Backend, is_of_graph: bool = False) -> None:
@@ -76,17 +76,17 @@ class StepClock:
         """The event of each step, and the number of stalls before it."""
 
     def note_step(self) -> None:
-        """Call when the host reaches a step, and once at the end."""
+        """Record a step: call when the host reaches it, and once at the end."""
         event = self._backend.timed_event(self._backend.current_stream())
         self._marks.append((event, len(self.timings.stalls)))
 
     def restart(self) -> None:
-        """Forget the steps so far."""
+        """Discard the steps recorded so far."""
         self._marks.clear()
         self.timings.clear()
 
     def read(self) -> Optional[Times]:
-        """The times; None if the device has not finished, or takes no times."""
+        """Return the times; None if the device has not finished, or records no times."""
         elapsed_ms, stalls = self._backend.elapsed_ms, self.timings.stalls
         if not self._marks or self._marks[0][0] is None:
             return None
@@ -108,25 +108,25 @@ class StepClock:
         for copies in self.timings.copies:
             start_ms = self._backend.elapsed_ms(begin, copies.start)
             stop_ms = self._backend.elapsed_ms(begin, copies.stop)
-            # The iteration has ended on the device, but a copy without a waiter may not have.
+            # The iteration has ended on the device, but a copy that it does not wait for may not.
             if start_ms is not None and stop_ms is not None:
                 yield CopyTime(copies.is_out, copies.nbytes, start_ms, stop_ms)
 
 
 def typical_step_ms(runs: Sequence[Times]) -> tuple[float, ...]:
-    """The median time of each step over several iterations."""
+    """Return the median time of each step over several iterations."""
     return tuple(map(statistics.median, zip(*(run.step_ms for run in runs), strict=True)))
 
 
 def ms_per_group(runs: Sequence[tuple[int, float]]) -> float:
-    """By how much one more moving group lengthens an iteration, without waits.
+    """Estimate how much one more moving group lengthens an iteration, excluding waits.
 
     Args:
         runs: For each plan, the number of moving groups and the time of an iteration.
 
     Returns:
-        The slope of the line through them; 0 if they do not differ enough, or if the line gives no
-        time for an iteration without groups.
+        The slope of a line fitted to them; 0 if they do not differ enough, or if the line gives no
+        positive time for an iteration without groups.
     """
     numbers = [number for number, _ in runs]
     difference = max(numbers) - min(numbers)

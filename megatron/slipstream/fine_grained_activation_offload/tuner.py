@@ -69,16 +69,16 @@ from megatron.slipstream.plan.walk import simulate
 logger = logging.getLogger(__name__)
 
 MAX_SHARE_OF_DEVICE = 0.9
-"""Fraction of the obtainable device memory that an iteration without the engine may need; above it,
-no such iteration is tried."""
+"""Largest fraction of the obtainable device memory that an iteration without the engine may need;
+above it, no such iteration is run."""
 
 _DIGITS = 4
-"""Decimals of milliseconds in a report: events do not resolve a ten-thousandth."""
+"""Decimal places of milliseconds in a report, finer than the resolution of events."""
 
 
 @dataclass(frozen=True)
 class TrialIteration:
-    """One iteration of a trial, or of a plan that moves nothing."""
+    """One iteration of a trial, or of a plan that offloads nothing."""
 
     plan: Plan
     is_left_out: bool
@@ -87,12 +87,12 @@ class TrialIteration:
 
 
 class Tuner:
-    """Makes, proves and improves plans.
+    """Builds, proves and improves plans.
 
     Args:
-        store: The storages that plans move.
+        store: Holds the storages that plans move.
         cache: Keeps the plans.
-        report: The report for figures of the newest plan.
+        report: Receives the figures of the newest plan.
         options: How groups are chosen and timed.
     """
 
@@ -108,7 +108,7 @@ class Tuner:
         self.facts: Optional[PlanFacts] = None
         """The proven facts of the newest plan."""
         self.tries_plans = True
-        """Whether the overhead of a plan is measured too; False where it is predicted only."""
+        """Whether the overhead of a plan is also measured, or only predicted."""
         self._store = store
         self._link = LinkBandwidth(store)
         self._report = report
@@ -116,20 +116,20 @@ class Tuner:
         self._read_later: list[tuple[Plan, StepClock]] = []
         """Timed iterations that the device has not finished yet."""
         self._trials_to_read: list[tuple[TrialIteration, Event, bool]] = []
-        """The same for trials: with the event of the end, and whether the plan was followed."""
+        """The same for trials, each with its end event and whether the plan was followed."""
         self._are_copies_slowed = False
         """Whether copies have ever been slowed by computation."""
         self._bandwidth: Optional[Bandwidth] = None
         self._told: set[str] = set()
-        """Notes of plans that have been logged."""
+        """Plan notes already logged."""
         self._has_moved = False
-        """Whether any plan moves a group."""
+        """Whether any plan so far moves a group."""
         self.resident_gradient_bytes: Optional[int] = None
-        """Bytes of gradients at the start of the second iteration. None before it: then the current
-        gradients are assumed to stay."""
+        """Bytes of gradients at the start of the second iteration. None before then: the current
+        gradients are assumed to persist."""
 
     def change_options(self, options: PolicyOptions) -> bool:
-        """Use these options from now on. Returns whether they differ from the current ones."""
+        """Switch to these options. Returns whether they differ from the current ones."""
         if options == self.options:
             return False
         self.options = options
@@ -138,7 +138,7 @@ class Tuner:
         return True
 
     def make(self, trace: Trace) -> PlanEntry:
-        """Make a new plan, proved safe, which replaces the one for the same steps."""
+        """Build a plan and prove it safe; it replaces the plan for the same steps."""
         plan = build_plan(trace, self.options)
         self._tell(plan)
         self.facts = check_plan(plan)
@@ -160,24 +160,24 @@ class Tuner:
         return entry
 
     def is_settled(self, plan: Optional[Plan]) -> bool:
-        """Whether this plan is not expected to change any more."""
+        """Return whether this plan is final."""
         entry = self._cache.entry_of(plan)
         return entry is not None and (entry.phase.is_last or not self._store.backend.takes_time)
 
     def times_of(self, plan: Optional[Plan]) -> Optional[Times]:
-        """Times of the last timed iteration that followed this plan; None without one."""
+        """Return the times of the last timed iteration that followed this plan, or None."""
         entry = self._cache.entry_of(plan)
         return entry.times[-1] if entry is not None and entry.times else None
 
     # Trials.
 
     def is_tried(self, plan: Plan) -> bool:
-        """Whether a trial of the plan is running."""
+        """Return whether a trial of the plan is running."""
         entry = self._cache.entry_of(plan)
         return entry is not None and entry.phase is Phase.TRIAL
 
     def begin_trial(self, plan: Optional[Plan], number: int) -> Optional[TrialIteration]:
-        """Call at the start of an iteration that is expected to follow ``plan``.
+        """Begin an iteration that is expected to follow ``plan``.
 
         Args:
             plan: The plan.
@@ -185,7 +185,7 @@ class Tuner:
                 the same ones on every rank.
 
         Returns:
-            The argument of :meth:`end_trial`; None if the iteration is not part of a trial.
+            The argument for :meth:`end_trial`; None if the iteration is not part of a trial.
         """
         entry = self._cache.entry_of(plan)
         if entry is None or entry.phase not in (Phase.DECLINED, Phase.TRIAL):
@@ -194,7 +194,7 @@ class Tuner:
         return TrialIteration(entry.plan, is_left_out, self._now())
 
     def end_trial(self, trial: TrialIteration, was_followed: bool) -> None:
-        """Call at the end of the iteration; ``was_followed`` says whether it followed its plan."""
+        """End the iteration; ``was_followed`` says whether it followed its plan."""
         self._trials_to_read.append((trial, self._now(), was_followed))
 
     def _now(self) -> Event:
@@ -202,7 +202,7 @@ class Tuner:
         return backend.timed_event(backend.current_stream())
 
     def _enter_trial(self, entry: PlanEntry) -> None:
-        """Start to measure the overhead of a plan for an allowed overhead, if possible."""
+        """Start measuring the overhead of a plan that has an overhead limit, if possible."""
         entry.phase = Phase.SETTLED
         max_percent = entry.plan.options.max_overhead_percent
         if not self.tries_plans or max_percent is None:
@@ -218,7 +218,7 @@ class Tuner:
                 self._report.rank,
                 "have not been seen to fit in device memory"
                 if peaks is None
-                else "would hardly fit in device memory",
+                else "might not fit in device memory",
             )
             return
         entry.phase, entry.trial = Phase.TRIAL, CostTrial(max_percent)
@@ -275,7 +275,7 @@ class Tuner:
     # Following a plan.
 
     def probe(self, plan: Plan) -> Optional[IterationProbe]:
-        """The probe of an iteration that begins to follow ``plan``; None if it is not measured."""
+        """Return the probe for an iteration about to follow ``plan``; None if not measured."""
         entry = self._cache.entry_of(plan)
         if entry is None:
             return None
@@ -286,7 +286,7 @@ class Tuner:
         return None
 
     def note_followed(self, plan: Plan, probe: Optional[IterationProbe]) -> None:
-        """Note that an iteration followed ``plan`` from its first to its last step."""
+        """Record that an iteration followed ``plan`` from its first to its last step."""
         entry = self._cache.entry_of(plan)
         if entry is None:
             return
@@ -296,20 +296,20 @@ class Tuner:
         probe.begin_step()
         if probe.clock is not None:
             self._read_later.append((plan, probe.clock))
-            # Ranks of one host measure together, so after the same iteration, and not when times
-            # are read, which depends on the device's progress.
+            # Ranks of one host measure together, so they do it after the same iteration rather than
+            # when times are read, which depends on the device's progress.
             if entry.phase is Phase.TIMES_READ and self._bandwidth is None:
                 self._bandwidth = self._link.measure()
         if probe.memory is not None:
             entry.memory = probe.memory.readings(plan.absent_bytes)
 
     def sync_points_of(self, plan: Plan) -> HostSyncPoints:
-        """The points at which the host waits in an iteration that follows ``plan``."""
+        """Return the points at which the host waits in an iteration that follows ``plan``."""
         entry = self._cache.entry_of(plan)
         return entry.host_sync_points if entry is not None else {}
 
     def report_plan(self, plan: Plan) -> None:
-        """Put a plan into the report, with the measurements of iterations that followed it."""
+        """Write a plan and its measurements into the report."""
         entry = self._cache.entry_of(plan)
         if entry is None:
             return
@@ -330,7 +330,7 @@ class Tuner:
         report.later_bytes = max(0, min((now - then for now, then in pairs), default=0))
 
     def peak_drop(self, plan: Plan) -> PeakDrop:
-        """The drop of the device peak by a plan."""
+        """Return how much a plan lowers the device peak."""
         resident_bytes = self.resident_gradient_bytes
         gradients = self._store.backend.gradients
         if resident_bytes is None and gradients is not None:
@@ -338,7 +338,7 @@ class Tuner:
         return peak_drop(plan, resident_bytes or 0)
 
     def read_clocks(self) -> None:
-        """Read the times of finished iterations, and rebuild plans once there are enough."""
+        """Read the times of finished iterations, and rebuild plans that have enough of them."""
         if self._trials_to_read:
             self._read_trials()
         if not self._read_later:
@@ -355,21 +355,21 @@ class Tuner:
                     self._enter_trial(entry)
 
     def improve(self, plan: Plan, times: Sequence[Times]) -> Plan:
-        """Plan again from the times of iterations that another engine ran by this plan.
+        """Rebuild a plan from the times of iterations in which another engine followed it.
 
         Returns:
-            The plan for the same steps, which may be the same as before.
+            The plan for the same steps, possibly unchanged.
         """
         entry = self._cache.entry_of(plan)
         if entry is None or not times:
             return plan
-        # What was measured otherwise does not compare.
+        # Earlier measurements were taken under other conditions and are not comparable.
         entry.times, entry.earlier, entry.num_rounds = [*times], (), 0
         self._improve(entry, "replays")
         return self._cache.find(plan.trace.steps_key) or plan
 
     def _improve(self, entry: PlanEntry, what: str = "iterations") -> bool:
-        """Rebuild the plan from measured times of ``what``. Returns whether that was needed."""
+        """Rebuild the plan from measured times if it is off. Returns whether it was rebuilt."""
         if entry.num_rounds >= MAX_ROUNDS or entry.is_as_predicted:
             return False
         if self._bandwidth is None:
@@ -380,10 +380,10 @@ class Tuner:
         own_ms = statistics.median(times.own_ms for times in entry.times)
         runs = (*entry.earlier, (num_moved, own_ms))
         host_ms = ms_per_group(runs)
-        # The time of an iteration excludes the cost of the groups that now move.
+        # Exclude the cost of the groups that move now from the time of an iteration.
         share = max(0.0, 1.0 - host_ms * num_moved / own_ms)
         bandwidth = rates_beside_compute(self._bandwidth, [times.copies for times in entry.times])
-        # Where the host starts to wait, copies become faster: measure once more.
+        # Copies become faster once the host starts to wait, so measure one more round.
         is_first = not self._are_copies_slowed and are_copies_slowed(self._bandwidth, bandwidth)
         if is_first:
             self._are_copies_slowed = True
@@ -428,9 +428,9 @@ class Tuner:
             )
 
     def _tell(self, plan: Plan) -> None:
-        """Log once the options that could not be followed, and why nothing moves."""
+        """Log, once each, the options that could not be honored and why nothing moves."""
         self._has_moved |= plan.moved_nbytes > 0
-        # Later plans may be of unusual iterations, unless they are made from times.
+        # Later plans may be for unusual iterations, unless they are built from times.
         is_judged = not self._has_moved or (plan.trace.step_ms and not plan.notes)
         # Memory refused by the system has already been reported.
         is_explained = self._store.host_pool.was_refused or "nothing" in self._told

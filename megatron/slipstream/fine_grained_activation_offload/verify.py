@@ -4,11 +4,11 @@
 
 In the first iterations every storage's bytes are summed four times: on the stream that computed
 them, on the d2h stream before the copy out, on the h2d stream after the copy in, and on the stream
-that reads them in backward. Two successive sums that differ identify the failed edge. Released
+that reads them in backward. If two successive sums differ, they identify the failed edge. Released
 device memory is filled with NaN, so that nothing is right by luck.
 
-Each sum runs on the stream whose view it records, so verification adds no ordering until backward
-has read; only then the host waits.
+Each sum runs on the stream whose view of the memory it records, so verification adds no ordering
+until backward has read the bytes; only then does the host wait.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _BLAME = {
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """Sums of the bytes of a uint8 tensor, int64 ``[NUM_SEGMENTS + 1]``, wrapping around."""
+    """Return checksums of a uint8 tensor, int64 ``[NUM_SEGMENTS + 1]``, with wraparound."""
     words = data[: data.numel() // 8 * 8].view(torch.int64)
     per_segment = words.numel() // NUM_SEGMENTS
     segments = words[: per_segment * NUM_SEGMENTS].view(NUM_SEGMENTS, per_segment).sum(dim=1)
@@ -60,7 +60,7 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
 
 
 class Verifier:
-    """Tracks offloaded storages of one :class:`ActivationStore`."""
+    """Verifies the offloaded storages of one :class:`ActivationStore`."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -74,14 +74,14 @@ class Verifier:
         self._backend.poisons_dropped = False
 
     def leaves(self, storages: Sequence[SavedStorage], d2h: Stream) -> None:
-        """Call between the waits and the copies out of ``storages`` on ``d2h``."""
+        """Sum offloaded bytes: call between the waits and the copies of ``storages`` on ``d2h``."""
         for storage in storages:
             source = storage.source_bytes().view()
             sums = self._sums[storage.serial] = {ChecksumPoint.COMPUTED: checksum(source)}
             self._sum_on(d2h, source, sums, ChecksumPoint.OFFLOADED)
 
     def returns(self, storages: Sequence[SavedStorage], h2d: Stream) -> None:
-        """Call after the copies in of ``storages`` are put into ``h2d``."""
+        """Sum reloaded bytes: call after the copies in of ``storages`` are enqueued on ``h2d``."""
         for storage in storages:
             sums = self._sums.get(storage.serial)
             if sums is not None and storage.returned is not None:
@@ -89,14 +89,14 @@ class Verifier:
                 self._sum_on(h2d, data, sums, ChecksumPoint.RETURNED)
 
     def reads(self, storage: SavedStorage, finish: Callable[[], None]) -> None:
-        """Call when backward first reads ``storage``.
+        """Compare the sums: call when backward first reads ``storage``.
 
         Args:
-            storage: A reloaded storage, ordered before the current stream.
+            storage: A reloaded storage on whose copy the current stream already waits.
             finish: Blocks the host until the copy streams are idle.
 
         Raises:
-            RuntimeError: The bytes differ from the offloaded ones; names group and edge.
+            RuntimeError: The bytes differ from the offloaded ones; names the group and the edge.
         """
         sums = self._sums.pop(storage.serial, None)
         if sums is None or storage.returned is None:
@@ -110,7 +110,7 @@ class Verifier:
                 raise RuntimeError(
                     f"offload_verify: {storage.nbytes} bytes that {storage.owner.describe()} saved "
                     f"came back changed: {_BLAME[first, second]}. Please report this; until it is "
-                    "mended set fine_grained_activation_offloading=False"
+                    "fixed, set fine_grained_activation_offloading=False"
                 )
         self.num_verified += 1
 

@@ -1,20 +1,20 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Slipstream's warnings in this process, for the report of a run."""
+"""Collects Slipstream's warnings in this process for the run's report."""
 
 from __future__ import annotations
 
 import logging
 
 MAX_WARNINGS = 100
-"""Maximum number of different texts."""
+"""Maximum number of distinct messages."""
 
 
 class WarningLog(logging.Handler):
-    """Keeps the texts of warnings and errors, with the count of each.
+    """Collects the messages of warnings and errors, with the count of each.
 
-    It does not affect whether and where a warning is shown: without logging set up, it goes to
-    stderr as in Python without any handler.
+    It does not affect whether and where a warning is shown: if logging is not configured, the
+    warning goes to stderr, as Python does without any handler.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class WarningLog(logging.Handler):
 
 
 def _is_heard_elsewhere(name: str) -> bool:
-    """Whether a record of the logger ``name`` reaches another handler."""
+    """Return whether a record of the logger ``name`` reaches another handler."""
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
         if any(not isinstance(handler, WarningLog) for handler in logger.handlers):
@@ -43,6 +43,6 @@ _LOG = WarningLog()
 
 
 def keep_warnings() -> dict[str, int]:
-    """Keep Slipstream's warnings from now on. Returns all so far, with their counts."""
+    """Collect Slipstream's warnings from now on. Returns those so far, with their counts."""
     logging.getLogger("megatron.slipstream").addHandler(_LOG)  # Adding it again does nothing.
     return dict(_LOG.counts)

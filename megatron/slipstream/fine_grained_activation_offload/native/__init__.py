@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The work of each group in C++: saved-tensor hooks, marks, copies, waits and host buffers.
+"""C++ implementation of per-group work: saved-tensor hooks, marks, copies, waits and host buffers.
 
-The Python classes of the same names are the reference, and are used without a compiler. Objects of
-both kinds have the same attributes and methods, so the rest of the engine treats them alike. C++
-handles the common cases, and passes all others to the Python method, which works on the same
-objects: timing, capture in a graph, verification, memory with other references.
+The Python classes of the same names are the reference, and are used if there is no compiler.
+Objects of both kinds have the same attributes and methods, so the rest of the engine treats them
+alike. C++ handles the common cases, and leaves all others to the Python method, which works on the
+same objects: timing, graph capture, verification, memory with other references.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ KINDS_OF_MARKS = [
     StepKind.BACKWARD_USE,
     StepKind.BACKWARD_END,
 ]
-"""Of a group, in the order of its life."""
+"""The kinds of marks of a group, in order."""
 
 
 @functools.cache
 def native_module() -> Optional[Any]:
-    """The compiled module, or None after a warning if it cannot be compiled."""
+    """Return the compiled module; if it cannot be compiled, log a warning and return None."""
     try:
         module = load()
     except BuildError as error:

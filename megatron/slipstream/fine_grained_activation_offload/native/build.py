@@ -1,12 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Compiles the native module: when the package is installed, or on first use.
+"""Compiles the native module when the package is installed, or on first use.
 
-``setup.py`` compiles it into the package where torch and a compiler are. Otherwise the file is
-cached under ``$XDG_CACHE_HOME/slipstream`` (``~/.cache/slipstream``), keyed by the source, the
-flags, and the versions of Python and torch. So a machine without a compiler can use a file that
-another one has compiled. If several processes need it at once, one compiles and the others wait for
-a lock.
+``setup.py`` compiles it into the package if torch and a compiler are available. Otherwise the file
+is cached under ``$XDG_CACHE_HOME/slipstream`` (``~/.cache/slipstream``), keyed by the source, the
+flags, and the versions of Python and torch, so a machine without a compiler can use a file compiled
+on another one. If several processes need it at once, one compiles and the others wait for a lock.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class BuildError(RuntimeError):
 
 
 def problem() -> Optional[str]:
-    """Why the module cannot be loaded, as far as known without compiling; None if it can."""
+    """Return why the module cannot be loaded, as far as known without compiling, or None."""
     if _path().exists():
         return None
     try:
@@ -51,12 +50,12 @@ def problem() -> Optional[str]:
 
 
 def is_compiled() -> bool:
-    """Whether the module is already compiled."""
+    """Return whether the module is already compiled."""
     return _path().exists()
 
 
 def load() -> ModuleType:
-    """The native module, compiled if needed.
+    """Load the native module, compiling it if needed.
 
     Raises:
         BuildError: There is no compiler, or it failed.

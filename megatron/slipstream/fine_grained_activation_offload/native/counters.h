@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// Counters of the groups of a module name. Python adds them to its `ModuleCounters` on request.
+// Per-module counters of groups. Python adds them to its `ModuleCounters` on request.
 
 #pragma once
 
@@ -35,7 +35,7 @@ class CountersByName {
     return all_.back();
   }
 
-  // (name, amounts by the name of the counter)
+  // Pairs of module name and amounts by counter name.
   py::list items() const {
     py::list items;
     for (const auto& counters : all_) {

@@ -1,7 +1,7 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The device calls of a `Backend` that each group needs. `CudaDriver` calls the CUDA driver;
-// `PythonDriver` calls the backend's methods, and so serves any backend.
+// The device calls of a `Backend` that each group needs. `CudaDriver` calls the CUDA driver
+// directly; `PythonDriver` calls the backend's methods, so it works with any backend.
 
 #pragma once
 
@@ -16,11 +16,11 @@
 
 namespace slipstream {
 
-// A stream that the engine uses. Streams are numbered in the order of their first use.
+// A stream that the engine uses. Streams are numbered in order of first use.
 struct Stream {
   py::object id, object;
   void* handle = nullptr;
-  // A stream object of torch's own class.
+  // `stream_id` and `device_index` of the torch stream; CUDA only.
   int64_t number = 0;
   int64_t device = 0;
 };
@@ -38,7 +38,7 @@ struct Region {
   py::object bytes() const { return python->bytes(wrap(storage), start, nbytes); }
 };
 
-// One of the regions may be longer: then its first bytes are copied.
+// If one region is longer, only its first bytes are copied.
 struct Copy {
   Region to, source;
 
@@ -50,7 +50,7 @@ class Driver {
   explicit Driver(py::object backend) : backend_(std::move(backend)) {}
   virtual ~Driver() = default;
 
-  // The number of the current stream.
+  // Returns the number of the current stream.
   virtual int current() = 0;
 
   Event record(int stream) {
@@ -144,7 +144,7 @@ class PythonDriver : public Driver {
   }
 
   void drop_device_now(c10::Storage memory) override {
-    // The Python object has the only reference that is left of the engine's.
+    // The Python object holds the engine's only remaining reference.
     const py::object object = wrap(std::move(memory));
     backend_.attr("drop_device")(object);
   }
@@ -159,7 +159,7 @@ class PythonDriver : public Driver {
   }
 };
 
-// The functions of libcuda.so.1, looked up at run time: compilation needs no CUDA.
+// Functions of libcuda.so.1, looked up at run time so that compilation does not need CUDA.
 struct CudaFunctions {
   int (*record)(void* event, void* stream);
   int (*wait)(void* stream, void* event, unsigned int flags);
@@ -199,7 +199,7 @@ class CudaDriver : public Driver {
     return add_stream(here[0], here[1]);
   }
 
-  // [Note: Events are used again] in cuda_backend.py.
+  // [Note: Events are reused] in cuda_backend.py.
   Event record_now(int stream) override {
     if (rings_.size() <= static_cast<size_t>(stream)) rings_.resize(stream + 1);
     Ring& ring = rings_[stream];
@@ -235,9 +235,9 @@ class CudaDriver : public Driver {
   }
 
   c10::Storage allocate_now(int64_t nbytes, c10::Device device) override {
-    // Of the current stream's pool: see `CudaBackend.allocate_device`.
+    // From the current stream's pool: see `CudaBackend.allocate_device`.
     auto* allocator = c10::GetAllocator(c10::DeviceType::CUDA);
-    (void)device;  // The current one, as for `torch.empty` there.
+    (void)device;  // Always the current device.
     return c10::Storage(c10::Storage::use_byte_size_t(), nbytes, allocator->allocate(nbytes),
                         allocator, /*resizable=*/true);
   }

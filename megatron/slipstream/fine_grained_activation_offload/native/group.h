@@ -9,7 +9,7 @@
 
 namespace slipstream {
 
-// The place of a mark, in a group or in none: key and name of a `Step`.
+// The place of a mark, whether or not it belongs to a group: key and name of a `Step`.
 struct Place {
   int64_t chunk_pass, group;
   py::object name;
@@ -38,17 +38,17 @@ class Group : public std::enable_shared_from_this<Group> {
         vp_stage_(vp_stage) {}
 
   const int64_t serial;
-  // Its key: the pass, and its place there.
+  // The group's key: its pass and its position in the pass.
   int64_t chunk_pass, index;
   py::object name;
   GroupState state = GroupState::OPEN;
   int64_t min_numel;
   bool is_read_first = false;
-  // Whether it was opened by a mark in C++: its iteration follows a plan.
+  // Whether a mark in C++ opened it, so that its iteration follows a plan.
   bool is_planned = false;
-  // Whether backward passes it without a mark.
+  // Whether it has no marks in backward.
   bool is_silent = false;
-  // The trace of the plan that keeps it, if its saved tensors are therefore not tracked; else null.
+  // The trace of the plan that keeps it, if its saved tensors are therefore not tracked; else None.
   py::object untracked_in = py::none();
 
   // The `GroupLabel`, created on request.
@@ -68,12 +68,13 @@ class Group : public std::enable_shared_from_this<Group> {
   struct Held {
     std::weak_ptr<Storage> storage;
     int64_t serial;
-    // The key of the group that saved it first, not the group itself, which may hold this object.
+    // The key of the group that saved it first. Not a reference to that group, which may be the one
+    // that holds this object.
     int64_t owner_pass, owner_index;
-    // Bytes that a copy of it would move, as of the commit; -1 before.
+    // Bytes that copying it would move, as of the commit; -1 before the commit.
     int64_t nbytes;
   };
-  // In order of their first save by this group.
+  // In the order in which this group first saved them.
   std::vector<Held> held;
 
   void move_to(GroupState to) {
@@ -123,8 +124,8 @@ struct SavedTensor {
   std::shared_ptr<Storage> storage;
   std::shared_ptr<Group> group;
   int64_t index;
-  // The Python object of the storage, so that Python's weak references to that live as long as the
-  // storage. Null while the group follows a plan: then Python has none.
+  // The storage's Python object, which keeps Python's weak references to it valid as long as the
+  // storage lives. For planned groups, which have no such references, created on request.
   py::object object;
 
   const py::object& storage_object() {

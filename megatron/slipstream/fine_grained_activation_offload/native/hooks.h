@@ -1,7 +1,7 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The saved-tensor hooks of a group's region, and entering and leaving it: `__enter__` and
-// `__exit__` in manager.py are the reference.
+// The saved-tensor hooks of a group's region, and its entry and exit: `__enter__` and `__exit__` in
+// manager.py are the reference.
 
 #pragma once
 
@@ -17,7 +17,7 @@ struct PackHook {
   std::shared_ptr<Group> group;
 };
 
-// Hooks hold the engine, which the store does not, so that it is freed with its last graph.
+// The hook, not the store, holds the engine, so that the engine is freed with its last graph.
 struct UnpackHook {
   std::shared_ptr<Store> store;
   py::object engine;
@@ -45,22 +45,22 @@ inline PyObject* call_unpack(UnpackHook& hook, PyObject* const* arguments, size_
 
 class Regions {
  public:
-  // The pack hook and the unpack hook.
+  // Returns the pack hook and the unpack hook.
   static std::pair<py::object, py::object> hooks(const std::shared_ptr<Store>& store,
                                                  const std::shared_ptr<Group>& group,
                                                  const py::object& engine) {
     return {PackHookObject::make({store, group}), UnpackHookObject::make({store, engine})};
   }
 
-  // Whether hooks that are not an engine's are active.
+  // Whether saved-tensor hooks other than an engine's are active.
   static bool others_save() {
     const auto hooks = at::SavedTensorDefaultHooks::get_hooks();
     return hooks.has_value() && !PackHookObject::is(hooks->first.ptr(getPyInterpreter()));
   }
 
-  // Enter the region of the group that a mark in C++ has started last. Appends to the engine's
-  // `_regions` None without hooks, else the flag's previous value. Returns false, without any
-  // effect, if Python must do it.
+  // Enters the region of the group that a mark in C++ started last. Appends to the engine's
+  // `_regions` the flag's previous value, or None if the region has no hooks. Returns false, with
+  // no effect, if Python must do it.
   static bool enter(const py::object& engine, Store& store) {
     if (others_save()) return false;
     const auto group = std::exchange(store.started, nullptr);
@@ -77,7 +77,7 @@ class Regions {
     return true;
   }
 
-  // Leave the region entered last. Returns false, without any effect, if Python entered it.
+  // Leaves the region entered last. Returns false, with no effect, if Python entered it.
   static bool leave(const py::object& engine) {
     const py::object regions = GET(engine, "_regions");
     const Py_ssize_t last = PyList_GET_SIZE(regions.ptr()) - 1;
@@ -103,7 +103,7 @@ class Regions {
     return PyTuple_GET_ITEM(tuple.ptr(), place);
   }
 
-  // Set the flag (a `RegionFlag`, or None) in a region of a group of that name. Returns its
+  // Sets the flag (a `RegionFlag`, or None) for the region of a group of that name. Returns its
   // previous value.
   static py::object set_flag(const py::object& flag, const py::object& name) {
     if (flag.is_none()) return py::bool_(false);

@@ -10,7 +10,7 @@
 
 namespace slipstream {
 
-// Bytes of host buffers: in use, and the most at once.
+// Bytes of host buffers: in use now, and the most at once.
 struct HostUsage {
   int64_t in_use = 0, requested = 0, peak = 0, high_water = 0, high_water_requested = 0;
 
@@ -36,7 +36,7 @@ class Layout;
 struct HostAllocation {
   Region buffer;
   std::vector<Signal> last_use;
-  // Index of its storage in a layout; -1 if the pool allocated it.
+  // The layout, and the index of its storage there; -1 if the pool allocated the buffer.
   std::weak_ptr<Layout> layout;
   int64_t storage = -1;
   int64_t requested = 0;
@@ -67,10 +67,10 @@ class Layout : public std::enable_shared_from_this<Layout> {
   }
 
   bool is_followed = false;
-  // By stream, the signal after the last copies of freed buffers.
+  // The signals after the last copies of freed buffers, one per stream.
   std::vector<Signal> newest;
 
-  // Begin an iteration. `carried`: the signals after the last copies of earlier ones.
+  // Begins an iteration. `carried`: the signals after the last copies of earlier iterations.
   void begin(const std::vector<Signal>& carried) {
     ++iteration_;
     is_followed = true;
@@ -79,7 +79,7 @@ class Layout : public std::enable_shared_from_this<Layout> {
     carried_ = newest;
   }
 
-  // Return the buffer of a storage as a Python object; null if it has none, or it is in use.
+  // Returns the buffer of a storage; null if it is not planned, or its bytes are still in use.
   std::shared_ptr<HostAllocation> allocate(int64_t storage, int64_t nbytes) {
     if (storage < 0 || storage >= static_cast<int64_t>(buffers_.size())) return nullptr;
     Buffer& buffer = buffers_[storage];
@@ -122,7 +122,7 @@ class Layout : public std::enable_shared_from_this<Layout> {
     usage_->remove(buffer.size, allocation.requested);
   }
 
-  // (allocation, slab, start, stop, requested bytes) of each buffer in use.
+  // Returns (allocation, slab, start, stop, requested bytes) for each buffer in use.
   py::list in_use() const {
     py::list list;
     for (const auto& buffer : buffers_) {
@@ -141,9 +141,9 @@ class Layout : public std::enable_shared_from_this<Layout> {
     int64_t start = 0, size = 0;
     std::vector<size_t> used_before;
     size_t slab = 0;
-    // A request that has this size class.
+    // A request size known to be in this size class.
     int64_t known_nbytes = -1;
-    // The iteration that allocated it last.
+    // The last iteration that allocated it.
     int64_t begun_in = 0;
     bool is_returned = true;
     std::vector<Signal> last_use;

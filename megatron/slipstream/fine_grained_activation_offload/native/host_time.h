@@ -7,12 +7,12 @@
 
 namespace slipstream {
 
-// Host time by kind of call, for benchmarks: no Python function surrounds these calls.
+// Host time by kind of call, for benchmarks, since these calls cannot be timed from Python.
 struct HostTime {
   enum Kind { AUTOGRAD, DRIVER };
 
   static inline bool is_taken = false;
-  // In calls that autograd makes; in calls of the device's driver and allocator.
+  // In callbacks from autograd, and in calls to the device's driver and allocator.
   static inline int64_t nanoseconds[2] = {0, 0};
 
   explicit HostTime(Kind kind) : kind(kind) {

@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// Calls at points of the autograd graph, without a Python function there.
+// Callbacks at points of the autograd graph, without Python functions in the graph.
 
 #pragma once
 
@@ -18,8 +18,8 @@
 
 namespace slipstream {
 
-// A call, with the Python objects that it needs. An autograd thread, which may not hold the GIL,
-// runs or drops it.
+// A callback that may hold Python objects. An autograd thread, which may not hold the GIL, may run
+// or destroy it.
 class Callback {
  public:
   explicit Callback(std::function<void()> function) : function_(std::move(function)) {}
@@ -43,7 +43,7 @@ class Callback {
   std::function<void()> function_;
 };
 
-// Passes the gradient on, after a call.
+// Runs a callback, then passes the gradients on.
 class MarkNode : public torch::autograd::Node {
  public:
   explicit MarkNode(Callback callback) : callback_(std::move(callback)) {}
@@ -59,7 +59,7 @@ class MarkNode : public torch::autograd::Node {
     try {
       callback();
     } catch (py::error_already_set& error) {
-      // Autograd takes Python's errors in this form from threads of its own.
+      // The form in which autograd accepts Python errors from its own threads.
       py::gil_scoped_acquire gil;
       python_error persisted;
       error.restore();
@@ -86,13 +86,13 @@ class MarkHook : public torch::autograd::FunctionPreHook {
   Callback callback_;
 };
 
-// Calls back in backward once the gradient of the result of `node` is computed and before the hooks
-// of `node`, as a tensor hook on that result does.
+// Runs the callback in backward once the gradient of the result of `node` is computed, before the
+// hooks of `node`, like a tensor hook on that result.
 inline void call_at_gradient(torch::autograd::Node& node, Callback callback) {
   node.add_tensor_pre_hook(std::make_unique<MarkHook>(std::move(callback)));
 }
 
-// Newer releases of torch count the references of a node in the node.
+// Nodes are intrusively reference-counted in newer torch releases.
 template <typename Node, typename... Arguments>
 auto make_node(Arguments&&... arguments) {
   if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
@@ -103,20 +103,20 @@ auto make_node(Arguments&&... arguments) {
   }
 }
 
-// Return `object`, a tensor, with a graph node that makes the call when backward reaches it.
+// Returns `object`, a tensor, with a graph node that runs the callback when backward reaches it.
 inline py::object mark(const py::object& object, Callback callback) {
   const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
   if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return object;
   auto node = make_node<MarkNode>(std::move(callback));
   node->set_next_edges(torch::autograd::collect_next_edges(tensor));
-  // Shares the version counter, so that changes in place are detected.
+  // Shares the version counter, so that in-place changes are detected.
   auto marked = at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
       torch::autograd::impl::version_counter(tensor), /*allow_tensor_metadata_change=*/false));
   torch::autograd::set_history(marked, node);
   return wrap(std::move(marked));
 }
 
-// Make a call when backward reaches the operation that computed `object`, a tensor.
+// Runs the callback when backward reaches the operation that computed `object`, a tensor.
 inline void call_before(const py::object& object, Callback callback) {
   const auto& node = THPVariable_Unpack(object.ptr()).grad_fn();
   if (node) node->add_pre_hook(std::make_unique<MarkHook>(std::move(callback)));

@@ -1,8 +1,8 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The marks of an iteration that follows its plan, where nothing is measured: the methods of those
-// names in engine.py and manager.py are the reference. `engine` is a `PipelineOffloadManager`.
-// They leave rare cases to Python: they return false (or None), without any effect.
+// The marks of an iteration that follows its plan and is not measured: the methods of the same
+// names in engine.py and manager.py are the reference. `engine` is a `PipelineOffloadManager`. Rare
+// cases are left to Python: the functions then return false (or None), with no effect.
 
 #pragma once
 
@@ -14,7 +14,7 @@ namespace slipstream {
 
 class Marks {
  public:
-  // Start a group whose input is `tensor`.
+  // Starts a group whose input is `tensor`.
   static bool start(const py::object& engine, const py::object& tensor, const py::object& name) {
     Iteration now(GET(engine, "_now"));
     Pass* chunk_pass = current_pass(now);
@@ -30,7 +30,7 @@ class Marks {
       group->is_silent = steps.leaves_out(*group);
       store.started = group;
       store.kept_in = steps.tracks(*group) ? py::none() : steps.trace;
-    } else {  // It has departed from its plan, so Python enters the region.
+    } else {  // The iteration has departed from its plan, so Python enters the region.
       store.started = nullptr;
       now.set_started(py::cast(group));
     }
@@ -40,7 +40,7 @@ class Marks {
     return true;
   }
 
-  // Enter the region of the started group.
+  // Enters the region of the started group.
   static bool enter(const py::object& engine) {
     const Iteration now(GET(engine, "_now"));
     if (current_pass(now) == nullptr || now.has_started()) return false;
@@ -48,7 +48,7 @@ class Marks {
     return store.started && Regions::enter(engine, store);
   }
 
-  // End the group of that name on its output `tensor`. Returns it with the mark of the end.
+  // Ends the group of that name at its output `tensor`, which it returns with the end mark.
   static py::object end(const py::object& engine, const py::object& tensor,
                         const py::object& name) {
     Iteration now(GET(engine, "_now"));
@@ -65,7 +65,7 @@ class Marks {
     return mark(tensor, Callback([engine, group] { use(engine, group); }));
   }
 
-  // Forward reaches the output layer, or has computed it.
+  // Called when forward reaches the output layer, or has computed it.
   static bool mark_output(const py::object& engine, const py::object& kind) {
     Iteration now(GET(engine, "_now"));
     Pass* chunk_pass = current_pass(now);
@@ -74,7 +74,7 @@ class Marks {
     return true;
   }
 
-  // Mark where backward has the gradient of the first of `tensors`, a list, once.
+  // Marks the point where backward first has the gradient of any of `tensors`, a list.
   static bool mark_gradient(const py::object& engine, const py::object& kind,
                             const py::object& tensors) {
     const Iteration now(GET(engine, "_now"));
@@ -88,7 +88,7 @@ class Marks {
       if (!is_torch_tensor(object)) return false;
       const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
       if (!tensor.requires_grad()) continue;
-      if (!tensor.grad_fn()) return false;  // A leaf has no node of its own.
+      if (!tensor.grad_fn()) return false;  // A leaf has no grad_fn.
       nodes.push_back(tensor.grad_fn().get());
     }
     const auto arrival = std::make_shared<Arrival>(
@@ -102,15 +102,15 @@ class Marks {
  private:
   using Node = torch::autograd::Node;
 
-  // The first of several gradients, which backward may reach twice.
+  // Shared by the marks on several gradients, so that only the first arrival counts.
   struct Arrival {
     py::object chunk_pass;
     Place place;
     bool is_over = false;
   };
 
-  // The pass that forward is in; null where marks are not the plan's. While offloading is
-  // suspended, or layers are captured, no steps are followed.
+  // Returns the current forward pass; null if marks here are not part of the plan. While offloading
+  // is suspended, or layers are captured, no steps are followed.
   static Pass* current_pass(const Iteration& now) {
     if (!now.follows_steps() || now.chunk().is_none() || !at::GradMode::is_enabled() ||
         torch::autograd::get_current_graph_task_id() != -1) {
@@ -119,12 +119,12 @@ class Marks {
     return &inside<Pass>(now.chunk());
   }
 
-  // Backward may outlive its iteration's end.
+  // Whether the group belongs to the current iteration: backward may outlive its own.
   static bool is_current(const Iteration& now, const Group& group) {
     return now.find(group.chunk_pass, group.index) == &group;
   }
 
-  // Backward reaches a mark of the group, which is in state `from` unless it has been here before.
+  // Called when backward reaches a mark of the group, which is in state `from` the first time.
   static void reach(const py::object& engine, const std::shared_ptr<Group>& group, GroupState from,
                     GroupState to, const py::object& kind) {
     const HostTime time(HostTime::AUTOGRAD);
@@ -134,14 +134,14 @@ class Marks {
     advance(engine, now, kind, *group);
   }
 
-  // A mark of no group: `mark_of_no_group` in chunk.py.
+  // Returns the place of a mark outside groups: `mark_of_no_group` in chunk.py.
   static Place place_of(Pass& chunk_pass, const py::object& kind) {
     if (kind.ptr() == python->backward_start.ptr()) return {chunk_pass.index, -1, python->backward};
     if (kind.ptr() == python->output_start.ptr()) ++chunk_pass.num_outputs;
     return {chunk_pass.index, -1 - chunk_pass.num_outputs, python->output_layer};
   }
 
-  // Backward has computed a marked gradient.
+  // Called when backward has computed a marked gradient.
   static void come(const py::object& engine, const py::object& kind, Arrival& arrival) {
     const HostTime time(HostTime::AUTOGRAD);
     Iteration now(GET(engine, "_now"));
@@ -151,12 +151,12 @@ class Marks {
     }
   }
 
-  // Backward needs the group from here on.
+  // Called when backward starts to need the group.
   static void use(const py::object& engine, const std::shared_ptr<Group>& group) {
     reach(engine, group, GroupState::COMMITTED, GroupState::IN_USE, python->backward_use);
   }
 
-  // Backward has left the group.
+  // Called when backward has left the group.
   static void leave(const py::object& engine, const std::shared_ptr<Group>& group) {
     reach(engine, group, GroupState::IN_USE, GroupState::DONE, python->backward_end);
   }
@@ -174,7 +174,7 @@ class Marks {
     engine.attr("_advance")(kind, python->step(kind, key, place.name));
   }
 
-  // Perform the step. Returns false, without any effect, if the plan has another one or none.
+  // Performs the step. Returns false, with no effect, if the plan has a different step or none.
   static bool is_planned(const py::object& engine, Iteration& now, const py::object& kind,
                          const Place& place) {
     if (!now.follows_steps()) return false;

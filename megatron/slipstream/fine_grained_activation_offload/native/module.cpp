@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The Python names of the classes.
+// Python bindings.
 
 #include "marks.h"
 
@@ -309,7 +309,7 @@ void bind_store(py::module_& module) {
       .def_property_readonly("num_known", &Store::num_known);
 }
 
-// Calls `function` with `count` arguments, without pybind11's conversions.
+// Calls `function` with `count` arguments, bypassing pybind11's conversions.
 template <size_t count, py::object (*function)(const py::object*)>
 PyObject* call_fast(PyObject*, PyObject* const* given, Py_ssize_t number) {
   return guarded([&] {

@@ -8,8 +8,8 @@
 
 namespace slipstream {
 
-// Groups of earlier iterations. Each new group frees one, so that the end of an iteration does not
-// free all of them.
+// Groups of earlier iterations. Each new group frees one, so that they are not all freed at the end
+// of an iteration.
 using SpentGroups = std::vector<std::shared_ptr<Group>>;
 
 class Pass {
@@ -39,12 +39,12 @@ class Pass {
     return group;
   }
 
-  // The group at a place in the order of starts; null if it has not started.
+  // Returns the group at a position in the order of starts; null if it has not started.
   std::shared_ptr<Group> find(int64_t place) const {
     return 0 <= place && place < static_cast<int64_t>(groups.size()) ? groups[place] : nullptr;
   }
 
-  // Commit the innermost open group of that name; null if there is none.
+  // Commits and returns the innermost open group of that name; null if there is none.
   std::shared_ptr<Group> commit_group(const py::object& name) {
     for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
       if ((*group)->state == GroupState::OPEN && is_same((*group)->name, name)) {
@@ -56,7 +56,8 @@ class Pass {
     return nullptr;
   }
 
-  // The `depth` groups that backward most likely reaches right after `group`; null: at its start.
+  // Returns the `depth` groups that backward most likely reaches right after `group`, or first if
+  // `group` is null.
   py::list used_before(const std::shared_ptr<Group>& group, int64_t depth) const {
     const int64_t last = group ? group->index : -1;
     auto place = std::find(committed_.begin(), committed_.end(), last) - committed_.begin();
@@ -95,7 +96,7 @@ class Pass {
   }
 
   std::shared_ptr<SpentGroups> spent_;
-  // Places of the groups, in the order of their commits.
+  // Positions of the groups, in the order of their commits.
   std::vector<int64_t> committed_;
   // Number of groups of each name.
   std::vector<std::pair<py::object, int64_t>> num_layers_;

@@ -1,7 +1,7 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// Python objects by CPython's own interface. Creating one by pybind11 takes as long as all other
-// work for a saved tensor: pybind11 adds it to a table, with its C++ pointer.
+// Python objects created through CPython's own API. Creating one through pybind11, which registers
+// it in a table by its C++ pointer, takes as long as all other work for a saved tensor.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace slipstream {
 
-// Runs `function`, which returns a new reference. Exceptions become Python's; then returns null.
+// Runs `function`, which returns a new reference. Sets exceptions as Python's, and returns null.
 template <typename Function>
 PyObject* guarded(const Function& function) {
   HANDLE_TH_ERRORS
@@ -29,7 +29,7 @@ class PlainObject {
  public:
   using Call = PyObject* (*)(Fields&, PyObject* const*, size_t);
 
-  // Create the type. `call` runs when an object of it is called; null if it is not callable.
+  // Creates the type. `call` implements calls of its objects; null if they are not callable.
   static void make_type(const char* name, PyGetSetDef* attributes, Call call = nullptr) {
     call_ = call;
     PyMemberDef members[] = {

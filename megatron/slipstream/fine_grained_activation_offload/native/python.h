@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// Objects of the Python side that C++ uses, and conversions between torch's types and Python's.
+// Python objects that C++ uses, and conversions between torch's C++ and Python types.
 
 #pragma once
 
@@ -24,15 +24,15 @@ constexpr int kNumResidences = 7;
 enum class GroupState { OPEN, COMMITTED, IN_USE, DONE };
 constexpr int kNumGroupStates = 4;
 
-// Set once, when the module is loaded. Never freed: storages may outlive the interpreter's modules.
+// Set once, when the module is loaded. Never freed: storages may outlive Python's modules.
 struct Python {
   py::object residences[kNumResidences], group_states[kNumGroupStates];
   py::object bytes, empty_if_hidden, refill, parameter, size_class_bytes, host_memory_full;
   py::object group_key, group_label, step;
-  // Members of `StepKind`: the marks of a group, and the two of no group that C++ distinguishes.
+  // Members of `StepKind`: the marks of a group, and the two other marks that C++ distinguishes.
   py::object forward_start, forward_commit, backward_use, backward_end;
   py::object output_start, backward_start;
-  // The names of the marks of no group.
+  // Names of the marks outside groups.
   py::object output_layer, backward;
 };
 inline Python* python = nullptr;
@@ -45,7 +45,7 @@ inline py::object wrap(at::Tensor tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
 }
 
-// Whether it is a tensor of torch's own class, not of a subclass.
+// Whether `object` is exactly a `torch.Tensor`, not of a subclass.
 inline bool is_torch_tensor(const py::object& object) {
   return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == THPVariableClass;
 }
@@ -65,7 +65,7 @@ int index_in(const py::object (&members)[count], const py::object& member) {
   throw py::type_error(std::string(py::repr(member)) + " is no state");
 }
 
-// `object.name`, without creating a string of the name each time.
+// Returns `object.name`, without creating a string for the name each time.
 inline py::object attribute(const py::handle& object, PyObject* name) {
   PyObject* value = PyObject_GetAttr(object.ptr(), name);
   if (value == nullptr) throw py::error_already_set();
@@ -84,7 +84,7 @@ inline void set_attribute(const py::handle& object, PyObject* name, const py::ob
 #define GET(object, name) ::slipstream::attribute(object, SLIPSTREAM_NAME(name))
 #define SET(object, name, value) ::slipstream::set_attribute(object, SLIPSTREAM_NAME(name), value)
 
-// Offset of an attribute in an object whose class has slots.
+// Direct access to an attribute of objects whose class has `__slots__`.
 class Slot {
  public:
   Slot(PyTypeObject* type, const char* name) {
@@ -115,8 +115,8 @@ class Slot {
 template <typename T>
 inline PyTypeObject* class_of = nullptr;
 
-// The C++ object in a Python object of pybind11, without the lookups of a cast: they take as long
-// as the work of a mark.
+// Returns the C++ object inside a pybind11 object, without a cast's lookups, which take as long as
+// the work of a mark.
 template <typename T>
 T& inside(py::handle object) {
   const auto* instance = reinterpret_cast<py::detail::instance*>(object.ptr());

@@ -15,7 +15,7 @@ enum class ActionKind { D2H, FREE, H2D };
 struct Action {
   ActionKind kind;
   int64_t chunk_pass, group;
-  // For a copy out: positions of the group's storages that stay, and their indices in the trace.
+  // For a copy out: positions of the group's storages that stay, and the trace indices of all.
   py::object kept, numbers;
   // The action in Python.
   py::object object;
@@ -62,7 +62,7 @@ class Iteration {
     return index < PyList_GET_SIZE(all) && PyList_GET_ITEM(all, index) == chunk_pass.ptr();
   }
 
-  // The group of that key; null if it has not started.
+  // Returns the group with that key; null if it has not started.
   Group* find(int64_t chunk_pass, int64_t index) const {
     PyObject* all = passes().ptr();
     if (chunk_pass >= PyList_GET_SIZE(all)) return nullptr;
@@ -91,7 +91,7 @@ class Iteration {
   py::object object_;
 };
 
-// Keys of groups.
+// A set of group keys.
 class Keys {
  public:
   explicit Keys(const py::iterable& keys) {
@@ -116,9 +116,9 @@ class Keys {
 class Steps {
  public:
   // Each step is (kind, key, name, actions), each action (kind, key, kept, numbers, object).
-  // `untracked` are the keys of the groups whose saved tensors need not be tracked, because the
-  // plan keeps them; `silent` of those whose marks in backward may be left out; `trace` is the
-  // plan's.
+  // `untracked` has the keys of groups whose saved tensors need not be tracked, because the plan
+  // keeps them on the device; `silent` those of groups whose backward marks may be left out;
+  // `trace` is the plan's trace.
   Steps(std::shared_ptr<Store> store, const py::iterable& steps, const py::iterable& untracked,
         const py::iterable& silent, py::object trace)
       : store(std::move(store)), trace(std::move(trace)), untracked_(untracked), silent_(silent) {
@@ -151,7 +151,7 @@ class Steps {
     return leaves_out_marks && silent_.contain(group.chunk_pass, group.index);
   }
 
-  // Perform the actions of the next step. Returns false, without any effect, if the plan's step
+  // Performs the actions of the next step. Returns false, with no effect, if the plan's step
   // differs. `executor` performs rare actions in Python.
   template <typename Executor>
   bool come_to(const Executor& executor, Iteration& now, const py::object& kind,
@@ -164,7 +164,7 @@ class Steps {
     return true;
   }
 
-  // The same at any mark, `at` being a group or a `Step`.
+  // The same for any mark; `at` is a group or a `Step`.
   bool come_to_any(const py::object& executor, const py::object& iteration, const py::object& kind,
                    const py::object& at) const {
     const auto given = [&executor] { return executor; };
@@ -174,7 +174,8 @@ class Steps {
     return come_to(given, now, kind, place);
   }
 
-  // Number of steps of an iteration that ended after `num_steps`, including those left out.
+  // Returns the number of steps of an iteration that ended after `num_steps`, including trailing
+  // ones that were left out.
   size_t end_of(size_t num_steps) const {
     while (may_skip(num_steps)) ++num_steps;
     return num_steps;

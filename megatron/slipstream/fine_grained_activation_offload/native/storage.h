@@ -15,7 +15,7 @@
 
 namespace slipstream {
 
-// Device allocations begin at multiples of this, and kernels choose by alignment.
+// Device allocations begin at multiples of this; kernels are selected by alignment.
 constexpr int64_t kDeviceAlignmentBytes = 512;
 
 inline bool may_go(Residence from, Residence to) {
@@ -53,7 +53,7 @@ inline Extent extent_of(const at::Tensor& tensor) {
   return {start, start + (last + 1) * itemsize};
 }
 
-// A tensor over `storage` that requires no gradient, made without the dispatcher.
+// Returns a tensor over `storage` that requires no gradient, bypassing the dispatcher.
 inline at::Tensor view_over(c10::Storage storage, caffe2::TypeMeta dtype,
                             at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
   const auto key = c10::computeDispatchKey(c10::typeMetaToScalarType(dtype), c10::kStrided,
@@ -63,7 +63,7 @@ inline at::Tensor view_over(c10::Storage storage, caffe2::TypeMeta dtype,
   return tensor;
 }
 
-// One saved tensor. `alias` is its memory, as long as that is kept on the device.
+// One saved tensor. `alias` keeps its memory alive, as long as it stays on the device.
 struct Saved {
   at::Tensor alias;
   caffe2::TypeMeta dtype;
@@ -72,16 +72,16 @@ struct Saved {
   c10::VariableVersion counter;
   uint32_t version;
   uint32_t copied_version;
-  // A weak reference to a leaf that may become hidden, and whether its memory was freed.
+  // A weak reference to a leaf that may become hidden; once released, set only if it was emptied.
   py::object leaf;
 
   bool is_changed_since(uint32_t then) const { return counter.current_version() != then; }
 };
 
-// The objects of a store that its storages use.
+// The objects that a store shares with its storages.
 struct Context {
   std::shared_ptr<Waits> waits;
-  // `CopyStreams`, for work that is not done here.
+  // `CopyStreams`, for work left to Python.
   py::object copies;
   std::unordered_map<c10::StorageImpl*, class Storage*> by_memory;
 };
@@ -111,7 +111,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
       context_->by_memory.erase(known);
     }
     try {
-      // Autograd has freed it, but a copy may still use the device memory.
+      // Autograd has freed the storage, but a copy may still use its device memory.
       if (residence == Residence::OFFLOADING) {
         release(py::str(""));
       } else if (residence == Residence::RELOADING) {
@@ -126,7 +126,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
     }
   }
 
-  // Null while it is being destroyed.
+  // Null during destruction.
   std::shared_ptr<Storage> shared() { return weak_from_this().lock(); }
 
   const int64_t serial;
@@ -146,17 +146,17 @@ class Storage : public std::enable_shared_from_this<Storage> {
   int64_t stop = 0;
   int64_t nbytes = 0;
   Residence residence = Residence::DEVICE;
-  // The device memory that backward reads: a copy, or the original if it stayed alive.
+  // The device memory that backward reads: the reloaded copy, or the original if it stayed alive.
   c10::Storage returned;
   std::shared_ptr<HostAllocation> allocation;
   std::optional<Signal> out_signal, in_signal;
-  // The stream that the returned memory was allocated for; -1 if the engine did not allocate it.
+  // The stream on which the returned memory was allocated; -1 if the engine did not allocate it.
   int returned_on = -1;
   bool is_given_up = false;
   // Streams that computed or used the memory.
   std::vector<int> streams;
 
-  // The owner's.
+  // The owner's label.
   const py::object& label() const;
 
   bool is_on_device() const {
@@ -185,7 +185,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
     }
   }
 
-  // Whether all groups have released it.
+  // Removes a holder. Returns whether all groups have released the storage.
   bool drop_holder(int64_t group) {
     holders_.erase(std::remove(holders_.begin(), holders_.end(), group), holders_.end());
     return holders_.empty();
@@ -194,7 +194,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
   bool serves(const at::Tensor& tensor) const {
     if (static_cast<int64_t>(tensor.storage().nbytes()) != storage_nbytes) return false;
     if (residence == Residence::DEVICE) return true;
-    // The owner of the discarded storage may have filled it with other bytes.
+    // The discarded storage may have been refilled with other bytes.
     if (is_given_up && !is_on_device()) return false;
     const Extent extent = extent_of(tensor);
     if (extent.start < start || stop < extent.stop || !is_copy_current()) return false;
@@ -238,7 +238,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
 
   Region source() const { return {memory_, start, nbytes}; }
 
-  // Whether it was discarded since it was saved, so that there is nothing to copy out.
+  // Whether the memory was discarded since it was saved, so that there is nothing to copy out.
   bool has_lost_memory() const { return static_cast<int64_t>(memory_.nbytes()) != storage_nbytes; }
 
   void note_copy_out() {
@@ -262,7 +262,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
   bool is_emptied() const { return has_lost_memory() || memory_.data() != copied_address_; }
 
   void release(const py::object& label) {
-    // Also keeps torch from reusing the storage object's address, which identifies it.
+    // Also prevents reuse of the StorageImpl's address, which identifies the storage.
     original_ = memory_.getWeakStorageImpl();
     for (auto& saved : saved_) saved.alias.reset();
     for (auto& saved : saved_) {  // [Note: Hidden leaves]
@@ -281,7 +281,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
       waits.driver->drop_device(std::move(memory));
       return;
     }
-    // The Python object has our only remaining reference, as in Python.
+    // The Python object holds our only remaining reference, as in the Python implementation.
     const py::object object = wrap(std::move(memory));
     context_->copies.attr("release")(object, out_signal ? py::cast(*out_signal) : py::none(),
                                      streams_by_id(), label);
@@ -298,7 +298,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
     return original && static_cast<int64_t>(original.nbytes()) != storage_nbytes;
   }
 
-  // The original storage, if another reference keeps it alive; null otherwise.
+  // Returns the original storage if another reference keeps it alive; null otherwise.
   c10::Storage live_original() const {
     if (is_given_up || !original_.has_value()) return {};
     return c10::Storage(original_->lock());
@@ -375,7 +375,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
     return name_of(python->residences[static_cast<int>(residence)]);
   }
 
-  // Release reloaded memory that was never read.
+  // Releases reloaded memory that was never read.
   void abandon() {
     Waits& waits = *context_->waits;
     c10::Storage memory = std::move(returned);
@@ -391,7 +391,7 @@ class Storage : public std::enable_shared_from_this<Storage> {
   }
 
   std::vector<Saved> saved_;
-  // Moving groups that have not released it; the memory is freed by the last one.
+  // Groups that have not released it; the last one frees the memory.
   std::vector<int64_t> holders_;
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> original_;
   bool has_copied_ = false;

@@ -1,8 +1,8 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// The saved-tensor hooks and the moves of groups: `ActivationStore` in activation_store.py is the
-// reference. The common cases are handled here. All others are passed to the Python method of the
-// same name, which works on the same objects.
+// Saved-tensor hooks, and offload and reload of groups: `ActivationStore` in activation_store.py is
+// the reference. The common cases are handled here, all others by the Python method of the same
+// name, which works on the same objects.
 
 #pragma once
 
@@ -15,14 +15,14 @@
 
 namespace slipstream {
 
-// The tensor that autograd keeps for one that stays: a result that its own operation saves must
-// not be kept with its graph, which would hold it.
+// Returns the tensor that autograd keeps for one that stays. An output that its own operation saves
+// must be detached, since otherwise it and its graph would keep each other alive.
 inline py::object keep(py::object object, const at::Tensor& tensor) {
   if (!tensor.grad_fn()) return object;
   return wrap(tensor.detach());
 }
 
-// Set by megatron-core on parameters, and by Transformer Engine on weights.
+// Whether megatron-core (on parameters) or Transformer Engine (on weights) forbids offloading.
 inline bool has_opted_out(PyObject* tensor) {
   static PyObject* const names[] = {PyUnicode_InternFromString("_do_not_offload"),
                                     PyUnicode_InternFromString("_TE_do_not_offload")};
@@ -51,12 +51,12 @@ class Store : public std::enable_shared_from_this<Store> {
     context_->copies = std::move(copies);
   }
 
-  // The pool of the host buffers of storages saved from now on.
+  // The host pool for storages saved from now on.
   py::object pool;
   CountersByName modules;
   const std::shared_ptr<SpentGroups> spent = std::make_shared<SpentGroups>();
-  // The group that a mark in C++ has started last, and whose region is not entered yet; the trace
-  // of the plan that keeps it, else None.
+  // The group last started by a mark in C++, whose region is not yet entered, and the trace of the
+  // plan if its saved tensors need no tracking, else None.
   std::shared_ptr<Group> started;
   py::object kept_in = py::none();
   bool is_verified = false;
@@ -85,7 +85,7 @@ class Store : public std::enable_shared_from_this<Store> {
     return saved_tensor;
   }
 
-  // `engine` reads, in Python, all that is not where it belongs.
+  // Unusual cases are left to the Python method `engine.read`.
   py::object unpack(const py::object& engine, const py::object& object) {
     if (!SavedTensorObject::is(object.ptr())) return object;
     const SavedTensor& saved = SavedTensorObject::of(object.ptr());
@@ -110,9 +110,9 @@ class Store : public std::enable_shared_from_this<Store> {
     return storage.view_returned(saved.index);
   }
 
-  // Each of the following returns false, without any effect, if the Python method must do it.
-  // `in_python` returns the `ActivationStore`, for rare cases. It is not kept: the engine, of which
-  // it is a part, is freed with its last graph.
+  // Each of the following returns false, with no effect, if the Python method must do it.
+  // `in_python` returns the `ActivationStore`, for rare cases. No reference to it is kept: it is
+  // part of the engine, which is freed with its last graph.
 
   bool copy_out(Group& group, const py::object& kept, const py::object& numbers) {
     if (!can_move()) return false;
@@ -186,7 +186,7 @@ class Store : public std::enable_shared_from_this<Store> {
     }
   }
 
-  // The storage that is saved from the storage object at this address; null if there is none.
+  // Returns the saved storage for the StorageImpl at this address; null if there is none.
   std::shared_ptr<Storage> find(int64_t address) const {
     const auto known = context_->by_memory.find(reinterpret_cast<c10::StorageImpl*>(address));
     return known == context_->by_memory.end() ? nullptr : known->second->shared();
@@ -211,7 +211,7 @@ class Store : public std::enable_shared_from_this<Store> {
     return found == 1;
   }
 
-  // The index in the trace of the storage at this position; -1 if the trace does not have it.
+  // Returns the trace index of the storage at this position; -1 if it is not in the trace.
   static int64_t number_at(const py::object& numbers, size_t position) {
     if (numbers.is_none()) return -1;
     const auto tuple = py::reinterpret_borrow<py::tuple>(numbers);
@@ -224,7 +224,8 @@ class Store : public std::enable_shared_from_this<Store> {
     return total;
   }
 
-  // Allocate a host buffer for each storage; false, and none, if memory does not suffice for all.
+  // Allocates a host buffer for each storage. If host memory does not suffice for all, allocates
+  // none and returns false.
   static bool allocate(const std::vector<std::shared_ptr<Storage>>& storages,
                        const std::vector<int64_t>& planned) {
     try {
@@ -295,7 +296,7 @@ class Store : public std::enable_shared_from_this<Store> {
   }
 
   void start_copies_in(const std::vector<std::shared_ptr<Storage>>& storages) {
-    // Allocate all before any state changes: the device may be out of memory.
+    // Allocate everything before changing any state: the device may be out of memory.
     std::vector<Copy> copies;
     for (const auto& storage : storages) {
       c10::Storage memory = driver().allocate(storage->nbytes, storage->device());

@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-// Signals, and the waits made for them: `Waits` in copy_streams.py is the reference.
+// Signals, and the waits for them: `Waits` in copy_streams.py is the reference.
 
 #pragma once
 
@@ -10,10 +10,10 @@
 
 namespace slipstream {
 
-// A point in a stream that others can wait for.
+// A point in a stream that other streams can wait for.
 struct Signal {
   Event event;
-  // Never freed, so that copies of a signal need not count references.
+  // Never freed, so that copying a signal need not count references.
   PyObject* stream_id;
   int stream;
   int64_t position;
@@ -25,13 +25,13 @@ class Waits {
   explicit Waits(const py::object& backend) : driver(make_driver(backend)) {}
 
   std::unique_ptr<Driver> driver;
-  // The graph that is being captured; 0 is none.
+  // The graph being captured; 0 if none.
   int64_t graph = 0;
   bool is_timed = false;
-  // The edge that mutation tests omit.
+  // The edge that mutation tests leave out.
   static inline std::string skipped_edge;
 
-  // Nothing needs the Python path: no times are taken, and nothing is captured.
+  // Whether nothing needs the Python path: no timing and no graph capture.
   bool is_plain() const { return graph == 0 && !is_timed; }
 
   Signal record(int stream) { return signal(driver->record(stream), stream); }
@@ -40,7 +40,7 @@ class Waits {
     return {std::move(event), driver->stream(stream).id.ptr(), stream, next_position_++, graph};
   }
 
-  // Whether `stream` must wait for `signal`; if so, the wait is noted.
+  // Returns whether `stream` must wait for `signal`; if so, records the wait.
   bool is_due(int stream, const Signal& signal) {
     if (signal.graph != graph) return false;
     const size_t pair = static_cast<size_t>(stream) * kMaxStreams + signal.stream;
@@ -56,7 +56,7 @@ class Waits {
     if (is_due(stream, signal)) driver->wait(stream, signal.event);
   }
 
-  // Keeps the signals of `signals` that cover all others.
+  // Adds `signal`, keeping only the latest signal of each stream and graph.
   static void add_latest(std::vector<Signal>& latest, const Signal& signal) {
     for (auto& known : latest) {
       if (known.stream == signal.stream && known.graph == signal.graph) {
@@ -73,7 +73,8 @@ class Waits {
   static constexpr int kMaxStreams = 64;
 
   int64_t next_position_ = 1;
-  // By waiter and signalling stream: [Note: A wait covers what came before].
+  // The latest position waited for, by waiting and signaling stream: [Note: A wait covers what came
+  // before].
   std::vector<int64_t> waited_;
 };
 
