@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Slipstream: activations leave the GPU on side streams and return before backward needs them.
+"""Slipstream: activations are offloaded on side streams and reloaded before backward needs them.
 
 The public interface. Names load on first use, so that ``import megatron.slipstream`` needs neither
 torch nor megatron-core.

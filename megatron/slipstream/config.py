@@ -98,7 +98,7 @@ class OffloadConfig:
 
     @classmethod
     def of(cls, args: Any) -> OffloadConfig:
-        """The settings from parsed arguments, or another object with all of them as attributes."""
+        """Read the settings from parsed arguments or any object with them as attributes."""
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
     @property
@@ -110,7 +110,7 @@ class OffloadConfig:
 
 @cache
 def _type_checks() -> dict[str, Any]:
-    """Type checks of the settings; those with a fixed set of values are checked by their rules."""
+    """Return the settings' type checks; rules check those with a fixed set of values."""
     # Created on first use: it takes tens of milliseconds.
     from pydantic import TypeAdapter
 
@@ -129,7 +129,7 @@ def _check_types(config: OffloadConfig) -> None:
 
 
 def check_type(name: str, value: object, expected: type) -> None:
-    """Check the type of an argument as those of settings are checked.
+    """Check the type of an argument in the same way as settings.
 
     Args:
         name: Name of the argument.

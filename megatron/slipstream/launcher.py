@@ -98,10 +98,10 @@ _places = itertools.count(997 * os.getpid())
 
 
 def free_port() -> int:
-    """Return a free rendezvous port that other processes are unlikely to take before rank 0 does.
+    """Return a free rendezvous port that other processes are unlikely to take before rank 0 binds.
 
     It is outside the ephemeral range, from which gloo takes dozens of ports at a time, and each
-    process starts its search at another port.
+    process starts its search at a different port.
     """
     while True:
         port = FIRST_PORT + next(_places) % NUM_PORTS

@@ -43,12 +43,12 @@ def _modules(facts: Any) -> set[str]:
 
 
 def _graph_impl(facts: Any) -> str:
-    """megatron-core's implementation of CUDA graphs; 'none' also where it has no such option."""
+    """Return megatron-core's CUDA graph implementation; 'none' also if it has no such option."""
     return str(getattr(facts, "cuda_graph_impl", None) or "none")
 
 
 def graphed_modules(facts: Any) -> frozenset[str]:
-    """Names of the parts of each layer that CUDA graphs capture; empty is the whole layer.
+    """Return the parts of each layer that CUDA graphs capture; empty means the whole layer.
 
     Args:
         facts: Has megatron-core's option names; up to 0.17 this one is ``cuda_graph_scope``.
@@ -67,10 +67,10 @@ def moves_in_layer_graphs(facts: Any) -> bool:
 
 
 def modules_at_the_edge_of_graphs(facts: Any) -> list[str]:
-    """The ``offload_modules`` whose tensors are inputs or outputs of graphs in some layers.
+    """Return the ``offload_modules`` whose tensors are graph inputs or outputs in some layers.
 
-    They stay there: inputs and outputs of a graph are static memory that it keeps, so moving them
-    frees nothing.
+    They stay there: a graph keeps its inputs and outputs in static memory, so moving them frees
+    nothing.
     """
     if not moves_in_layer_graphs(facts):
         return []
@@ -79,7 +79,7 @@ def modules_at_the_edge_of_graphs(facts: Any) -> list[str]:
     if not captured or "attn" in captured:
         at_the_edge.add("attn_norm")  # saves the layer's input
     if "moe_router" in captured or len(captured & {"attn", "mlp"}) == 1:
-        at_the_edge.add("mlp_norm")  # saves what attention's graph gives to the next part
+        at_the_edge.add("mlp_norm")  # saves the output of attention's graph
     return [name for name in facts.offload_modules if name in at_the_edge]
 
 
@@ -238,7 +238,7 @@ def check_model_options(facts: Any) -> list[Finding]:
     return unknown + check_rules(MODEL_RULES, facts)
 
 
-# Other findings about the flags of a training; see integration/checks.py.
+# Other findings about training flags: see integration/checks.py.
 
 STAYS = Rule(
     "stays-on-the-device",

@@ -45,7 +45,7 @@ class _Silences:
 
 
 def silence_if_asked() -> None:
-    """Silence all of these if ``./run`` asks for it; call before torch is imported."""
+    """Silence these messages if ``./run`` asks for it; call before torch is imported."""
     if os.environ.get(VARIABLE) != "0":
         return
     for name, beginning in NOTICES.items():

@@ -104,7 +104,7 @@ TOO_OLD_FOR_PACKS = Rule(
 
 
 def check_process(facts: Facts, offloading: bool) -> list[Finding]:
-    """Findings about the process.
+    """Check the process.
 
     Args:
         facts: From :func:`collect`.
@@ -122,7 +122,7 @@ def check_transformer_engine(facts: Facts) -> list[Finding]:
 
 
 def check_switch(facts: Facts) -> list[Finding]:
-    """Check the value of the switch that Transformer Engine has read."""
+    """Check the value of the switch that Transformer Engine read."""
     if facts.te_offload_v1 is not False:
         return []
     value = facts.te_offload_v1_environment
@@ -131,7 +131,7 @@ def check_switch(facts: Facts) -> list[Finding]:
 
 
 def check_graphs(facts: Facts) -> list[Finding]:
-    """Findings about moving activations inside Transformer Engine's CUDA graphs.
+    """Check package versions for moving activations inside Transformer Engine's CUDA graphs.
 
     Args:
         facts: From :func:`collect`.
@@ -152,7 +152,7 @@ def check_graphs(facts: Facts) -> list[Finding]:
 
 
 def check_packed_graphs(facts: Facts) -> list[Finding]:
-    """Findings about packed sequences inside Transformer Engine's CUDA graphs.
+    """Check package versions for packed sequences inside Transformer Engine's CUDA graphs.
 
     Args:
         facts: From :func:`collect`.
@@ -202,7 +202,7 @@ RULES = (
 
 
 def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding]:
-    """Findings about a tokenised dataset ``<prefix>.bin`` and ``<prefix>.idx``.
+    """Check a tokenised dataset ``<prefix>.bin`` and ``<prefix>.idx``.
 
     Reads the index's header, its last sequence, and the first 64 MiB of tokens. Prefixes in object
     storage ('s3://...') are not checked.
@@ -233,7 +233,7 @@ def check_dataset(prefix: str, vocab_size: Optional[int] = None) -> list[Finding
 
 
 def _largest_token(index: Path, tokens: Path) -> int:
-    """The largest token in the part that is scanned."""
+    """Return the largest token in the part that is scanned."""
     import numpy
 
     with index.open("rb") as stream:
@@ -295,7 +295,7 @@ def _describe(error: Exception) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Whether ``module`` exists, without importing it (only the packages that contain it)."""
+    """Return whether ``module`` exists, importing only the packages that contain it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -305,7 +305,7 @@ def is_installed(module: str) -> bool:
 
 
 def installed_version(distribution: str) -> Optional[str]:
-    """The version of an installed distribution; None if there is none."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -317,10 +317,10 @@ HOST_MEMORY_SHARE = 0.8
 
 
 def default_host_memory_limit_bytes(root: Path = Path("/")) -> Optional[int]:
-    """The share of this process in the node's available memory, in bytes; None if that is unknown.
+    """Return this process's share of the node's available memory, in bytes; None if unknown.
 
     Args:
-        root: Where /proc and /sys are found.
+        root: Folder that contains /proc and /sys.
 
     Raises:
         ValueError: The launcher's number of processes on this node is invalid.
@@ -332,15 +332,15 @@ def default_host_memory_limit_bytes(root: Path = Path("/")) -> Optional[int]:
 
 
 def host_memory_share_bytes(available_bytes: int, num_processes: int) -> int:
-    """Bytes that each of a node's processes may pin by default."""
+    """Return the bytes that each of a node's processes may pin by default."""
     return int(available_bytes * HOST_MEMORY_SHARE) // max(1, num_processes)
 
 
 def available_memory_bytes(root: Path = Path("/")) -> Optional[int]:
-    """Host memory that this process can still allocate, in bytes; None if unknown.
+    """Return the host memory that this process can still allocate, in bytes; None if unknown.
 
-    The minimum of the kernel's estimate for the machine and the remainder of each control group's
-    limit (a container's). File caches that a group can drop do not count as used, as in the
+    It is the minimum of the kernel's estimate for the machine and the remainder of each control
+    group's limit (a container's). File caches that a group can drop do not count as used, as in the
     kernel's estimate.
 
     Args:
@@ -380,11 +380,11 @@ class ControlGroup(NamedTuple):
     version: int
     limit_bytes: int
     left_bytes: int
-    """Of the limit, what is not used, or used for file caches that can be dropped."""
+    """Part of the limit that is unused, or used for file caches that can be dropped."""
 
 
 def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """Return the control groups whose memory limits apply to this process.
+    """Yield the control groups whose memory limits apply to this process.
 
     Args:
         root: Folder that contains /proc and /sys.
@@ -395,8 +395,8 @@ def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
             continue
         version = 1 if controllers else 2
         mount = root / _CONTROLLERS[version].mount
-        # Limits of all parent groups apply, too. Inside a container the path may be one that only
-        # exists on the host; then the mount point is the container's own group.
+        # Limits of all parent groups apply too. Inside a container the path may exist only on the
+        # host; then the mount point is the container's own group.
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):
             found = _control_group(folder, version)
@@ -420,7 +420,7 @@ def _control_group(folder: Path, version: int) -> Optional[ControlGroup]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file; none if it cannot be read."""
+    """Return the lines of a file; none if it cannot be read."""
     try:
         # Names of control groups may have any encoding.
         return path.read_text(encoding="utf-8", errors="replace").splitlines()

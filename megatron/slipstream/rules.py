@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""One type for requirements and one for findings about them, for the whole package.
+"""Types for requirements and for findings about them, for the whole package.
 
 Functions named ``check_...`` return a list of :class:`Finding` instead of raising.
 :func:`require` turns their errors into one ``ValueError``; ``slipstream doctor`` shows them all.
@@ -31,7 +31,7 @@ class Finding(NamedTuple):
     message: str
     """The fault and its reason."""
     cure: str = ""
-    """The cure; empty where none is needed."""
+    """The cure; empty if none is needed."""
     rule: str = ""
     """Name of the :class:`Rule`."""
 
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def always(_: Any) -> bool:
-    """Always true, for a rule that does not depend on other options."""
+    """Return True, for a rule that does not depend on other options."""
     return True
 
 
@@ -51,30 +51,29 @@ def _never(_: Any) -> bool:
 
 
 class Rule(NamedTuple):
-    """One requirement: where ``when`` holds, ``requires`` must hold too.
+    """One requirement: if ``when`` holds, ``requires`` must hold too.
 
-    Without both, it holds only the text of a check that other code makes.
+    Without both, it is only the text of a check that other code makes.
     """
 
     name: str
     """The option; for other rules a name that is stable when the wording changes."""
     severity: Severity
     message: str
-    """Like ``cure`` a format string, for a rule of options over the attributes of what is
-    checked."""
+    """Like ``cure``, a format string; for option rules, over the checked object's attributes."""
     cure: str
     when: Predicate = always
     requires: Predicate = _never
 
     def found(self, **values: object) -> Finding:
-        """The finding, with its values filled in."""
+        """Return the finding, with its values filled in."""
         return Finding(
             self.severity, self.message.format(**values), self.cure.format(**values), self.name
         )
 
 
 def option_rule(option: str, when: Predicate, requires: Predicate, message: str, cure: str) -> Rule:
-    """The rule for an option without which training would fail."""
+    """Return the rule for an option without which training would fail."""
     return Rule(option, "error", message, cure, when, requires)
 
 
@@ -86,12 +85,12 @@ def unsupported(
     cure: str,
     accepts: Optional[Predicate] = None,
 ) -> Rule:
-    """Return the rule that ``option`` is not supported ``where`` something else is given.
+    """Return the rule that ``option`` is not supported under a condition.
 
     Args:
-        where: With or without it, in words: a format string.
-        when: Whether that applies.
-        option: Its name.
+        where: The condition in words, such as 'with x=1': a format string.
+        when: Whether the condition holds.
+        option: The option's name.
         because: The reason.
         cure: What to set.
         accepts: Whether the checked object's value is supported; None: only if it is off.
@@ -106,14 +105,14 @@ def unsupported(
 
 
 def is_one_of(option: str, values: Collection[Any]) -> Predicate:
-    """Return the rule that ``option`` has one of these values."""
+    """Return a predicate for whether ``option`` has one of these values."""
     return lambda facts: getattr(facts, option) in values
 
 
 def facts_of(
     args: Any, rules: Iterable[Rule], others: Iterable[str], defaults: Mapping[str, Any]
 ) -> SimpleNamespace:
-    """Return ``args`` with all options that ``rules`` read, also those that a release lacks.
+    """Return ``args`` with all options that ``rules`` read, even those that a release lacks.
 
     Args:
         args: An object with options as attributes.

@@ -14,7 +14,7 @@ A graph joins its copies to its end (edge E9 of ``copy_streams``), so work after
 would wait for the last copies out, which nothing in the graph hides any more. So the graph is
 replayed on a stream of its slot's memory. It records an event when only copies are left: the tail.
 The current stream waits for that event only, and output layer, loss, or the next micro-batch's
-forward run beside the tail. What they have in common with it:
+forward run beside the tail. What they share with it:
 
 - The slot's pool: the tail reads saved activations, and may write reloaded ones. Outside, only the
   output is read, which no copy writes. The backward graph reuses this memory and reads what was
@@ -27,7 +27,7 @@ forward run beside the tail. What they have in common with it:
 - Host memory is unpinned, and static inputs are freed, when the host has waited for the tail.
 - Other slots have other pools and other host memory. Their graphs follow the event, and what all
   graphs share is used by computation only: parameters, main gradients, workspaces, the state of
-  random numbers.
+  random number generators.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Graph(abc.ABC):
 
     @abc.abstractmethod
     def replay(self) -> None:
-        """Run it on the current stream, without waiting for it."""
+        """Launch it on the current stream, without waiting for it."""
 
 
 class Tail:
@@ -105,10 +105,10 @@ class GraphBackend(abc.ABC):
 
     @abc.abstractmethod
     def new_pool(self) -> Any:
-        """A private memory pool for graphs that are replayed in the order of capture."""
+        """Return a private memory pool for graphs that are replayed in the order of capture."""
 
     def new_tail(self) -> Tail:
-        """The tail of the forward graphs of a new slot memory."""
+        """Return the tail of the forward graphs of a new slot memory."""
         return Tail()
 
     @abc.abstractmethod
@@ -124,11 +124,11 @@ class GraphBackend(abc.ABC):
 
     @abc.abstractmethod
     def free_bytes(self) -> Optional[int]:
-        """Device memory that graphs could still use; None if no limit is known."""
+        """Return the device memory that graphs could still use; None if no limit is known."""
 
     @abc.abstractmethod
     def held_bytes(self) -> int:
-        """Device memory that belongs to graphs."""
+        """Return the device memory that belongs to graphs."""
 
 
 class _CudaGraph(Graph):
@@ -143,9 +143,9 @@ class _CudaTail(Tail):
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._start = torch.cuda.Event()
-        """Recorded before each graph: creating an event takes the host longer."""
+        """Recorded before each graph; reused, as creating an event costs more host time."""
         self._results = torch.cuda.Event(external=True)
-        """Recorded inside of the graphs."""
+        """Recorded inside the graphs."""
         self._end: Optional[torch.cuda.Event] = None
         """Recorded after each graph; None before the first."""
 
@@ -156,7 +156,7 @@ class _CudaTail(Tail):
         current = torch.cuda.current_stream()
         self._start.record(current)
         self._stream.wait_event(self._start)
-        # Not torch.cuda.stream(), whose checks take the host as long as the events.
+        # Not torch.cuda.stream(), whose checks cost as much host time as the events.
         torch.cuda.set_stream(self._stream)
         try:
             graph.replay()
@@ -178,8 +178,8 @@ class CudaGraphs(GraphBackend):
     Args:
         generators: Returns the random number generators that captured work may use, in addition to
             the device's default one.
-        while_recording: Makes a context that is entered during each capture.
-        while_measuring: The same for the run before it. It keeps tensors that are exchanged point
+        while_recording: Returns a context that is entered during each capture.
+        while_measuring: The same for the measured run. It keeps tensors that are exchanged point
             to point: [Note: Exchanged tensors stay during capture].
     """
 
@@ -271,7 +271,7 @@ class CudaGraphs(GraphBackend):
 
 
 def graph_pool_bytes() -> int:
-    """Device memory of all CUDA graphs of the process; 0 without a GPU."""
+    """Return the device memory of all CUDA graphs of the process; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
     return sum(

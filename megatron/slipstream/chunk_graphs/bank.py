@@ -4,18 +4,18 @@
 
 The size is baked into a captured graph: the communicator, the steps of the exchange, the positions
 of rotary embeddings, the division of sequence offsets. So a bank has :class:`ChunkGraphs` for each
-size that a micro-batch may have, and selects by the micro-batch.
+size that a micro-batch may have, and selects them by the micro-batch's size.
 
 [Note: Sizes share slot memory]
-There are never more micro-batches in flight than slots, of any sizes. So each size has its graphs
-in every :class:`SlotMemory`. While a micro-batch uses one of them, the graphs of the other sizes
+Whatever their sizes, there are never more micro-batches in flight than slots. So every
+:class:`SlotMemory` holds graphs of each size. While a micro-batch uses one of them, the others
 there are idle: all share device memory, host memory and static inputs, and another size adds little
 more than the graphs themselves.
 
 [Note: All ranks capture together]
 A pass runs before it is captured, and ranks of a group wait for one another in it. So all sizes are
-captured between the same two iterations, on every rank, from the largest to the smallest: first
-passes of every size run, while graphs hold no memory yet, then every size is captured. After each
+captured between the same two iterations, on every rank, from the largest to the smallest: passes of
+every size run first, while graphs hold no memory yet; then every size is captured. After each
 step, and after each capture that is replayed for its times, the ranks exchange whether it
 succeeded. If it failed on any rank, all ranks delete their graphs and raise an error.
 
@@ -47,25 +47,25 @@ class CpSizes(Protocol):
         """All sizes that a micro-batch may have."""
 
     def size_of(self, arguments: Mapping[str, Any]) -> int:
-        """The size of a call.
+        """Return the size of a call.
 
         Raises:
-            ValueError: No size's graphs can run it.
+            ValueError: No size has graphs that can run it.
         """
 
     def arguments_of(self, arguments: Mapping[str, Any], size: int) -> Mapping[str, Any]:
-        """A call's arguments, converted to those of a call of another size."""
+        """Return a call's arguments, converted to those of a call of another size."""
 
     def agree(self, size: int, error: Optional[Exception]) -> None:
         """Wait until every rank has called this.
 
         Args:
             size: The size that was run or captured.
-            error: The reason why it failed; None if it succeeded.
+            error: Why it failed; None if it succeeded.
 
         Raises:
             Exception: ``error``, if there is one.
-            RuntimeError: Another rank has one.
+            RuntimeError: It failed on another rank.
         """
 
 
@@ -74,7 +74,7 @@ class GraphBank:
 
     Args:
         chunks: The chunk, for each size. They differ in name and offloading.
-        num_slots: The most micro-batches, of any sizes, that its schedule has in flight.
+        num_slots: Maximum number of micro-batches, of any sizes, in flight in its schedule.
         num_warmup_iterations: See :class:`ChunkGraphs`.
         backend: Captures the graphs.
         sizes: The sizes of micro-batches.
@@ -108,7 +108,7 @@ class GraphBank:
 
     @property
     def is_captured(self) -> bool:
-        """Whether there are graphs: of all sizes or of none."""
+        """Whether graphs exist, for all sizes or for none."""
         return self._largest.is_captured
 
     @property
@@ -118,7 +118,7 @@ class GraphBank:
 
     @property
     def figures(self) -> Mapping[int, CaptureFigures]:
-        """Figures of each size's last capture, from the largest, whose memory the others share.
+        """Figures of each size's last capture, largest first; the others share its memory.
 
         Empty before the first capture.
         """
@@ -128,8 +128,8 @@ class GraphBank:
         """Like :meth:`ChunkGraphs.begin_iteration`; a collective of all ranks when it captures.
 
         Raises:
-            ValueError: See there. No size has graphs then.
-            RuntimeError: See there; or another rank could not capture.
+            ValueError: See there. No size has graphs afterwards.
+            RuntimeError: See there; or the capture failed on another rank.
         """
         self._num_iterations += 1
         if self.is_captured:

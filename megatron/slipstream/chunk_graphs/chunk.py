@@ -37,7 +37,7 @@ class CaptureHooks(Protocol):
 
 
 class NoCaptureHooks:
-    """Hooks without any effect."""
+    """Hooks that do nothing."""
 
     leaves_copies = False
 

@@ -46,15 +46,15 @@ from megatron.slipstream.plan.render import format_bytes
 logger = logging.getLogger(__name__)
 
 NUM_TIMED_CAPTURES = 2
-"""Captures before the last one, from whose times the plan is made again: the first plan is made
-from eager passes, which may be several times as slow."""
+"""Timed captures before the final one. Each updates the plan, since the first plan is made from
+eager passes, which may be several times slower."""
 
 Together = Callable[[Callable[[], None]], None]
 """Runs a step that may fail, and raises on every rank if it fails on one."""
 
 
 def _alone(step: Callable[[], None]) -> None:
-    """For graphs of one size: a rank that fails ends the training."""
+    """Run a step for graphs of one size, where a failing rank ends the training."""
     step()
 
 
@@ -64,10 +64,10 @@ class CaptureFigures:
 
     num_slots: int
     predicted_slot_bytes: int
-    """Peak of device memory of one forward and backward pass, run before the capture."""
+    """Peak device memory of one forward and backward pass, run before the capture."""
     slot_bytes: int
-    """Device memory that the graphs hold, divided by the number of slots; without that of graphs
-    captured earlier in the same memory."""
+    """Device memory that the graphs hold, divided by the number of slots; excludes graphs captured
+    earlier in the same memory."""
     seconds: float
 
     def render(self) -> str:
@@ -94,9 +94,9 @@ class ChunkGraphs:
 
     Args:
         chunk: The chunk.
-        num_slots: The most micro-batches that its schedule has in flight.
+        num_slots: Maximum number of micro-batches in flight in its schedule.
         num_warmup_iterations: Number of eager iterations at the start, at least one: the last of
-            them gives the arguments of calls.
+            them provides the arguments of calls.
         backend: Captures the graphs.
     """
 
@@ -114,7 +114,7 @@ class ChunkGraphs:
         self._num_iterations = 0
         self._sample: Optional[torch.Tensor] = None
         self._arguments: Optional[StaticArguments] = None
-        """Arguments of a micro-batch that ran eagerly, with hidden states; None before it ran."""
+        """Arguments, other than hidden states, of an eager micro-batch; None before it ran."""
         self._fast_match: Optional[FastMatch] = None
         """Matches calls to replay."""
         self._slots: list[Slot] = []
@@ -128,7 +128,7 @@ class ChunkGraphs:
 
     @property
     def is_captured(self) -> bool:
-        """Whether there are graphs."""
+        """Whether graphs exist."""
         return bool(self._slots)
 
     def begin_iteration(self) -> None:
@@ -185,14 +185,14 @@ class ChunkGraphs:
         self._fast_match = None
 
     def __call__(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """One micro-batch's forward pass.
+        """Run one micro-batch's forward pass.
 
         Args:
             hidden: Float ``[s, b, h]``; gets a gradient.
             arguments: All other arguments of the chunk, by name.
 
         Returns:
-            Hidden states of the same shape, in their own memory.
+            Hidden states of the same shape, in newly allocated memory.
 
         Raises:
             ValueError: The graphs were captured with other arguments.
@@ -238,7 +238,7 @@ class ChunkGraphs:
         memories: Sequence[SlotMemory],
         together: Together = _alone,
     ) -> None:
-        """Run the passes to capture, and check that they fit; in a session of the backend.
+        """Run the passes to capture, and check that they fit; call in a session of the backend.
 
         Args:
             sample: Hidden states.
@@ -367,7 +367,7 @@ class ChunkGraphs:
         sample: torch.Tensor,
         together: Together,
     ) -> None:
-        """Capture the pass, and plan it again from its replays: [Note: Times of replays]."""
+        """Capture the pass and replan it from its replays: [Note: Times of replays]."""
         assert self._arguments is not None
         (memory,) = SlotMemory.of(self._backend, 1)
         slot = Slot(sample, self._arguments, memory)
@@ -421,7 +421,7 @@ class ChunkGraphs:
     def _match_call(
         self, hidden: torch.Tensor, arguments: Mapping[str, Any]
     ) -> Sequence[torch.Tensor]:
-        """The tensors of a call other than hidden states; raises if it differs from the capture."""
+        """Return a call's tensors except hidden states; raise if it differs from the capture."""
         assert self._arguments is not None
         assert self._fast_match is not None
         static = self._slots[0].hidden
@@ -470,7 +470,7 @@ class ChunkGraphs:
 def copy_of_call(
     name: str, hidden: torch.Tensor, arguments: Mapping[str, Any]
 ) -> tuple[torch.Tensor, StaticArguments]:
-    """Copies of a call's arguments: hidden states and the others.
+    """Copy a call's arguments: hidden states and the others.
 
     Args:
         name: The chunk's name, for messages.

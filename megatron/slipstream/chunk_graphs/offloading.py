@@ -5,18 +5,18 @@
 To the engine, a captured chunk is an iteration of one micro-batch and one chunk: its forward, then
 its backward pass. Before the capture such iterations run with a separate engine, which records,
 plans and times them like any other. Then each slot is captured with an engine that follows the last
-plan: copies run on side streams inside the graph, which joins them at its end (edge E9). What
-follows the forward graph waits for its computation only: [Note: The tail of a forward graph].
+plan: copies run on side streams inside the graph, which joins them at its end (edge E9). Work after
+the forward graph waits for its computation only: [Note: The tail of a forward graph].
 
 Every slot has its own engine, and every slot memory its own host memory: addresses are baked into a
 graph, and the micro-batches in flight use theirs at the same time.
 
 [Note: Times of replays]
-Eager passes say little about replays. Where the host limits them, a replay is several times as
-fast, and hides correspondingly fewer copies. Copies in graphs can also be slower: on an H100 with
-the driver's default of eight hardware queues they reach 48 GB/s to the host, in eager passes 55.
+Eager passes say little about replays. If they are launch-bound, a replay is several times as fast,
+and hides correspondingly fewer copies. Copies in graphs can also be slower: on an H100 with the
+driver's default of eight hardware queues they reach 48 GB/s to the host, versus 55 in eager passes.
 So a slot is captured and replayed before the others, with events at its marks and copies, and the
-plan is made again from these times, twice. All ranks do so, as graphs may contain collectives.
+plan is updated from these times, twice. All ranks do so, as graphs may contain collectives.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ NUM_UNTIMED_RUNS = 2
 NUM_TIMED_RUNS = 10
 NUM_RUNS_WITHOUT_REPLAYS = 24
 """Number of passes before the capture, the same on every rank, since ranks may communicate in them.
-One is recorded. Where the device takes times, memory and times of the others are read, and the plan
-is made again once; up to three times where replays are not timed afterwards."""
+One is recorded. If the backend records times, memory and times of the others are read, and the plan
+is updated once, or up to three times if replays are not timed afterwards."""
 
 
 class PlannedPass:
@@ -54,7 +54,7 @@ class PlannedPass:
     Args:
         engine: Records and plans it.
         run: Runs it as planned so far.
-        make_timed_slot: Makes the contexts for a timed capture of it, as planned.
+        make_timed_slot: Creates the contexts for a timed capture of it, as planned.
         times_replays: See :attr:`times_replays`.
     """
 
@@ -69,19 +69,19 @@ class PlannedPass:
         self.run = run
         self._make_timed_slot = make_timed_slot
         self.times_replays = times_replays
-        """Whether it is planned again from the times of replays."""
+        """Whether it is replanned from the times of replays."""
 
     def timed_slot(self, memory: SlotMemory) -> SlotOffloading:
-        """Contexts for the capture of one slot with events.
+        """Return contexts for the capture of one slot with events.
 
         Args:
             memory: The slot's memory.
         """
-        self._engine.store.close()  # Of both host pools only one is needed at a time.
+        self._engine.store.close()  # Only one of the two host pools is needed at a time.
         return self._make_timed_slot(self._engine.plan, memory)
 
     def plan_again(self, times: Sequence[Times]) -> None:
-        """Plan again from the times of the slot's replays."""
+        """Replan from the times of the slot's replays."""
         self._engine.plan_for_replays(times)
 
 
@@ -89,11 +89,11 @@ class ChunkOffloading:
     """Offloading inside the graphs of one chunk.
 
     Args:
-        make_engine: Makes a new engine.
-        begin_pass: Announces to an engine that a micro-batch enters the chunk, with the options of
-            the model's configuration.
-        marks_go_to: Returns a context in which the marks of layers go to an engine.
-        note_replayed: Called with what moves in replays when all slots are captured. Returns a
+        make_engine: Creates an engine.
+        begin_pass: Notifies an engine that a micro-batch enters the chunk, with the options of the
+            model's configuration.
+        marks_go_to: Returns a context in which the layers' marks go to an engine.
+        note_replayed: Called once all slots are captured, with what moves in replays. Returns a
             function that is called when the graphs are deleted.
     """
 
@@ -110,13 +110,13 @@ class ChunkOffloading:
         self._note_replayed = note_replayed
         self._plan: Optional[Plan] = None
         self._slots: list[SlotOffloading] = []
-        """Slots of a capture that has not ended."""
+        """Slots of the capture in progress."""
         self._forget_replayed: Optional[Callable[[], object]] = None
         """Undoes ``note_replayed``; None without graphs."""
         self.moved_bytes = 0
-        """Bytes that one replay of a slot's forward graph copies out."""
+        """Bytes that one replay of a slot's forward graph offloads."""
         self.host_bytes = 0
-        """Host memory of all slots, without that of graphs captured earlier in the same memory."""
+        """Host memory of all slots, excluding graphs captured earlier in the same memory."""
 
     @contextlib.contextmanager
     def planning(self, run: Callable[[], None], times_replays: bool) -> Iterator[PlannedPass]:
@@ -124,7 +124,7 @@ class ChunkOffloading:
 
         Args:
             run: A forward and backward pass of the chunk.
-            times_replays: Whether replays can be timed, to plan again.
+            times_replays: Whether replays can be timed, to replan from them.
 
         Yields:
             The planned pass.
@@ -152,7 +152,7 @@ class ChunkOffloading:
             engine.close()
 
     def make_slot(self, memory: SlotMemory) -> SlotOffloading:
-        """Contexts for the capture of one slot, as planned.
+        """Return contexts for the capture of one slot, as planned.
 
         Args:
             memory: The slot's memory.
@@ -190,11 +190,11 @@ class SlotOffloading:
 
     Args:
         engine: Serves this slot only.
-        plan: What it follows; None where nothing moves.
+        plan: The plan to follow; None if nothing moves.
         memory: The slot's memory, whose host memory is grown to the plan's size.
         begin_pass: See :class:`ChunkOffloading`.
         marks_go_to: See there.
-        is_timed: Whether each replay takes the times of its marks and copies.
+        is_timed: Whether each replay records the times of its marks and copies.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class SlotOffloading:
         self.modules: Mapping[str, ModuleCounters] = {}
         """The counters of the captured passes, by module name."""
         self.added_host_bytes = 0
-        """Bytes by which host memory has grown."""
+        """Bytes added to the host memory."""
         if plan is not None:
             self._memory = memory
             store = engine.store
@@ -244,7 +244,7 @@ class SlotOffloading:
             with self._marks_go_to(self._engine):
                 yield
             assert self._memory is not None
-            self._memory.tail.begin()  # First: to release a group waits for its copies.
+            self._memory.tail.begin()  # First: releasing a group waits for its copies.
             self._engine.release_all()
         finally:
             streams.end_graph()
@@ -267,7 +267,7 @@ class SlotOffloading:
             self._engine.forget_pass()
 
     def read_times(self) -> Optional[Times]:
-        """The times of the last replay, which has ended; None without any."""
+        """Return the times of the last replay, which has ended; None if there are none."""
         return self._clock.read() if self._clock is not None else None
 
     def close(self) -> None:
@@ -292,7 +292,7 @@ class SlotOffloading:
 def share_of_host_memory(
     limit_bytes: Optional[int], held_bytes: int, num_slots: int
 ) -> Optional[int]:
-    """Host memory that one pass may use, so that all slots together stay within a limit.
+    """Return the host memory that one pass may use for all slots together to stay within a limit.
 
     Args:
         limit_bytes: The limit of the process; None for no limit.
@@ -314,6 +314,6 @@ def _hold(pool: HostPool, plan: Plan) -> int:
     sizes = [size_class_bytes(storage.nbytes) for storage in plan.storages]
     needed = sum(sizes) + int(SLACK * sum(sizes))
     if needed > before:
-        # A buffer lies in one slab, and the end of the first may be too short for the largest one.
+        # A buffer lies in one slab, and the end of the first may be too short for the largest.
         pool.reserve(needed - before + (max(sizes) if before else 0))
     return pool.allocated_bytes - before

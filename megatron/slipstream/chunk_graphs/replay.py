@@ -49,7 +49,7 @@ class Slot:
         return self.memory.pool
 
     def feed(self, hidden: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy a call's tensors to the static inputs of the graphs, where autograd is off."""
+        """Copy a call's tensors to the graphs' static inputs; call with autograd off."""
         self.hidden.copy_(hidden)
         self._inputs.renew(tensors)
 
@@ -72,7 +72,7 @@ class SlotAllocation:
     def __init__(self, slot: Slot) -> None:
         self._slot: Optional[Slot] = slot
         slot.memory.is_free = False
-        slot.memory.tail.wait()  # Of a micro-batch whose backward never ran.
+        slot.memory.tail.wait()  # Left by a micro-batch whose backward never ran.
 
     @property
     def slot(self) -> Slot:

@@ -43,7 +43,7 @@ class StaticInputs:
         self._statics = tuple(statics)
 
     def renew(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy a call's tensors, except those that are there already; without autograd.
+        """Copy a call's tensors, except those already copied; call with autograd off.
 
         Small tensors are copied by one operation: packed sequences have offsets and masks of a few
         thousand bytes, and each launch costs as much as that of a large copy.
@@ -69,7 +69,7 @@ class StaticInputs:
 
 
 def _as_words(tensor: torch.Tensor) -> Any:
-    """The memory of a tensor as int32; None if it is not contiguous, or not in whole words."""
+    """Return a view of a tensor as int32; None if it is not contiguous, or not in whole words."""
     if not tensor.is_contiguous():
         return None
     if tensor.dtype == torch.int32:
@@ -85,7 +85,7 @@ class SlotMemory:
 
     Args:
         pool: Device memory of the graphs.
-        tail: Of the forward graphs.
+        tail: Tail of the forward graphs.
     """
 
     def __init__(self, pool: Any, tail: Tail) -> None:
@@ -100,11 +100,11 @@ class SlotMemory:
 
     @classmethod
     def of(cls, backend: GraphBackend, count: int) -> list[SlotMemory]:
-        """``count`` new memories for graphs of this backend."""
+        """Create ``count`` memories for graphs of this backend."""
         return [cls(backend.new_pool(), backend.new_tail()) for _ in range(count)]
 
     def share_host_pool(self, backend: Backend) -> HostPool:
-        """The host memory, shared with one more slot."""
+        """Return the host memory, shared with one more slot."""
         if self.host_pool is None:
             self.host_pool = HostPool(backend, 0)
         self._num_host_users += 1
@@ -118,7 +118,7 @@ class SlotMemory:
             self.host_pool = None
 
     def static(self, name: str, like: torch.Tensor) -> Static:
-        """The static input of that name; graphs with equal inputs share it.
+        """Return the static input of that name; graphs with equal inputs share it.
 
         Args:
             name: Name of the argument.

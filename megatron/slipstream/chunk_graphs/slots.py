@@ -8,7 +8,7 @@ slots as the pipeline schedule has micro-batches between the two at once. That d
 pipeline and hardly on the number of micro-batches of an iteration: with enough slots for the worst
 number, every number replays without a new capture.
 
-This module does not know megatron-core. Schedules are passed as :class:`ScheduleFunctions`
+This module does not depend on megatron-core. Schedules are passed as :class:`ScheduleFunctions`
 (``integration/schedules.py`` binds megatron-core's own), and the resulting order is replayed.
 """
 
@@ -75,7 +75,7 @@ class PipelineLayout:
 
     @property
     def group(self) -> int:
-        """``group_size`` with its default."""
+        """``group_size``, or its default if None."""
         return self.pp_size if self.group_size is None else self.group_size
 
     def takes(self, num_micro_batches: int) -> bool:
@@ -90,7 +90,7 @@ class ScheduleFunctions(NamedTuple):
     """Functions that decide the order of a rank's passes."""
 
     num_warmup: Callable[[PipelineLayout, int], int]
-    """Number of forward passes before the first backward pass, given that of micro-batches."""
+    """Forward passes before the first backward pass, given the number of micro-batches."""
     table: Callable[[PipelineLayout, int], Sequence[tuple[int, int]]]
     """Micro-batch and model chunk of each forward pass in order, given the number of
     micro-batches. Backward passes follow the same table with the chunks in reverse."""
@@ -102,7 +102,7 @@ def passes(
     """Yield a rank's passes of one training iteration in order.
 
     Raises:
-        ValueError: Megatron's schedule refuses this number of micro-batches.
+        ValueError: Megatron's schedule does not support this number of micro-batches.
     """
     if not layout.takes(num_micro_batches):
         raise ValueError(
@@ -125,7 +125,7 @@ def passes(
 
 
 def most_in_flight(schedule: Iterable[Pass], num_chunks: int) -> tuple[int, ...]:
-    """For each chunk, the most micro-batches between forward and backward at the same time.
+    """Return, for each chunk, the most micro-batches between forward and backward at once.
 
     Args:
         schedule: Passes in order.
@@ -148,7 +148,7 @@ def most_in_flight(schedule: Iterable[Pass], num_chunks: int) -> tuple[int, ...]
 
 
 def slots_per_chunk(layout: PipelineLayout, functions: ScheduleFunctions) -> tuple[int, ...]:
-    """For each chunk of a rank, the number of slots that suffices for any number of micro-batches.
+    """Return, for each chunk of a rank, the slots that suffice for any number of micro-batches.
 
     Args:
         layout: The rank's layout. Every rank can compute every other rank's slots, so ranks agree
@@ -164,7 +164,7 @@ def slots_per_chunk(layout: PipelineLayout, functions: ScheduleFunctions) -> tup
 
 
 def _decisive_counts(layout: PipelineLayout) -> Iterator[int]:
-    """Numbers of micro-batches that include the worst case of every chunk.
+    """Yield numbers of micro-batches that include the worst case of every chunk.
 
     The number in flight depends on a window of the table as long as the warm-up, and the table
     repeats with every full group; only its last group may be smaller. The warm-up, at most

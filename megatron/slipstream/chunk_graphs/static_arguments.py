@@ -28,7 +28,7 @@ class TensorFacts(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorFacts:
-        """The properties of a tensor."""
+        """Return the properties of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class StaticArguments:
 
     @classmethod
     def flatten(cls, arguments: Mapping[str, Any]) -> StaticArguments:
-        """Extract the tensors of arguments, also from tuples, lists, dictionaries and data classes.
+        """Extract tensors, including those in tuples, lists, dictionaries and data classes.
 
         Args:
             arguments: The arguments by name.
@@ -85,7 +85,7 @@ class StaticArguments:
         return cls(tuple(tensors), rest)
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """The arguments with other tensors instead of the call's own.
+        """Return the arguments with other tensors in place of the call's own.
 
         Args:
             tensors: As many tensors as :attr:`tensors`.
@@ -93,7 +93,7 @@ class StaticArguments:
         return {name: _with_tensors(value, tensors) for name, value in self.rest.items()}
 
     def differences(self, call: StaticArguments) -> list[str]:
-        """The differences of a later call in values that a graph bakes in; empty if none.
+        """Return a later call's differences in values that a graph bakes in; empty if none.
 
         Args:
             call: The later call.
@@ -144,7 +144,7 @@ class FastMatch:
                 self._instances.append((place, fields))
                 values += value.fields.values()
         self._kinds = tuple(_kind(value) for value in values)
-        first: dict[int, int] = {}  # of each tensor, the place among the values
+        first: dict[int, int] = {}  # first place of each tensor among the values
         repeated: list[tuple[int, int]] = []
         constants: list[int] = []
         for place, value in enumerate(values):
@@ -168,10 +168,10 @@ class FastMatch:
             if self._facts[one] == self._facts[other]
         ]
         self._different = _pairs(alike)
-        """Pairs of different tensors that could be one tensor by their properties."""
+        """Pairs of different tensors with equal properties."""
 
     def tensors(self, arguments: Mapping[str, Any]) -> Optional[Sequence[torch.Tensor]]:
-        """The tensors of a call that matches, as :attr:`StaticArguments.tensors`.
+        """Return the tensors of a matching call, like :attr:`StaticArguments.tensors`.
 
         Args:
             arguments: The call's arguments by name.
@@ -211,7 +211,7 @@ _tensor_facts = operator.attrgetter("shape", "dtype", "device")
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
-    """The :class:`TensorFacts` of each tensor as plain tuples, which are faster to create."""
+    """Return each tensor's :class:`TensorFacts` as a plain tuple, which is faster to create."""
     return list(map(_tensor_facts, tensors))
 
 
@@ -224,11 +224,11 @@ def _kind(value: Any) -> type:
 def _getter(
     make: Callable[..., Callable[[Any], Any]], keys: Sequence[Any]
 ) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that returns a tuple of some items or attributes of an object.
+    """Return a function that gets some items or attributes of an object as a tuple.
 
     Args:
         make: ``operator.itemgetter`` or ``operator.attrgetter``.
-        keys: Of the items or attributes.
+        keys: Keys of the items, or names of the attributes.
     """
     if len(keys) > 1:
         return make(*keys)
@@ -239,7 +239,7 @@ def _getter(
 def _pairs(
     places: Sequence[tuple[int, int]],
 ) -> tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any], tuple[Any, ...]]]:
-    """Functions that return the first, and the second values of pairs."""
+    """Return functions that get the first and the second values of pairs."""
     first, second = [one for one, _ in places], [other for _, other in places]
     return _getter(operator.itemgetter, first), _getter(operator.itemgetter, second)
 
@@ -294,7 +294,7 @@ def _with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _paths(value: Any, name: str) -> Iterator[tuple[int, str]]:
-    """The index and the path of each tensor."""
+    """Yield the index and the path of each tensor."""
     if isinstance(value, _TensorIndex):
         yield value.index, name
     elif isinstance(value, _Instance):

@@ -4,7 +4,7 @@
 
 Samples are numbered as megatron's sampler assigns them: data-parallel rank r of d has, as its m-th
 micro-batch, sample ``m * d + r``. With a static context-parallel size above 1 its ranks request the
-same sample, and each takes another part of it. So the parts of a micro-batch, counted over all
+same sample, and each takes a different part of it. So the parts of a micro-batch, counted over all
 data- and context-parallel ranks, are consecutive: its *slots*. A group has as many consecutive
 slots as ranks.
 """
@@ -70,7 +70,7 @@ class GroupPlan(PackingPlan):
         return (group.pack for group in self.groups(pieces))
 
     def groups(self, pieces: Iterable[Piece]) -> Iterator[Group]:
-        """The stream's pieces in groups, in the order of their slots."""
+        """Yield the stream's pieces in groups, in the order of their slots."""
         for batch in batches(
             pieces, self.ranks, self.cost_model, self.packs_per_batch, self.look_ahead
         ):
@@ -80,7 +80,7 @@ class GroupPlan(PackingPlan):
 def group_plan(
     ranks: RankLimits, cost_model: CostModel, num_micro_batches: int, seed: int
 ) -> GroupPlan:
-    """A plan for global batches of ``num_micro_batches`` micro-batches.
+    """Return a plan for global batches of ``num_micro_batches`` micro-batches.
 
     Args:
         ranks: The ranks that share micro-batches.
@@ -113,11 +113,11 @@ class GroupIndex:
 
     @cached_property
     def _ends(self) -> NDArray[np.int64]:
-        """The slot after each group's last."""
+        """The slot after the last one of each group."""
         return np.cumsum(self.sizes, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Number of slots."""
+        """Return the number of slots."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, slot: int) -> Share:
@@ -128,12 +128,12 @@ class GroupIndex:
         return Share(size, slot - (end - size), self.packs[number])
 
     def filling(self, ranks: RankLimits) -> float:
-        """The fraction of all buffers that documents fill, 0 to 1."""
+        """Return the fraction of all buffers that documents fill, 0 to 1."""
         num_tokens = int(self.packs.pieces[:, 2].sum(dtype=np.int64))
         return num_tokens / (len(self) * ranks.tokens_per_rank)
 
     def part_with(self, size: int) -> float:
-        """The fraction of all slots that belong to groups of this size, 0 to 1."""
+        """Return the fraction of all slots that belong to groups of this size, 0 to 1."""
         return float(self.sizes[self.sizes == size].sum() / len(self))
 
 
@@ -182,7 +182,7 @@ def _packs(
 
 
 def load_group_index(folder: Path, name: str) -> Optional[GroupIndex]:
-    """The index that :func:`save_group_index` wrote; None if there is none of this format."""
+    """Load the index that :func:`save_group_index` wrote; None if there is none of this format."""
     packs = load_index(folder, name)
     return None if packs is None else GroupIndex(packs, np.load(_sizes_path(folder, name)))
 
@@ -235,7 +235,7 @@ class SharedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return len(self.index) // self.context_parallel_size
 
     def __getitem__(self, sample: Optional[int]) -> dict[str, torch.Tensor]:
-        """This rank's part of sample ``sample``; None gives padding, which completes a batch."""
+        """Return this rank's part of sample ``sample``; None gives padding, to fill a batch."""
         if sample is None:
             share = Share(self.ranks.sizes[0], 0, [])
         else:
@@ -250,7 +250,7 @@ class SharedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def shared_sample(
     texts: list[NDArray[Any]], share: Share, limits: PackLimits, masked_token: Optional[int] = None
 ) -> dict[str, torch.Tensor]:
-    """A rank's part of a group's pack, without the first dimension, which collating adds.
+    """Return a rank's part of a group's pack, without the first dimension, which collating adds.
 
     Args:
         texts: The tokens of the group's pieces; see
@@ -260,8 +260,8 @@ def shared_sample(
         masked_token: As in ``packed_sample``.
 
     Returns:
-        The tensors of ``packed_sample``, tokens divided (``[tokens_per_rank]``), offsets those of
-        the undivided sequences (``[max_sequences + 1]``); and :data:`SIZE_KEY` and
+        The tensors of ``packed_sample``, with the rank's tokens (``[tokens_per_rank]``) and the
+        offsets of the undivided sequences (``[max_sequences + 1]``), plus :data:`SIZE_KEY` and
         :data:`FINGERPRINT_KEY`.
     """
     whole = packed_sample(texts, limits, masked_token)

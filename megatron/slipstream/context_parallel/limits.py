@@ -27,7 +27,7 @@ class RankLimits:
         num_ranks: All data- and context-parallel ranks (megatron's data-parallel group with context
             parallelism). Groups are consecutive ranks of it.
         tokens_per_rank: Tokens of a rank's buffer, padding included.
-        max_sequences: The most pieces in a micro-batch of any size.
+        max_sequences: Maximum number of pieces in a micro-batch of any size.
         min_size: The smallest group.
         max_size: The largest group; None means the largest possible.
 
@@ -77,7 +77,7 @@ class RankLimits:
         return self.sizes[-1]
 
     def of(self, size: int) -> PackLimits:
-        """Limits of a micro-batch of a group of ``size`` ranks."""
+        """Return the limits of a micro-batch of a group of ``size`` ranks."""
         return PackLimits(
             max_tokens=size * self.tokens_per_rank,
             max_sequences=self.max_sequences,
@@ -85,7 +85,7 @@ class RankLimits:
         )
 
     def smallest_for(self, length: int) -> int:
-        """The smallest size whose buffer holds a piece of ``length`` tokens.
+        """Return the smallest size whose buffer holds a piece of ``length`` tokens.
 
         Raises:
             ValueError: No size is large enough.
@@ -102,7 +102,7 @@ class RankLimits:
 
 
 def _powers_of_two(num_ranks: int) -> tuple[int, ...]:
-    """The powers of two that divide the number of ranks: groups of such sizes fill all ranks."""
+    """Return the powers of two that divide the number of ranks: such groups fill all ranks."""
     return tuple(2**power for power in range(num_ranks.bit_length()) if num_ranks % 2**power == 0)
 
 
@@ -126,7 +126,7 @@ class CostModel:
     def of_layer(
         cls, num_weights: int, attention_width: int, exchange_percent: float = 0.5
     ) -> CostModel:
-        """The operations of one transformer layer.
+        """Return the cost of one transformer layer, in operations.
 
         Args:
             num_weights: Weights that each token is multiplied by; only active experts count.
@@ -144,7 +144,7 @@ class CostModel:
         )
 
     def per_rank(self, limits: RankLimits) -> Cost:
-        """The cost of one micro-batch for each of its ranks, times ``limits.largest``."""
+        """Return the function for a micro-batch's cost per rank, times ``limits.largest``."""
         scale, tokens = limits.largest, limits.tokens_per_rank
 
         def cost(size: int, squares: int) -> int:
@@ -156,7 +156,7 @@ class CostModel:
     def lower_bound(
         self, pieces: Iterable[Piece], limits: RankLimits, num_micro_batches: int
     ) -> int:
-        """A lower bound on the cost of schedules of these pieces, in the unit of :meth:`per_rank`.
+        """Return a lower bound on the cost of any schedule, in the unit of :meth:`per_rank`.
 
         It assumes that all ranks have equal attention and that no group larger than the smallest
         exchanges anything.

@@ -47,7 +47,7 @@ class LoadBalancing:
         """The costs and keys of the groups that may still change."""
 
     def run(self) -> list[OpenGroup]:
-        """Balance until no change helps or the gain is too small. Returns the groups."""
+        """Balance until no change helps or the gain is too small; return the groups."""
         num_ranks = sum(group.size for group in self.groups.values())
         total = sum(cost * self.groups[key].size for cost, key in self.order)
         enough = total // num_ranks
@@ -81,11 +81,11 @@ class LoadBalancing:
         return False
 
     def _give(self, heavy: OpenGroup, light: OpenGroup, piece: Piece, highest: int) -> bool:
-        """Move a piece if then both cost less than ``highest``."""
+        """Move a piece if both then cost less than ``highest``."""
         return _give(heavy, light, piece, lambda work: self.cost(light.size, work) < highest)
 
     def _widen(self, key: int, highest: int) -> bool:
-        """Double the group, by the ranks of the cheapest others and with their pieces."""
+        """Double the group, taking over the ranks and pieces of the cheapest others."""
         heavy = self.groups[key]
         size = 2 * heavy.size
         partners = self._partners(heavy.size)
@@ -110,7 +110,7 @@ class LoadBalancing:
         return True
 
     def _partners(self, size: int) -> list[int]:
-        """The cheapest group of ``size`` ranks, or the cheapest that have as many together."""
+        """Return the cheapest group of ``size`` ranks, or the cheapest with as many in total."""
         same = next((key for _, key in self.order if self.groups[key].size == size), None)
         if same is not None:
             return [same]
@@ -126,7 +126,7 @@ class LoadBalancing:
     def _outside(
         self, wide: OpenGroup, merged: set[int], highest: int
     ) -> Optional[dict[int, Pack]]:
-        """The groups that take the pieces for which ``wide`` has no room; None if they cannot.
+        """Return the groups that take the pieces ``wide`` has no room for; None if they cannot.
 
         Removes the pieces from ``wide``; the other groups are not changed.
         """

@@ -176,7 +176,7 @@ def _check_positions(facts: Any) -> list[Finding]:
 
 
 def rank_limits(args: Any) -> RankLimits:
-    """The ranks that share micro-batches, and the limits of each rank's buffer.
+    """Return the ranks that share micro-batches, and the limits of each rank's buffer.
 
     Args:
         args: Validated arguments, megatron's and ours.
@@ -195,10 +195,10 @@ def rank_limits(args: Any) -> RankLimits:
 
 
 def cost_model(args: Any) -> CostModel:
-    """Cost of the model's layers.
+    """Return the cost model of the model's layers.
 
     Args:
-        args: Validated arguments; the sizes of a layer are read.
+        args: Validated arguments, which give the sizes of a layer.
     """
     hidden = args.hidden_size
     heads = args.num_attention_heads
@@ -219,7 +219,7 @@ def cost_model(args: Any) -> CostModel:
 
 
 def _latent_projections(args: Any) -> int:
-    """Weights of multi-latent attention's projections in a layer."""
+    """Return the number of weights of a layer's multi-latent attention projections."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     query_size = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
     query = hidden * query_size

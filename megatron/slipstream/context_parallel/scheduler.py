@@ -75,7 +75,7 @@ class Share(NamedTuple):
 
 
 def share_of(micro_batch: MicroBatch, rank: int) -> Share:
-    """A rank's part of a micro-batch; ``rank`` counts all data- and context-parallel ranks."""
+    """Return a rank's part of a micro-batch; ``rank`` counts all data- and CP ranks."""
     first = 0
     for size, pack in micro_batch:
         if rank < first + size:
@@ -90,7 +90,7 @@ def schedule(
     cost_model: CostModel,
     num_micro_batches: Optional[int] = None,
 ) -> list[MicroBatch]:
-    """Micro-batches that hold each of the pieces once.
+    """Return micro-batches that hold each of the pieces once.
 
     Args:
         pieces: The pieces of one global batch, none longer than the largest group holds.
@@ -127,7 +127,7 @@ def batches(
     num_micro_batches: int,
     look_ahead: int = LOOK_AHEAD,
 ) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of one global batch after the other.
+    """Yield the micro-batches of one global batch after another.
 
     Each takes the oldest remaining pieces of the stream that fit. Pieces that do not fit wait at
     the head of the stream, so the oldest piece is always in the next batch.
@@ -136,7 +136,7 @@ def batches(
         pieces: The stream, no piece longer than the largest group holds. It may be endless.
         limits: Limits of each micro-batch.
         cost_model: The cost by which groups are balanced.
-        num_micro_batches: Number of micro-batches of every batch.
+        num_micro_batches: Number of micro-batches per batch.
         look_ahead: A batch is complete when this many pieces did not fit.
     """
     stream = _Stream(pieces)
@@ -160,7 +160,7 @@ def batches(
 
 
 def total_cost(micro_batches: Sequence[MicroBatch], cost: Cost) -> int:
-    """The sum of each micro-batch's cost for its most expensive ranks.
+    """Return the sum of each micro-batch's cost for its most expensive ranks.
 
     With expert parallelism or pipeline stages, this is the time of a batch; otherwise cheap ranks
     run ahead, and it takes less.
@@ -174,7 +174,7 @@ def total_cost(micro_batches: Sequence[MicroBatch], cost: Cost) -> int:
 
 
 def _fewest(pieces: Sequence[Piece], limits: RankLimits) -> int:
-    """A lower bound of the number of micro-batches, from the pieces and their tokens."""
+    """Return a lower bound on the number of micro-batches, from the pieces and their tokens."""
     num_tokens = sum(piece.length for piece in pieces)
     num_groups = limits.num_ranks // limits.sizes[0]
     by_tokens = -(-num_tokens // (limits.num_ranks * limits.tokens_per_rank))
@@ -279,7 +279,7 @@ def _best_fit(
     smallest: int,
     length: int,
 ) -> Optional[tuple[int, int]]:
-    """The group that a piece leaves the least room in: its size and its index among those."""
+    """Return the group that a piece leaves the least room in, as its size and its index there."""
     best: Optional[tuple[int, int, int]] = None
     for size, by_room in open_by_room.items():
         if size < smallest:

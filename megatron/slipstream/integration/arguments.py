@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The command line of the training script: megatron's flags and ours, and the one parser of them.
+"""The command line of the training script: one parser of megatron's flags and ours.
 
-:mod:`checks` has the checks of the arguments, :mod:`validation` the steps after parsing.
+:mod:`checks` checks the arguments, and :mod:`validation` does the steps after parsing.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     """Add only the engine's flags: an ``extra_args_provider`` for other scripts.
 
     Raises:
-        ValueError: The file of settings, whose values are the flags' defaults, cannot be used.
+        ValueError: The settings file, which sets the flags' defaults, cannot be used.
     """
     _add_group(parser, *_GROUPS[0])
     _default_to_file(parser)
@@ -149,25 +149,25 @@ def _add_group(parser: argparse.ArgumentParser, options: type, title: str) -> No
     # Megatron's factory needs types, but postponed annotations are strings.
     types = get_type_hints(options)
     for field in dataclasses.fields(options):
-        # It warns of a type that it cannot infer, although the field specifies how it is parsed.
+        # It warns about types it cannot infer, even if the field specifies how it is parsed.
         is_told = "type" in field.metadata.get("argparse_meta", {})
         field.type = str if is_told else types[field.name]
     ArgumentGroupFactory(options).build_group(parser, title)
 
 
 def _default_to_file(parser: argparse.ArgumentParser) -> None:
-    """The settings file applies where a flag is not given."""
+    """Use the values of the settings file as the flags' defaults."""
     parser.set_defaults(**dataclasses.asdict(config_from_environment()))
 
 
 def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
-    """Megatron's arguments with our fields, unchecked.
+    """Return megatron's arguments with our fields, unchecked.
 
     The CPU shims must be in place; see :func:`cpu_only.install_training_shims`.
 
     Args:
         argv: Flags without the program's name.
-        defaults: Flags that apply where ``argv`` does not give them.
+        defaults: Flags that apply if ``argv`` does not set them.
 
     Raises:
         ValueError: A flag is unknown, has an invalid value, or cannot be used with this parser.
@@ -183,7 +183,7 @@ def parse(argv: Sequence[str], defaults: Sequence[str] = ()) -> Any:
 
     with _process_arguments([*defaults, *argv]):
         args = megatron_arguments.parse_args(add_arguments)
-    # Megatron requires a module, even if only the inputs of checkpoints move.
+    # Megatron requires a module, even to offload only the inputs of checkpoints.
     if args.fine_grained_activation_offloading and args.offload_checkpoint_inputs:
         args.offload_modules = args.offload_modules or ["core_attn"]
     return args
@@ -198,7 +198,7 @@ def defaults_of_machine(argv: Sequence[str]) -> list[str]:
             return []
     else:
         needed, reason = _CPU_DEFAULTS, "no GPU found; running on the CPU"
-        # Megatron requires it with tensor parallelism, for the order of launches on a GPU.
+        # Megatron requires it with tensor parallelism, to order kernel launches on a GPU.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     added = [flag for flags in needed if flags[0] not in given for flag in flags]
     if added and rank() == 0:
@@ -208,7 +208,7 @@ def defaults_of_machine(argv: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _process_arguments(argv: Sequence[str]) -> Iterator[None]:
-    """Context with these words in ``sys.argv``, which megatron's parser always reads."""
+    """Context with these arguments in ``sys.argv``, which megatron's parser always reads."""
     before = sys.argv
     sys.argv = [before[0] if before else "pretrain_gpt.py", *argv]
     try:

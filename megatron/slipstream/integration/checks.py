@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Every check of a training's arguments, before megatron's own bare assertions.
+"""All checks of the training arguments, run before megatron's own bare assertions.
 
-One list: a training refuses the first error, ``slipstream doctor`` shows all of them, and
-``slipstream plan`` uses those of :func:`check_options`, which do not depend on the machine.
+Training stops at the first error, ``slipstream doctor`` shows all of them, and ``slipstream plan``
+uses those of :func:`check_options`, which do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from megatron.slipstream.rules import (
 )
 
 OptionCheck = Callable[[Any], list[Finding]]
-"""Of parsed arguments."""
+"""A check of parsed arguments."""
 
 
 def check_options(args: Any, argv: Sequence[str] = ()) -> list[Finding]:
-    """Findings about the parsed options, on any machine; ``argv`` are the flags they come from."""
+    """Return findings about parsed options, on any machine; ``argv`` are their flags."""
     findings = _of_all(OPTION_CHECKS, args)
     unused = unused_flags(args, argv)
     return findings + ([NO_EFFECT.found(names=", ".join(unused))] if unused else [])
 
 
 def check_run(args: Any) -> list[Finding]:
-    """Findings that prevent training here: devices, data, files."""
+    """Return findings that prevent training on this machine: devices, data, files."""
     return _of_all(RUN_CHECKS, args)
 
 
 def check_process(args: Any, facts: preflight.Facts) -> list[Finding]:
-    """Findings about this process that conflict with the options."""
+    """Return findings about this process that conflict with the options."""
     findings = preflight.check_process(facts, args.fine_grained_activation_offloading)
     return findings + (preflight.check_graphs(facts) if moves_in_layer_graphs(args) else [])
 
@@ -79,7 +79,7 @@ def _of_all(checks: Sequence[OptionCheck], args: Any) -> list[Finding]:
 
 
 def _check_model_options(args: Any) -> list[Finding]:
-    """Megatron's offloading options, under the names that ``TransformerConfig`` gives them."""
+    """Check megatron's offloading options, under their names in ``TransformerConfig``."""
     facts = SimpleNamespace(**{**defaults_of_later_options(), **vars(args)})
     facts.num_moe_experts = args.num_experts
     facts.cpu_offloading = args.cpu_offloading_num_layers > 0
@@ -111,14 +111,14 @@ OPTION_CHECKS: tuple[OptionCheck, ...] = (
     lambda args: check_chunk_graphs(args, torch.cuda.is_available()),
     _check_what_moves,
 )
-"""All checks, in the order in which training stops at them."""
+"""All checks of options, in the order in which training runs them."""
 
 
 def unused_flags(args: Any, argv: Sequence[str]) -> list[str]:
-    """Return options of an engine that is off, among those given as flags.
+    """Return the offloading options that are given as flags while offloading is off.
 
-    Not an error: comparing training with and without offloading leaves them in place. A settings
-    file is for all trainings, so its options do not count.
+    Not an error: users leave them in place to compare training with and without offloading. A
+    settings file applies to all runs, so its options do not count.
     """
     if args.fine_grained_activation_offloading:
         return []
@@ -128,7 +128,7 @@ def unused_flags(args: Any, argv: Sequence[str]) -> list[str]:
     return [name for name in options if "--" + name.replace("_", "-") in given]
 
 
-# The machine, the data and the files of a training
+# Machine, data and files
 
 
 def _offloads_without_gpu(facts: Any) -> bool:
@@ -136,12 +136,12 @@ def _offloads_without_gpu(facts: Any) -> bool:
 
 
 def _graphs_layers_without_gpu(facts: Any) -> bool:
-    # Their rules also refuse graphs of layers with packed sequences, with a GPU, too.
+    # With packed sequences, the packing rules check layer graphs, with or without a GPU.
     return not facts.has_gpu and facts.sequence_packing is None
 
 
 def _graphs_are_off(option: str, off: Any) -> Rule:
-    """Return the rule that without a GPU only graphs of whole chunks, emulated, are possible."""
+    """Return a rule against layer graphs without a GPU, where only chunk graphs are emulated."""
     return unsupported(
         "without a GPU",
         _graphs_layers_without_gpu,
@@ -225,7 +225,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
         "read",
         "leave --mock-data out, or --data-path",
     ),
-    # Without a GPU our own core attention takes packed sequences; see cpu_modules.py.
+    # Without a GPU, our own core attention supports packed sequences; see cpu_modules.py.
     unsupported(
         "with sequence_packing={sequence_packing} on a GPU",
         lambda f: f.has_gpu and f.sequence_packing is not None,
@@ -255,7 +255,7 @@ def _check_data(args: Any) -> list[Finding]:
         blends = dataset_prefixes(args)
     except ValueError as error:
         return [finding_of(error, "data_path")]
-    # The range of tokens is known here only for the tokenizer of preprocessed text.
+    # The range of token IDs is known here only for the tokenizer of preprocessed text.
     vocab_size = args.vocab_size if args.tokenizer_type == "NullTokenizer" else None
     findings = check_corpora(args, blends)
     for prefix in dict.fromkeys(itertools.chain.from_iterable(blends)):
@@ -264,10 +264,10 @@ def _check_data(args: Any) -> list[Finding]:
 
 
 def dataset_prefixes(args: Any) -> list[list[str]]:
-    """Return the path prefixes of the datasets that each set blends, without their weights.
+    """Return the path prefixes of the datasets that each split blends, without their weights.
 
     Raises:
-        ValueError: Neither data nor mock data was asked for, or the list of paths is unreadable.
+        ValueError: Neither data nor mock data was requested, or the list of paths is unreadable.
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""megatron-core's model chunks, replayed as CUDA graphs.
+"""Replays megatron-core's model chunks as CUDA graphs.
 
-The ``TransformerBlock`` of a chunk is captured, without embedding, output layer, multi-token
-prediction and loss. Its ``forward`` is replaced on the instance, and so is ``zero_grad_buffer`` of
-the data parallel wrapper around it, which a training loop calls when an iteration begins.
+Only the ``TransformerBlock`` of a chunk is captured, not the embedding, output layer, multi-token
+prediction or loss. Its ``forward`` is replaced on the instance, and so is ``zero_grad_buffer`` of
+the data-parallel wrapper around it, which the training loop calls at the start of an iteration.
 megatron-core's own graphs are off.
 """
 
@@ -60,7 +60,7 @@ from megatron.slipstream.rules import require
 logger = logging.getLogger(__name__)
 
 Replayed = Union[ChunkGraphs, GraphBank]
-"""The graphs of a model chunk: of one size, or of each."""
+"""The graphs of a model chunk: for one context-parallel size, or for each of several."""
 
 
 class _ReplayedChunk:
@@ -92,7 +92,7 @@ def prepare_arguments(args: Any) -> None:
 def change_model_config(
     model_config: Any, num_warmup_iterations: int, limits: Optional[RankLimits] = None
 ) -> None:
-    """Have :func:`replay_chunks` called for the model that ``megatron.training`` builds."""
+    """Register :func:`replay_chunks` to run on the model that ``megatron.training`` builds."""
 
     def replay(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         replay_chunks(chunks, num_warmup_iterations, limits=limits)
@@ -115,14 +115,14 @@ def replay_chunks(
         num_warmup_iterations: Iterations that run eagerly first.
         backend: Creates the graphs; None: CUDA graphs, or emulated ones without a GPU.
         limits: With dynamic context parallelism, the ranks that share micro-batches: a bank of
-            graphs for each size is created, which needs the process groups, a collective of all
-            ranks. None: micro-batches have one size.
+            graphs, one for each size, is created, which needs the process groups, a collective over
+            all ranks. None: micro-batches have one size.
 
     Returns:
-        The graphs of each chunk; ``delete`` and ``figures`` are for callers.
+        The graphs of each chunk; callers may use ``delete`` and ``figures``.
 
     Raises:
-        ValueError: A chunk cannot be replayed, or is replayed already.
+        ValueError: A chunk cannot be replayed, or is already replayed.
     """
     for chunk in chunks:
         _check(chunk)
@@ -164,10 +164,10 @@ def replay_chunks(
 
 
 def close_graphs() -> None:
-    """Release the graphs of all chunks, which run eagerly from here on.
+    """Release the graphs of all chunks, which run eagerly afterwards.
 
-    Called before process groups are destroyed: ``destroy_process_group`` would hang on a
-    communicator whose collectives a graph contains.
+    Call before destroying process groups: ``destroy_process_group`` hangs on a communicator whose
+    collectives are in a graph.
     """
     for chunk in list(_replayed):
         chunk.graphs.close()
@@ -205,14 +205,14 @@ def _is_sync_free(chunk: torch.nn.Module) -> bool:
 
 
 def _capacities(block: torch.nn.Module) -> list[LayerCapacity]:
-    """Slot usage of each layer's sync-free experts, on several ranks."""
+    """Return the slot usage of each layer's sync-free experts that span several ranks."""
     layers: list[Any] = [m for m in block.modules() if getattr(m, "is_sync_free", False)]
     dispatchers = [layer.token_dispatcher for layer in layers]
     return [dispatcher.capacity_use for dispatcher in dispatchers if dispatcher.ep_size > 1]
 
 
 def _check_not_replayed(blocks: Sequence[torch.nn.Module]) -> None:
-    """Refuse chunks that are replayed already: replacements could be undone in the wrong order."""
+    """Refuse chunks already replayed: replacements could be undone in the wrong order."""
     known = {chunk.block for chunk in _replayed}
     if len(set(blocks)) < len(blocks) or not known.isdisjoint(blocks):
         raise ValueError(
@@ -229,7 +229,7 @@ def _chunk(
     name: str,
     is_counted: bool = True,
 ) -> Chunk:
-    """A model chunk. ``is_counted`` is False for graphs that replace others in some replays."""
+    """Create a chunk. ``is_counted`` is False for graphs that replace others in some replays."""
     block = get_attr_wrapped_model(wrapper, "decoder")
     parallel = _DataParallel(wrapper, block)
     checks_capacity = bool(_capacities(block))
@@ -257,7 +257,7 @@ def _replace_methods(wrapper: Any, graphs: Replayed) -> None:
     replayed = _ReplayedChunk(graphs, block)
 
     def forward(hidden_states: Optional[torch.Tensor], **arguments: Any) -> torch.Tensor:
-        # On later stages the schedule has given the block its received input.
+        # On later stages, the schedule has passed the received input to the block.
         hidden = hidden_states if block.pre_process else block.input_tensor
         assert hidden is not None
         return replayed.graphs(hidden, arguments)
@@ -282,7 +282,7 @@ def _run(
     hidden: torch.Tensor,
     **arguments: Any,
 ) -> torch.Tensor:
-    """The block's own forward pass."""
+    """Run the block's own forward pass."""
     if block.pre_process:
         return forward(hidden, **arguments)
     arrived = block.input_tensor
@@ -296,8 +296,8 @@ def _run(
 def _offloading(wrapper: Any, num_slots: int, name: Optional[str]) -> Optional[ChunkOffloading]:
     """Create offloading inside a chunk's graphs, if its model's configuration enables it.
 
-    Each of the ``num_slots`` of all chunks of this rank has its own host memory. The engine
-    reports what moves under ``name``, unless that is None.
+    Each of the ``num_slots`` slots of this rank's chunks has its own host memory. The engine
+    reports what it offloads under ``name``, unless that is None.
 
     Raises:
         ValueError: Megatron-core's engine is selected.
@@ -316,7 +316,7 @@ def _offloading(wrapper: Any, num_slots: int, name: Optional[str]) -> Optional[C
     def make_engine() -> PipelineOffloadManager:
         pool = installed.store.host_pool
         if pool.in_use_bytes == 0:
-            # It served iterations without graphs, and graphs have memory of their own.
+            # It served iterations without graphs; graphs have their own host memory.
             installed.store.close()
         limit_bytes = share_of_host_memory(pool.limit_bytes, pool.allocated_bytes, num_slots)
         options = replace(installed.options, host_memory_limit_bytes=limit_bytes)
@@ -347,7 +347,7 @@ def _offloading(wrapper: Any, num_slots: int, name: Optional[str]) -> Optional[C
 
 
 class _DataParallel:
-    """The work of the data parallel wrapper's hooks, for modules that run in graphs."""
+    """Does the work of the data-parallel wrapper's hooks for modules that run in graphs."""
 
     def __init__(self, wrapper: Any, block: torch.nn.Module) -> None:
         self._wrapper = wrapper
@@ -392,7 +392,7 @@ class _DataParallel:
 
     @contextlib.contextmanager
     def hooks_off(self) -> Iterator[None]:
-        """Context without parameter-gathering hooks, for a capture between iterations."""
+        """Disable the parameter-gathering hooks, for a capture between iterations."""
         if not self._gathers_late:
             yield
             return
@@ -406,8 +406,8 @@ class _DataParallel:
 def _save_state(block: torch.nn.Module) -> Callable[[], None]:
     """Copy the state that a forward pass changes; return a function that restores it.
 
-    Buffers (counts of expert bias), metrics of experts, slot usage of sync-free experts, and
-    random states that are tensors; not gradients. The backend saves generators.
+    It includes buffers (counts of expert bias), expert metrics, slot usage of sync-free experts
+    and RNG states that are tensors, but not gradients. The backend saves generators.
     """
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -441,7 +441,7 @@ def _generators() -> list[torch.Generator]:
 
 @contextlib.contextmanager
 def _transformer_engine_captures() -> Iterator[None]:
-    """Set Transformer Engine's flag of a capture: some kernels wait for the GPU otherwise."""
+    """Set Transformer Engine's capture flag: otherwise some kernels wait for the GPU."""
     from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
 
     set_capture_start()

@@ -3,8 +3,8 @@
 """Differences between the releases of megatron-core that Slipstream runs on.
 
 The rest of ``integration`` is written for the newest of :data:`TESTED_RELEASES` and calls this
-module where an older one differs. The functions import megatron-core, not the module: without a
-GPU the shims come first.
+module where an older one differs. megatron-core is imported in functions, not at module level:
+without a GPU, the shims must be installed first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.slipstream.rules import (
 
 
 def missing_pass_arguments() -> tuple[int, ...]:
-    """The pipeline rank, which models of 0.17 and 0.18 do not pass as first argument of a pass."""
+    """Return the pipeline rank, which models of 0.17 and 0.18 do not pass as first argument."""
     if models_pass_their_rank():
         return ()
     from megatron.core import parallel_state
@@ -56,10 +56,10 @@ def missing_pass_arguments() -> tuple[int, ...]:
 
 
 def unmark_norms_at_graph_edges(layer: Any) -> None:
-    """Do not mark norms of a new layer whose input is an input or output of its graphs.
+    """Unmark norms of a new layer whose input is an input or output of its graphs.
 
     A graph keeps that memory; and if a graph ends with the router, the group of the norm before it
-    would begin inside and end outside. From 0.19 on layers do this themselves.
+    would begin inside the graph and end outside. From 0.19 on, layers do this themselves.
     """
     if hasattr(layer, "offload_module_in_cuda_graph") or not hasattr(layer, "offload_mlp_norm"):
         return
@@ -84,7 +84,7 @@ LATER_OPTIONS: Mapping[str, str] = {
     "rank meets by itself",
     "delay_offload_until_cuda_graph": "leave it out",
 }
-"""Offloading options new in megatron-core 0.19, and the cure for a release without each."""
+"""Offloading options new in megatron-core 0.19, and the alternative in earlier releases."""
 
 
 def refuse_later_flags(message: str) -> None:
@@ -109,7 +109,7 @@ def _lacks(
     cure: str,
     later: str = TESTED_RELEASES[-1],
 ) -> Rule:
-    """Return the rule that the installed release does not support ``shown``, used ``when``."""
+    """Return the rule that refuses ``shown`` on the installed release if ``when`` holds."""
     return option_rule(
         option,
         when,
@@ -129,7 +129,7 @@ _NOT_BUILT = (
     "experimental_attention_variant",
     "spec",
 )
-"""Options that :class:`_GPT` does not know."""
+"""Options that :class:`_GPT` does not support."""
 
 
 def _not_built(name: str) -> Rule:
@@ -215,11 +215,11 @@ RELEASE_RULES: tuple[Rule, ...] = (
     *map(_not_built, _NOT_BUILT),
     *map(_needs_end_of_document, ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")),
 )
-"""Options of later releases that the installed one does not support."""
+"""Rules against options of later releases that the installed one does not support."""
 
 
 def check_release(args: Any) -> list[Finding]:
-    """Findings about parsed options that the installed release does not support."""
+    """Return findings about parsed options that the installed release does not support."""
     return check_rules(RELEASE_RULES, SimpleNamespace(**vars(args), release=release()))
 
 
@@ -227,7 +227,7 @@ def check_release(args: Any) -> list[Finding]:
 
 
 def null_tokenizer_takes_end_of_document() -> bool:
-    """Whether it is an argument; up to 0.17 it is always the token after the vocabulary."""
+    """Whether ``eod_id`` is an argument; up to 0.17 it is always the token after the vocabulary."""
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
     return "eod_id" in inspect.signature(NullTokenizer).parameters
@@ -302,7 +302,7 @@ def gpt_block_spec(args: Any, transformer: Any, vp_stage: Optional[int]) -> Any:
 
 
 def slice_for_context_parallel(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
-    """This context-parallel rank's part of each sequence of a batch without packed sequences."""
+    """Return this context-parallel rank's part of each sequence of an unpacked batch."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     options: dict[str, Any] = {}
@@ -312,12 +312,12 @@ def slice_for_context_parallel(batch: dict[str, Any], cp_group: Any) -> dict[str
 
 
 Pretrain = Callable[[Callable[..., Any], Callable[..., Any], Callable[..., Any]], None]
-"""``megatron.training.pretrain`` of datasets, forward step, and what wraps the function that
-finalises gradients."""
+"""``megatron.training.pretrain`` with three arguments: datasets, forward step, and a wrapper for
+the function that finalises gradients."""
 
 
 def bind_pretrain(args: Any, model: Any) -> Pretrain:
-    """``pretrain`` of the installed release with all but :data:`Pretrain`'s arguments.
+    """Bind all arguments of the installed release's ``pretrain`` except those of :data:`Pretrain`.
 
     Raises:
         AssertionError: Megatron refuses the arguments.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Slipstream's own settings from a YAML file, for frameworks without options for them.
+"""Reads Slipstream's own settings from a YAML file, for frameworks without options for them.
 
 The environment variable :data:`VARIABLE` names the file. Its keys are the fields of
 :class:`~megatron.slipstream.config.OffloadConfig`:
@@ -30,7 +30,7 @@ VARIABLE = "SLIPSTREAM_CONFIG"
 
 
 def config_from_environment() -> OffloadConfig:
-    """The settings of the file that :data:`VARIABLE` names; the defaults if it names none.
+    """Return the settings of the file that :data:`VARIABLE` names; the defaults if it is not set.
 
     Raises:
         ValueError: The file cannot be read, or contains something that is not a setting.
@@ -40,7 +40,7 @@ def config_from_environment() -> OffloadConfig:
 
 
 def log_settings(config: OffloadConfig) -> None:
-    """Log every setting with the value that is in effect, on the first rank only."""
+    """Log every setting with its effective value, on the first rank only."""
     if rank() == 0:
         path = os.environ.get(VARIABLE)
         source = f"{VARIABLE}={path}" if path else f"{VARIABLE} is not set"
@@ -48,11 +48,11 @@ def log_settings(config: OffloadConfig) -> None:
 
 
 def load_config(path: str | Path) -> OffloadConfig:
-    """Read a file of settings.
+    """Read a settings file.
 
     Raises:
-        ValueError: It cannot be read, is not a mapping, or has an invalid key or value. The message
-            names the file and the key.
+        ValueError: The file cannot be read, is not a mapping, or has an invalid key or value. The
+            message names the file and the key.
     """
     hints = get_type_hints(OffloadConfig)
     values = _read(path)
@@ -66,7 +66,7 @@ def load_config(path: str | Path) -> OffloadConfig:
 
 
 def describe(config: OffloadConfig) -> str:
-    """Every setting with its value, those that differ from the defaults first."""
+    """List every setting with its value, those that differ from the defaults first."""
     default = OffloadConfig()
     fields = [field.name for field in dataclasses.fields(OffloadConfig)]
     given = [name for name in fields if getattr(config, name) != getattr(default, name)]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Process groups of every context-parallel size, and whether their ranks agree."""
+"""Process groups of every context-parallel size, and a check that their ranks agree."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _groups: Optional[ContextParallelGroups] = None
 
 
 def context_parallel_groups(limits: RankLimits) -> ContextParallelGroups:
-    """Return the groups; the first call creates them, a collective of all ranks of the job.
+    """Return the groups; the first call creates them, a collective over all ranks of the job.
 
     Raises:
         ValueError: Megatron's process groups do not match the sizes.
@@ -48,7 +48,7 @@ def _make_groups(everyone: Group, limits: RankLimits) -> ContextParallelGroups:
     lists: list[Any] = [None] * torch.distributed.get_world_size()
     mine = torch.distributed.get_process_group_ranks(everyone)
     torch.distributed.all_gather_object(lists, mine)
-    # For all pipeline stages and tensor-parallel ranks: every rank creates all groups in one order.
+    # Every rank, of any pipeline stage or tensor-parallel rank, creates all groups in one order.
     distinct = sorted(set(map(tuple, lists)))
     of_size = {size: _of_size(size, everyone, distinct) for size in limits.sizes}
     for group in of_size.values():
@@ -101,8 +101,8 @@ def _existing(size: int, everyone: Group) -> Optional[Group]:
 def _open_connections(group: Group) -> None:
     """Run one exchange of each kind that attention uses, to open its connections.
 
-    NCCL connects at the first use, separately for collectives and for sends to a neighbour. That
-    must not happen while a CUDA graph is captured.
+    NCCL connects on first use, separately for collectives and for sends to a neighbour. That must
+    not happen during CUDA graph capture.
     """
     size, rank = group.size(), group.rank()
     if size == 1:
@@ -128,7 +128,7 @@ def _open_connections(group: Group) -> None:
 
 
 def check_agreement(groups: ContextParallelGroups, size: int, fingerprint: int) -> None:
-    """Compare size and documents of the micro-batches of all ranks; a collective of ``everyone``.
+    """Compare size and documents of all ranks' micro-batches; a collective over ``everyone``.
 
     Ranks with different sizes would deadlock, and ranks with different documents would mix them.
 

@@ -2,9 +2,9 @@
 
 """The context-parallel sizes of micro-batches, for a bank of graphs.
 
-A size decides three of the arguments of a model chunk: the group (``PackedSeqParams.cp_group``),
-the number of tokens of the whole buffer (``max_seqlen``), and the table of rotary embeddings, which
-has that length. Everything else has the same shape for every size.
+The size determines three arguments of a model chunk: the group (``PackedSeqParams.cp_group``), the
+number of tokens of the whole buffer (``max_seqlen``), and the table of rotary embeddings, which has
+that length. Everything else has the same shape for every size.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class DynamicSizes:
     """The sizes of dynamic context parallelism: ``CpSizes`` of ``chunk_graphs/bank.py``.
 
     Args:
-        model: The chunk that micro-batches are given to, without wrappers.
+        model: The unwrapped model chunk.
         limits: Limits of the ranks.
-        groups: This rank's groups of at least these sizes, with open connections.
+        groups: This rank's groups of at least these sizes, with connections open.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class DynamicSizes:
         self._limits = limits
         self._everyone = groups.everyone
         self._groups = {size: groups.of_size[size] for size in limits.sizes}
-        """Arguments with which the graphs of each size are captured."""
+        """By size, the group with which its graphs are captured."""
 
     @property
     def sizes(self) -> Sequence[int]:
-        """All arguments that a micro-batch may have."""
+        """All sizes that a micro-batch may have."""
         return self._limits.sizes
 
     def size_of(self, arguments: Mapping[str, Any]) -> int:
-        """The size of a micro-batch with these arguments of ``TransformerBlock.forward``.
+        """Return the size of a micro-batch with these arguments of ``TransformerBlock.forward``.
 
         Raises:
-            ValueError: No graphs are captured with its group, or it exceeds their size.
+            ValueError: No graphs are captured with its group, or it exceeds their capacity.
         """
         params: Optional[PackedSeqParams] = arguments.get("packed_seq_params")
         if params is None or params.cp_group is None:
@@ -93,7 +93,7 @@ class DynamicSizes:
         )
 
     def arguments_of(self, arguments: Mapping[str, Any], size: int) -> Mapping[str, Any]:
-        """Arguments of a micro-batch of another size: one sequence that fills the buffer."""
+        """Return arguments for another size: those of one sequence that fills the buffer."""
         params = self._params_of(arguments["packed_seq_params"], size)
         changed = {**arguments, "packed_seq_params": params}
         if arguments.get("rotary_pos_emb") is not None:
@@ -129,7 +129,7 @@ class DynamicSizes:
         return table[0] if isinstance(table, tuple) else table
 
     def agree(self, size: int, error: Optional[Exception]) -> None:
-        """Raise ``error``, or ``RuntimeError`` if another rank has one; a collective of all."""
+        """Raise ``error``, or ``RuntimeError`` if another rank failed; a collective of all."""
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         num_failed = torch.tensor(int(error is not None), device=device)
         # First over all stages and tensor-parallel ranks, then within each.

@@ -14,23 +14,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GLOO_RELEASES_S = 0.0005
-"""After a collective returns, gloo's thread holds the tensors for about 0.15 ms."""
+"""After a collective returns, gloo's thread keeps its tensors alive for about 0.15 ms."""
 MAX_RELEASES = 8
-"""Times of :data:`GLOO_RELEASES_S` that a new peak waits: the thread may have to wait for a CPU."""
+"""Maximum waits of :data:`GLOO_RELEASES_S` for a new peak: the thread may be waiting for a CPU."""
 
 
 class DeviceMemoryMeter(TorchDispatchMode):
     """Counts the bytes of live CPU tensors, as if the CPU were the device.
 
-    Use as a context: every storage that an operation creates inside it counts from then until it
-    is freed, each storage once however many tensors view it. What existed before is not counted.
+    Use as a context manager: every storage that an operation creates inside it counts until it is
+    freed, once regardless of how many tensors view it. Storages that existed before do not count.
     Memory that represents the *host* (an engine's staging buffers) is allocated under
     :meth:`excluded`.
 
-    Limits: one thread, the one that entered it (autograd on the CPU runs there as well). A storage
-    that is resized in place keeps its first size, unless :meth:`note_size` is called. A gloo
-    thread holds what it reduces or gathers for 0.1 ms longer, so a peak may be higher by that.
-    Costs some 10 us per operation.
+    Limitations: counts only the thread that entered it (autograd on the CPU runs there as well). A
+    storage that is resized in place keeps its first size, unless :meth:`note_size` is called. A
+    gloo thread keeps what it reduces or gathers alive for 0.1 ms longer, which may raise the peak.
+    Costs about 10 us per operation.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class DeviceMemoryMeter(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # torch would wrap each operation in a guard against compiling it, which costs as much as
-        # counting it. Nothing is compiled where the CPU stands for a device.
+        # counting it. Nothing is compiled when the CPU emulates a device.
         return False
 
     @property
@@ -64,7 +64,7 @@ class DeviceMemoryMeter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """Context whose storages are never counted: they represent host memory."""
+        """Never count storages created in this context: they represent host memory."""
         self._exclude_new += 1
         try:
             yield
@@ -105,13 +105,13 @@ class DeviceMemoryMeter(TorchDispatchMode):
         return result
 
     def _see(self, output: torch.Tensor, args: Any, kwargs: Any) -> None:
-        """Count the storage of an operation's result unless the operation was given it.
+        """Count the storage of an operation's result unless it was passed to the operation.
 
         So storages that are excluded or existed before are never counted later.
         """
         storage = output.untyped_storage()
         key = storage._cdata
-        if self._exclude_new or key in self._live:  # the second only saves the search
+        if self._exclude_new or key in self._live:  # The second saves the search below.
             return
         if key in _storage_keys((*args, *kwargs.values())):
             return
@@ -128,7 +128,7 @@ class DeviceMemoryMeter(TorchDispatchMode):
 
 
 def _storage_keys(values: Any) -> Iterator[int]:
-    """Identities of the storages of all tensors among an operation's arguments."""
+    """Yield the identities of the storages of all tensors among an operation's arguments."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value.untyped_storage()._cdata

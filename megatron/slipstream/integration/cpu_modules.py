@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Modules in plain PyTorch that megatron-core has only on top of Transformer Engine.
+"""Plain PyTorch versions of modules that megatron-core has only on top of Transformer Engine.
 
 megatron-core marks the experts' groups (``expert_fc1``, ``moe_act``) only in its grouped
 implementation, whose linear layers come from Transformer Engine. Its own core attention has no
@@ -29,7 +29,7 @@ class PlainGroupedLinear(torch.nn.Module):
     ``[out_features, in_features]``.
 
     Raises:
-        ValueError: The experts' weights would be divided among tensor-parallel ranks.
+        ValueError: The experts' weights would be sharded across tensor-parallel ranks.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PlainGroupedLinear(torch.nn.Module):
             )
         self.num_local_experts = num_local_experts
         self.skip_bias_add = skip_bias_add
-        self.save_original_input = True  # what megatron-core asks of it when expert_fc1 moves
+        self.save_original_input = True  # Required by megatron-core to offload expert_fc1.
         for index in range(num_local_experts):
             weight = torch.empty(out_features, in_features, dtype=config.params_dtype)
             init_method(weight)
@@ -66,7 +66,7 @@ class PlainGroupedLinear(torch.nn.Module):
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         parameter = torch.nn.Parameter(value)
-        # Experts are reduced over the expert-data-parallel group, not the data-parallel one.
+        # Reduce expert gradients over the expert-data-parallel group, not the data-parallel one.
         parameter.allreduce = False  # type: ignore[attr-defined]
         self.register_parameter(name, parameter)
 
@@ -77,7 +77,7 @@ class PlainGroupedLinear(torch.nn.Module):
 
         Args:
             tokens: ``[num_tokens, in_features]``, sorted by expert.
-            tokens_per_expert: How many consecutive rows belong to each expert.
+            tokens_per_expert: Number of consecutive rows for each expert.
 
         Returns:
             ``[num_tokens, out_features]``, and the biases if the caller adds them.
@@ -101,7 +101,7 @@ class PlainGroupedLinear(torch.nn.Module):
 
 
 def grouped_experts_without_transformer_engine(original: Any) -> Any:
-    """``LocalSpecProvider.grouped_mlp_modules`` that honours ``moe_grouped_gemm``."""
+    """Make ``LocalSpecProvider.grouped_mlp_modules`` honour ``moe_grouped_gemm``."""
 
     def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool) -> Any:
         if not moe_use_grouped_gemm:
@@ -113,12 +113,12 @@ def grouped_experts_without_transformer_engine(original: Any) -> Any:
 
 
 class LatentCoreAttention(DotProductAttention):
-    """Core attention of packed sequences, and with another head size of values than of keys."""
+    """Core attention for packed sequences, and for values with another head size than the keys."""
 
     def __init__(
         self, *arguments: Any, k_channels: Any = None, v_channels: Any = None, **options: Any
     ) -> None:
-        """Ignores the head sizes of multi-latent attention: tensors have them."""
+        """Ignore the head sizes of multi-latent attention: the tensors have them."""
         super().__init__(*arguments, **options)
 
     def forward(
@@ -131,11 +131,11 @@ class LatentCoreAttention(DotProductAttention):
         packed_seq_params: Optional[Any] = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Causal attention within each packed sequence, or megatron-core's without packing.
+        """Compute causal attention within each packed sequence; megatron-core's without packing.
 
         Args:
             query: ``[s, b, heads, head size]``; packed ``[t, heads, head size]``.
-            key: As ``query``, with ``groups`` for ``heads``.
+            key: As ``query``, with ``groups`` instead of ``heads``.
             value: As ``key``.
             attention_mask: Ignored with packed sequences.
             arguments: Passed on.
@@ -145,7 +145,7 @@ class LatentCoreAttention(DotProductAttention):
         Returns:
             ``[s, b, hidden size]``; packed ``[t, hidden size]``, 0 for tokens in no sequence.
         """
-        # Of these values: multi-latent attention gives those of packed sequences more channels.
+        # From the values: multi-latent attention gives those of packed sequences more channels.
         hidden_size = self.num_attention_heads_per_partition * value.shape[-1]
         self.hidden_size_per_partition = hidden_size
         if packed_seq_params is None:
@@ -160,7 +160,7 @@ class LatentCoreAttention(DotProductAttention):
 
 
 def sequence_places(packed_seq_params: Any) -> list[tuple[int, int]]:
-    """First token and length of each sequence of a ``PackedSeqParams`` that has any tokens."""
+    """Return the first token and length of each non-empty sequence of a ``PackedSeqParams``."""
     lengths = packed_seq_params.cu_seqlens_q.diff()
     begins = packed_seq_params.cu_seqlens_q_padded[:-1]
     places = zip(begins.tolist(), lengths.tolist(), strict=True)
@@ -168,11 +168,11 @@ def sequence_places(packed_seq_params: Any) -> list[tuple[int, int]]:
 
 
 class GatheringCoreAttention(LatentCoreAttention):
-    """Core attention of packed sequences that a context-parallel group shares.
+    """Core attention for packed sequences that a context-parallel group shares.
 
-    The group is that of the micro-batch (``PackedSeqParams.cp_group``), else that of the layer.
-    Every rank attends with its own queries to all keys and values of the group: more memory and
-    less overlap than Transformer Engine's ring, and the same function.
+    The group is the micro-batch's (``PackedSeqParams.cp_group``) if set, else the layer's. Every
+    rank attends with its own queries to all keys and values of the group. This needs more memory
+    and overlaps less than Transformer Engine's ring, but computes the same function.
     """
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
@@ -191,14 +191,14 @@ class GatheringCoreAttention(LatentCoreAttention):
         packed_seq_params: Optional[Any] = None,
         **options: Any,
     ) -> torch.Tensor:
-        """As :meth:`LatentCoreAttention.forward`, of which a rank has its part of the tokens."""
+        """As :meth:`LatentCoreAttention.forward`, for this rank's part of the tokens."""
         group = self.pg_collection.cp
         if packed_seq_params is not None and packed_seq_params.cp_group is not None:
             group = packed_seq_params.cp_group
         if packed_seq_params is None or group.size() == 1:
             options["packed_seq_params"] = packed_seq_params
             whole = super().forward(query, key, value, attention_mask, *arguments, **options)
-            # Of a buffer of padding it does not depend on anything, which recomputation refuses.
+            # With only padding, the output does not require grad, which recomputation refuses.
             return whole if whole.requires_grad else whole + 0 * query.sum()
         offsets = packed_seq_params.cu_seqlens_q_padded
         places = [context_parallel_positions(offsets, group.size(), r) for r in range(group.size())]
@@ -207,8 +207,8 @@ class GatheringCoreAttention(LatentCoreAttention):
         values = _AllGather.apply(value, group)[in_order]
         mine = places[group.rank()]
         hidden_size = self.num_attention_heads_per_partition * value.shape[-1]
-        # Backward exchanges gradients of keys and values, so every rank must reach it, also
-        # on one that has nothing but padding.
+        # Backward exchanges gradients of keys and values, so every rank must reach it, even
+        # one that has only padding.
         output = query.new_zeros(query.shape[0], hidden_size) + 0 * (keys.sum() + values.sum())
         self.hidden_size_per_partition = hidden_size
         for begin, length in sequence_places(packed_seq_params):
@@ -248,12 +248,12 @@ class _AllGather(torch.autograd.Function):
 
 
 def core_attention_with_head_sizes(_: Any) -> Any:
-    """``LocalSpecProvider.core_attention`` that serves multi-latent attention too."""
+    """Make ``LocalSpecProvider.core_attention`` support multi-latent attention, too."""
     return lambda self: LatentCoreAttention
 
 
 def local_hybrid_stack_spec(config: Any) -> Any:
-    """The layers of a ``HybridModel`` in plain PyTorch: ``*`` attention, ``-`` MLP and ``E`` MoE.
+    """Return a ``HybridModel``'s layers in plain PyTorch: ``*`` attention, ``-`` MLP, ``E`` MoE.
 
     State-space layers (``M`` and ``G``) are left out: their kernels exist for GPUs only.
     """

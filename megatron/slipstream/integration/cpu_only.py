@@ -3,8 +3,8 @@
 """Run megatron-core and ``megatron.training`` on a machine without a GPU.
 
 For tests, demonstrations and debugging: real models, real pipeline schedules and the real training
-loop over gloo. Every replaced symbol is one patch of :data:`CORE_SHIMS` or :data:`TRAINING_SHIMS`
-with the reason beside it.
+loop over gloo. Each replaced symbol is a patch in :data:`CORE_SHIMS` or :data:`TRAINING_SHIMS`,
+with its reason.
 
 ``torch.cuda.is_available()`` stays False.
 """
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
 
 
-# Stand-ins. Without streams every operation has finished when its call returns.
+# Replacements. Without streams, every operation has finished when its call returns.
 
 
 class _InertStream:
-    """Stands for ``torch.cuda.Stream``: work is already complete, waits return at once."""
+    """Replaces ``torch.cuda.Stream``: work is always complete, and waits return immediately."""
 
     cuda_stream = 0
     device = _HOST
@@ -60,7 +60,7 @@ class _InertStream:
 
 
 class _InertEvent(torch.cpu.Event):
-    """Stands for ``torch.cuda.Event``: always completed, measures no time."""
+    """Replaces ``torch.cuda.Event``: always complete, and measures no time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -75,12 +75,12 @@ def _inert_stream_context(stream: Any = None) -> Iterator[Any]:
 
 
 def _returns(value: Any) -> Callable[[Any], Any]:
-    """A replacement that ignores its arguments and returns ``value``."""
+    """Return a patch whose function ignores its arguments and returns ``value``."""
     return lambda original: lambda *_, **__: value
 
 
 def _becomes(value: Any) -> Callable[[Any], Any]:
-    """A replacement that is ``value`` itself."""
+    """Return a patch that replaces a symbol with ``value`` itself."""
     return lambda original: value
 
 
@@ -91,7 +91,7 @@ def _is_gpu(device: Any) -> bool:
 
 
 def _any_device_to_cpu(original: Any) -> Any:
-    """A tensor factory or ``Tensor.to`` for which ``'cuda'`` means the CPU."""
+    """Wrap a tensor factory or ``Tensor.to`` so that ``'cuda'`` means the CPU."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -107,13 +107,13 @@ def _return_self(original: Any) -> Any:
 
 
 def _called_from(module: str) -> bool:
-    """Whether the function that called our replacement lives in ``module`` or below it."""
+    """Whether the function that called our replacement is in ``module`` or below it."""
     name = sys._getframe(2).f_globals.get("__name__", "")
     return name == module or name.startswith(module + ".")
 
 
 def _gpu_type_names_for_optimizer(original: Any) -> Any:
-    """``Tensor.type()`` as 'torch.cuda.FloatTensor', but only to megatron-core's optimizers."""
+    """Make ``Tensor.type()`` return 'torch.cuda.*', but only to megatron-core's optimizers."""
 
     @functools.wraps(original)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def _gpu_type_names_for_optimizer(original: Any) -> Any:
 
 
 def _one_device_for_initialize(original: Any) -> Any:
-    """``torch.cuda.device_count()`` as 1, but only to ``megatron.training.initialize``."""
+    """Make ``torch.cuda.device_count()`` return 1, but only to ``megatron.training.initialize``."""
 
     @functools.wraps(original)
     def device_count() -> int:
@@ -137,7 +137,7 @@ def _one_device_for_initialize(original: Any) -> Any:
 
 
 def _to_numpy_if_asked(original: Any) -> Any:
-    """``maybe_move_tensor_to_cpu`` that converts a tensor which is on the CPU already."""
+    """Make ``maybe_move_tensor_to_cpu`` also convert a tensor that is already on the CPU."""
 
     @functools.wraps(original)
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -149,7 +149,7 @@ def _to_numpy_if_asked(original: Any) -> Any:
 
 
 def _sends_keep_their_memory(original: Any) -> Any:
-    """Send tensors of their own over the same memory, which the senders hold until it is sent."""
+    """Send aliases of the tensors, which keep the memory alive until it is sent."""
 
     @functools.wraps(original)
     def p2p_ops(**options: Any) -> Any:
@@ -170,7 +170,7 @@ def _never_fp8(original: Any) -> Any:
 
 
 def _of_cpu_modules(name: str) -> Callable[[Any], Any]:
-    """A replacement of ``cpu_modules``, which imports megatron-core: the shims come before."""
+    """Return a patch from ``cpu_modules``, whose import of megatron-core needs the shims first."""
 
     def replace(original: Any) -> Any:
         from megatron.slipstream.integration import cpu_modules
@@ -328,7 +328,7 @@ def install_cpu_shims() -> bool:
 
 
 def install_training_shims() -> bool:
-    """As :func:`install_cpu_shims`, for ``megatron.training.pretrain`` too, which it imports."""
+    """As :func:`install_cpu_shims`, also for ``megatron.training.pretrain``, which it imports."""
     if not install_cpu_shims():
         return False
     apply(TRAINING_SHIMS, "a machine without a GPU")
@@ -339,7 +339,7 @@ def skip_helper_compilation() -> bool:
     """Stop ``initialize_megatron`` from running ``make``; returns whether it is stopped.
 
     Needed with a GPU as well: the wheel ships the compiled ``helpers_cpp`` without a Makefile, and
-    Megatron exits the process when ``make`` fails. A checkout of its source has the Makefile.
+    Megatron exits the process when ``make`` fails. A source checkout has the Makefile.
     """
     owner, _ = resolve(_HELPERS.target)
     if (Path(owner.__file__).parent / "Makefile").exists():
@@ -353,10 +353,10 @@ def skip_helper_compilation() -> bool:
 
 
 def tolerate_missing_affinity_tools() -> bool:
-    """Have ``pretrain`` warn if it cannot pin a process to its GPU's NUMA node.
+    """Make ``pretrain`` warn if it cannot pin the process to its GPU's NUMA node.
 
-    Megatron pins it where activations are offloaded, and raises a bare error if ``cuda-python`` or
-    ``pynvml`` is missing. Returns whether the warning takes the place of pinning.
+    Megatron pins it if activations are offloaded, and raises a bare error if ``cuda-python`` or
+    ``pynvml`` is missing. Returns whether the warning replaces pinning.
     """
     if not _missing_affinity_tools():
         return False

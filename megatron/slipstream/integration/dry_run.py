@@ -31,18 +31,18 @@ class Checked(NamedTuple):
     args: Optional[Any]
     """Arguments as megatron parsed and completed them; None if it failed."""
     num_processes: int = 1
-    """Number of processes that they were checked for."""
+    """Number of processes that the flags were checked for."""
     findings: tuple[Finding, ...] = ()
 
 
 def check_flags(flags: Sequence[str], num_processes: Optional[int] = None) -> Checked:
-    """Parse flags with megatron's own parser and ours, and run every check of them.
+    """Parse flags with megatron's own parser and ours, and run every check on them.
 
-    Replaces what a training without a GPU replaces, for the rest of the process.
+    Without a GPU, installs the training shims for the rest of the process.
 
     Args:
         flags: Flags of the training script.
-        num_processes: Number of processes of the training; None for the number that this process's
+        num_processes: Number of training processes; None for the number that this process's
             launcher sets, or else the minimum for the model parallelism.
     """
     num_processes = num_processes or launcher_number("WORLD_SIZE", 0)
@@ -100,7 +100,7 @@ def _refusal_of_megatron(args: Any) -> Optional[str]:
 
 
 def _is_of_an_option_in(refusal: str, findings: Iterable[Finding]) -> bool:
-    """Whether the text names an option that one of the errors names, which has the cure."""
+    """Whether an error in ``findings``, which includes a fix, names an option in ``refusal``."""
     named = (_named(finding.text) for finding in findings if finding.severity == "error")
     return bool(_named(refusal) & set().union(*named))
 
@@ -115,10 +115,10 @@ def _named(text: str) -> set[str]:
 
 @contextlib.contextmanager
 def as_in_training(**variables: str) -> Iterator[None]:
-    """Context in which megatron's code runs as in training, without output or lasting variables.
+    """Run megatron's code as in training, without output or lasting environment variables.
 
     Args:
-        variables: Environment variables that a launcher sets beside the usual ones.
+        variables: Environment variables that a launcher sets in addition to the usual ones.
     """
     usual = {"NVTE_CPU_OFFLOAD_V1": "1", "RANK": "0", "WORLD_SIZE": "1"}
     before = dict(os.environ)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Training with dynamic context parallelism in megatron: its datasets and micro-batches.
+"""Datasets and micro-batches for training with dynamic context parallelism in megatron.
 
 As ``packed_sequences.py``, except that a rank loads its part of its group's micro-batch, and that
-micro-batches name that group. Every rank reads the data itself, also within a tensor-parallel
+micro-batches carry that group. Every rank reads the data itself, even within a tensor-parallel
 group: each needs the size before anything runs, and a broadcast would make the host wait for the
 GPU.
 """
@@ -123,7 +123,7 @@ def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig
 
 
 def micro_batch_params(loaded: dict[str, torch.Tensor], args: Any) -> PackedSeqParams:
-    """Return the description of a micro-batch, with the group that shares it.
+    """Return the parameters of a micro-batch, with the group that shares it.
 
     Raises:
         RuntimeError: Ranks disagree; see :func:`check_agreement`.

@@ -1,23 +1,23 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Attention whose context-parallel group is that of the micro-batch.
+"""Attention that uses the context-parallel group of the micro-batch.
 
 [Note: The group travels with the micro-batch]
 
-``PackedSeqParams.cp_group`` says which ranks share a micro-batch. It is set for every micro-batch
-and every size (that of size 1 is a group of one rank); ``local_cp_size``, which multi-latent
-attention refuses, never is. No variable holds a current group: layers are recomputed in backward,
-after other micro-batches, and megatron-core hands them the same ``PackedSeqParams`` again.
+``PackedSeqParams.cp_group`` holds the ranks that share a micro-batch. It is set for every
+micro-batch and every size (size 1 is a group of one rank); ``local_cp_size``, which multi-latent
+attention refuses, never is. There is no global current group: layers are recomputed in backward,
+after other micro-batches, and megatron-core passes them the same ``PackedSeqParams`` again.
 
-megatron-core uses the field in core attention only. Rotary embeddings take the group that the layer
-was built with (0.17 to 0.19), so positions are wrong if a micro-batch has another; and core
-attention keeps the last group that it was given. The classes here correct both:
+megatron-core uses the field in core attention only. Rotary embeddings use the group that the layer
+was built with (0.17 to 0.19), so positions are wrong if a micro-batch has another one; and core
+attention keeps the last group that it was passed. The classes here correct both:
 
 - Attention runs its forward pass as a *twin* of itself, with the same parameters, buffers and
-  submodules, and another group (and its size in the configuration, which unfused rotary embeddings
-  of multi-latent attention read). The layer is never changed, so nothing has to be restored, and a
-  recomputation keeps the twin, and so its group.
-- Core attention gets its static group back after every call, also after one that failed.
+  submodules, but another group (and its size in the configuration, which unfused rotary embeddings
+  of multi-latent attention read). The layer is never changed, so nothing has to be restored, and
+  recomputation keeps the twin and its group.
+- Core attention restores its static group after every call, including one that raised.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class DynamicGroupMixin(torch.nn.Module):
         packed_seq_params: Optional[PackedSeqParams] = None,
         **options: Any,
     ) -> Any:
-        """As megatron-core's attention; ``packed_seq_params`` by name, as its layers pass it."""
+        """Run megatron-core's attention; its layers pass ``packed_seq_params`` by keyword."""
         group = None if packed_seq_params is None else packed_seq_params.cp_group
         layer = self if group is None else self._with(group)
         attention: Any = super(DynamicGroupMixin, layer)
         return attention.forward(*arguments, packed_seq_params=packed_seq_params, **options)
 
     def _with(self, group: torch.distributed.ProcessGroup) -> DynamicGroupMixin:
-        """This layer's twin with another group, made for each pass (microseconds of the host)."""
+        """Return this layer's twin with another group; created for each pass in microseconds."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.pg_collection = copy.copy(self.pg_collection)
@@ -76,11 +76,11 @@ class DynamicSelfAttention(DynamicGroupMixin, SelfAttention):
 
 
 class DynamicMLASelfAttention(DynamicGroupMixin, MLASelfAttention):
-    """The same with multi-latent attention."""
+    """The same for multi-latent attention."""
 
 
 class RestoredGroupMixin(torch.nn.Module):
-    """Mixin for Transformer Engine's core attention: between calls its group is the static one."""
+    """Mixin for Transformer Engine's core attention: restores the static group after each call."""
 
     cp_group: Any
     cp_global_ranks: Any
@@ -94,7 +94,7 @@ class RestoredGroupMixin(torch.nn.Module):
         packed_seq_params: Optional[PackedSeqParams] = None,
         **options: Any,
     ) -> Any:
-        """As megatron-core's, which takes the group out of ``packed_seq_params``."""
+        """Run megatron-core's forward, which takes the group from ``packed_seq_params``."""
         if packed_seq_params is None or packed_seq_params.cp_group is None:
             return super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
         self._need_stream()
@@ -105,9 +105,9 @@ class RestoredGroupMixin(torch.nn.Module):
             self.set_context_parallel_group(*static)
 
     def _need_stream(self) -> None:
-        """Create the stream of half of the exchange, as megatron-core does for static size > 1.
+        """Create the stream for half of the exchange, as megatron-core does for static size > 1.
 
-        Its class keeps it for all layers.
+        The class keeps it for all layers.
         """
         owner: Any = next(base for base in type(self).__mro__ if "cp_stream" in vars(base))
         if owner.cp_stream is None:
@@ -116,7 +116,7 @@ class RestoredGroupMixin(torch.nn.Module):
 
 @functools.cache
 def _replacements() -> dict[type, type]:
-    """Classes and their replacements; Transformer Engine's only where it is installed."""
+    """Return classes and their replacements; Transformer Engine's only if it is installed."""
     classes: dict[type, type] = {
         SelfAttention: DynamicSelfAttention,
         MLASelfAttention: DynamicMLASelfAttention,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""An engine's backend and plan options from an :class:`OffloadConfig`."""
+"""Creates an engine's backend and plan options from an :class:`OffloadConfig`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron.slipstream.plan.candidates import PolicyOptions
 
 
 def open_backend(config: OffloadConfig) -> Backend:
-    """The backend; ``ValueError`` if it is not available."""
+    """Create the backend; raise ``ValueError`` if it is not available."""
     backend = make_backend(config.offload_backend)
     backend.names_ranges = config.offload_nvtx_ranges
     return backend
 
 
 def policy_options(config: OffloadConfig) -> PolicyOptions:
-    """The options of plans."""
+    """Return the plan options."""
     target_gib = config.offload_target_memory_gib
     return PolicyOptions(
         release_lag=config.offload_release_lag,

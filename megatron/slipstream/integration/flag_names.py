@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The names of the training script's flags, read from sources in milliseconds.
+"""The names of the training script's flags, read from source files in milliseconds.
 
 Parsing needs torch and megatron-core, whose imports take seconds; a misspelt flag needs neither.
 """
@@ -20,7 +20,7 @@ _OWN_SOURCES = (
     "chunk_graphs/options.py",
     "experts/options.py",
     "integration/arguments.py",
-    "integration/compat.py",  # flags of later releases, which the parser refuses with a cure
+    "integration/compat.py",  # Flags of later releases, which the parser refuses with a fix.
 )
 _MEGATRON_SOURCES = (
     "training/arguments.py",
@@ -31,13 +31,13 @@ _MEGATRON_SOURCES = (
 )
 _FLAG = re.compile(r"""["'](--[a-z][\w-]*)["']""")
 _FIELD = re.compile(r"""^    ["']?([a-z]\w*)["']?: (bool = True)?""", re.MULTILINE)
-"""Megatron's parser creates flags from dataclass fields; for a true one, its negations."""
+"""Megatron's parser creates flags from dataclass fields; negated flags if the default is True."""
 
 
 def refuse_misspelt_flags(arguments: Sequence[str]) -> None:
-    """Refuse flags that neither megatron nor Slipstream has and that resemble one of theirs.
+    """Refuse unknown flags that resemble one of megatron's or Slipstream's.
 
-    The parser refuses the others, and all of them if megatron's sources are not found.
+    The parser refuses other unknown flags, and all of them if megatron's sources are not found.
 
     Raises:
         ValueError: A flag is misspelt.
@@ -51,14 +51,14 @@ def refuse_misspelt_flags(arguments: Sequence[str]) -> None:
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """The end of an error about unknown flags; empty if none resembles a known one."""
+    """Return the end of an error about unknown flags; empty if none resembles a known one."""
     known = sorted(known)
     near = [match for flag in unknown for match in difflib.get_close_matches(flag, known, n=1)]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def known_flags() -> set[str]:
-    """Every flag of the training script, and a few names that are not flags."""
+    """Return every flag of the training script, and a few names that are not flags."""
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in _sources()]
     flags = {flag for text in texts for flag in _FLAG.findall(text)}
     for name, is_true in (field for text in texts for field in _FIELD.findall(text)):

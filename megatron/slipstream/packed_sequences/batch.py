@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""One pack as the tensors of a micro-batch, with the same shapes and dtypes for every pack.
+"""Converts a pack to the tensors of a micro-batch, with the same shapes and dtypes for every pack.
 
 A CUDA graph replays with the addresses, shapes and Python numbers of its capture, so packs differ
 only in the content of these tensors:
@@ -63,7 +63,7 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def static_layout(limits: PackLimits, context_parallel_size: int = 1) -> Layout:
-    """Shape and dtype of every tensor of a micro-batch on one rank; see the note above.
+    """Return shape and dtype of every tensor of a micro-batch on one rank; see the note above.
 
     Args:
         limits: Limits of each pack. ``max_tokens`` counts the tokens of all context-parallel ranks.
@@ -79,7 +79,7 @@ def static_layout(limits: PackLimits, context_parallel_size: int = 1) -> Layout:
 def packed_sample(
     texts: Sequence[NDArray[Any]], limits: PackLimits, masked_token: Optional[int] = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one pack without their first dimension, which collating adds.
+    """Return the tensors of one pack without the first dimension, which collating adds.
 
     Args:
         texts: For each piece, its tokens and the next one, which is the last label: integers
@@ -124,7 +124,7 @@ def packed_sample(
 
 
 def _offsets(lengths: Sequence[int], max_sequences: int) -> torch.Tensor:
-    """int32 ``[max_sequences + 1]``: cumulative sums of the lengths from 0; the last repeats."""
+    """Return the cumulative lengths from 0, int32 ``[max_sequences + 1]``; the last repeats."""
     offsets = torch.full((max_sequences + 1,), sum(lengths), dtype=torch.int32)
     offsets[: len(lengths) + 1] = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
     return offsets
@@ -133,7 +133,7 @@ def _offsets(lengths: Sequence[int], max_sequences: int) -> torch.Tensor:
 def context_parallel_positions(
     cu_seqlens_padded: torch.Tensor, context_parallel_size: int, context_parallel_rank: int
 ) -> torch.Tensor:
-    """Positions in the buffer of a context-parallel rank's tokens, in the rank's order.
+    """Return the buffer positions of a context-parallel rank's tokens, in the rank's order.
 
     Each sequence is cut into ``2 * context_parallel_size`` equal parts, of which rank r has the
     r-th from the start and the r-th from the end: with causal attention all ranks have equal work.
@@ -173,7 +173,7 @@ def context_parallel_positions(
 def for_context_parallel_rank(
     batch: Mapping[str, torch.Tensor], context_parallel_size: int, context_parallel_rank: int
 ) -> dict[str, torch.Tensor]:
-    """A rank's part of a micro-batch on the CPU: its tokens, and the offsets of the whole buffer.
+    """Return a rank's part of a CPU micro-batch: its tokens, and the offsets of the whole buffer.
 
     Attention takes the offsets of the undivided sequences and divides them itself.
 

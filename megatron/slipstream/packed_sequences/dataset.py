@@ -54,10 +54,10 @@ class Corpus(Protocol):
 
     @property
     def sequence_lengths(self) -> NDArray[np.int32]:
-        """Number of tokens of each document."""
+        """Return the number of tokens of each document."""
 
     def get(self, idx: int, offset: int = 0, length: Optional[int] = None) -> NDArray[Any]:
-        """``length`` tokens of a document, from ``offset``."""
+        """Return ``length`` tokens of a document, from ``offset``."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class PackingPlan:
     Args:
         limits: Limits of each sample.
         packing: 'greedy', or 'balanced' over global batches.
-        packs_per_batch: Samples of a global batch; without effect with 'greedy'.
-        num_ranks: Data-parallel ranks that share a batch; without effect with 'greedy'.
+        packs_per_batch: Samples per global batch; no effect with 'greedy'.
+        num_ranks: Data-parallel ranks that share a batch; no effect with 'greedy'.
         seed: Seed of the shuffles.
         look_ahead: See :func:`~megatron.slipstream.packed_sequences.packing.greedy`.
     """
@@ -102,12 +102,12 @@ def document_stream(
     """Yield the pieces of the documents, epoch after epoch, each epoch in its own order.
 
     The model reads n - 1 tokens of a document of n tokens: the last one is only a label, since
-    attention does not reach the next document. A document of fewer than 2 tokens gives no piece.
+    attention does not cross documents. A document of fewer than 2 tokens gives no piece.
 
     Args:
         lengths: Number of tokens of every document of the corpus.
         documents: Indices of the documents to use.
-        plan: Gives the seed and the limits.
+        plan: Provides the seed and the limits.
         num_epochs: Number of epochs; None means endless.
     """
     epochs = itertools.count() if num_epochs is None else range(num_epochs)
@@ -134,7 +134,7 @@ class PackIndex:
 
     @classmethod
     def of(cls, packs: Iterable[Pack]) -> PackIndex:
-        """The index of samples that hold these packs."""
+        """Build the index of samples that hold these packs."""
         # Arrays that grow in place: lists of tuples would need ten times the memory.
         pieces, ends = array("i"), array("q")
         for pack in packs:
@@ -151,11 +151,11 @@ class PackIndex:
         return [Piece(*row) for row in self.pieces[begin : self.ends[sample]].tolist()]
 
     def filling(self, limits: PackLimits) -> float:
-        """The fraction of all buffers that documents fill, 0 to 1."""
+        """Return the fraction of all buffers that documents fill, 0 to 1."""
         return float(self.pieces[:, 2].sum(dtype=np.int64)) / (len(self) * limits.max_tokens)
 
     def part_with(self, num_pieces: int) -> float:
-        """The fraction of the samples that hold ``num_pieces`` pieces, 0 to 1."""
+        """Return the fraction of samples that hold ``num_pieces`` pieces, 0 to 1."""
         return float((np.diff(self.ends, prepend=0) == num_pieces).mean())
 
 
@@ -189,7 +189,7 @@ def build_index(
 
 
 class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Packed samples of a corpus by their number.
+    """Packed samples of a corpus by sample number.
 
     Args:
         corpus: The tokens.
@@ -214,7 +214,7 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return len(self.index)
 
     def __getitem__(self, sample: Optional[int]) -> dict[str, torch.Tensor]:
-        """Sample number ``sample``; None gives one without documents, which completes a batch."""
+        """Return sample number ``sample``; None gives one without documents, to fill a batch."""
         pieces = [] if sample is None else self.index[sample]
         texts = [
             self.corpus.get(piece.document, offset=piece.offset, length=piece.length + 1)
@@ -227,7 +227,7 @@ class PackedDocuments(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def load_index(folder: Path, name: str) -> Optional[PackIndex]:
-    """The index that :func:`save_index` wrote; None if there is none of this format."""
+    """Load the index that :func:`save_index` wrote; None if there is none of this format."""
     paths = _paths(folder, name)
     if not all(path.is_file() for path in paths):
         return None
@@ -238,7 +238,7 @@ def load_index(folder: Path, name: str) -> Optional[PackIndex]:
 
 
 def save_index(folder: Path, name: str, index: PackIndex, plan: PackingPlan) -> None:
-    """Write an index for :func:`load_index`; its description is last and marks it complete."""
+    """Write an index for :func:`load_index`; the description, written last, marks it complete."""
     description, pieces, ends = _paths(folder, name)
     folder.mkdir(parents=True, exist_ok=True)
     content = {"format": _FORMAT, "num_samples": len(index), "plan": asdict(plan)}

@@ -365,7 +365,7 @@ def check_corpora(args: Any, blends: Iterable[Sequence[str]]) -> list[Finding]:
 
 
 def pack_limits(args: Any) -> PackLimits:
-    """Limits of a micro-batch of all context-parallel ranks together.
+    """Return the limits of a micro-batch, over all context-parallel ranks together.
 
     Args:
         args: Arguments with ``seq_length``, ``context_parallel_size`` and

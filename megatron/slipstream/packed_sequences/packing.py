@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 LOOK_AHEAD = 64
-"""Number of pieces among which the next one of a pack is chosen. A higher number fills packs better
-and changes the stream's order more."""
+"""Number of pieces from which a pack's next piece is chosen. A higher number fills packs better and
+changes the stream's order more."""
 
 _PARTS_FOR_COST = (1.0, 0.9, 0.75, 0.5)
 """Fractions of a batch's pieces, the longest ones, that are placed by cost; the others fill the
@@ -79,7 +79,7 @@ class PackLimits:
             )
 
     def footprint(self, length: int) -> int:
-        """Tokens of the buffer that a piece of ``length`` tokens takes."""
+        """Return the tokens of the buffer that a piece of ``length`` tokens takes."""
         return -(-length // self.alignment) * self.alignment
 
 
@@ -100,7 +100,7 @@ def split(document: int, length: int, max_tokens: int) -> list[Piece]:
 
 
 def attention_work(pack: Iterable[Piece]) -> int:
-    """Cost of attention in a pack: the sum of the squares of its pieces' lengths."""
+    """Return the cost of attention in a pack: the sum of the squares of its pieces' lengths."""
     return sum(piece.length**2 for piece in pack)
 
 
@@ -279,7 +279,7 @@ def _exchange(heavy: _Bin, light: _Bin) -> bool:
 
 
 def _give(heavy: _Bin, light: _Bin, piece: Piece, may_have: Callable[[int], bool]) -> bool:
-    """Move a piece if ``may_have`` accepts the work of ``light`` then and ``heavy`` has less.
+    """Move a piece if ``heavy`` gets cheaper and ``may_have`` accepts the new work of ``light``.
 
     If there is no room for it, ``heavy`` takes the shortest pieces in return, which cost the least
     per token.
@@ -303,7 +303,7 @@ def _give(heavy: _Bin, light: _Bin, piece: Piece, may_have: Callable[[int], bool
 
 
 def _shortest_for(light: _Bin, piece: Piece) -> Optional[Pack]:
-    """The shortest pieces of ``light`` to remove so that ``piece`` fits; None if it never does."""
+    """Return the shortest pieces of ``light`` to remove for ``piece`` to fit; None if it can't."""
     limits = light.limits
     missing = limits.footprint(piece.length) - light.room
     too_many = len(light.pieces) + 1 - limits.max_sequences

@@ -2,7 +2,7 @@
 
 """Offloading for any PyTorch model. Nothing here imports megatron-core.
 
-``names`` finds sub-modules by pattern, ``forward`` follows the model's forward passes by hooks,
-``inputs`` finds what checkpointing keeps, ``engine`` detects passes and iterations, and
-``handle`` has the public :func:`attach`.
+``names`` finds sub-modules by pattern, ``forward`` tracks the model's forward passes with hooks,
+``inputs`` finds what checkpoints save, ``engine`` detects passes and iterations, and ``handle``
+contains the public :func:`attach`.
 """

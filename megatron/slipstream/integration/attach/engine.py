@@ -1,26 +1,26 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The engine for a model that does not announce micro-batches and iterations.
+"""The engine for models that do not announce micro-batches and iterations.
 
 [Note: Where an iteration ends]
 A pass is one forward of the model with gradients. Passes that wait for backward at the same time
-make an iteration, so a plan covers every schedule of a loop: one backward after each forward (each
+form an iteration, so a plan covers any training loop: one backward after each forward (each pair
 an iteration, with or without accumulation), several forwards before one backward, or both
-interleaved as in a pipeline. A pass waits as long as one of its :class:`BackwardHook` objects
-lives; they are freed with its graph. An iteration ends
+interleaved as in a pipeline. A pass waits while any of its :class:`BackwardHook` objects is alive;
+they are freed with its graph. An iteration ends
 
-- at the end of the backward after which no pass waits, before the optimizer runs; or
-- at the next forward, if the newest pass does not wait for its first backward. That covers graphs
-  that are kept (``retain_graph``, an output that the loss does not use).
+- at the end of a backward that leaves no pass waiting, before the optimizer runs; or
+- at the next forward, if the newest pass is not waiting for its first backward. This covers
+  graphs that stay alive (``retain_graph``, an output that the loss does not use).
 
-An iteration of only passes that backward did not reach (a forward for a metric, an exception) is
-dropped, and the plan stays.
+An iteration in which backward reaches no pass (a forward for a metric, an exception) is dropped,
+and the plan is kept.
 
 [Note: Groups that grow]
-The recorded iteration may be of a short sequence, or of tensors that stay, as nested ones do. Its
-plan would never move what was not recorded. So groups that saved nothing are still tracked, and
-one that saves twice the bytes in its plan ends the plan: the iteration continues without it and
-records another.
+The recorded iteration may have a short sequence, or tensors that stay on the device, such as nested
+ones. Its plan would never offload what was not recorded. So groups that saved nothing are still
+tracked, and a group that saves twice the bytes in its plan ends the plan: the iteration continues
+without a plan and records a new one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from megatron.slipstream.fine_grained_activation_offload.group import (
 logger = logging.getLogger(__name__)
 
 MAX_LOST_PASSES = 16
-"""Maximum number of passes of an iteration whose graphs are freed without a backward. More are a
-loop of forwards (an evaluation without ``no_grad``), not training."""
+"""Maximum number of passes in an iteration whose graphs are freed without a backward. More indicate
+a loop of forwards (an evaluation without ``no_grad``), not training."""
 
 NO_GRAPH_TASK = -1
 
@@ -55,9 +55,9 @@ MIN_GROWTH = 2
 
 
 def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` (``jvp``, ``vmap``, ``grad``, ...) or a tracer runs.
+    """Whether a ``torch.func`` transform (``jvp``, ``vmap``, ``grad``, ...) or a tracer is active.
 
-    ``torch.func.linearize`` traces operations on tensors without a transform around them.
+    ``torch.func.linearize`` traces operations on tensors without an enclosing transform.
     """
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
@@ -68,27 +68,27 @@ def is_transformed() -> bool:
 class VersionCheckedTensor:
     """A saved tensor that stays on the device.
 
-    Autograd refuses to read a tensor that was changed in place since it was saved, unless hooks
-    return it. So the check is made here.
+    Autograd raises if a saved tensor was changed in place, but not if an unpack hook returns it, so
+    this class does the check.
     """
 
     __slots__ = ("tensor", "version", "__weakref__")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # A result that its own operation saves would hold itself through its graph.
+        # An output saved by its own operation would keep itself alive through its graph.
         self.tensor = tensor.detach() if tensor.grad_fn is not None else tensor
         self.version = tensor._version
 
     @property
     def is_intact(self) -> bool:
-        """Whether it has not been changed since it was saved."""
+        """Whether the tensor is unchanged since it was saved."""
         return self.tensor._version == self.version
 
     def read(self) -> torch.Tensor:
-        """The tensor.
+        """Return the tensor.
 
         Raises:
-            RuntimeError: It was changed in place after it was saved.
+            RuntimeError: The tensor was changed in place after it was saved.
         """
         if not self.is_intact:
             raise RuntimeError(
@@ -154,10 +154,10 @@ class AttachedEngine(OffloadEngine):
     """Detects passes and iterations: [Note: Where an iteration ends].
 
     Args:
-        arguments: Those of :class:`OffloadEngine`.
+        arguments: Arguments of :class:`OffloadEngine`.
         model: The model; its parameters and buffers stay on the device.
         min_offloaded_tensor_size: Tensors of fewer elements stay on the device.
-        activation_offload_fraction: Fraction of a pass's groups that may move.
+        activation_offload_fraction: Fraction of a pass's groups that may be offloaded.
     """
 
     def __init__(
@@ -171,20 +171,20 @@ class AttachedEngine(OffloadEngine):
         super().__init__(*arguments)
         self._model = weakref.ref(model)
         self._constants: Optional[frozenset[int]] = None
-        """Storages of the model's parameters and buffers; None if not collected in this
-        pass, since wrappers give parameters other memory."""
+        """Storages of the model's parameters and buffers; None if not yet collected in this pass,
+        since wrappers may reallocate parameters."""
         self._largest: dict[int, int] = {}
-        """Bytes of groups that have grown, by their place in the pass."""
+        """Bytes of groups that have grown, by group index in the pass."""
         self._min_numel = min_offloaded_tensor_size
         self._fraction = activation_offload_fraction
         self._own_passes: list[_Pass] = []
         """Passes of this iteration, oldest first."""
         self._is_model_running = False
-        """The running pass: set from :meth:`begin_forward` to :meth:`end_forward`."""
+        """True from :meth:`begin_forward` to :meth:`end_forward`."""
         self._watched_task = NO_GRAPH_TASK
-        """The backward at whose end :meth:`_end_backward` will be called."""
+        """Graph task of the backward that will call :meth:`_end_backward` at its end."""
         self._hooks: Optional[saved_tensors_hooks] = None
-        """The saved-tensor hooks of the running region; None if the plan keeps its group."""
+        """The saved-tensor hooks of the running region; None if its group stays on the device."""
         self._num_lost = 0
         """Number of consecutive passes whose backward can no longer run."""
         self._has_warned_of_lost_passes = False
@@ -192,9 +192,9 @@ class AttachedEngine(OffloadEngine):
 
     @property
     def is_training_forward(self) -> bool:
-        """Whether a group could begin here: with gradients, not suspended, not in backward.
+        """Whether a group can begin here: gradients enabled, not suspended, not in backward.
 
-        Nor in a transform of ``torch.func``, whose tensors are wrappers without memory.
+        ``torch.func`` transforms are excluded, since their tensors are wrappers without storage.
         """
         return self._is_training_forward() and not is_transformed()
 
@@ -209,12 +209,12 @@ class AttachedEngine(OffloadEngine):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no backward runs and no pass waits for one."""
+        """Whether no backward is running and no pass waits for one."""
         return self._watched_task == NO_GRAPH_TASK and not any(
             own.waits for own in self._own_passes
         )
 
-    # Passes, for the hooks on the model.
+    # Passes, called by the hooks on the model.
 
     def begin_forward(self) -> None:
         """Begin a pass: the model's forward starts."""
@@ -226,7 +226,7 @@ class AttachedEngine(OffloadEngine):
         self._is_model_running = False
         self._now.chunk = None
         if failed and self._own_passes:
-            # Its backward cannot run, even if a traceback keeps its graph.
+            # Its backward cannot run, even if a traceback keeps its graph alive.
             self._own_passes.pop()
             if not any(own.waits or own.is_used for own in self._own_passes):
                 self._clear_iteration()
@@ -239,7 +239,7 @@ class AttachedEngine(OffloadEngine):
     # Groups. Regions do not nest.
 
     def begin_region(self, name: str) -> None:
-        """Begin a group; if the model's forward does not run, the group is a pass of its own."""
+        """Begin a group; outside of the model's forward, the group is a pass of its own."""
         if self._now.chunk is None and self.is_training_forward:
             self._open_pass()
         self.start_group(name)
@@ -249,21 +249,21 @@ class AttachedEngine(OffloadEngine):
             self._hooks.__enter__()
 
     def leave_region(self, is_here: bool = True) -> None:
-        """The group's operations have ended, in this thread (``is_here``) or one that is gone."""
+        """Leave the group's region, in this thread (``is_here``) or one that has ended."""
         if self._hooks is not None and is_here:
             self._hooks.__exit__()
         self._hooks = None
 
     def commit_region(self, name: str, nodes: Iterable[Node]) -> bool:
-        """End a group that has saved everything.
+        """Commit a group that has saved all its tensors.
 
         Args:
             name: Name of the group.
-            nodes: The operations that computed the module's outputs. Backward needs the group when
-                it reaches the first of them.
+            nodes: Autograd nodes of the module's outputs. Backward needs the group when it reaches
+                the first of them.
 
         Returns:
-            False if the group saved something and has no nodes: its backward is not detected.
+            False if the group saved something but has no nodes, so its backward is not detected.
         """
         group = self.commit_group(name)
         if group is None:
@@ -272,7 +272,7 @@ class AttachedEngine(OffloadEngine):
         hook = BackwardHook(self, group)
         is_hooked = False
         for node in nodes:
-            # Not a node of our own, which would make in-place changes of the output illegal.
+            # Not a custom node, which would make in-place changes of the output illegal.
             node.register_prehook(hook)
             is_hooked = True
         self._own_passes[-1].add(group, hook)
@@ -280,14 +280,14 @@ class AttachedEngine(OffloadEngine):
         return is_hooked or not group.held
 
     def begin_inputs(self, name: str) -> Optional[OffloadTensorGroup]:
-        """Begin a group whose tensors are added one by one; None if none can begin."""
-        with torch.enable_grad():  # Checkpointing saves where gradients are switched off.
+        """Begin a group whose tensors are added one by one; return None if none can begin."""
+        with torch.enable_grad():  # Checkpoints save their inputs with gradients disabled.
             self.start_group(name)
         group, self._now.started = self._now.started, None
         return group
 
     def commit_inputs(self, name: str, group: OffloadTensorGroup, hook: BackwardHook) -> None:
-        """End a group of :meth:`begin_inputs`: all its tensors are added."""
+        """Commit a group of :meth:`begin_inputs` after all its tensors were added."""
         self.commit_group(name)
         self._own_passes[-1].add(group, hook)
 
@@ -305,7 +305,7 @@ class AttachedEngine(OffloadEngine):
         nbytes = sum(group.nbytes.values())
         storages = plan.trace.group_by_key[group.key].storages
         known = sum(plan.trace.storages[index].nbytes for index in storages)
-        # Sizes recorded once stay known, even if a plan omits some of them.
+        # Recorded sizes are remembered, even if a plan omits some of them.
         known = max(known, self._largest.get(group.key.group, 0))
         if nbytes >= MIN_GROWTH * known and nbytes > 0:
             self._largest[group.key.group] = nbytes
@@ -324,7 +324,7 @@ class AttachedEngine(OffloadEngine):
         self.begin_pass(0, self._min_numel, activation_offload_fraction=self._fraction)
         self._own_passes.append(_Pass())
 
-    # Saved-tensor hooks. Autograd calls them wherever it runs, also in compiled code.
+    # Saved-tensor hooks. Autograd calls them wherever it runs, including compiled code.
 
     @torch.compiler.disable
     def save(self, group: OffloadTensorGroup, tensor: torch.Tensor) -> Any:
@@ -335,7 +335,7 @@ class AttachedEngine(OffloadEngine):
         return VersionCheckedTensor(saved) if isinstance(saved, torch.Tensor) else saved
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a parameter or buffer of the model, or a detached view of one."""
+        """Whether ``tensor`` is a parameter or buffer of the model, or a detached view of one."""
         if tensor.grad_fn is not None or type(tensor) is not torch.Tensor:
             return False
         if self._constants is None:
@@ -361,10 +361,10 @@ class AttachedEngine(OffloadEngine):
     # Backward.
 
     def use_group(self, group: OffloadTensorGroup) -> None:
-        """Backward needs the group from here on."""
+        """Handle backward reaching the group, which it needs from here on."""
         super().use_group(group)
         if not self._is_model_running:
-            self._now.chunk = None  # A pass that no forward of the whole model ends, ends here.
+            self._now.chunk = None  # Ends a pass that is outside of the model's forward.
         task = torch._C._current_graph_task_id()
         if task not in (NO_GRAPH_TASK, self._watched_task):
             self._watched_task = task
@@ -373,7 +373,7 @@ class AttachedEngine(OffloadEngine):
     @torch.compiler.disable
     def _end_backward(self) -> None:
         self._watched_task = NO_GRAPH_TASK
-        # A model may call backward in its forward.
+        # A model may call backward within its forward.
         if self._is_model_running or any(own.waits for own in self._own_passes):
             return
         self._finish_or_clear()

@@ -1,23 +1,23 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Follows a model's forward passes by hooks on the model and on the chosen modules.
+"""Tracks a model's forward passes with hooks on the model and on the chosen modules.
 
-Hooks rather than another ``forward``: they survive other replacements of it (mixed precision
-wrappers set and remove theirs), and they distinguish copies of a module. Under other saved-tensor
-hooks (a checkpoint's, ``save_on_cpu``) nothing is done, so these hooks get the same tensors in
-forward and in recomputation.
+Hooks are used instead of replacing ``forward`` because they survive other replacements of it
+(mixed-precision wrappers set and remove theirs) and can distinguish copies of a module. They do
+nothing under other saved-tensor hooks (a checkpoint's, ``save_on_cpu``), so those get the same
+tensors in forward and in recomputation.
 
 [Note: Calls that never end]
 torch calls a hook after a forward that raised, except for exceptions such as ``KeyboardInterrupt``.
-So every call keeps the Python frame that runs it, and before the next one begins, calls whose frame
-no longer runs are undone.
+So every call stores the Python frame that runs it, and calls whose frame is no longer on the stack
+are undone before the next one begins.
 
 [Note: One thread trains]
-The engine follows one forward or backward at a time, and saved-tensor hooks are set for one thread.
-So calls are kept per thread, and one thread is the trainer: the last that ran the model with
-gradients. Another becomes it once no forward of the trainer's runs or waits for backward, or once
-that thread has ended. Until then what others run with gradients stays on the device, which changes
-no result. Passes without gradients do not touch the engine in any thread.
+The engine tracks one forward or backward at a time, and saved-tensor hooks are thread-local. So
+calls are kept per thread, and one thread is the trainer: the last that ran the model with
+gradients. Another thread takes over once no forward of the trainer is running or waiting for
+backward, or once the trainer has ended. Until then, what other threads save stays on the device,
+which does not change results. Passes without gradients never touch the engine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Call:
         self.role = role
         self.frame = _frame_of_call()
         self.exception = sys.exception()
-        """The exception handled when the call began; a different one at its end is its own."""
+        """Exception being handled when the call began; a different one at its end is the call's."""
 
     @property
     def is_running(self) -> bool:
@@ -81,7 +81,7 @@ class _Call:
 
 
 def _frame_of_call() -> Optional[FrameType]:
-    """The frame in which torch calls the module whose hook is running."""
+    """Return the frame in which torch calls the module whose hook is running."""
     frame: Optional[FrameType] = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != _MODULE_FILE:
         frame = frame.f_back
@@ -99,12 +99,12 @@ class _Thread:
 
     @property
     def trains(self) -> bool:
-        """Whether a call runs that the engine was notified of."""
+        """Whether the engine was notified of a running call."""
         return any(call.role is not _Role.SKIPPED for call in self.calls)
 
 
 class _Hooked:
-    """A module with hooks. It owns them, so it is referred to weakly."""
+    """A module with hooks. The module owns its hooks, so the reference to it is weak."""
 
     __slots__ = ("_module", "label")
 
@@ -120,7 +120,7 @@ class _Hooked:
 class _Hook:
     """A hook that is registered with a module.
 
-    In a copy of the module, deep or pickled, it is replaced by a hook that does nothing.
+    In a deep-copied or pickled module, it is replaced by a hook that does nothing.
     """
 
     def __init__(
@@ -131,31 +131,31 @@ class _Hook:
         self._lock = lock
 
     def __call__(self, *arguments: Any) -> None:
-        # torch.export makes one graph, too, without the compiler.
+        # torch.export also makes a single graph, but without the compiler.
         if torch.compiler.is_compiling() and (
             not torch.compiler.is_dynamo_compiling() or _is_one_graph()
         ):
             return
         self._run(*arguments)
 
-    # torch.compile must neither trace the engine nor run it at compile time: the graph ends here.
+    # torch.compile must neither trace the engine nor run it at compile time: break the graph here.
     @torch.compiler.disable
     def _run(self, *arguments: Any) -> None:
         with self._lock:
             self._function(self._hooked, *arguments)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        # Takes anything, does nothing, and can be loaded without this package.
+        # Accepts any arguments, does nothing, and can be unpickled without this package.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 _has_warned_of_one_graph = False
-"""Cached until the next :func:`attach`, since the compiler asks at every hook."""
+"""Reset by :func:`attach`. Needed because the compiler runs :func:`_is_one_graph` at every hook."""
 
 
 @torch._dynamo.assume_constant_result
 def _is_one_graph() -> bool:
-    """Whether compiled code must be one graph, which no hook may break. Run by the compiler."""
+    """Whether code must compile to one graph, which no hook may break. Run by the compiler."""
     compiled = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
     global _has_warned_of_one_graph
     if compiled.one_graph and not _has_warned_of_one_graph:
@@ -181,12 +181,12 @@ class ForwardHooks:
         self._trainer: Optional[_Thread] = None
         """See [Note: One thread trains]."""
         self._ran: dict[str, set[_Role]] = {match.label: set() for match in matches}
-        """Roles of calls by label, until the first pass has ended."""
+        """Roles of calls by label, recorded until the first pass ends."""
         self._is_first_pass = True
         self._warned: set[str] = set()
         self._handles: list[Any] = []
-        # By default compiled code assumes that modules have the hooks that the first one of their
-        # kind had when it was compiled. It is compiled again, with a guard on hooks.
+        # By default, compiled code assumes that modules have the hooks that the first module of
+        # their class had at compile time. Recompile it with guards on hooks.
         global _has_warned_of_one_graph
         _has_warned_of_one_graph = False
         torch._dynamo.config.skip_nnmodule_hook_guards = False
@@ -204,7 +204,7 @@ class ForwardHooks:
     ) -> None:
         hooked = _Hooked(module, label)
         before, after = _Hook(enter, hooked, self._lock), _Hook(leave, hooked, self._lock)
-        # Outermost: what other hooks of the module do belongs to its call.
+        # Outermost, so that other hooks of the module are part of its call.
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
@@ -219,7 +219,7 @@ class ForwardHooks:
         """Remove the hooks from the modules.
 
         Raises:
-            RuntimeError: Another thread trains.
+            RuntimeError: Another thread is training.
         """
         with self._lock:
             if not self._is_trainer_free():
@@ -240,7 +240,7 @@ class ForwardHooks:
 
     @property
     def _here(self) -> _Thread:
-        """This thread."""
+        """The state of this thread."""
         here: Optional[_Thread] = getattr(self._local, "thread", None)
         if here is None:
             here = self._local.thread = _Thread()
@@ -385,10 +385,10 @@ class ForwardHooks:
     # Calls.
 
     def _is_hooked(self, hooked: _Hooked, module: Any) -> bool:
-        """Whether the call is one of the module that was chosen, rather than of a copy.
+        """Whether the call is of the hooked module, rather than of a copy.
 
         Raises:
-            RuntimeError: The copy is one of ``torch.nn.DataParallel``, which run in threads.
+            RuntimeError: The copy is a replica of ``torch.nn.DataParallel``, which runs in threads.
         """
         if hooked.is_of(module):
             return True
@@ -401,7 +401,7 @@ class ForwardHooks:
         return False
 
     def _pop_call(self, hooked: _Hooked, module: Any) -> Optional[_Call]:
-        """The call that ends; None if its start was missed, since another hook raised."""
+        """Return the call that ends; None if its start was missed because another hook raised."""
         here = self._here
         if not hooked.is_of(module) or all(call.hooked is not hooked for call in here.calls):
             return None
@@ -446,17 +446,17 @@ def _check_current_gpu(model: torch.nn.Module) -> None:
 
 
 def _top_pack_hook() -> Any:
-    """The saved-tensor hook that would be called now; None if there is none."""
+    """Return the active saved-tensor pack hook; None if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks[0] if hooks is not None else None
 
 
 def tensors_in(value: Any, opens_objects: bool = False) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, dictionaries and data classes.
+    """Yield the tensors in nested tuples, lists, dictionaries and data classes.
 
     Args:
-        value: Anything.
-        opens_objects: Look at the attributes of other objects, too.
+        value: Any object.
+        opens_objects: Also search the attributes of other objects.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -474,10 +474,10 @@ def tensors_in(value: Any, opens_objects: bool = False) -> Iterator[torch.Tensor
 
 
 def nodes_of(output: Any, inputs: Any) -> list[Node]:
-    """The operations that computed the tensors in ``output``, without those of ``inputs``.
+    """Return the autograd nodes of the tensors in ``output``, except those of ``inputs``.
 
-    A tensor that a module passes through was computed before it: backward reaches it after the
-    module.
+    A tensor that a module passes through was computed before the module, so backward reaches its
+    node after the module.
     """
     earlier = {tensor.grad_fn for tensor in tensors_in(inputs)}
     tensors = list(tensors_in(output)) or tensors_in(output, opens_objects=True)

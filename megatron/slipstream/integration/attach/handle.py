@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""``attach()``: one call that makes chosen sub-modules of any PyTorch model offload.
+"""``attach()``: offloads the activations of chosen sub-modules of any PyTorch model.
 
-The options are those of megatron-core's offloading and of :class:`OffloadConfig`; the rules that
-hold here beside theirs are in :data:`ATTACH_RULES`.
+The options are those of megatron-core's offloading and of :class:`OffloadConfig`;
+:data:`ATTACH_RULES` adds the rules that apply only here.
 """
 
 from __future__ import annotations
@@ -79,28 +79,28 @@ def attach(
 ) -> Attached:
     """Offload what chosen sub-modules of ``model`` save for backward.
 
-    Call the model, ``backward()`` and the optimizer as before. Loss and gradients are bitwise those
-    without it. A module saves what autograd keeps of it: everything its operations save, or only
-    its inputs where it runs in ``torch.utils.checkpoint``.
+    Call the model, ``backward()`` and the optimizer as before. Loss and gradients are bitwise
+    identical to those without offloading. A module saves what autograd keeps: everything its
+    operations save, or only its inputs if it runs in ``torch.utils.checkpoint``.
 
     Args:
         model: Any module whose ``forward`` takes one micro-batch. It may be wrapped by
-            ``torch.compile``, DistributedDataParallel or ``fully_shard``, before or after.
+            ``torch.compile``, DistributedDataParallel or ``fully_shard``, before or after the call.
         patterns: Sub-modules: glob patterns over qualified names such as ``"layers.*.mlp"``
             (``*`` is one part of a name, ``**`` any number), or module types. Each call of such a
-            module is a group, which moves as a whole. Of nested matches the outer one counts.
+            module is a group, offloaded as a whole. Of nested matches, only the outermost counts.
         config: Slipstream's own settings; None for the defaults.
         min_offloaded_tensor_size: Tensors of fewer elements stay on the device.
-        activation_offload_fraction: Fraction of each pass's groups that move, earliest first.
+        activation_offload_fraction: Fraction of each pass's groups to offload, earliest first.
 
     Returns:
-        A handle to end or suspend offloading and to read what moved. It is also a context manager
-        that ends offloading. The handle need not be kept.
+        A handle that ends or suspends offloading and reports what was offloaded. As a context
+        manager it ends offloading on exit. The caller need not keep it.
 
     Raises:
-        ValueError: An argument is of another type, a pattern chooses nothing, an option or its
-            value is not supported, a chosen module is attached already, or the model lies on
-            several GPUs.
+        ValueError: An argument has the wrong type, a pattern adds no module, an option or its
+            value is not supported, a chosen module is already attached, or the model is on several
+            GPUs.
     """
     if not isinstance(model, torch.nn.Module):
         shown = repr(model) if len(repr(model)) < 80 else f"a {type(model).__name__}"
@@ -162,7 +162,7 @@ class Attached:
         _attached.update(self._hooked)
 
     def __repr__(self) -> str:
-        """The chosen modules by pattern, and what moved in the last complete iteration."""
+        """List the chosen modules by pattern, and what moved in the last complete iteration."""
         rank = self.report().ranks[0]
         lines = [f"Attached to {self._model_name}, backend {self.engine.store.backend.name}"]
         if self.is_detached:
@@ -192,10 +192,10 @@ class Attached:
     def detach(self) -> None:
         """Stop offloading. Offloaded tensors are still reloaded for their backward.
 
-        Calling it again changes nothing.
+        Idempotent.
 
         Raises:
-            RuntimeError: Another thread runs the model with gradients, or its backward.
+            RuntimeError: Another thread is running the model with gradients, or its backward.
         """
         self._hooks.remove()
         _attached.difference_update(self._hooked)
@@ -205,7 +205,7 @@ class Attached:
     def suspended(self) -> Iterator[None]:
         """Context in which this thread offloads nothing.
 
-        Not needed for passes without gradients, which are never touched.
+        Not needed for passes without gradients, which never offload.
         """
         before = self.engine.do_offload
         self.engine.do_offload = False
@@ -215,7 +215,7 @@ class Attached:
             self.engine.do_offload = before
 
     def report(self) -> Report:
-        """This rank's figures of its last complete iteration.
+        """Return this rank's figures for its last complete iteration.
 
         An iteration ends when no forward waits for its backward: with gradient accumulation, after
         each micro-batch.
@@ -229,7 +229,7 @@ class Attached:
 
         Raises:
             RuntimeError: No iteration has been recorded.
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         if self.engine.plan is None:
             raise RuntimeError("no iteration has been recorded; train with the model first")
@@ -256,7 +256,7 @@ def _check_not_attached(model: torch.nn.Module, matches: list[Match]) -> None:
 
 
 def _check_one_gpu(model: torch.nn.Module) -> None:
-    """The engine's copies follow the stream of the current GPU."""
+    """Refuse models on several GPUs: the engine's copies follow the current GPU's stream."""
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.is_cuda})
     if len(devices) > 1:
         raise ValueError(

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Inputs of modules that a checkpoint keeps.
+"""Offloads the module inputs that checkpoints save.
 
 [Note: Inputs of checkpointed modules]
-Of a module inside ``torch.utils.checkpoint`` only the inputs are kept, saved by the checkpoint
-outside of the module: before it runs without re-entry, after it with re-entry. So hooks lie around
-the whole forward of the model and note what is saved. Where a chosen module runs inside a
-checkpoint, those of its inputs that have been saved, or are saved next, become a group. What a
-checkpoint *inside* of a chosen module saves is saved in the module's region.
+Of a module inside ``torch.utils.checkpoint``, only the inputs are kept. The checkpoint saves them
+outside of the module: before it runs if non-reentrant, after it if reentrant. So hooks around the
+whole forward of the model record what is saved. When a chosen module runs inside a checkpoint,
+those of its inputs that have been saved, or are saved next, become a group. What a checkpoint
+*inside* a chosen module saves belongs to the module's region.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.slipstream.integration.attach.engine import (
 
 
 class _Saved:
-    """Replaces, in autograd, a tensor that is saved outside of regions."""
+    """Replaces a tensor that autograd saves outside of regions."""
 
     __slots__ = ("held", "hook", "__weakref__")
 
@@ -37,10 +37,10 @@ class _Saved:
         self.held: Any = VersionCheckedTensor(tensor)
         """The tensor, or its replacement by the engine."""
         self.hook: Optional[BackwardHook] = None
-        """The hook of the group whose input it is."""
+        """The hook of the group that the tensor is an input of."""
 
     def lies_in(self, storages: frozenset[StorageWeakRef]) -> bool:
-        """Whether it is an unchanged tensor in one of these memories."""
+        """Whether it is an unchanged tensor in one of these storages."""
         kept = self.held
         return (
             type(kept) is VersionCheckedTensor
@@ -51,7 +51,7 @@ class _Saved:
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
-    """Identify the memory of a tensor; the identity is unique while the result is alive."""
+    """Return the identity of a tensor's storage, which is unique while the result is alive."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -65,19 +65,20 @@ class CheckpointInputs:
     def __init__(self, engine: AttachedEngine) -> None:
         self._engine = engine
         self._is_wanted = True
-        """Whether hooks are set in the next pass: if a chosen module ran in a checkpoint before."""
+        """Whether to set hooks in the next pass: it is the first, or a chosen module ran in a
+        checkpoint in the last one."""
         self._is_seen = False
         """Whether a chosen module has run in a checkpoint in this pass."""
         self.labels: set[str] = set()
-        """Labels of modules of which a checkpoint kept inputs while hooks were set."""
+        """Labels of modules whose inputs a checkpoint saved while hooks were set."""
         self._hooks: Optional[saved_tensors_hooks] = None
         self._recent: list[weakref.ref[_Saved]] = []
         """Tensors saved since a chosen module last ran."""
         self._ran: list[tuple[str, frozenset[StorageWeakRef]]] = []
-        """Labels and inputs of chosen modules that ran without gradients since the last tensor was
-        saved: a re-entrant checkpoint saves the inputs of the first of them next."""
+        """Labels and input storages of chosen modules that ran without gradients since the last
+        tensor was saved: a reentrant checkpoint saves the inputs of the first of them next."""
         self._open: Optional[tuple[str, OffloadTensorGroup, BackwardHook]] = None
-        """The group of the re-entrant checkpoint that is saving its inputs."""
+        """The group of the reentrant checkpoint that is saving its inputs."""
 
     # Around the model's forward.
 
@@ -88,7 +89,7 @@ class CheckpointInputs:
             self._hooks.__enter__()
 
     def stop(self, is_here: bool = True) -> None:
-        """Call when the model's forward ends, in this thread (``is_here``) or an ended one."""
+        """Call when the model's forward ends, in this thread (``is_here``) or one that ended."""
         self.close()
         self._recent.clear()
         if self._hooks is not None and is_here:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Sub-modules by patterns.
+"""Finds sub-modules by pattern.
 
-A name is the path of attributes to a module without those of wrappers, so a pattern fits a model
-before and after it was compiled, checkpointed or distributed.
+A name is the attribute path to a module without the attributes of wrappers, so a pattern matches a
+model before and after it is compiled, checkpointed or distributed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 Pattern = Union[str, type[torch.nn.Module]]
 
 _WRAPPED_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Names of the module inside torch's wrappers: compiled, fully sharded, checkpointed."""
+"""Attributes of torch's wrappers that hold the module: compiled, fully sharded, checkpointed."""
 
 NUM_NEAR = 8
 """Maximum number of similar names in an error."""
@@ -32,12 +32,12 @@ class Match(NamedTuple):
     name: str
     """Qualified name."""
     label: str
-    """The pattern or the type's name: the name of the module's groups in reports."""
+    """The pattern or the type's name, which names the module's groups in reports."""
     module: torch.nn.Module
 
 
 class _Named(NamedTuple):
-    """A sub-module by one of the paths that lead to it."""
+    """A sub-module and one of the paths that lead to it."""
 
     name: str
     """The path without wrappers; empty for the model itself."""
@@ -48,18 +48,18 @@ class _Named(NamedTuple):
 def find_modules(model: torch.nn.Module, patterns: Iterable[Pattern]) -> list[Match]:
     """Return the sub-modules that ``patterns`` match, each once, in the model's order.
 
-    A match inside of another match does not count: the outer group covers its operations. Of a
-    module and its wrappers the outermost wrapper counts.
+    A match inside another match is ignored, since the outer group covers its operations. For a
+    wrapped module, the outermost wrapper is returned.
 
     Args:
-        model: The model; it is not a sub-module of its own.
-        patterns: Glob patterns over whole qualified names, where ``*`` stands for one part between
-            dots (or some of its characters) and ``**`` for any number of parts, and types.
+        model: The model, which itself is never matched.
+        patterns: Module types, and glob patterns over whole qualified names: ``*`` matches one part
+            between dots (or some of its characters), ``**`` any number of parts.
 
     Raises:
-        ValueError: There is no pattern, one is neither text nor a module type, or one adds no
-            module: it matches none (the error lists near names), only containers, which never run,
-            or only modules inside of other matches.
+        ValueError: There is no pattern, one is neither a string nor a module type, or one adds no
+            module: it matches none (the error lists similar names), only containers, which never
+            run, or only modules inside other matches.
     """
     patterns = list(patterns)
     if not patterns:
@@ -82,7 +82,7 @@ def find_modules(model: torch.nn.Module, patterns: Iterable[Pattern]) -> list[Ma
                 f"lies in other matches ({names[0]!r} in {outer!r}, by {label_of[outer]!r}); "
                 "leave one of the two out"
             )
-    # A shared module has several names: one of them is enough.
+    # A shared module has several names; use one of them.
     found: dict[int, Match] = {}
     for entry in named:
         if entry.name in label_of and not covering[entry.name] and outermost[entry.name] is entry:
@@ -92,7 +92,7 @@ def find_modules(model: torch.nn.Module, patterns: Iterable[Pattern]) -> list[Ma
 
 
 def _named_modules(model: torch.nn.Module) -> list[_Named]:
-    """Every path to every sub-module, the model itself first."""
+    """Return every path to every sub-module, the model itself first."""
     by_path: dict[str, _Named] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         parent_path, _, attribute = path.rpartition(".")
@@ -111,7 +111,7 @@ def _named_modules(model: torch.nn.Module) -> list[_Named]:
 
 
 def _matching(model: torch.nn.Module, pattern: Pattern, named: Sequence[_Named]) -> list[str]:
-    """The names that ``pattern`` matches, of modules that can run."""
+    """Return the names of the modules that ``pattern`` matches and that can run."""
     if isinstance(pattern, str):
         parts = pattern.split(".")
         hits = [entry for entry in named if _fits(entry.name.split("."), parts)]
@@ -147,7 +147,7 @@ def _matching(model: torch.nn.Module, pattern: Pattern, named: Sequence[_Named])
 
 
 def _can_run(module: torch.nn.Module) -> bool:
-    """Whether the module has a forward of its own, unlike a ``ModuleList``."""
+    """Whether the module defines a forward, unlike a ``ModuleList``."""
     return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
 
 
@@ -165,7 +165,7 @@ def _covering(name: str, matched: Iterable[str]) -> str:
 
 
 def _near(pattern: Pattern, named: Sequence[_Named]) -> list[str]:
-    """Return patterns and types that match modules of the model, most similar first."""
+    """Return patterns or types that match modules of the model, most similar first."""
     able = [entry for entry in named if entry.name and _can_run(entry.module)]
     if not isinstance(pattern, str):
         types = list(dict.fromkeys(type(entry.module).__name__ for entry in able))

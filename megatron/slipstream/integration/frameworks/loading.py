@@ -2,10 +2,10 @@
 
 """Loads the engine in processes that a framework's script starts.
 
-Each framework has a place that names code to run, such as :mod:`on_import`, :mod:`spec` or
-:mod:`slime`. That code may run in processes without a model (drivers, samplers, data loaders) and
-before a process knows its GPU. So the engine is installed when a model that is to offload is first
-called.
+Each framework has an option that names code to run: :mod:`on_import`, :mod:`spec` or :mod:`slime`.
+That code may run in processes without a model (drivers, samplers, data loaders) and before a
+process has selected its GPU. So the engine is installed at the first call of a model with
+offloading.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def load(config: Optional[OffloadConfig] = None) -> None:
     """Prepare the engine: it is installed when a model with offloading is first called.
 
     Args:
-        config: Slipstream's own settings; None for those of the file that the environment variable
-            ``SLIPSTREAM_CONFIG`` names, or the defaults.
+        config: Slipstream's own settings; None to read them from the file that the environment
+            variable ``SLIPSTREAM_CONFIG`` names, or to use the defaults if it is not set.
 
     Raises:
-        ValueError: That file cannot be used.
+        ValueError: The settings file cannot be used.
     """
     log_to_stderr()
     effective = config or config_from_environment()  # Raises now if it is invalid.
@@ -44,11 +44,11 @@ def load(config: Optional[OffloadConfig] = None) -> None:
 
 
 def config_from_arguments(args: Any) -> Optional[OffloadConfig]:
-    """Slipstream's settings in megatron's arguments; None without ``add_offload_arguments``."""
+    """Return Slipstream's settings from megatron's arguments; None if they are not among them."""
     has_all = all(hasattr(args, field.name) for field in dataclasses.fields(OffloadConfig))
     return OffloadConfig.of(args) if has_all else None
 
 
 def _check_process() -> None:
-    """Refuse, before the first model runs, a Transformer Engine that would move weights, too."""
+    """Refuse a Transformer Engine that would offload weights, too, before the first model runs."""
     require(preflight.check_process(preflight.collect(), offloading=True))

@@ -3,8 +3,8 @@
 """Prepare the engine on import, for frameworks that import a module that the user names.
 
 verl imports the modules in ``VERL_USE_EXTERNAL_MODULES``; ms-swift the files in
-``--external_plugins``, one of which may import this. Both do so in every process they start. One
-that cannot import megatron-core has no model to train, and logs a warning.
+``--external_plugins``, one of which may import this. Both do so in every process they start. A
+process that cannot import megatron-core has no model to train, and logs a warning.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def get_ready() -> None:
-    """Do the same as importing the module, for places that need a function.
+    """Prepare the engine, for frameworks that call a function instead of importing a module.
 
     Raises:
-        ValueError: The file of settings cannot be used.
+        ValueError: The settings file cannot be used.
     """
     try:
         from megatron.slipstream.integration.frameworks.loading import load

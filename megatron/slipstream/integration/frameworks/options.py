@@ -5,13 +5,13 @@
 :func:`to_transformer_overrides` returns a plain dictionary for code that assigns fields of a
 model's configuration (NeMo-RL's ``megatron_cfg``, Megatron-Bridge's
 ``apply_overrides_and_finalize``, verl's ``override_transformer_config``, ms-swift's
-``megatron_extra_kwargs``), :func:`to_cli` the flags for programs with megatron's parser (slime,
-Megatron-LM). Both are pure, and neither needs torch or megatron-core.
+``megatron_extra_kwargs``), and :func:`to_cli` returns flags for programs with megatron's parser
+(slime, Megatron-LM). Both are pure, and neither needs torch or megatron-core.
 
 [Note: Three values of on and off]
-Without ``fine_grained_activation_offloading`` the model's configuration keeps its value, False
-switches off and empties the list of modules, and True needs a list that is not empty. An option
-that is None, as YAML files write it, is left out.
+If ``fine_grained_activation_offloading`` is absent, the model's configuration keeps its value;
+False disables offloading and empties the list of modules; True requires a non-empty list. An option
+that is None (``null`` in YAML) is left out.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ class OffloadOptions(TypedDict, total=False):
     fine_grained_activation_offloading: Optional[bool]
     """See [Note: Three values of on and off]."""
     offload_modules: Optional[list[str]]
-    """The modules that move, by the names in ``model_rules.MODULE_NAMES``."""
+    """The modules to offload, by their names in ``model_rules.MODULE_NAMES``."""
     activation_offload_fraction: Optional[float]
-    """Fraction of each pass's groups that move, 0 to 1. From megatron-core 0.19 on."""
+    """Fraction of each pass's groups to offload, 0 to 1. Since megatron-core 0.19."""
     delta_offload_bytes_across_pp_ranks: Optional[int]
-    """Bytes that each pipeline rank keeps more than the one before. From megatron-core 0.19 on."""
+    """Bytes that each pipeline rank keeps beyond those of the previous one. Since megatron-core
+    0.19."""
     min_offloaded_tensor_size: Optional[int]
-    """Tensors of fewer elements (not bytes) stay."""
+    """Tensors of fewer elements (not bytes) stay on the device."""
     delay_offload_until_cuda_graph: Optional[bool]
-    """Copy what eager groups move when the next CUDA graph has been launched. From megatron-core
-    0.19 on."""
+    """Delay the copies of eager groups until the next CUDA graph is launched. Since megatron-core
+    0.19."""
     fine_grained_offloading_max_inflight_offloads: Optional[int]
-    """Option of megatron-core's own engine, from 0.18 on. Slipstream plans the lag of copies and
+    """Option of megatron-core's own engine, since 0.18. Slipstream plans the lag of copies and
     refuses this option."""
 
 
@@ -70,7 +71,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """Facts to check the options against: :meth:`of` reads a model's configuration."""
+    """Model facts to check the options against; :meth:`of` reads them from a configuration."""
 
     num_moe_experts: Optional[int] = None
     """None for a dense model."""
@@ -85,7 +86,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, config: Any) -> ModelFacts:
-        """The facts of a ``TransformerConfig``, a provider of Megatron-Bridge, or their class."""
+        """Read a ``TransformerConfig``, a Megatron-Bridge provider, or the class of either."""
         known = frozenset(DEFAULTS) & {field.name for field in dataclasses.fields(config)}
         return cls(
             num_moe_experts=getattr(config, "num_moe_experts", None),
@@ -105,19 +106,19 @@ DENSE = ModelFacts()
 def to_transformer_overrides(
     options: OffloadOptions | Mapping[str, Any], model_facts: ModelFacts = DENSE
 ) -> dict[str, Any]:
-    """The fields of a model's configuration to set, with their values.
+    """Return the fields of a model's configuration to set, with their values.
 
     Args:
         options: Options as the user wrote them; [Note: Three values of on and off].
-        model_facts: Facts of the model that they are for.
+        model_facts: Facts of the model to configure.
 
     Returns:
         A new dictionary of plain values. An option that the installed megatron-core lacks is left
-        out if its value changes nothing, which is logged; else it is refused.
+        out, with a log message, if its value has no effect; otherwise it is refused.
 
     Raises:
         ValueError: A key is not an option, a value has the wrong type, or the options are
-            incompatible with each other or the model. The message names option, value and cure.
+            incompatible with each other or the model. The message names option, value and fix.
     """
     given = {name: value for name, value in _typed(options).items() if value is not None}
     if given.get(SWITCH) is False:
@@ -125,7 +126,7 @@ def to_transformer_overrides(
     overrides = _known(given, model_facts)
     effective = {**DEFAULTS, **model_facts.options, **overrides}
     if given.get(SWITCH):
-        # Not the configuration's own list: switching on requires naming the modules.
+        # Not the configuration's own list: enabling offloading requires naming the modules.
         effective[MODULES] = given.get(MODULES, [])
     require(check_model_options(SimpleNamespace(**{**vars(model_facts), **effective})))
     return overrides
@@ -134,10 +135,10 @@ def to_transformer_overrides(
 def to_cli(
     options: OffloadOptions | Mapping[str, Any], model_facts: ModelFacts = DENSE
 ) -> list[str]:
-    """As :func:`to_transformer_overrides`, as words for megatron's parser; empty if off."""
+    """Return :func:`to_transformer_overrides` as flags for megatron's parser; empty if off."""
     overrides = to_transformer_overrides(options, model_facts)
     if overrides.get(SWITCH) is False:
-        return []  # The flag has no opposite.
+        return []  # The flag has no negation.
     words = []
     for name, value in overrides.items():
         flag = "--" + name.replace("_", "-")
@@ -151,18 +152,18 @@ def to_cli(
 
 
 def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
-    """Assign fields of a configuration and have its own rules checked again.
+    """Assign fields of a configuration and check its rules again.
 
-    A configuration checks itself only when it is created. Here Slipstream's rules and then those of
-    the configuration (``finalize`` of a provider of Megatron-Bridge, else ``__post_init__``) run
-    with the new values, first on a copy.
+    A configuration validates itself only on creation. This runs Slipstream's rules and then those
+    of the configuration (``finalize`` of a Megatron-Bridge provider, else ``__post_init__``) with
+    the new values, on a copy first.
 
     Args:
         config: A ``TransformerConfig`` or a provider. Unchanged if this raises.
         overrides: From :func:`to_transformer_overrides`.
 
     Raises:
-        ValueError: A rule is broken, or ``config`` has no such field.
+        ValueError: A rule is violated, or ``config`` has no such field.
     """
     missing = [name for name in overrides if not hasattr(config, name)]
     if missing:
@@ -173,16 +174,16 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
     trial = copy.copy(config)
     for target in (trial, config):
         for name, value in overrides.items():
-            # Separate lists: a rule may add to one of them.
+            # Separate lists, since a rule may append to one of them.
             setattr(target, name, copy.copy(value))
         revalidate(target)
 
 
 def revalidate(config: Any) -> None:
-    """Run a configuration's rules again, after fields of it have been assigned.
+    """Run a configuration's rules again after its fields have been changed.
 
     Raises:
-        ValueError: A rule is broken.
+        ValueError: A rule is violated.
     """
     facts = ModelFacts.of(config)
     require(check_model_options(SimpleNamespace(**{**vars(facts), **DEFAULTS, **facts.options})))
@@ -194,7 +195,7 @@ def revalidate(config: Any) -> None:
 
 
 def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with plain values of the right types."""
+    """Return the options with plain values, after checking their types."""
     given = {}
     for name, value in options.items():
         if name not in DEFAULTS:
@@ -203,7 +204,7 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"{name!r} is not an offloading option; {hint}Options: {', '.join(DEFAULTS)}"
             )
-        # OmegaConf, among others, has lists of its own.
+        # OmegaConf, among others, has its own list type.
         is_list = isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
         given[name] = list(value) if is_list else value
     try:
@@ -216,14 +217,14 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def defaults_of_later_options() -> dict[str, Any]:
-    """Options of later releases of megatron-core, with the values of releases without them."""
+    """Return options of later megatron-core releases, with values equivalent to their absence."""
     from megatron.slipstream.integration import compat
 
     return {name: DEFAULTS[name] for name in compat.LATER_OPTIONS}
 
 
 def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
-    """The options that the installed megatron-core has."""
+    """Return the options that the installed megatron-core has."""
     known = {}
     for name, value in given.items():
         if name in facts.known_options:
@@ -243,7 +244,7 @@ def _known(given: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
 
 
 def _graph_modules(config: Any) -> tuple[Any, ...]:
-    """Read it by its current name or that of 0.17; an unfinished configuration may have a str."""
+    """Read the field by its current or 0.17 name; it may be a str before finalization."""
     given = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None)
     if given is None or given == "full":
         return ()

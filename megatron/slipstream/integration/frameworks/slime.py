@@ -20,7 +20,7 @@ def init(args: Any) -> None:
     """Prepare the engine, and warn if megatron's own options leave it nothing to do.
 
     Raises:
-        ValueError: The file of settings cannot be used.
+        ValueError: The settings file cannot be used.
     """
     loading.load(loading.config_from_arguments(args))
     if not getattr(args, "fine_grained_activation_offloading", False):

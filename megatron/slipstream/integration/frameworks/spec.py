@@ -5,8 +5,8 @@
     --spec megatron.slipstream.integration.frameworks.spec layer_spec          GPT models
     --spec megatron.slipstream.integration.frameworks.spec hybrid_stack_spec   hybrid models
 
-The model is built as without the flag; with offloading inside Transformer Engine's CUDA graphs,
-from layers that support it. Importing this module prepares the engine.
+The model is the same as without the flag, except that layers support offloading inside Transformer
+Engine's CUDA graphs if it is enabled. Importing this module prepares the engine.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron.slipstream.patches import releases
 loading.load()
 
 if releases.has_hybrid_models():
-    # Hybrid models take a spec as it is, without a call.
+    # Hybrid models use a spec directly, without calling it.
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # noqa: F401
 
 
 class DefaultLayerSpec(TransformerBlockSubmodules):
-    """The spec that a GPT model has without ``--spec``, for readers of that flag.
+    """A GPT model's default spec, as a value of ``--spec``.
 
     Builders of megatron-core 0.19 call it with a model configuration, slime with arguments and a
     ``TransformerConfig``. Megatron-LM's ``gpt_builders.py`` (up to 0.18) does not call it, so it
@@ -37,16 +37,16 @@ class DefaultLayerSpec(TransformerBlockSubmodules):
     """
 
     def __init__(self) -> None:
-        """Does not apply: its contents are not known yet."""
+        """Skip the base class's fields: their values are not known yet."""
 
     def __call__(
         self, first: Any, config: Any = None, vp_stage: Optional[int] = None, **_: Any
     ) -> Any:
-        """The spec.
+        """Return the spec.
 
         Args:
             first: A model configuration of ``megatron.training``, or megatron's arguments.
-            config: With arguments, the ``TransformerConfig``.
+            config: The ``TransformerConfig`` if ``first`` is megatron's arguments.
             vp_stage: The virtual pipeline stage; None if there is only one.
         """
         if config is not None:
@@ -59,12 +59,12 @@ class DefaultLayerSpec(TransformerBlockSubmodules):
 
     @property
     def layer_specs(self) -> Any:
-        """The layers of a block, where the spec is not called."""
+        """The layers of a block, for builders that do not call the spec."""
         return self._uncalled.layer_specs
 
     @property
     def layer_norm(self) -> Any:
-        """The norm after the last layer, where the spec is not called."""
+        """The norm after the last layer, for builders that do not call the spec."""
         return self._uncalled.layer_norm
 
     @property
