@@ -155,7 +155,7 @@ def _needs_end_of_document(name: str) -> Rule:
         name,
         is_asked_for,
         f"{name}=True with tokenizer_json",
-        "that release cannot be told which token ends a document",
+        "that release has no option for the end-of-document token",
         f"leave {name} out",
     )
 
@@ -176,14 +176,14 @@ RELEASE_RULES: tuple[Rule, ...] = (
             and f.offload_engine == "slipstream"
         ),
         "cuda_graph_impl=local with offloading",
-        "that release brings offloading and Transformer Engine's graphs together only",
+        "that release supports offloading only with Transformer Engine's graphs",
         "set cuda_graph_impl=transformer_engine or none",
     ),
     _lacks(
         "cuda_graph_granularity",
         lambda f: f.cuda_graph_granularity == "chunk" and not models_pass_their_rank(),
         "cuda_graph_granularity=chunk",
-        "its training loop has no place where finished models are changed",
+        "its training loop has no hook for built models",
         "leave it out",
     ),
     _lacks(
@@ -194,7 +194,7 @@ RELEASE_RULES: tuple[Rule, ...] = (
             and not models_pass_their_rank()
         ),
         "cuda_graph_impl=transformer_engine with sequence_packing",
-        "its training loop has no place where finished models are changed",
+        "its training loop has no hook for built models",
         "leave it out",
     ),
     _lacks(

@@ -57,7 +57,7 @@ class DynamicSizes:
         if params is None or params.cp_group is None:
             raise ValueError(
                 "a micro-batch without PackedSeqParams.cp_group is not supported with graphs of "
-                "each context-parallel size because nothing says which to take; set the group that "
+                "each context-parallel size because the size is unknown; set the group that "
                 "shares it, a group of one rank included"
             )
         size = int(params.cp_group.size())

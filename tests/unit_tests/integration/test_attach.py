@@ -219,7 +219,7 @@ def test_an_output_without_visible_tensors_is_said_and_right(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     train_as_plain(lambda: Forms("opaque"), "parts.*")
-    assert caplog.text.count("returns, a _Opaque, so what it saves comes back late") == 1
+    assert caplog.text.count("returns, a _Opaque, so its saved tensors are reloaded late") == 1
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

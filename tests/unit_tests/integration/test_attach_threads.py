@@ -149,7 +149,7 @@ def test_a_second_thread_with_gradients_is_right_and_said(
     assert equal(other.result, second)
     assert counters(attached)["layers.*"].num_groups_moved == 3
     (message,) = caplog.messages
-    assert "two threads run the model with gradients at a time" in message
+    assert "two threads run the model with gradients at the same time" in message
     assert "torch.no_grad()" in message
 
 

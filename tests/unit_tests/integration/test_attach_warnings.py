@@ -100,11 +100,11 @@ CASES = {
         patterns="layers.3",
     ),
     "no gradients": Case(
-        ["backward does not come to modules of 'layers.*.mlp'", "name modules that are trained"],
+        ["backward does not reach modules of 'layers.*.mlp'", "name modules that are trained"],
         without_gradients, "layers.*.mlp",
     ),
     "nothing computed": Case(
-        ["backward does not come to modules of 'layers.*.mlp_norm'"],
+        ["backward does not reach modules of 'layers.*.mlp_norm'"],
         with_identities, "layers.*.mlp_norm",
     ),
     "never a backward": Case(
@@ -157,7 +157,7 @@ def test_a_handle_prints_modules_bytes_and_plan() -> None:
         "Attached to Decoder, backend cpu",
         "  layers.*.mlp: 4 modules",
         "  head: 1 module",
-        "  no plan yet: one is made of the first forward and backward",
+        "  no plan yet: it is made after the first forward and backward",
     ]
     train(model)
     lines = str(attached).splitlines()

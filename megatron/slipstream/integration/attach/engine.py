@@ -393,8 +393,8 @@ class AttachedEngine(OffloadEngine):
         if self._num_lost > MAX_LOST_PASSES and not self._has_warned_of_lost_passes:
             self._has_warned_of_lost_passes = True
             logger.warning(
-                "attach(): the model ran %d times in a row with gradients and no backward, so what "
-                "moves is of no use; run it under torch.no_grad() where it is not trained",
+                "attach(): the model ran %d times in a row with gradients and no backward, so "
+                "offloading has no benefit; run it under torch.no_grad() where it is not trained",
                 self._num_lost,
             )
         return counted

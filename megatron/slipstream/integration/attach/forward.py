@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 _MODULE_FILE = torch.nn.Module.__call__.__code__.co_filename
 
 _TWO_TRAIN = (
-    "two threads run the model with gradients at a time, so what the second one saves stays on the "
-    "device; run it under torch.no_grad() if it needs no gradients"
+    "two threads run the model with gradients at the same time, so what the second one saves stays "
+    "on the device; run it under torch.no_grad() if it needs no gradients"
 )
 
 
@@ -348,8 +348,9 @@ class ForwardHooks:
         ):
             self._warn_once(
                 f"no result is found in what {hooked.label} ({type(module).__name__}) returns, a "
-                f"{type(output).__name__}, so what it saves comes back late and slows training "
-                "down; let it return tensors, or tuples, dictionaries or data classes of them"
+                f"{type(output).__name__}, so its saved tensors are reloaded late, which slows "
+                "training down; let it return tensors, or tuples, dictionaries or data classes of "
+                "them"
             )
 
     def _role_of_module(self) -> _Role:
@@ -377,7 +378,7 @@ class ForwardHooks:
                 )
             elif _Role.REGION in roles and label not in awaited:
                 self._warn_once(
-                    f"backward does not come to modules of {label!r}, so nothing of them moves: "
+                    f"backward does not reach modules of {label!r}, so nothing of them moves: "
                     "neither their inputs nor their parameters need gradients, or they compute "
                     "nothing; name modules that are trained"
                 )

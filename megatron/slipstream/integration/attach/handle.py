@@ -178,7 +178,7 @@ class Attached:
                 )
         plan = self.engine.plan
         if plan is None:
-            lines.append("  no plan yet: one is made of the first forward and backward")
+            lines.append("  no plan yet: it is made after the first forward and backward")
         else:
             plan_line = f"{rank.num_iterations} iterations, plan: {summarize(plan)}"
             lines.append("  " + plan_line.replace("\n", "\n  "))

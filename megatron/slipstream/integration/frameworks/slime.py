@@ -25,9 +25,9 @@ def init(args: Any) -> None:
     loading.load(loading.config_from_arguments(args))
     if not getattr(args, "fine_grained_activation_offloading", False):
         logger.warning(
-            "fine_grained_activation_offloading is off, so nothing moves. slime drops flags that "
-            "it does not know without a word: if --fine-grained-activation-offloading is among "
-            "yours, look at its spelling; if not, add it with --offload-modules, or remove "
+            "fine_grained_activation_offloading is off, so nothing moves. slime silently drops "
+            "unknown flags: if --fine-grained-activation-offloading is among yours, check its "
+            "spelling; if not, add it with --offload-modules, or remove "
             "--custom-megatron-init-path"
         )
         return
