@@ -5,7 +5,7 @@
 import sys
 from pathlib import Path
 
-# The models are those that tests train, and no part of the package. pytest has this path already.
+# The models are the tests' own, not part of the package. pytest has this path already.
 _SUPPORT = str(Path(__file__).resolve().parents[1] / "tests" / "support")
 if _SUPPORT not in sys.path:
     sys.path.append(_SUPPORT)

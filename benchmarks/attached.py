@@ -1,16 +1,16 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Ways to move what a PyTorch model saves for backward to host memory, on the same weights.
+"""Compares ways to offload what a PyTorch model saves for backward, on the same weights.
 
-- ``plain``: nothing moves.
+- ``plain``: nothing is offloaded.
 - ``attach``: Slipstream's ``attach()``: the sub-modules that match the patterns, by a plan, on
-  streams of their own. It plans again from times until about its fifteenth iteration.
-- ``torchtune``: OffloadActivations of torchtune, if it is installed: every saved tensor; ``trl``:
-  the class of the same name of TRL.
+  side streams. It replans from measured times until about its fifteenth iteration.
+- ``torchtune``: torchtune's OffloadActivations, if installed: every saved tensor; ``trl``: TRL's
+  class of the same name.
 - ``save_on_cpu``: ``torch.autograd.graph.save_on_cpu(pin_memory=True)``: every saved tensor.
 
-Without a GPU ``attach`` imitates a device in host memory: its bytes are right, its times mean
-nothing, and the memory of ``save_on_cpu`` is not measured.
+Without a GPU ``attach`` imitates a device in host memory: its byte counts are right, its times are
+meaningless, and the memory of ``save_on_cpu`` is not measured.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def _of_torchtune(model: torch.nn.Module) -> contextlib.AbstractContextManager[A
 
 
 def _of_trl(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    # It has to be told which tensors are parameters.
+    # It needs the model to recognise parameters.
     package = importlib.import_module("trl.models.activation_offloading")
     return package.get_act_offloading_ctx_manager(model, warn_if_no_head=False)
 
 
 OTHERS = {"torchtune": _of_torchtune, "trl": _of_trl}
-"""Makes the context of a package, which is entered in every iteration."""
+"""Functions that create a package's context, which is entered in every iteration."""
 
 
 class Layer(torch.nn.Module):
-    """A decoder layer: causal attention and a gated MLP, each behind a norm."""
+    """A decoder layer: causal attention and a gated MLP, each preceded by a norm."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class GatedMLP(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """Takes token ids ``[b, s]``, returns the loss of predicting each next one."""
+    """Takes token ids ``[b, s]`` and returns the next-token prediction loss."""
 
     def __init__(self, case: ModelCase) -> None:
         super().__init__()
@@ -106,14 +106,14 @@ class Decoder(torch.nn.Module):
 
 
 class AttachWay(Way):
-    """A way to keep what forward saves.
+    """A way to store what forward saves.
 
     Args:
         label: See above.
-        model: The model; gradients add up.
+        model: The model; gradients accumulate.
         data: Token ids ``[b, s]`` of each iteration.
-        context: Makes what is entered around forward.
-        attached: What ``attach()`` returned.
+        context: Returns the context to enter around forward.
+        attached: The return value of ``attach()``.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class AttachWay(Way):
         self._attached = attached
         self.is_ours = attached is not None
         self.manager = attached.engine if attached is not None else None
-        # Host memory cannot be told from an imitated device's.
+        # Host memory cannot be distinguished from an imitated device's.
         self.has_memory = data[0].is_cuda or context is contextlib.nullcontext
 
     def run(self, iteration: int) -> list[torch.Tensor]:
@@ -150,7 +150,7 @@ class Comparison:
     """The ways above, on the weights of one model.
 
     Args:
-        case: The case; ``use_reentrant`` in its model's overrides has every layer recomputed.
+        case: The case; with ``use_reentrant`` in its model's overrides, all layers are recomputed.
     """
 
     def __init__(self, case: Case) -> None:
@@ -178,7 +178,7 @@ class Comparison:
             raise ValueError(f"{label} needs a GPU")
         try:
             context = OTHERS[label](self._plain)
-        except Exception as error:  # whatever the package's own imports raise
+        except Exception as error:  # the package's own imports may raise anything
             raise ValueError(f"{label} does not import: {error}") from error
         return AttachWay(label, self._plain, self._data, lambda: context)
 
@@ -189,7 +189,7 @@ class Comparison:
         return model.to(torch.bfloat16 if self._device.type == "cuda" else torch.float32).train()
 
     def _attach(self, patterns: tuple[str, ...], options: Mapping[str, Any]) -> AttachWay:
-        """A model of its own, so that nothing is hooked in the others', with the same weights."""
+        """Attach to a separate model with the same weights, so that the others get no hooks."""
         model = self._build_model()
         for module, other in zip(model.modules(), self._plain.modules(), strict=True):
             module._parameters.update(other._parameters)

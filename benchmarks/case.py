@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Cases, and the ways to run them that are compared. Needs no torch."""
+"""Cases, and the ways to run them that are compared. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Variant:
-    """A set of modules that move."""
+    """A set of modules to offload."""
 
     modules: tuple[str, ...]
     tunings: Mapping[str, Mapping[str, Any]] = NOTHING
-    """Settings of Slipstream that are measured beside its defaults: a name, and options of
-    ``OffloadConfig``. The tuning ``x`` is the engine ``slipstream:x`` in commands and results."""
+    """Settings of Slipstream to measure in addition to its defaults: a name, and options of
+    ``OffloadConfig``. Tuning ``x`` is called engine ``slipstream:x`` in commands and results."""
     has_defaults: bool = True
-    """Whether Slipstream is measured with its defaults too: each of its engines pins host memory of
-    its own."""
+    """Whether Slipstream is also measured with its defaults: each engine pins its own host
+    memory."""
 
     @property
     def name(self) -> str:
-        """As in commands and results."""
+        """Name in commands and results."""
         return "+".join(self.modules)
 
     @property
     def moves(self) -> bool:
-        """Whether there are modules: '-' stands for none."""
+        """Whether there are modules: '-' means none."""
         return self.modules != ("-",)
 
 
 def short_name(variant: str) -> str:
-    """A variant's name for people: 'all' for all modules that a kind of model can have."""
+    """Return a variant's display name: 'all' for all modules that a kind of model can have."""
     names = frozenset(variant.split("+"))
     if names in (frozenset(DENSE_MODULES), frozenset(MOE_MODULES)):
         return "all"
@@ -57,16 +57,16 @@ COMPARISONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "attached": ("plain", "attach", "torchtune", "trl", "save_on_cpu"),
     }
 )
-"""By module of this folder, which builds them: the ways to run a case that are compared. All
-are compared with the first; ``A+B`` with ``A`` where that is measured too."""
+"""Ways to run a case that are compared, by the module of this folder that builds them. All are
+compared with the first, except ``A+B`` with ``A`` if ``A`` is measured too."""
 
 FIRST = frozenset(labels[0] for labels in COMPARISONS.values())
-"""The ways that others are compared with."""
+"""The baselines of the comparisons."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what is measured of it."""
+    """A model and its measurements."""
 
     name: str
     about: str
@@ -74,59 +74,58 @@ class Case:
     variants: tuple[Variant, ...]
     num_micro_batches: int = 2
     offload: Mapping[str, Any] = NOTHING
-    """Offloading options of megatron-core beside the modules, the same for both engines."""
+    """Offloading options of megatron-core besides the modules, the same for both engines."""
     needs_gpu: bool = True
     comparison: str = "engines"
     captured: Optional[tuple[str, ...]] = ()
-    """Parts of each layer in its CUDA graph: all if empty; None where none can be captured."""
+    """Parts of each layer in its CUDA graph: all if empty; None if none can be captured."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes, and with GPUs the number of them."""
+        """Number of processes, and of GPUs if any."""
         return self.model.pp * self.model.tp * self.model.cp * self.model.dp
 
 
 FIGURES = ("memory", "host", "copies")
-"""Measured beside step times: device memory, host time in the engine, copies and calls of
-the driver as the profiler sees them."""
+"""Measured in addition to step times: device memory, host time in the engine, and copies and
+driver calls as the profiler sees them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long to go on with each variant, and what to find out."""
+    """How long to measure each variant, and which figures."""
 
     min_iterations: int = 10
     max_iterations: int = 100
     seconds: float = 30.0
-    """For the iterations that are timed."""
+    """Time limit for the timed iterations."""
     num_warmups: int = 4
-    """Iterations of each engine before any is measured: the other one fills its pool, and the
-    allocator comes to rest."""
+    """Iterations of each engine before any is measured: megatron-core's engine fills its pool, and
+    the allocator reaches a steady state."""
     max_planning: int = 250
-    """Iterations of ours before those, at most. It goes on until its plan is settled: after the
-    first ones it plans again up to three times, and tries out what a plan for an allowed overhead
-    costs."""
+    """Maximum iterations of our engine before those, until its plan is settled: after the first
+    ones it replans up to three times, and tries out the cost of a plan with an overhead limit."""
     planning_seconds: float = 120.0
-    """For those, of each engine of ours."""
+    """Time limit for those, for each engine of ours."""
     num_memory_iterations: int = 3
-    """Of each engine alone, after as many others but two at most."""
+    """Iterations of each engine alone, after as many (at most two) warm-up iterations."""
     figures: tuple[str, ...] = FIGURES
 
 
 IN_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
-"""Modules inside of captured attention: nothing of them is put off until a graph is launched."""
+"""Modules inside captured attention: none of their copies is delayed until a graph launch."""
 
 # Slipstream chooses what moves, among the variant's modules.
 AUTO = {"auto": {"offload_max_overhead_percent": "auto"}}
 HOST = {"python": {"offload_native": "off"}, "stays": {"offload_target_memory_gib": 1000.0}}
-"""Python does the work of each group; no group has to move."""
+"""Per-group work is done in Python; no group needs to move."""
 
 
 def way_labels(case: Case, variant: Variant, chosen: Sequence[str]) -> tuple[str, ...]:
-    """The ways to measure for a variant: the first, then those that ``chosen`` names; all for none.
+    """Return the ways to measure for a variant: the first, then those ``chosen``; all if none are.
 
-    'slipstream' chooses its tunings too; 'slipstream:auto' that one only. 'copies', the bytes of
-    'slipstream' without an engine, is measured only where it is named.
+    'slipstream' includes its tunings; 'slipstream:auto' is that tuning only. 'copies', the bytes of
+    'slipstream' without an engine, is measured only if named.
     """
     first, *labels = COMPARISONS[case.comparison]
     if case.comparison == "engines":
@@ -146,7 +145,7 @@ def way_labels(case: Case, variant: Variant, chosen: Sequence[str]) -> tuple[str
 
 
 def base_label(label: str, measured: Iterable[str]) -> str:
-    """The way that a way is compared with; see :data:`COMPARISONS`."""
+    """Return the way that a way is compared with; see :data:`COMPARISONS`."""
     measured = list(measured)
     without = label.partition("+")[0]
     return without if without != label and without in measured else measured[0]

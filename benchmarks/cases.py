@@ -15,10 +15,10 @@ CASES: tuple[Case, ...] = (*ENGINE_CASES, *GRAPH_CASES)
 
 
 def find_case(name: str) -> Case:
-    """The case called ``name``.
+    """Return the case called ``name``.
 
     Raises:
-        ValueError: There is none; names the nearest.
+        ValueError: There is none; the message names the nearest.
     """
     cases = {case.name: case for case in CASES}
     if name in cases:
@@ -29,17 +29,17 @@ def find_case(name: str) -> Case:
 
 
 def select_variants(case: Case, chosen: Sequence[str]) -> tuple[Variant, ...]:
-    """The case's variants for these sets of modules, in the order given; all of them for none.
+    """Return the case's variants for these sets of modules, in the order given; all if none are.
 
     Args:
         case: The case.
-        chosen: Sets such as 'core_attn+attn_proj'; a comma does as well as a plus. 'all' is the
-            case's last variant. Sets that the case does not list are made.
+        chosen: Sets such as 'core_attn+attn_proj', with commas or pluses. 'all' is the case's last
+            variant. Sets that the case does not list are created.
 
     Raises:
         ValueError: A name is not a module.
     """
-    # Here and not above, so that importing this file needs megatron.slipstream for nothing else.
+    # Imported here, so that importing this file does not need megatron.slipstream.
     from megatron.slipstream.model_rules import check_module_names
     from megatron.slipstream.rules import require
 

@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Steps whose kernels are launched one by one, by a graph for each layer, or by one for all layers.
+"""Compares steps that launch kernels one by one, by a graph per layer, or by one graph for all.
 
-Each way has weights and gradients of its own. Without a GPU graphs are imitated.
+Each way has its own weights and gradients. Without a GPU graphs are imitated.
 
 - ``eager``: one by one.
-- ``stock``: likewise, with megatron-core's experts, where the model has sync-free ones.
+- ``stock``: likewise, with megatron-core's experts, if the model has sync-free ones.
 - ``layer``: a CUDA graph for each layer, or for its captured parts (Transformer Engine's graphs;
-  with packed sequences, Slipstream has megatron-core capture them).
+  with packed sequences, Slipstream makes megatron-core capture them).
 - ``chunk``: one CUDA graph for all layers (Slipstream's chunk graphs).
-- ``chunk+offload``: likewise, and the modules of the variant move inside the graph.
+- ``chunk+offload``: likewise, with the variant's modules offloaded inside the graph.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ChunkWay(Way):
         label: See above.
         case: The model.
         data: Micro-batches of each iteration.
-        modules: What moves, if something does.
+        modules: Modules to offload, if any.
         options: Options of ``OffloadConfig``.
     """
 
@@ -124,7 +124,7 @@ class ChunkWay(Way):
         self._forward_us.clear()
 
     def fields(self) -> dict[str, Any]:
-        """Memory, the host time of a forward pass through all layers, and what a slot takes."""
+        """Return memory, host time of a forward pass through all layers, and a slot's figures."""
         row: dict[str, Any] = {**self._held, "forward_us": statistics.median(self._forward_us)}
         if self._graphs is not None:
             row["slot"] = dataclasses.asdict(self._graphs.figures)

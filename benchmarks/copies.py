@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Copies between host and device: what the link reaches, and what an engine makes of it."""
+"""Copies between host and device: the link's bandwidth, and an engine's use of it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from megatron.slipstream.fine_grained_activation_offload.backends import make_ba
 from megatron.slipstream.plan.trace import Bandwidth
 
 BULK_BYTES = 1 << 20
-"""From this size on a copy counts as one of activations; smaller ones are the model's own, such as
-a dispatcher's token counts."""
+"""Copies of at least this size count as activations; smaller ones are the model's own, such as a
+dispatcher's token counts."""
 
 BUFFER_BYTES = 256 << 20
 NUM_COPIES = 20
@@ -32,7 +32,7 @@ NUM_COPIES = 20
 
 @dataclass(frozen=True)
 class Direction:
-    """An iteration's copies one way."""
+    """An iteration's copies in one direction."""
 
     bulk_bytes: int
     bulk_ms: float
@@ -43,12 +43,12 @@ class Direction:
 
     @property
     def num_copies(self) -> int:
-        """Of any size."""
+        """Number of copies of any size."""
         return self.num_bulk + self.num_small
 
     @property
     def gb_per_s(self) -> Optional[float]:
-        """While bulk copies run; None if there are none."""
+        """Rate while bulk copies run; None if there are none."""
         return self.bulk_bytes / self.bulk_ms / 1e6 if self.bulk_ms else None
 
 
@@ -58,19 +58,19 @@ NUM_TIMED_CALLS = 200
 
 @dataclass(frozen=True)
 class Profile:
-    """An iteration's copies, and its calls of the driver."""
+    """An iteration's copies and driver calls."""
 
     d2h: Direction
     h2d: Direction
     num_calls: Mapping[str, int]
     call_us: Mapping[str, float]
-    """Host time inside of each kind of call, in all."""
+    """Total host time in each kind of call."""
     kernel_ms: float
-    """Time during which a kernel runs."""
+    """Time during which at least one kernel runs."""
 
     @property
     def engine_calls(self) -> dict[str, int]:
-        """How many calls there are of each kind that offloading engines are made of.
+        """Number of calls of each kind that offloading engines make.
 
         Copies are counted on the device: the profiler does not see the driver's own call.
         """
@@ -82,7 +82,7 @@ class Profile:
         return {"copy": num_copies, **calls}
 
     def fields(self) -> dict[str, Any]:
-        """Of a summary row."""
+        """Return the fields of a summary row."""
         row: dict[str, Any] = {}
         directions = {"d2h": self.d2h, "h2d": self.h2d}
         if not any(way.bulk_bytes or way.num_small for way in directions.values()):
@@ -104,7 +104,7 @@ class Profile:
 
 
 def profile(run: Callable[[int], Any], iteration: int) -> Optional[Profile]:
-    """One iteration as torch's profiler saw it; None without a GPU."""
+    """Run one iteration under torch's profiler; return None without a GPU."""
     if not use_gpu():
         return None
     from torch.profiler import ProfilerActivity
@@ -121,7 +121,7 @@ def profile(run: Callable[[int], Any], iteration: int) -> Optional[Profile]:
 
 
 def profile_of(events: Iterable[Mapping[str, Any]]) -> Profile:
-    """Copies and calls of a profiler's trace: events in Chrome's format, durations in us."""
+    """Return the copies and calls of a profiler's trace: Chrome-format events, durations in us."""
     events = list(events)
     copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
     num_calls: Counter[str] = Counter()
@@ -136,7 +136,7 @@ def profile_of(events: Iterable[Mapping[str, Any]]) -> Profile:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The time that spans, each a start and a length, cover."""
+    """Return the time covered by spans, each a start and a length."""
     covered, end = 0.0, float("-inf")
     for start, length in sorted(spans):
         stop = max(end, start + length)
@@ -164,7 +164,7 @@ def _direction(events: Iterable[Mapping[str, Any]], name: str) -> Direction:
 
 @functools.cache
 def call_costs_us() -> dict[str, float]:
-    """Host time of one call of each kind, with nothing else to do."""
+    """Return the host time of one call of each kind, without any other work."""
     backend = make_backend("auto")
     stream = backend.new_stream()
     device = torch.device("cuda" if use_gpu() else "cpu")
@@ -190,7 +190,7 @@ def call_costs_us() -> dict[str, float]:
 
 
 def measure_bandwidth() -> Optional[Bandwidth]:
-    """Rates of pinned copies; None without a GPU. Ranks measure at the same time."""
+    """Measure the rates of pinned copies, on all ranks at once; return None without a GPU."""
     if not use_gpu():
         return None
     wait_for_all()
@@ -204,7 +204,7 @@ def measure_bandwidth() -> Optional[Bandwidth]:
 
 
 def _rates(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """1e9 bytes per second of copies into each pair's first from its second, all at once."""
+    """Return the GB/s of copies into each pair's first tensor from its second, all at once."""
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in pairs]
     spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in pairs]

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""What the bytes alone cost: the model without an engine, beside copies of as many bytes.
+"""The cost of the bytes alone: the model without an engine, concurrent with as many copied bytes.
 
-Each layer starts a copy to the host in forward, and one back where backward reaches its input.
-Nothing waits for them, and they copy the same memory over and over.
+Each layer starts a copy to the host in forward, and one back when backward reaches its input.
+Nothing waits for the copies, and they reuse the same memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from benchmarks.ways import Way
 
 
 class CopiesAlone(Way):
-    """A way without an engine, with copies of the bytes that ``ours`` has moved before.
+    """A way without an engine, which copies as many bytes as ``ours`` moved before.
 
     Args:
         off: The same model without an engine.
         chunks: Its chunks.
-        num_micro_batches: Of an iteration.
+        num_micro_batches: Micro-batches per iteration.
         ours: Slipstream's engine of the same variant.
     """
 
@@ -34,12 +34,12 @@ class CopiesAlone(Way):
     ) -> None:
         self._off, self._ours = off, ours.manager
         self._nbytes = 0
-        """Of each copy; 0 while other ways run."""
+        """Size of each copy; 0 while other ways run."""
         self._buffers: list[torch.Tensor] = []
-        """Device and host memory of copies out, then of copies back."""
+        """Device and host memory of copies to the host, then of copies back."""
         layers = list(_layers(chunks))
         self._num_copies = len(layers) * num_micro_batches
-        """Of an iteration, each way."""
+        """Copies per iteration in each direction."""
         self._streams = [torch.cuda.Stream() for _ in range(2)] if use_gpu() else []
         self._hooks = [layer.register_forward_hook(self._after) for layer in layers]
         self._hooks += [
@@ -65,7 +65,7 @@ class CopiesAlone(Way):
             self._nbytes = 0
 
     def close(self) -> None:
-        """Return the memory."""
+        """Remove the hooks and free the memory."""
         for hook in self._hooks:
             hook.remove()
         self._buffers.clear()

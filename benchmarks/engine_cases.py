@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Models whose modules move, by the engine built into megatron-core and by ours."""
+"""Models whose modules are offloaded, by megatron-core's built-in engine and by ours."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from benchmarks.case import AUTO, HOST, Case, Variant
 
 
 def _variants(all_modules: Sequence[str], *sets: str) -> tuple[Variant, ...]:
-    """``sets`` in the order given, then all modules, those last with the planner's choice too."""
+    """Return ``sets`` in order, then all modules, which also run with the planner's choice."""
     chosen = [Variant(tuple(names.split())) for names in sets]
     return (*chosen, Variant(tuple(all_modules), AUTO))
 
 
 def _host_variants(*sets: str) -> tuple[Variant, ...]:
-    """``sets``, with the engine's work in C++ and in Python, and with groups that all stay."""
+    """Return ``sets``, each with the engine in C++ and in Python, and with no group moving."""
     return tuple(Variant(tuple(names.split()), HOST) for names in sets)
 
 
-# The vocabulary of the GPU cases is that of Llama 2; a larger one only adds memory and time that no
-# engine touches.
+# The GPU cases use Llama 2's vocabulary; a larger one only adds memory and time that no engine
+# affects.
 DENSE = ModelCase(
     num_layers=8,
     hidden_size=4096,
@@ -81,9 +81,9 @@ _MLA_MOE = ModelCase(
         "moe_permute_fusion": True,
     },
 )
-# The layout that PR 1752 of megatron-core was measured with, in steps of 1.26 s, and a sequence
-# length for which H200s take about as long: four of them took 1.7 s with sequence 8192.
-# Micro-batches are larger than those of 'moe', whose GPU waits for the host.
+# The layout that megatron-core's PR 1752 was measured with, in steps of 1.26 s, and a sequence
+# length for which H200s take about as long: four of them took 1.7 s with sequence length 8192.
+# Micro-batches are larger than those of 'moe', which is launch-bound.
 _EXPERT_PIPELINE = replace(MOE, num_layers=16, seq_length=6144, pp=2, vpp=2)
 _EXPERT_PIPELINE_VARIANTS = (
     *(Variant((name,)) for name in ("qkv_linear", "core_attn", "expert_fc1", "moe_act")),
@@ -100,11 +100,11 @@ _FULL = replace(
         "recompute_num_layers": 1,
     },
 )
-# The module moves nothing of layers that are recomputed as a whole; megatron-core asks for one.
+# The module moves nothing in fully recomputed layers, but megatron-core requires one.
 _INPUTS = (
     Variant(("core_attn",), {"inputs": {"offload_checkpoint_inputs": True}}, has_defaults=False),
 )
-# Tensors of 4 MiB, which take longer to launch than to compute.
+# Tensors of 4 MiB, whose kernels take longer to launch than to run.
 SMALL = replace(
     DENSE,
     num_layers=16,
@@ -116,8 +116,8 @@ SMALL = replace(
 )
 SMOKE = ModelCase(num_layers=3)
 
-# Where Transformer Engine has fused a norm into the linear after it (attn_norm, and mlp_norm of a
-# dense layer), the module alone has nothing to move and is measured only as one of all.
+# If Transformer Engine fuses a norm into the next linear layer (attn_norm, and mlp_norm of a dense
+# layer), the module alone has nothing to move, so it is measured only among all modules.
 ENGINE_CASES: tuple[Case, ...] = (
     Case(
         "dense",

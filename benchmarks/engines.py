@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The engines side by side in one process: on the same weights, gradients and data.
+"""Compares the engines in one process, on the same weights, gradients and data.
 
 Layers read the offloading options when they are built, so there are two models: one built without
-them ('off') and one with them. The second holds the first one's parameters. Both engines serve the
-second; whichever is to run is put behind megatron-core's seam for the time of a step.
+them ('off') and one with them. The second shares the first one's parameters. Both engines serve the
+second; the one to run is put behind megatron-core's seam for the duration of a step.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from benchmarks.ways import Way
 Chunks = Sequence[torch.nn.Module]
 
 SIZE_LIMIT = {"min_offloaded_tensor_size": 1024 * 1024}
-"""megatron-core's default, for each engine unless the case has another one."""
+"""megatron-core's default, for each engine unless the case sets another value."""
 NUM_DATA = 4
-"""Iterations with data of their own; routing, and so what experts save, differs between them."""
+"""Number of iterations with different data; routing, and so what experts save, differs."""
 
 
 class BaseModel:
     """The model without offloading, and the data of all engines; lives as long as its case.
 
     [Note: One wrapper for data parallelism]
-    Gradients belong to parameters, which all engines have in common, so they are reduced by one
+    All engines share parameters and so gradients, which are reduced by one
     ``DistributedDataParallel`` whose hooks see the backward of every engine. It wraps the model
-    without offloading, and is never called: with gradients that are reduced after the last
-    micro-batch, its forward does nothing of its own.
+    without offloading and is never called: when gradients are reduced after the last micro-batch,
+    its forward does nothing itself.
     """
 
     def __init__(self, case: Case) -> None:
@@ -57,7 +57,7 @@ class BaseModel:
         ]
 
     def reduce_with(self, config: Any) -> None:
-        """Have schedules that run with ``config`` reduce gradients over data-parallel ranks."""
+        """Make schedules that run with ``config`` reduce gradients over data-parallel ranks."""
         if self._wrapped:
             config.finalize_model_grads_func = self._finalize
 
@@ -67,12 +67,12 @@ class BaseModel:
         finalize_model_grads(self._wrapped, *arguments, **options)
 
     def run(self, chunks: Chunks, iteration: int) -> list[torch.Tensor]:
-        """One iteration, forward and backward, with data parallelism up to the reduced gradients.
+        """Run forward and backward of one iteration, with data parallelism up to reduced gradients.
 
-        Without it gradients add up.
+        Without it gradients accumulate.
 
         Returns:
-            Its losses.
+            The losses.
         """
         for wrapper in self._wrapped:
             wrapper.zero_grad_buffer()  # type: ignore[operator]
@@ -92,18 +92,18 @@ class Engine(Way):
         self._chunks = chunks
 
     def run(self, iteration: int) -> list[torch.Tensor]:
-        """One iteration with this engine behind the seam. Returns its losses."""
+        """Run one iteration with this engine behind the seam; return its losses."""
         with behind_the_seam(self.manager, self._chunks):
             return self._base.run(self._chunks, iteration)
 
     def fields(self) -> dict[str, Any]:
-        """Bytes that megatron-core's own engine says it moves."""
+        """Return the bytes that megatron-core's own engine reports moving."""
         if self.manager is None or self.is_ours:
             return {}
         return {"claimed_bytes": self.manager.offload_summary_total_bytes}
 
     def close(self) -> None:
-        """Give the host memory back."""
+        """Free the host memory."""
         if self.is_ours:
             self.manager.close()
         self.manager = None
@@ -143,7 +143,7 @@ class Comparison:
 
 
 def seam() -> Any:
-    """The class whose attribute ``OFFLOAD_MGR`` is the engine behind megatron-core's options."""
+    """Return the class whose ``OFFLOAD_MGR`` is the engine behind megatron-core's options."""
     from megatron.core.pipeline_parallel import fine_grained_activation_offload
 
     return fine_grained_activation_offload.PipelineOffloadManager
@@ -151,11 +151,11 @@ def seam() -> Any:
 
 @contextlib.contextmanager
 def behind_the_seam(manager: Any, chunks: Chunks = ()) -> Iterator[None]:
-    """Put ``manager`` behind megatron-core's offloading options inside, as ``install()`` does.
+    """Put ``manager`` behind megatron-core's offloading options, as ``install()`` does.
 
     Args:
         manager: The engine; None for none.
-        chunks: Those that run inside.
+        chunks: The chunks that run inside the context.
     """
     from megatron.slipstream.fine_grained_activation_offload.manager import PipelineOffloadManager
     from megatron.slipstream.integration.p2p_sync import disable_p2p_host_sync
@@ -178,7 +178,7 @@ def behind_the_seam(manager: Any, chunks: Chunks = ()) -> Iterator[None]:
 
 
 def build_offloading_chunks(base: BaseModel, variant: Variant) -> Chunks:
-    """The model once more, with the variant's modules marked and with the parameters of ``base``.
+    """Build the model again, with the variant's modules marked and the parameters of ``base``.
 
     Raises:
         ValueError: megatron-core refuses the modules.
@@ -189,13 +189,13 @@ def build_offloading_chunks(base: BaseModel, variant: Variant) -> Chunks:
 def build_twin(
     base: BaseModel, model: ModelCase, modules: Sequence[str], **offload: Any
 ) -> tuple[list[torch.nn.Module], Any]:
-    """The model once more, built in another way, with the parameters of ``base``.
+    """Build the model again with other settings and the parameters of ``base``.
 
     Args:
         base: The model.
-        model: How it is built now.
-        modules: What is marked.
-        offload: Options of megatron-core beside those of the case.
+        model: Its new settings.
+        modules: Modules to mark.
+        offload: Options of megatron-core in addition to those of the case.
 
     Returns:
         Its chunks and their ``TransformerConfig``.
@@ -203,7 +203,7 @@ def build_twin(
     Raises:
         ValueError: megatron-core refuses the modules.
     """
-    # Its own initial values are thrown away at once.
+    # Its own initial values are discarded at once.
     model = dataclasses.replace(
         model, overrides=model.overrides | {"perform_initialization": False}
     )
@@ -218,10 +218,10 @@ def build_twin(
 
 
 def share_parameters(source: torch.nn.Module, target: torch.nn.Module) -> None:
-    """Make the parameters of ``source`` (and so their gradients) those of ``target``.
+    """Make ``target`` use the parameters of ``source`` (and so their gradients).
 
     Raises:
-        ValueError: The two are not built alike.
+        ValueError: The two have different parameters.
     """
     modules = dict(target.named_modules())
     for path, module in source.named_modules():
@@ -232,15 +232,15 @@ def share_parameters(source: torch.nn.Module, target: torch.nn.Module) -> None:
                 parameter is not None and own is not None and parameter.shape != own.shape
             ):
                 raise ValueError(f"{path}.{name} differs between the two models")
-            # Not by assignment: modules of Transformer Engine act on that.
+            # Not by assignment, which Transformer Engine's modules intercept.
             twin._parameters[name] = parameter
 
 
 def make_engine(base: BaseModel, label: str, chunks: Chunks, options: Mapping[str, Any]) -> Engine:
-    """The engine called ``label``; ``options`` are Slipstream's (``OffloadConfig``).
+    """Create the engine called ``label``; ``options`` are Slipstream's (``OffloadConfig``).
 
     Raises:
-        ValueError: An option is not one, or not supported.
+        ValueError: An option is unknown or not supported.
         RuntimeError: The engine cannot run here.
     """
     if label == "off":
@@ -255,23 +255,23 @@ def make_engine(base: BaseModel, label: str, chunks: Chunks, options: Mapping[st
 
 
 def make_slipstream(options: Mapping[str, Any]) -> Any:
-    """Slipstream's engine with these options of ``OffloadConfig``; :func:`behind_the_seam` uses it.
+    """Create Slipstream's engine with these ``OffloadConfig`` options, for :func:`behind_the_seam`.
 
     Raises:
-        ValueError: An option is not one, or not supported.
+        ValueError: An option is unknown or not supported.
     """
     from megatron.slipstream.integration import install
 
-    # An engine that install() finds at the seam would be replaced, and closed.
+    # install() would replace and close an engine that it finds at the seam.
     with behind_the_seam(None):
-        return install.install(offload_config(options))  # behind_the_seam() says when it is on
+        return install.install(offload_config(options))  # behind_the_seam() enables it
 
 
 def offload_config(options: Mapping[str, Any]) -> Any:
-    """The ``OffloadConfig`` with these options.
+    """Return the ``OffloadConfig`` with these options.
 
     Raises:
-        ValueError: An option is not one; names the nearest.
+        ValueError: An option is unknown; the message names the nearest.
     """
     from megatron.slipstream.config import OffloadConfig
 

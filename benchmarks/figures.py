@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Medians and how far they can be trusted."""
+"""Medians and their uncertainty."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ MIN_SAMPLES = 2
 
 
 class Spread(NamedTuple):
-    """A median, and the spread of what it is the median of, in the samples' unit."""
+    """A median and the spread of its samples, in the samples' unit."""
 
     median: float
     interquartile: float
     standard_error: float
-    """Of the median; infinite for fewer than two samples."""
+    """Standard error of the median; infinite for fewer than two samples."""
 
     @property
     def relative_error(self) -> float:
-        """The standard error as a share of the median."""
+        """The standard error as a fraction of the median."""
         return self.standard_error / abs(self.median) if self.median else math.inf
 
 
 def spread_of(samples: Sequence[float]) -> Spread:
-    """Median, interquartile range and standard error of the median of ``samples``.
+    """Return the median, interquartile range and standard error of the median of ``samples``.
 
     The standard error is that of a normal distribution's median, 1.2533 sigma / sqrt(n), with
     sigma taken from the median absolute deviation (1.4826 MAD), so that a few slow iterations do
@@ -48,18 +48,18 @@ def spread_of(samples: Sequence[float]) -> Spread:
 
 
 def overhead_percent(samples: Sequence[float], base: Sequence[float]) -> Spread:
-    """How much longer ``samples`` take than ``base``, in percent.
+    """Return how much longer ``samples`` take than ``base``, in percent.
 
-    The two were measured in turn, so each sample is compared to its neighbour in time: what drifts
-    for both (clocks, temperature) cancels.
+    The two were measured alternately, so each sample is compared to its neighbour in time, and
+    common drift (clocks, temperature) cancels.
     """
     return spread_of([100 * (a / b - 1) for a, b in zip(samples, base, strict=True)])
 
 
 def loss_difference(ours: Iterable[float], base: Iterable[float]) -> Optional[float]:
-    """The largest relative difference of a loss to its counterpart; None without losses.
+    """Return the largest relative difference of a loss to its counterpart; None without losses.
 
-    Infinite where either is not a number.
+    It is infinite if either is not finite.
     """
     differences = []
     for loss, expected in zip(ours, base, strict=True):

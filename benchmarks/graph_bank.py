@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Steps on documents whose lengths vary a thousandfold, shared out over context-parallel ranks.
+"""Compares steps on documents of very different lengths, divided among context-parallel ranks.
 
-All ways have the same documents and initial weights. A step is the forward and backward of the
-documents of one global batch.
+Lengths vary a thousandfold. All ways have the same documents and initial weights. A step is the
+forward and backward of the documents of one global batch.
 
 - ``eager``: each micro-batch with the context-parallel size that its documents need, kernels
   launched one by one; ``bank``: by CUDA graphs of each size (Slipstream's graph bank).
@@ -33,12 +33,12 @@ from megatron.slipstream.packed_sequences.packing import Piece
 NUM_EAGER_ITERATIONS = 2
 MAX_SEQUENCES = 64
 MEAN_LOG_LENGTH, SIGMA_LOG_LENGTH = 6.0, 1.5
-"""Of documents where a rank has 4096 tokens: log-normal, half of them shorter than 404 tokens, one
-in a hundred longer than 13,000."""
+"""Log-normal document lengths if a rank has 4096 tokens: half of them are shorter than 404 tokens,
+one in a hundred is longer than 13,000."""
 
 
 class Documents:
-    """The documents of every step, and the micro-batches that they make with given sizes.
+    """The documents of every step, and the micro-batches that they form with given sizes.
 
     Args:
         case: The case.
@@ -49,12 +49,12 @@ class Documents:
         model, num_ranks = case.model, case.num_ranks
         sizes = (num_ranks, model.seq_length, MAX_SEQUENCES)
         self.limits = {False: RankLimits(*sizes), True: RankLimits(*sizes, min_size=num_ranks)}
-        """By whether there is one size only."""
+        """Limits by whether there is only one size."""
         width = model.hidden_size
         self._cost = CostModel.of_layer(3 * width**2 + 9 * width**2, width)
 
     def micro_batches(self, step: int, is_fixed: bool) -> list[MicroBatch]:
-        """All with the same documents."""
+        """Return a step's micro-batches; the documents do not depend on ``is_fixed``."""
         limits = self.limits[False]
         draw = np.random.default_rng(step)
         longest = limits.largest * limits.tokens_per_rank
@@ -75,18 +75,18 @@ class Documents:
         return schedule(pieces, self.limits[True], self._cost)
 
     def text(self, piece: Piece, step: int) -> Any:
-        """Tokens of a document, and one more."""
+        """Return the tokens of a document, and one more."""
         draw = np.random.default_rng((step, piece.document))
         return draw.integers(self._case.model.vocab_size, size=piece.length + 1)
 
 
 class BankWay(Way):
-    """A model that is trained in one of the ways. Each has weights and gradients of its own.
+    """A model that is trained in one of the ways. Each has its own weights and gradients.
 
     Args:
         label: See above.
         case: The model.
-        documents: What it is trained on.
+        documents: Its training data.
     """
 
     num_eager_iterations = NUM_EAGER_ITERATIONS
@@ -137,7 +137,7 @@ class BankWay(Way):
         self._held = HeldMemory.now().fields_since(self._before)
 
     def fields(self) -> dict[str, Any]:
-        """Memory, and what the graphs of each size took beyond those of larger ones."""
+        """Return memory, and what the graphs of each size added to those of larger ones."""
         of_size = self._bank.of_size.items() if self._bank is not None else ()
         sizes = {
             size: {"num_replays": graphs.num_replays, **dataclasses.asdict(graphs.figures)}
@@ -157,7 +157,7 @@ class BankWay(Way):
         gc.collect()
 
     def _inputs(self, micro_batch: MicroBatch, step: int) -> tuple[dict[str, Any], torch.Tensor]:
-        """The arguments of the model, and which labels count."""
+        """Return the arguments of the model, and which labels count."""
         share = share_of(micro_batch, self._groups.everyone.rank())
         texts = [self._documents.text(piece, step) for piece in share.pack]
         limits = self._documents.limits[self._is_fixed]
@@ -204,7 +204,7 @@ class Comparison:
 
     def __init__(self, case: Case) -> None:
         if not use_gpu():
-            torch.compiler.set_stance("force_eager")  # megatron-core's fused functions take long
+            torch.compiler.set_stance("force_eager")  # compiling megatron-core takes long
         self._case, self._documents = case, Documents(case)
 
     def build(self, variant: Variant, label: str, options: Mapping[str, Any]) -> BankWay:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Models that are run with CUDA graphs and without, and models for ``attach()``."""
+"""Models to run with and without CUDA graphs, and models for ``attach()``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from benchmarks.engine_cases import DENSE, MOE, SMALL, SMOKE
 def _case(
     comparison: str, name: str, about: str, model: ModelCase, moved: str = "-", **options: Any
 ) -> Case:
-    """A case with one set of modules: '-' for none."""
+    """Create a case with one set of modules; '-' means none."""
     if comparison != "attached":
-        model = replace(model, te_rng_tracker=True)  # as CUDA graphs must draw random numbers
+        model = replace(model, te_rng_tracker=True)  # CUDA graphs need it to draw random numbers
     variants = (Variant(tuple(moved.split())),)
     return Case(name, about, model, variants, comparison=comparison, **options)
 

@@ -1,18 +1,18 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Host time of the engine in C++ by itself: with cold caches, and in larger models.
+"""Measure the host time of the C++ engine alone: with cold caches, and in larger models.
 
     python -m benchmarks.host_calls --output FILE.jsonl
     python -m benchmarks.host_calls --device cuda --sizes 8x2 8x16 100x2 --output FILE.jsonl
 
 Caches: between two calls of the engine the model makes thousands of others, after which the
 processor's caches hold neither the engine's code nor its data. Here 48 MiB are written before each
-call instead. A method in Python and a call of torch are timed likewise: the least that calls cost.
-All groups stay.
+call instead. A Python method and a torch call are timed likewise, as the minimum cost of a call.
+All groups stay on the device.
 
-Growth: the engine's time by group, of all calls and of what autograd calls, for several numbers of
-layers and micro-batches. On a GPU with the part of it in the driver and the allocator; without one
-copies are made by Python.
+Growth: the engine's host time per group, including calls from autograd, for several numbers of
+layers and micro-batches. On a GPU the part in the driver and the allocator is shown too; without
+one, Python makes the copies.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ EVICTED_BYTES = 48 << 20
 WIDTH = 32
 NUM_LAYERS = 8
 TOO_LARGE = 1 << 30
-"""Elements of the least tensor that moves, if all groups are to stay."""
+"""Minimum number of elements of a tensor to offload, so that all groups stay."""
 KINDS = {"stay": (1, TOO_LARGE), "1 moves": (1, 1), "3 move": (3, 1)}
-"""Number of storages of a group, and elements of the least tensor that moves."""
+"""Number of storages of a group, and minimum number of elements of a tensor to offload."""
 NUM_IN_FLIGHT = 4
-"""Micro-batches whose backward is due."""
+"""Micro-batches between forward and backward."""
 GROWTH = [(layers, batches) for layers in (8, 32, 100) for batches in (2, 8, 16)]
 NUM_UNTIMED = 40
 """Iterations after which the plan is final."""
@@ -78,7 +78,7 @@ class Model:
 
     Args:
         num_layers: Number of layers.
-        kind: What each group does, of :data:`KINDS`.
+        kind: Kind of each group, from :data:`KINDS`.
         device: ``"cpu"`` or ``"cuda"``.
     """
 
@@ -108,7 +108,7 @@ class Model:
         return x.sum()
 
     def iteration(self, num_micro_batches: int, timer: Timer) -> None:
-        """An iteration of a pipeline's stage."""
+        """Run an iteration of a pipeline stage."""
         losses: list[torch.Tensor] = []
         for _ in range(num_micro_batches):
             losses.append(self._forward(timer))
@@ -131,10 +131,10 @@ def _references(timer: Timer) -> None:
 
 
 def measure_caches(num_iterations: int) -> Iterator[Row]:
-    """A row for each call, with warm and with cold caches: the median and the quartiles.
+    """Yield a row for each call with warm and with cold caches: the median and the quartiles.
 
     Args:
-        num_iterations: Timed iterations with either.
+        num_iterations: Timed iterations with each.
     """
     model, timer = Model(NUM_LAYERS, "stay", "cpu"), Timer()
 
@@ -156,11 +156,11 @@ def measure_caches(num_iterations: int) -> Iterator[Row]:
 
 @contextmanager
 def _times_in_cpp() -> Iterator[Callable[[], tuple[float, float]]]:
-    """A function that returns times of the engine since its last call, in us: in what autograd
-    calls, and in the driver and the allocator.
+    """Yield a function that returns the engine's times in us since it was last called: in calls
+    from autograd, and in the driver and the allocator.
 
     Raises:
-        RuntimeError: The engine is not in C++ here.
+        RuntimeError: The C++ engine is not available.
     """
     module = native_module()
     if module is None:
@@ -175,7 +175,7 @@ def _times_in_cpp() -> Iterator[Callable[[], tuple[float, float]]]:
 def measure_growth(
     num_iterations: int, sizes: Sequence[tuple[int, int]], device: str
 ) -> Iterator[Row]:
-    """A row for each kind of group and each size.
+    """Yield a row for each kind of group and each size.
 
     Args:
         num_iterations: Timed iterations of each.
@@ -209,7 +209,7 @@ def measure_growth(
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Both tables."""
+    """Return both tables as Markdown."""
     caches = [row for row in rows if row["table"] == "caches"]
     growth = [row for row in rows if row["table"] == "growth"]
     calls = dict.fromkeys(row["call"] for row in caches)
@@ -237,13 +237,13 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def _size(text: str) -> tuple[int, int]:
-    """``"100x16"``: 100 layers and 16 micro-batches."""
+    """Parse a size such as ``"100x16"``: 100 layers and 16 micro-batches."""
     layers, _, micro_batches = text.partition("x")
     return int(layers), int(micro_batches)
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Print the tables, and write each row when it is there."""
+    """Print the tables, and write each row as soon as it is measured."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.host_calls",
         description=__doc__,
@@ -269,7 +269,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     torch.set_num_threads(1)
     rows: list[Row] = []
     with ExitStack() as stack:
-        # That nothing moves is intended, for the groups that stay.
+        # Suppress the warning that nothing moves: intended for the groups that stay.
         stack.callback(tuner.logger.setLevel, tuner.logger.level)
         tuner.logger.setLevel(logging.ERROR)
         file = stack.enter_context(options.output.open("w")) if options.output else None

@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Steps with CUDA graphs of layers and without, and with offloading inside of them and without.
+"""Compares steps with and without CUDA graphs of layers, with and without offloading inside.
 
 All ways share weights, gradients and data.
 
 - ``eager``, ``eager+offload``: without graphs; Slipstream moves activations.
 - ``graph``: parts of each layer are replayed as CUDA graphs (Transformer Engine's, as megatron-core
   captures them); ``graph+offload``: Slipstream moves activations inside the graphs and around them.
-- ``graph+offload+delayed``: with ``--delay-offload-until-cuda-graph``, where something moves
-  outside of graphs.
-- ``graph+megatron``: the engine that is built into megatron-core, in its own layers.
+- ``graph+offload+delayed``: with ``--delay-offload-until-cuda-graph``, if something moves outside
+  of graphs.
+- ``graph+megatron``: megatron-core's built-in engine, in its own layers.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ NUM_EAGER_ITERATIONS = 3
 
 
 class LayerWay(Way):
-    """The model as it is trained in one of the ways.
+    """The model, trained in one of the ways.
 
     Args:
         label: See above.
-        base: The model without graphs and without offloading, whose parameters all share.
-        modules: What moves, if something does.
+        base: The model without graphs and offloading, whose parameters all ways share.
+        modules: Modules to offload, if any.
         options: Options of ``OffloadConfig``.
 
     Raises:
-        ValueError: megatron-core refuses it.
+        ValueError: megatron-core rejects the settings.
     """
 
     num_eager_iterations = NUM_EAGER_ITERATIONS
@@ -56,7 +56,7 @@ class LayerWay(Way):
         self._is_graphed, is_megatrons = "graph" in parts, "megatron" in parts
         if self._is_graphed and not can_capture():
             raise ValueError("CUDA graphs need a GPU, and torch sees none")
-        _forget_gradients(base.chunks)  # which all share, so that they count nowhere
+        _forget_gradients(base.chunks)  # shared by all ways, so not counted
         self._before = HeldMemory.now()
         self._held: dict[str, int] = {}
         self._planned_saved_bytes = 0
@@ -65,8 +65,8 @@ class LayerWay(Way):
         if self._is_graphed:
             captured = self._case.captured or ()
             if is_megatrons:
-                # The same kernels in other words: it never joins its copies to the end of a graph
-                # of a whole layer.
+                # The same kernels, captured as parts: megatron-core's engine never joins its copies
+                # to the end of a whole layer's graph.
                 captured = captured or ("attn", "mlp")
             self._model = with_graphs(self._model, captured, NUM_EAGER_ITERATIONS)
             self._model = dataclasses.replace(self._model, keeps_layers=is_megatrons)
@@ -88,7 +88,7 @@ class LayerWay(Way):
         return self._engine.run(iteration)
 
     def capture(self) -> None:
-        """A plan has been made; capture what is to be captured."""
+        """Capture the graphs, if any, once a plan has been made."""
         if self.is_ours:
             self._planned_saved_bytes = report_fields(self.manager)["planned_saved_bytes"]
         _forget_gradients(self._chunks)
@@ -100,7 +100,7 @@ class LayerWay(Way):
         self._held = HeldMemory.now().fields_since(self._before)
 
     def fields(self) -> dict[str, Any]:
-        """Memory that is held, and bytes that move, by the engine's own count."""
+        """Return the memory held and the bytes moved, by the engine's own count."""
         row: dict[str, Any] = dict(self._held)
         if self._is_graphed:
             row["captured"] = self._case.captured
@@ -113,13 +113,13 @@ class LayerWay(Way):
         in_graphs = sum(counters.d2h_bytes for counters in self.manager.graphs.modules.values())
         before = self.manager.report.num_iterations
         self.run(0)
-        # Where all is replayed no iteration is seen, and the report is that of an earlier one.
+        # If everything is replayed, the engine sees no iteration and reports an earlier one.
         is_seen = self.manager.report.num_iterations > before
         outside = report_fields(self.manager)["moved_bytes"] if is_seen else 0
         return int(in_graphs * self._case.num_micro_batches + outside)
 
     def close(self) -> None:
-        """Delete the graphs and give the host memory back."""
+        """Delete the graphs and free the host memory."""
         if self._graphs is not None:
             self._graphs.delete_cuda_graphs()
             self._graphs = None
@@ -144,7 +144,7 @@ class Comparison:
 
 
 def can_capture() -> bool:
-    """Whether there are CUDA graphs."""
+    """Return whether CUDA graphs are available."""
     return use_gpu()
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Host time in an engine, by what layers, schedules and autograd call of it."""
+"""Host time in an engine, by the method that layers, schedules and autograd call."""
 
 from __future__ import annotations
 
@@ -44,40 +44,40 @@ NUM_ITERATIONS = 5
 
 
 class HostTimes:
-    """Host time that one iteration spends in an engine, by what was called."""
+    """Host time that one iteration spends in an engine, by method called."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self.driver_seconds: Optional[float] = None
-        """The part of it in the driver and the allocator; None if Python calls them."""
+        """Part spent in the driver and the allocator; None if Python calls them."""
         self._is_inside = False
 
     @property
     def driver_us_per_group(self) -> Optional[float]:
-        """:attr:`driver_seconds`, spread over the groups of the iteration."""
+        """:attr:`driver_seconds` per group of the iteration."""
         if self.driver_seconds is None or not self.num_groups:
             return None
         return 1e6 * self.driver_seconds / self.num_groups
 
     @property
     def us_per_group(self) -> Optional[float]:
-        """All of it, spread over the groups of the iteration; None if there were none."""
+        """Total per group of the iteration; None if there were none."""
         return 1e6 * sum(self.seconds.values()) / self.num_groups if self.num_groups else None
 
     @property
     def num_groups(self) -> int:
-        """Of the iteration."""
+        """Number of groups in the iteration."""
         return self.calls["end_on"] or self.calls["on_group_commit_forward"]
 
     @property
     def us_per_call(self) -> dict[str, float]:
-        """By name."""
+        """Time per call, by name."""
         return {name: 1e6 * self.seconds[name] / self.calls[name] for name in sorted(self.calls)}
 
     @contextlib.contextmanager
     def watching(self, manager: Any, mark_class: type) -> Iterator[None]:
-        """Time inside what layers, schedules and autograd call of the engine."""
+        """Time the engine's methods that layers, schedules and autograd call."""
         with contextlib.ExitStack() as stack:
             for owner, names in ((type(manager), MANAGER_METHODS), (mark_class, MARK_METHODS)):
                 for name in names:
@@ -99,8 +99,8 @@ class HostTimes:
             self.driver_seconds = 1e-9 * in_driver
 
     def _timed(self, name: str, function: Any) -> Any:
-        # What an engine calls of itself is part of what was called from outside. Backward may run
-        # in a thread of its own, but then the thread that started it waits, so one flag serves.
+        # An engine's calls of its own methods count as part of the outer call. Backward may run in
+        # its own thread, but then the thread that started it waits, so one flag suffices.
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
                 return function(*args, **kwargs)
@@ -116,11 +116,11 @@ class HostTimes:
         return timed
 
     def _enter_with_timed_hooks(self, enter: Any) -> Any:
-        """Saved-tensor hooks are taken when a region is entered, so they are wrapped there."""
+        """Wrap saved-tensor hooks on entry to their region, where they are read."""
 
         def entered(hooks: Any) -> Any:
             pack, unpack = hooks.pack_hook, hooks.unpack_hook
-            if type(pack).__module__ == "slipstream_native":  # they take their time themselves
+            if type(pack).__module__ == "slipstream_native":  # these time themselves
                 return enter(hooks)
             hooks.pack_hook = self._timed("pack", pack)
             hooks.unpack_hook = self._timed("unpack", unpack)
@@ -133,7 +133,7 @@ class HostTimes:
 
 
 def measure_host_times(engine: Engine) -> HostTimes:
-    """The iteration of median total among a few, so that one slow call does not decide."""
+    """Return the iteration with the median total of a few, so that one slow call has no effect."""
     results = []
     for iteration in range(NUM_ITERATIONS):
         times = HostTimes()
@@ -146,7 +146,7 @@ def measure_host_times(engine: Engine) -> HostTimes:
 
 
 def _mark_class(engine: Engine) -> type:
-    """Of the objects whose methods autograd calls at the marks."""
+    """Return the class of the objects whose methods autograd calls at the marks."""
     if engine.is_ours:
         return CommitMark
     from megatron.core.pipeline_parallel import fine_grained_activation_offload

@@ -22,14 +22,14 @@ from megatron.slipstream.fine_grained_activation_offload.cpu_backends import Cpu
 from megatron.slipstream.integration.cpu_memory import DeviceMemoryMeter
 
 Run = Callable[[int], list[torch.Tensor]]
-"""Runs the iteration of a number and returns its losses."""
+"""Runs the iteration with the given number and returns its losses."""
 
 NUM_MEMORY_WARMUPS = 2
 NUM_MEMORY_ITERATIONS = 3
 
 
 def maximum_of_ranks(value: float) -> float:
-    """The largest ``value`` of any rank, on each. A collective."""
+    """Return the maximum of ``value`` over ranks. A collective."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return value
     held = torch.tensor([value], dtype=torch.float64, device="cuda" if use_gpu() else "cpu")
@@ -38,7 +38,7 @@ def maximum_of_ranks(value: float) -> float:
 
 
 def wait_for_all() -> None:
-    """Until every rank is here and its device has nothing left to do."""
+    """Wait until every rank has called this and its device is idle."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.barrier()
     if use_gpu():
@@ -52,14 +52,14 @@ class Step:
     ms: float
     """From the first operation to the last on the compute stream of the slowest rank."""
     num_device_allocs: int
-    """Calls of cudaMalloc on this rank."""
+    """cudaMalloc calls on this rank."""
     losses: tuple[float, ...]
     host_ms: float = 0.0
-    """Until this rank's host had launched everything."""
+    """Time until this rank's host had launched everything."""
 
 
 def timed_step(run: Run, iteration: int) -> Step:
-    """Run one iteration with nothing before it in any queue, and time it. A collective."""
+    """Time one iteration, starting with idle devices. A collective."""
     wait_for_all()
     allocs = _num_device_allocs()
     with _gpu_time() as gpu_ms:
@@ -76,7 +76,10 @@ def timed_step(run: Run, iteration: int) -> Step:
 
 @contextlib.contextmanager
 def _gpu_time() -> Iterator[Callable[[], float]]:
-    """Yields what returns, afterwards, the milliseconds on the compute stream; 0 without a GPU."""
+    """Yield a function for the milliseconds on the compute stream, called after the context.
+
+    It returns 0 without a GPU.
+    """
     if not use_gpu():
         yield lambda: 0.0
         return
@@ -92,7 +95,7 @@ def _num_device_allocs() -> int:
 
 
 def release_host_memory() -> None:
-    """Let the next engines begin without pinned memory that the last ones have left in a cache."""
+    """Release pinned memory cached for the last engines, before the next ones start."""
     give_back_unused_memory()
     if use_gpu() and hasattr(torch._C, "_host_emptyCache"):
         torch._C._host_emptyCache()
@@ -103,13 +106,13 @@ class HeldMemory(NamedTuple):
 
     graph_pool_bytes: int
     tensor_bytes: int
-    """Of tensors outside of the pools."""
+    """Tensors outside the pools."""
     outside_bytes: int
-    """Not from torch's allocator: graphs themselves, connections of NCCL."""
+    """Not from torch's allocator: graphs themselves, NCCL connections."""
 
     @classmethod
     def now(cls) -> HeldMemory:
-        """All of it."""
+        """Measure the memory held now."""
         give_back_unused_memory()
         if not use_gpu():
             return cls(0, 0, 0)
@@ -123,7 +126,7 @@ class HeldMemory(NamedTuple):
         )
 
     def fields_since(self, before: HeldMemory) -> dict[str, int]:
-        """Of a summary row: what has been added to ``before``."""
+        """Return the fields of a summary row: the increase since ``before``."""
         pools, tensors, outside = (a - b for a, b in zip(self, before, strict=True))
         return {
             "held_bytes": pools + tensors,
@@ -140,23 +143,23 @@ class MemoryFigures:
     """Allocated between iterations: weights, gradients, data."""
     peak_bytes: int
     reserved_bytes: Optional[int] = None
-    """The most that the caching allocator held, with what lies unused in its cache."""
+    """Peak memory reserved by the caching allocator, including unused cache."""
     num_device_allocs: Optional[int] = None
-    """Calls of cudaMalloc in the iterations of the steady state (three unless told otherwise)."""
+    """cudaMalloc calls in the steady-state iterations (three by default)."""
     num_alloc_retries: Optional[int] = None
-    """How often the cache had to be emptied for a request, in the same iterations."""
+    """Number of times the cache was emptied to serve a request, in the same iterations."""
 
     @property
     def act_bytes(self) -> int:
-        """Needed by an iteration beside what stays."""
+        """Memory that an iteration needs on top of the resident memory."""
         return self.peak_bytes - self.resident_bytes
 
 
 def backend_of(manager: Any) -> Backend:
-    """The backend that tells the device memory of an engine's iterations.
+    """Return the backend that measures the device memory of an engine's iterations.
 
     Args:
-        manager: Ours, which resets the peak statistics in some iterations; None for others.
+        manager: Our engine, which resets the peak statistics in some iterations; None for others.
     """
     backend: Backend = make_backend("auto") if manager is None else manager.store.backend
     return backend
@@ -165,13 +168,13 @@ def backend_of(manager: Any) -> Backend:
 def measure_memory(
     run: Run, manager: Any = None, num_iterations: int = NUM_MEMORY_ITERATIONS
 ) -> MemoryFigures:
-    """Run a few iterations of one engine alone, beginning with an empty cache. A collective.
+    """Run a few iterations of one engine alone, starting with an empty cache. A collective.
 
     Args:
-        run: Its iterations.
-        manager: Ours, whose host buffers are not device memory where the CPU stands for the device;
-            None for others.
-        num_iterations: On a GPU, how many, after as many others but two at most.
+        run: Runs an iteration of the engine.
+        manager: Our engine, whose host buffers do not count as device memory if the CPU imitates
+            the device; None for others.
+        num_iterations: Iterations to measure on a GPU, after as many (at most two) warm-up ones.
     """
     backend = backend_of(manager)
     if not use_gpu():

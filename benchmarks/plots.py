@@ -16,15 +16,15 @@ from benchmarks.rows import Row
 MIB = 1 << 20
 COLORS = {"megatron": "#9a6fb0", "slipstream": "#1b7f5c"}
 TUNINGS = ("#66b391", "#0d4d38", "#a6d8c2")
-"""For Slipstream's tunings, in order of appearance."""
+"""Colors of Slipstream's tunings, in order of appearance."""
 ERROR_BARS = {"ecolor": "dimgray", "elinewidth": 0.8, "capsize": 2}
 
 
 def plot_overhead(rows: Sequence[Row], path: Path) -> None:
-    """Bars of each engine's overhead, a panel per case, a group per variant; the bound as a mark.
+    """Plot each engine's overhead as bars, a panel per case, a group per variant; mark the bound.
 
     Args:
-        rows: Summary rows with figures. Ranks other than 0 are left out: times are the slowest's.
+        rows: Summary rows with figures. Only rank 0 is shown: times are the slowest rank's.
         path: A PNG file.
     """
     figure, panels = _panels(rows, height=lambda mine: 1.1 + 0.2 * len(mine))
@@ -70,7 +70,7 @@ def plot_overhead(rows: Sequence[Row], path: Path) -> None:
 
 
 def plot_tradeoff(rows: Sequence[Row], path: Path) -> None:
-    """Each engine's overhead against the memory it saves; a line joins engines on one variant.
+    """Plot each engine's overhead against the memory saved; a line joins engines on one variant.
 
     Args:
         rows: Summary rows with figures, as for :func:`plot_overhead`.
@@ -105,7 +105,7 @@ def plot_tradeoff(rows: Sequence[Row], path: Path) -> None:
 
 
 def _panels(rows: Sequence[Row], height: Any) -> tuple[Any, Any]:
-    """A figure with a panel for each case, and each panel with its case and rows."""
+    """Return a figure with a panel per case, and each panel with its case and rows."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,7 +132,7 @@ def _cases(rows: Sequence[Row]) -> list[str]:
 
 
 def _colors(rows: Sequence[Row]) -> dict[str, str]:
-    """A color for each engine, megatron-core's first."""
+    """Return a color for each engine, megatron-core's first."""
     labels = dict.fromkeys(row["engine"] for row in rows if row["engine"] not in FIRST)
     tunings = [label for label in labels if label not in COLORS]
     colors = {label: color for label, color in COLORS.items() if label in labels}
@@ -140,7 +140,7 @@ def _colors(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _error(row: Row) -> float:
-    """The standard error of the row's overhead; 0 where one iteration left none."""
+    """Return the standard error of the row's overhead; 0 if one iteration gives none."""
     error = row.get("overhead_percent_standard_error")
     return error if error is not None and math.isfinite(error) else 0.0
 

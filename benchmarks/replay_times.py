@@ -17,7 +17,7 @@ from megatron_models import use_gpu
 from megatron.slipstream.chunk_graphs.replay import Replay
 
 LAUNCH, TENSORS, EVENTS = "launch", "tensors", "events"
-"""The launch of the graph; copies to and from its static tensors; events around it."""
+"""Graph launch; copies to and from the static tensors; events around the launch."""
 
 PARTS: tuple[tuple[str, Any, str], ...] = (
     (LAUNCH, torch._C._CUDAGraph, "replay"),
@@ -27,18 +27,18 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     (EVENTS, torch.cuda.Event, "record"),
     (EVENTS, torch.cuda.Event, "wait"),
 )
-"""The calls of torch that a replay makes: the part they belong to, their owner and their name."""
+"""The torch calls that a replay makes: the part they belong to, their owner and their name."""
 
 
 class ReplayTimes:
-    """Times each replay of an iteration, and the calls of torch in it."""
+    """Times each replay of an iteration, and the torch calls in it."""
 
     def __init__(self) -> None:
         self._replays: dict[str, list[Counter[str]]] = {"forward": [], "backward": []}
         self._now: Counter[str] = Counter()
 
     def medians(self) -> dict[str, float]:
-        """Time in us of the median replay, by direction, and by direction and part."""
+        """Return the us of the median replay, by direction, and by direction and part."""
         medians = {}
         for direction, replays in self._replays.items():
             median = sorted(replays, key=lambda replay: replay[""])[len(replays) // 2]
@@ -48,7 +48,7 @@ class ReplayTimes:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Take times."""
+        """Time replays inside the context."""
         with contextlib.ExitStack() as stack:
             for direction, replays in self._replays.items():
                 original = getattr(Replay, direction)
@@ -64,7 +64,7 @@ class ReplayTimes:
 
         def replay(*arguments: Any) -> Any:
             if use_gpu():
-                torch.cuda.synchronize()  # A launch behind another one of its graph blocks.
+                torch.cuda.synchronize()  # Launching a graph that is still running blocks.
             self._now = Counter()
             result = timed(*arguments)
             to.append(self._now)

@@ -4,7 +4,7 @@
 
 Kinds of row, all with ``run``, the time at which the run was started:
 
-- ``machine``: where and with what it ran, and what its copies reach.
+- ``machine``: the hardware and software, and the bandwidth of copies.
 - ``iteration``: one measured iteration of one way, ``ms`` (of the slowest rank).
 - ``summary``: the figures of one way (``engine``), variant and rank; or ``error``, why there are
   none.
@@ -39,7 +39,7 @@ class RowWriter:
         self._traces = traces
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append a row. One write call, so rows of several processes do not mix."""
+        """Append a row in one write call, so that rows of several processes do not mix."""
         if self._path is None:
             return
         line = json.dumps(_finite({"kind": kind, "run": self._run, **fields})) + "\n"
@@ -47,7 +47,7 @@ class RowWriter:
             stream.write(line)
 
     def save_trace(self, trace: Trace, *names: object) -> None:
-        """Keep what an engine planned from, if traces are kept, under the joined names."""
+        """Save the trace an engine planned from under the joined names, if traces are kept."""
         if self._traces is not None:
             self._traces.mkdir(parents=True, exist_ok=True)
             name = "_".join(str(name).replace(":", "-") for name in names)
@@ -55,7 +55,7 @@ class RowWriter:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinities: what has no finite value is null."""
+    """Replace non-finite values by None, since JSON has none."""
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -64,10 +64,10 @@ def _finite(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file.
+    """Return the rows of a file.
 
     Raises:
-        ValueError: A line is not a row; names it.
+        ValueError: A line is not a row; the message names it.
     """
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -81,7 +81,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def finished(rows: Iterable[Row], run: str, case: str) -> set[tuple[str, str]]:
-    """Variant and engine of every summary, good or not, that ``run`` has of ``case``."""
+    """Return variant and engine of each summary, good or not, that ``run`` has of ``case``."""
     return {
         (row["variant"], row["engine"])
         for row in rows

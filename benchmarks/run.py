@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Measures what offloading costs and saves: ``python -m benchmarks.run --help``."""
+"""Measures the cost and savings of offloading: ``python -m benchmarks.run --help``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tools.shared_gpus import VARIABLE, num_places, share_a_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 5
-"""Time for the other ranks of a failed one to fail by themselves."""
+"""Time for the other ranks to fail by themselves after one has failed."""
 
 DESCRIPTION = """\
 Compare ways to run the iterations of a model, which take turns, iteration by iteration, in one
@@ -69,7 +69,7 @@ memory and profiles. Where an iteration takes a second, little enough is --min-i
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Run the command. Returns 0, or 2 for an error of the user's."""
+    """Run the command; return 0, or 2 for a user error."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(arguments)
     try:
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """Options that make a run shorter."""
+    """Add options that make a run shorter."""
     add, usual = parser.add_argument, dataclasses.asdict(Limits())
     for name, field, text in (
         ("--min-iterations", "min_iterations", "timed iterations of each way, at least"),
@@ -187,7 +187,7 @@ def _limits(options: argparse.Namespace) -> Limits:
 
 
 def _with_micro_batches(case: Case, number: Optional[int]) -> Case:
-    """The case with another number of micro-batches, if one is given."""
+    """Return the case with another number of micro-batches, if one is given."""
     if number is None:
         return case
     if number < 1 or (case.model.vpp is not None and number % case.model.pp):
@@ -211,7 +211,7 @@ def _engines(options: argparse.Namespace, case: Case) -> tuple[str, ...]:
 
 
 def _engine_options(texts: Sequence[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` with a Python literal as value, or else a string."""
+    """Parse ``NAME=VALUE`` texts, each value as a Python literal or else a string."""
     options = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -249,7 +249,7 @@ def _job(options: argparse.Namespace, case: Case, run: str, arguments: Sequence[
 
 
 def _work(job: Job) -> NoReturn:
-    """Be one rank. Ends the process."""
+    """Run as one rank, then end the process."""
     status = 1
     try:
         status = work(job)
@@ -257,7 +257,7 @@ def _work(job: Job) -> NoReturn:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the interpreter's shutdown, in which threads of NCCL may wait for ranks that are gone.
+    # Skip the interpreter's shutdown, in which NCCL threads may wait for ranks that have exited.
     os._exit(status)
 
 
@@ -300,7 +300,7 @@ def _check_devices(cases: Sequence[Case], figures: Sequence[str]) -> None:
 
 
 def _run_case(job: Job) -> None:
-    """Measure a case; start it again without what failed for as long as that leads on."""
+    """Measure a case; restart it without what failed, as long as that makes progress."""
     while True:
         before = finished(read_rows(job.rows), job.run, job.case.name)
         status = _run_ranks(job)
@@ -321,7 +321,7 @@ def _run_case(job: Job) -> None:
 
 
 def _run_ranks(job: Job) -> int:
-    """Start the ranks of a case and wait for them. Returns 0, or a failed one's exit status."""
+    """Start the ranks of a case and wait for them; return 0 or a failed rank's exit status."""
     port = free_port()
     ranks = [_start_rank(job, rank, port) for rank in range(job.case.num_ranks)]
     try:
@@ -330,7 +330,7 @@ def _run_ranks(job: Job) -> int:
             failed = [code for code in codes if code]
             if failed:
                 _wait(ranks, GRACE_S)
-                # That of an engine tells most; other ranks fail of losing their neighbour.
+                # A failed way is the root cause; other ranks fail because they lost their peer.
                 codes = [rank.poll() for rank in ranks]
                 return EXIT_WAY_FAILED if EXIT_WAY_FAILED in codes else failed[0]
             if all(code == 0 for code in codes):
@@ -355,7 +355,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 def _start_rank(job: Job, rank: int, port: int) -> subprocess.Popen[bytes]:
     environment = {
-        # Transformer Engine reads it when it is imported; without it, it keeps its saved tensors.
+        # Transformer Engine reads this on import; without it, its saved tensors do not move.
         "NVTE_CPU_OFFLOAD_V1": "1",
         **os.environ,
         "RANK": str(rank),
@@ -367,7 +367,7 @@ def _start_rank(job: Job, rank: int, port: int) -> subprocess.Popen[bytes]:
     }
     command = [sys.executable, "-m", "benchmarks.run", *job.arguments]
     command += ["--worker", job.case.name, "--run-id", job.run]
-    # This package is found from anywhere; the output path stays relative to here.
+    # Make this package importable from any folder; the output path stays relative to this one.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(command, env={**environment, "PYTHONPATH": path})
 

@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class Column(NamedTuple):
-    """A column of the table, which is left out where no row has anything to say."""
+    """A column of the table, left out if no row has a value."""
 
     title: str
     cell: Callable[[Row], Optional[str]]
@@ -44,7 +44,7 @@ def _mib(name: str) -> Callable[[Row], Optional[str]]:
 
 
 def format_mib(num_bytes: float) -> str:
-    """In MiB, with decimals only where they would be the first digits."""
+    """Format a number of bytes in MiB, with three significant digits below 100."""
     mib = num_bytes / MIB
     return f"{mib:.0f}" if abs(mib) >= 100 else f"{mib:.3g}"
 
@@ -63,12 +63,12 @@ def _with_error(
 
 
 def _of_others(cell: Callable[[Row], Optional[str]]) -> Callable[[Row], Optional[str]]:
-    """Says nothing of the first way, which the others are compared with."""
+    """Return the cell, but empty for the first way, the baseline of the others."""
     return lambda row: None if row["engine"] in FIRST else cell(row)
 
 
 def _copied(row: Row) -> Optional[str]:
-    # The engine's own count where there was no profiler to ask.
+    # The engine's own count if there was no profiler.
     nbytes = row.get("d2h_bulk_bytes", row.get("moved_bytes"))
     return None if nbytes is None else format_mib(nbytes)
 
@@ -161,7 +161,7 @@ COLUMNS = (
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Run the command. Returns 0, or 2 for an error of the user's."""
+    """Run the command; return 0, or 2 for a user error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
     parser.add_argument("rows", type=Path, metavar="FILE.jsonl", help="what benchmarks.run wrote")
     options = parser.parse_args(arguments)
@@ -179,7 +179,7 @@ TITLE = "# Side by side"
 
 
 def write_results(path: Path) -> list[Path]:
-    """Write table and plots beside a file of rows. Returns all files, the rows first.
+    """Write the table and plots next to a file of rows; return all files, the rows first.
 
     Raises:
         ValueError: The file has no rows of results.
@@ -204,9 +204,9 @@ def write_results(path: Path) -> list[Path]:
 
 
 def latest_summaries(rows: Iterable[Row]) -> list[Row]:
-    """The last summary of each case, variant, engine and rank.
+    """Return the last summary of each case, variant, engine and rank.
 
-    In the order of the suite's cases, and within a case of first appearance.
+    Ordered by the suite's cases, and within a case by first appearance.
     """
     latest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
@@ -217,7 +217,7 @@ def latest_summaries(rows: Iterable[Row]) -> list[Row]:
 
 
 def render(rows: Sequence[Row], rows_name: str, title: str = TITLE) -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     summaries = latest_summaries(rows)
     cases = list(dict.fromkeys(row["case"] for row in summaries))
     machines = [row for row in rows if row["kind"] == "machine"]
@@ -234,7 +234,7 @@ def render(rows: Sequence[Row], rows_name: str, title: str = TITLE) -> str:
 
 
 def _machine_lines(machines: Sequence[Row]) -> list[str]:
-    """Each different machine and command once."""
+    """Return lines that show each different machine and command once."""
     seen: dict[str, None] = {}
     for row in machines:
         versions = ", ".join(f"{name} {value}" for name, value in row["versions"].items())
@@ -254,7 +254,7 @@ def _machine_lines(machines: Sequence[Row]) -> list[str]:
 
 
 def _case_tables(rows: Sequence[Row]) -> list[str]:
-    # Without times where ranks shared a GPU.
+    # There are no times if ranks shared a GPU.
     figures = ("step_ms", "act_bytes")
     measured = [row for row in rows if any(row.get(name) is not None for name in figures)]
     parts = []
@@ -291,7 +291,7 @@ def _call(name: str) -> Callable[[Row], Optional[str]]:
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    """A Markdown table with a first column for the variant, which is named on its first row."""
+    """Return a Markdown table whose first column names the variant on the variant's first row."""
     columns = _shown(columns, rows)
     lines = [
         "| modules | " + " | ".join(column.title for column in columns) + " |",
@@ -308,12 +308,12 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
 
 
 def _shown(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
-    """The columns in which some row has something to say."""
+    """Return the columns in which some row has a value."""
     return [column for column in columns if any(column.cell(row) for row in rows)]
 
 
 def _place(rows: Sequence[Row]) -> Callable[[Mapping[str, Any]], Any]:
-    """Variants and engines in order of appearance, ranks of one engine together."""
+    """Return a sort key: variants and engines by first appearance, an engine's ranks together."""
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     return lambda row: (variants.index(row["variant"]), engines.index(row["engine"]), row["rank"])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Measuring one variant of a case: every way to run it, in turn."""
+"""Measures one variant of a case: every way to run it, in turn."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from megatron.slipstream.plan.trace import Bandwidth
 from tools.shared_gpus import share_a_gpu
 
 RELATIVE_ERROR = 0.002
-"""A way has been timed well enough when the median's standard error is this share of it."""
+"""A way is timed precisely enough when the median's standard error is this fraction of it."""
 
 LOSS_TOLERANCE = 0.01
-"""Ways are timed with kernels that add in any order, so losses are only close. That they are
-equal bit by bit, where kernels allow it, is for tests to show."""
+"""Ways are timed with kernels that add in any order, so losses are only close. Tests check that
+they are bitwise equal where kernels allow it."""
 
 
 TIMES = frozenset(
@@ -52,16 +52,16 @@ TIMES = frozenset(
         *("stall_ms", "planned_ms", "followed_ms", "tried"),
     }
 )
-"""Of a summary: what says nothing where ranks share a GPU."""
+"""Fields of a summary that are meaningless if ranks share a GPU."""
 
 
 class WayFailed(Exception):
-    """A way failed so that this process cannot go on. Its row is written."""
+    """A way failed and this process cannot continue. Its row is written."""
 
 
 @dataclass
 class _Figures:
-    """Measured of one way beside its steps."""
+    """Measurements of one way in addition to its steps."""
 
     memory: Optional[MemoryFigures] = None
     host: Optional[HostTimes] = None
@@ -76,11 +76,11 @@ class VariantRun:
     Args:
         case: The case.
         comparison: Builds the ways.
-        variant: What moves.
+        variant: The modules to offload.
         labels: The ways, beginning with the one that the others are compared with.
         options: Options of ``OffloadConfig`` for every Slipstream engine.
         writer: Where rows go.
-        bandwidth: What copies reach; None if unknown.
+        bandwidth: Bandwidth of copies; None if unknown.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class VariantRun:
         self._steps: dict[str, list[Step]] = {}
         self._figures: dict[str, _Figures] = {}
         self._needed: dict[str, int] = {}
-        """Device memory of each way, beside weights and gradients."""
+        """Device memory of each way, excluding weights and gradients."""
 
     def measure(self, limits: Limits, on_round: Callable[[int, str], None]) -> None:
-        """Measure all of it and write its rows. A collective.
+        """Measure all ways and write their rows. A collective.
 
         Args:
             limits: How many iterations.
-            on_round: Called after each round of all ways with the number of rounds that are done
-                and the figures so far.
+            on_round: Called after each round of all ways with the number of completed rounds and
+                the figures so far.
 
         Raises:
             WayFailed: See there.
@@ -128,14 +128,14 @@ class VariantRun:
         self._measure_each(limits)
         for label in list(self._ways):
             self._attempt(label, self._write_summary, label)
-        # Not where WayFailed is raised: the device may be lost, and the process ends.
+        # Not if WayFailed is raised: the device may be lost, and the process ends.
         for way in self._ways.values():
             way.close()
         self._ways.clear()
         release_host_memory()
 
     def _start(self, limits: Limits) -> None:
-        """Build everything and bring it to its steady state."""
+        """Build all ways and run them to their steady state."""
         for label, options in self._options.items():
             way = self._build(label, options)
             if way is None:
@@ -150,9 +150,9 @@ class VariantRun:
                 self._attempt(label, self._quiet_step, way, iteration)
 
     def _build(self, label: str, options: Mapping[str, Any]) -> Optional[Way]:
-        """The way if it is built on every rank; else None, and a row.
+        """Return the way if it is built on every rank; else None, and write a row.
 
-        Nothing has been sent yet, so ranks can agree to go on without.
+        Nothing has been sent yet, so ranks can agree to continue without it.
         """
         made, error = None, None
         try:
@@ -173,7 +173,7 @@ class VariantRun:
             return timed_step(way.run, iteration)
 
     def _capture(self, label: str, way: Way, limits: Limits) -> None:
-        """Run iterations without graphs, capture, and run as many with graphs as warm up."""
+        """Run iterations without graphs, capture, and run warm-up iterations with graphs."""
         for iteration in range(way.num_eager_iterations + limits.num_warmups):
             if iteration == way.num_eager_iterations:
                 self._attempt(label, way.capture)
@@ -241,7 +241,7 @@ class VariantRun:
         return overhead_percent(self._ms(label), self._ms(base_label(label, self._ways)))
 
     def _measure_each(self, limits: Limits) -> None:
-        """Memory, host time and copies, way by way."""
+        """Measure memory, host time and copies, one way at a time."""
         self._figures = {label: _Figures() for label in self._ways}
         number = limits.num_memory_iterations
         for label, way in list(self._ways.items()):
@@ -307,9 +307,9 @@ class VariantRun:
         }
 
     def _floor_us_per_group(self, label: str) -> Optional[float]:
-        """Host time of the driver calls that an engine adds to the first way, for each group.
+        """Return the host time per group of the driver calls that an engine adds to the first way.
 
-        The same calls are timed by themselves: the engine's host time if nothing else took any.
+        The same calls are timed alone: this is the engine's host time if it did nothing else.
         """
         figures, base = self._figures[label], self._figures[self._first]
         if figures.host is None or figures.profile is None or base.profile is None:
@@ -321,9 +321,9 @@ class VariantRun:
         return added_us / num_groups if num_groups else None
 
     def _copied_per_saved(self, row: Mapping[str, Any]) -> Optional[float]:
-        """Bytes copied out for each byte by which the peak is lower.
+        """Return the bytes offloaded per byte by which the peak is lower.
 
-        Per micro-batch, since without pipeline stages one is in flight; None with them, where the
+        Per micro-batch, since without pipeline stages one is in flight; None with them, as the
         number in flight at the peak is not known here.
         """
         copied = row.get("d2h_bulk_bytes", row.get("moved_bytes"))
@@ -338,7 +338,7 @@ class VariantRun:
         return bound_fields(plan, self._bandwidth, spread_of(self._ms(self._first)).median)
 
     def _loss_difference(self, label: str) -> Optional[float]:
-        """The largest relative difference of a loss to that of the first way; None without any."""
+        """Return the largest relative difference of a loss to the first way's; None without any."""
         ours, base = (
             [loss for step in self._steps[name] for loss in step.losses]
             for name in (label, self._first)
@@ -357,7 +357,7 @@ class VariantRun:
         }
 
     def _attempt(self, label: str, action: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what ``action`` does; None, and the way is out, if it raises."""
+        """Return the result of ``action``; if it raises, drop the way and return None."""
         try:
             return action(*arguments)
         except WayFailed:
@@ -367,9 +367,9 @@ class VariantRun:
             return None
 
     def _try(self, label: str, what: str, action: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what ``action`` does; None and a note if it raises, since other figures stand.
+        """Return the result of ``action``; if it raises, add a note, as other figures stay valid.
 
-        Where ranks wait for each other or the device is lost, it is the way's end all the same.
+        If ranks wait for each other or the device is lost, the way fails nevertheless.
         """
         try:
             return action(*arguments)
@@ -380,11 +380,11 @@ class VariantRun:
             return None
 
     def _fail(self, label: str, error: Exception) -> None:
-        """Write the way's row and go on without it, if that can be."""
+        """Write the way's row and continue without it, if possible."""
         self._write_error(label, error)
         way = self._ways.pop(label, None)
         is_fatal = _is_fatal(error) or (way is not None and way.ends_process)
-        # Without the first way nothing can be said; other ranks wait for this one in a collective.
+        # Without the first way there is no baseline; other ranks wait for this one in a collective.
         if label == self._first or self._case.num_ranks > 1 or is_fatal:
             raise WayFailed(label) from error
         if way is not None:
@@ -395,7 +395,7 @@ class VariantRun:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line, with where it was raised: many an engine's assertion says nothing."""
+    """Describe an error in one line with its location: many assertions have no message."""
     frames = traceback.extract_tb(error.__traceback__)
     where = ""
     if frames and not isinstance(error, ValueError):
@@ -411,7 +411,7 @@ def _is_fatal(error: BaseException) -> bool:
 
 
 def report_fields(manager: Any) -> dict[str, Any]:
-    """Slipstream's report of its last iteration."""
+    """Return figures of Slipstream's report of its last iteration."""
     manager.finish_report()
     total = manager.report.total
     return {
@@ -427,7 +427,7 @@ def report_fields(manager: Any) -> dict[str, Any]:
         "planned_saved_bytes": (
             manager.report.baseline_peak_bytes - manager.report.planned_peak_bytes
         ),
-        # From the first mark to the end, by the plan and in an iteration that followed it.
+        # From the first mark to the end, as planned and in an iteration that followed the plan.
         "planned_ms": manager.report.planned_ms,
         "followed_ms": manager.report.measured_ms,
         "tried": [asdict(trial) for trial in manager.report.tried],
@@ -436,14 +436,14 @@ def report_fields(manager: Any) -> dict[str, Any]:
 
 
 def bound_fields(plan: Plan, bandwidth: Bandwidth, off_ms: float) -> dict[str, float]:
-    """The physical bound of the plan's peak, at the rates of the link.
+    """Return the physical bound for the plan's peak, at the rates of the link.
 
     Compute times are those that the engine measured. Empty if it measured none.
 
     Args:
-        plan: The engine's.
-        bandwidth: What copies reach.
-        off_ms: The step with the engine off, which the overhead is a share of.
+        plan: The engine's plan.
+        bandwidth: Bandwidth of copies.
+        off_ms: Step time with the engine off, the base of the overhead.
     """
     if not plan.trace.step_ms:
         return {}

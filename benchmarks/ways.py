@@ -14,7 +14,7 @@ from benchmarks.case import Case, Variant
 
 
 class Way:
-    """A way to run the iterations of a case, on the data that all ways of the case have."""
+    """A way to run the iterations of a case, on data shared by all ways of the case."""
 
     label: str
     manager: Any = None
@@ -24,28 +24,28 @@ class Way:
     has_marks = False
     """Whether the engine is called at marks of groups, where its host time can be measured."""
     num_eager_iterations = 0
-    """Before :meth:`capture`; more of them follow before the next way is built."""
+    """Iterations before :meth:`capture`; more follow before the next way is built."""
     ends_process = False
-    """Whether an error leaves the process unfit for the other ways, as that of a capture does."""
+    """Whether the process cannot run other ways after an error, such as one in a capture."""
     has_memory = True
-    """Whether its device memory can be told from other memory."""
+    """Whether its device memory can be distinguished from other memory."""
 
     def run(self, iteration: int) -> list[torch.Tensor]:
-        """One iteration, forward and backward. Returns its losses."""
+        """Run one iteration, forward and backward; return its losses."""
         raise NotImplementedError
 
     def capture(self) -> None:
-        """Capture CUDA graphs, if that is to be asked for."""
+        """Capture CUDA graphs, if they need an explicit call."""
 
     def on_ready(self) -> None:
         """Called after the iterations that follow :meth:`capture`."""
 
     def fields(self) -> dict[str, Any]:
-        """Of its summary row. May run iterations."""
+        """Return the fields of its summary row. May run iterations."""
         return {}
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release its resources."""
 
 
 class Comparison(Protocol):
@@ -54,11 +54,11 @@ class Comparison(Protocol):
     def __init__(self, case: Case) -> None: ...
 
     def build(self, variant: Variant, label: str, options: Mapping[str, Any]) -> Way:
-        """Make a way.
+        """Create a way.
 
         Args:
-            variant: What moves.
-            label: Of the way.
+            variant: The modules to offload.
+            label: The way's label.
             options: Options of ``OffloadConfig``, for Slipstream's engine.
 
         Raises:
@@ -68,8 +68,8 @@ class Comparison(Protocol):
 
 
 def in_turn[T](ways: Sequence[T], round_number: int) -> list[T]:
-    """The ways in the order of a round: a random one, the same on all ranks.
+    """Return the ways in the order of a round: random, the same on all ranks.
 
-    What a way leaves behind (heat, caches) must not always meet the same other one.
+    The side effects of a way (heat, caches) must not always affect the same other way.
     """
     return random.Random(round_number).sample(ways, len(ways))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.ways import Comparison
 
 EXIT_WAY_FAILED = 3
-"""A way failed and took the process with it; its row is written, so the rest can go on."""
+"""A way failed and ended the process; its row is written, so the rest can still be measured."""
 
 VERSIONS = ("torch", "transformer-engine", "megatron-core", "megatron-slipstream")
 ENVIRONMENT = (
@@ -38,7 +38,7 @@ ENVIRONMENT = (
 
 
 class Job(NamedTuple):
-    """Task of a worker."""
+    """The task of a worker."""
 
     case: Case
     variants: tuple[Variant, ...]
@@ -49,17 +49,17 @@ class Job(NamedTuple):
     rows: Path
     run: str
     arguments: tuple[str, ...]
-    """Of the command."""
+    """Arguments of the command."""
     traces: Optional[Path] = None
-    """Where the traces that our engine planned from go; None to keep none."""
+    """Folder for the traces that our engine planned from; None to keep none."""
 
 
 def work(job: Job) -> int:
-    """Measure what ``job`` asks for and its run does not have yet. Returns the exit status."""
-    # megatron-core warns of each optional package that is not there, and of each GPTModel.
+    """Measure what ``job`` asks for and its run lacks; return the exit status."""
+    # megatron-core warns about each missing optional package and each GPTModel.
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Imported here, after the environment is as it must be.
+    # Imported here, once the environment is set up.
     from megatron_models import initialize
 
     from benchmarks.copies import measure_bandwidth
@@ -70,7 +70,7 @@ def work(job: Job) -> int:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     writer = RowWriter(job.rows, job.run, job.traces)
     done = finished(read_rows(job.rows), job.run, case.name)
-    if case.comparison != "attached":  # whose models are not megatron-core's
+    if case.comparison != "attached":  # its models are not megatron-core's
         initialize(case.model, rank, num_ranks, int(os.environ["MASTER_PORT"]))
     bandwidth = None if share_a_gpu(num_ranks) else measure_bandwidth()
     release_host_memory()
@@ -99,12 +99,12 @@ def work(job: Job) -> int:
     except WayFailed as error:
         sys.stderr.write(f"{case.name}: rank {rank}: {error} failed\n")
         return EXIT_WAY_FAILED
-    wait_for_all()  # the first rank to go takes away what the others meet at
+    wait_for_all()  # a rank that exits early breaks the others' rendezvous
     return 0
 
 
 def machine_facts() -> dict[str, Any]:
-    """Environment of the measurements: hardware, driver, versions, settings."""
+    """Return the environment of the measurements: hardware, driver, versions, settings."""
     import torch
 
     versions = {}
@@ -137,9 +137,9 @@ Show = Callable[[str], Callable[[int, str], None]]
 
 @contextlib.contextmanager
 def progress(is_shown: bool) -> Iterator[Show]:
-    """A line on stderr for each variant, which on a terminal shows how far it has come.
+    """Show a line on stderr for each variant, with live progress on a terminal.
 
-    Yields what gives each variant its callback; see ``VariantRun.measure``.
+    Yields a function that returns a variant's callback; see ``VariantRun.measure``.
     """
     from rich.console import Console
 

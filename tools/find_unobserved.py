@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Finds functions that no test observes: each one is made to do nothing, and its tests run.
+"""Find functions that no test observes: replace each body by a trivial one and run its tests.
 
 A body is replaced by a return of the trivial value of its annotation: None, 0, an empty container;
 for a bool once False and once True; a generator ends at once. All tests are collected once, in one
-process. Each change is made in a fork of that process, by giving the function other code, so that
-it costs only the time that its tests take until one of them fails.
+process. Each change is made in a fork of that process, by replacing the function's code, so it
+costs only the time that its tests take until one of them fails.
 
-First the tests run as they are, which shows which of them execute which function. A change faces
-those, first the fast ones that execute little else, then the rest of their files, since a fixture
-or a cache may hide which test depends on a function. If all pass, the change has survived.
+First all tests run on the unchanged code, to find which of them execute which function. A change is
+run against those, first the fast ones that execute little else, then the rest of their files, since
+a fixture or a cache may hide which test depends on a function. If all pass, the change survives.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ TESTS = [
     "tests/unit_tests/integration/test_graph_layers.py",
 ]
 NUM_FIRST = 20
-"""A change faces these many tests in the order of their duration times the number of functions that
-they execute, and then the others file by file, which share what fixtures have set up."""
+"""Number of tests to run first, ordered by duration times the number of functions that they
+execute; the others run file by file, so that they share fixtures."""
 EXTRA_SECONDS = 15
-"""A test that takes this much longer than five times its duration hangs: the change is noticed."""
+"""A test that exceeds five times its duration by this much hangs, so it notices the change."""
 
 _EPILOG = """\
 examples:
@@ -90,7 +90,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     todo = [change for change in changes if not results.has(change, examined)]
     status = 0
     if todo:
-        # Shrinking takes long, and a failure is all that is asked for.
+        # Shrinking takes long, and any failure is enough.
         phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
         hypothesis.settings.register_profile("once", phases=phases, database=None)
         hypothesis.settings.load_profile("once")
@@ -167,7 +167,7 @@ class Results:
     """The outcomes so far, one JSON line each.
 
     Args:
-        path: Of the file, which need not exist.
+        path: The file, which need not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,12 +179,12 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def has(self, change: Change, outcomes: Optional[Sequence[str]] = None) -> bool:
-        """Whether a change has an outcome, or one of these."""
+        """Return whether a change has an outcome, or one of these if given."""
         row = self._rows.get(change.key)
         return row is not None and (outcomes is None or row["outcome"] in outcomes)
 
     def add(self, change: Change, outcome: str, **fields: object) -> None:
-        """Write an outcome down."""
+        """Record an outcome."""
         row = {"key": change.key, "name": change.name, "body": change.body, "outcome": outcome}
         row |= fields
         self._rows[change.key] = row
@@ -192,7 +192,7 @@ class Results:
             stream.write(json.dumps(row) + "\n")
 
     def show(self, changes: Sequence[Change]) -> None:
-        """Print what no test observes, and how many there are of all."""
+        """Print the changes that no test observes, and the number of each outcome."""
         rows = [self._rows[change.key] for change in changes if change.key in self._rows]
         for row in rows:
             if row["outcome"] in ("survived", "not run"):
@@ -207,11 +207,11 @@ class _Seen(NamedTuple):
     seconds: float
     passed: bool
     functions: Collection[tuple[str, int]]
-    """Path and first line of each that it executed."""
+    """Path and first line of each function that it executed."""
 
 
 class _Examiner:
-    """Takes the place of pytest's loop over the tests."""
+    """Replaces pytest's loop over the tests."""
 
     def __init__(self, todo: Sequence[Change], results: Results, max_seconds: float) -> None:
         self._todo, self._results, self._max_seconds = todo, results, max_seconds
@@ -222,7 +222,7 @@ class _Examiner:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed or not session.items:
-            return False  # pytest's own loop says what is wrong
+            return False  # pytest's own loop reports the problem
         paths = {str(change.path.resolve()) for change in self._todo}
         functions: dict[tuple[str, int], list[FunctionType]] = {}
         for item in gc.get_objects():
@@ -293,14 +293,14 @@ class _Examiner:
         return "failed" in self._outcomes
 
     def _run(self, items: Sequence[pytest.Item]) -> Iterator[str]:
-        """Run tests; yields the name of each when it has run."""
+        """Run tests; yield the name of each after it has run."""
         for item, following in zip(items, [*items[1:], None], strict=True):
             self._outcomes.clear()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             yield item.nodeid
 
     def _observe(self, items: Sequence[pytest.Item], codes: Sequence[CodeType]) -> list[_Seen]:
-        """For each test its duration, and which of the functions it executes."""
+        """Return each test's duration, result, and which of the functions it executes."""
         monitoring, tool = sys.monitoring, sys.monitoring.PROFILER_ID
         executed: set[tuple[str, int]] = set()
 
@@ -327,13 +327,13 @@ def _key_of(code: CodeType) -> tuple[str, int]:
 
 
 def _in_fork(call: Callable[[], Any], limit_s: Optional[float] = None) -> Any:
-    """The result of a call in a forked process; how the process ended if that was early."""
+    """Return the result of a call in a forked process; if it ended early, how it ended."""
     receiver, sender = os.pipe()
     child = os.fork()
     if child == 0:
         os.setsid()
         os.close(receiver)
-        if limit_s is not None:  # else it shows its progress
+        if limit_s is not None:  # otherwise it shows its progress
             nowhere = os.open(os.devnull, os.O_RDWR)
             for number in range(3):
                 os.dup2(nowhere, number)

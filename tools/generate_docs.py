@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Write the pages of the documentation that come from the source.
+"""Write the pages of the documentation that are generated from the source.
 
     python tools/generate_docs.py            write them
-    python tools/generate_docs.py --check    fail if one is not what would be written
+    python tools/generate_docs.py --check    fail if one is out of date
 
-docs/user-guide/options.md has the flags, with field docstrings and defaults; patches.md beside it
-has the table of run-time patches. Run this after a change of an option or a patch.
+docs/user-guide/options.md has the flags, with field docstrings and defaults; patches.md next to it
+has the table of run-time patches. Run this after changing an option or a patch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ USER_GUIDE = ROOT / "docs" / "user-guide"
 
 
 class MegatronOption(NamedTuple):
-    """An option of megatron-core in our words, with the default that version 0.19.2 has."""
+    """An option of megatron-core in our words, with its default in version 0.19.2."""
 
     name: str
     default: object
@@ -80,11 +80,11 @@ class OptionGroup(NamedTuple):
     source: str
     """The file that defines it, relative to the package."""
     rules: tuple[Rule, ...]
-    """Those of its file, for a room of its own."""
+    """The rules of its file; none for classes that ``integration/arguments.py`` defines."""
 
 
 def option_groups() -> Iterator[OptionGroup]:
-    """The groups that the training script's parser has, read from its source."""
+    """Yield the groups of the training script's parser, read from its source."""
     source = "integration/arguments.py"
     tree = ast.parse((PACKAGE / source).read_text(encoding="utf-8"))
     homes = {
@@ -110,7 +110,7 @@ def option_groups() -> Iterator[OptionGroup]:
 
 
 def rules_of(module: str) -> tuple[Rule, ...]:
-    """The rule tables of a module, one after the other."""
+    """Return the rules of all rule tables of a module."""
     tables = vars(import_module(module)).items()
     return tuple(rule for name, rules in tables if name.endswith("RULES") for rule in rules)
 
@@ -195,7 +195,7 @@ def shown(default: object) -> str:
 
 
 TITLES = {"OffloadConfig": "Slipstream's own options", "EntryOptions": "The training script"}
-"""Of groups that are called otherwise here than in ``--help``."""
+"""Titles of groups that differ from those in ``--help``."""
 
 NOTES = {
     "OffloadConfig": [
@@ -225,7 +225,7 @@ WITH_A_NORM = {
     "attn_norm": "with MLA; in others Transformer Engine has the norm in `qkv_linear`",
     "mlp_norm": "with experts; in dense layers Transformer Engine has the norm in the MLP",
 }
-"""Norms that a linear layer follows are no modules of their own there."""
+"""Models in which these norms are modules; in others they are part of the next linear layer."""
 
 
 def models_with(module: str) -> str:
@@ -235,7 +235,7 @@ def models_with(module: str) -> str:
 
 
 def options_page() -> str:
-    """Give the whole text of docs/user-guide/options.md."""
+    """Return the text of docs/user-guide/options.md."""
     lines = [
         "# Options",
         "",
@@ -293,7 +293,7 @@ def issues(numbers: Iterable[int]) -> str:
 
 
 def patch_rows(patches: Iterable[Patch]) -> Iterator[tuple[str, ...]]:
-    """Rows of the table; neighbours that are there for one reason share a row."""
+    """Yield the rows of the table; adjacent patches with the same reason share a row."""
     for (reason, releases, upstream), group in itertools.groupby(
         patches, key=lambda patch: (patch.reason, patch.releases, patch.upstream)
     ):

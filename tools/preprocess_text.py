@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Turn text into what Megatron trains on: a tokenizer and a dataset of its tokens.
+"""Convert text to what Megatron trains on: a tokenizer and a tokenised dataset.
 
 Works offline: the tokenizer (byte-level BPE, so that every text can be encoded) is trained on the
 input itself, and the same input gives the same files. Output is complete or absent: files get their
-names only when all of them are written, the index last.
+final names only when all of them are written, the index last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 END_OF_DOCUMENT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 256 + 1
-"""All bytes and the end of a document; a byte-level vocabulary cannot be smaller."""
+"""All bytes and the end-of-document token; a byte-level vocabulary cannot be smaller."""
 
 _EXAMPLES = f"""\
 documents:
@@ -114,7 +114,7 @@ def preprocess(
     """Tokenise ``inputs`` into ``<output_prefix>.bin``, ``.idx`` and ``-tokenizer.json``.
 
     Raises:
-        ValueError: What the caller got wrong, naming it and the cure; nothing is written then.
+        ValueError: An argument is invalid; the message names it and the cure. Nothing is written.
     """
     if tokenizer_json is None and vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
@@ -152,10 +152,10 @@ def preprocess(
 
 
 def read_documents(inputs: Iterable[Path], min_document_chars: int, json_key: str) -> Iterator[str]:
-    """The documents of all inputs, in order.
+    """Yield the documents of all inputs, in order.
 
     Raises:
-        ValueError: An input that cannot be read, is not UTF-8, or is not what its name says.
+        ValueError: An input cannot be read, is not UTF-8, or does not match its file extension.
     """
     for path in inputs:
         try:
@@ -252,14 +252,14 @@ def _load_tokenizer(tokenizer_class: Any, path: Path) -> Any:
 
 
 def _write_dataset(tokenizer: Any, documents: Sequence[str], tokens: Path, index: Path) -> int:
-    """Encode and write all documents; returns the number of tokens."""
+    """Encode and write all documents; return the number of tokens."""
     import numpy
     import torch
 
-    import megatron.slipstream  # noqa: F401  # silences what ./run asks for
+    import megatron.slipstream  # noqa: F401  # silences the messages that ./run disables
 
     with warnings.catch_warnings():
-        # Megatron warns about every optional package that is absent; none matters here.
+        # Megatron warns about every missing optional package; none matters here.
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -277,7 +277,7 @@ def _write_dataset(tokenizer: Any, documents: Sequence[str], tokens: Path, index
 
 
 def _progress(documents: Sequence[str]) -> Iterable[str]:
-    """The documents, with a bar on stderr if that is a terminal."""
+    """Return the documents, with a progress bar on stderr if it is a terminal."""
     if not sys.stderr.isatty():
         return documents
     from rich.console import Console

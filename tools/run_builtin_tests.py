@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Run the tests that Megatron-LM has of its own offloading engine, with Slipstream's in its place.
+"""Run Megatron-LM's tests of its own offloading engine on Slipstream's engine instead.
 
-They are read from a Megatron-LM checkout and stay unchanged: wherever they make a new engine, with
-``reset_instance()``, Slipstream's is installed instead. megatron-core is the installed one.
+They are read from a Megatron-LM checkout and stay unchanged: wherever they create a new engine with
+``reset_instance()``, Slipstream's is installed instead. The installed megatron-core is used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CLAIMED = re.compile(r"expected[ ~]*=? ?([\d.]+) ?MiB")
 
 
 class Figures(NamedTuple):
-    """Results of one test, in MiB; None for those it did not reach."""
+    """Results of one test, in MiB; None for those that it did not reach."""
 
     saved_mib: Optional[float]
     claimed_mib: Optional[float]
@@ -56,10 +56,10 @@ class Figures(NamedTuple):
 
 
 class EngineInPlace:
-    """A plugin of pytest: puts an engine behind the seam for each test and collects its figures.
+    """A pytest plugin that puts an engine behind the seam for each test and collects its figures.
 
     Args:
-        engine: ``slipstream``, or ``builtin`` to leave megatron-core's own.
+        engine: ``slipstream``, or ``builtin`` to keep megatron-core's own.
         backend: Slipstream's backend.
     """
 
@@ -68,13 +68,13 @@ class EngineInPlace:
         self._backend = backend
         self._moved: dict[str, Optional[float]] = {}
         self.figures: dict[str, Figures] = {}
-        """By test."""
+        """Figures by test."""
 
     @pytest.fixture(autouse=True)
     def engine_in_place(
         self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[None]:
-        """Around each test. Its environment variables are as before when it has ended."""
+        """Install the engine around each test; restore the environment variables afterwards."""
         from megatron.core.pipeline_parallel import fine_grained_activation_offload as builtin
 
         from megatron.slipstream.integration import install
@@ -93,7 +93,7 @@ class EngineInPlace:
         gc.collect()
 
     def _install(self) -> None:
-        """Takes the place of the built-in ``reset_instance``: a new engine that knows nothing."""
+        """Replace the built-in ``reset_instance``: install a new engine without any state."""
         from megatron.slipstream.config import OffloadConfig
         from megatron.slipstream.integration import install
 
@@ -152,13 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
         take_place(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     if options.engine == "slipstream":
-        # As pretrain_gpt.py does: without it Transformer Engine keeps its saved tensors to itself.
+        # As pretrain_gpt.py does: without it Transformer Engine's saved tensors do not move.
         os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
     # As their conftest.py does, which is not used: it downloads data that these tests do not need.
     os.environ.setdefault("NCCL_MAX_NCHANNELS", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     plugin = EngineInPlace(options.engine, options.backend)
-    # Appended to the path, the folder gives the tests; a megatron-core in it is not used.
+    # Appended to the path, the folder provides the tests; a megatron-core in it is not used.
     common = ["--noconftest", "--import-mode=append", "-p", "no:cacheprovider", "-W", "ignore"]
     where = ["-c", os.devnull, "--rootdir", str(folder), str(tests)]
     return int(pytest.main([*common, *where, *given[cut + 1 :]], plugins=[plugin]))

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Several ranks of a job on one GPU: for what is to be right, not fast.
+"""Runs several ranks of a job on one GPU, to check correctness rather than speed.
 
-NCCL refuses two ranks of a communicator on one GPU of a host. Told by ``NCCL_HOSTID`` that each is
-on a host of its own, it connects them by sockets: the same collectives on the same streams, inside
-CUDA graphs too, which only take longer. The GPU gives the processes turns of some milliseconds, so
-that a rank whose kernel waits for another one keeps that one waiting.
+NCCL refuses two ranks of a communicator on one GPU of a host. If ``NCCL_HOSTID`` puts each on a
+different host, it connects them by sockets: the same collectives on the same streams, inside CUDA
+graphs too, only slower. The GPU time-slices the processes by some milliseconds, so a rank whose
+kernel waits for another rank keeps that one waiting.
 
-Where ``SLIPSTREAM_RANKS_PER_GPU`` is set, tests and benchmarks count each GPU so many times. For a
+If ``SLIPSTREAM_RANKS_PER_GPU`` is set, tests and benchmarks count each GPU that many times. For a
 script that takes its GPU from ``LOCAL_RANK``::
 
     torchrun --nproc-per-node 4 -m tools.shared_gpus pretrain_gpt.py ...
@@ -22,12 +22,12 @@ import sys
 VARIABLE = "SLIPSTREAM_RANKS_PER_GPU"
 
 BYTES_PER_TEST = 16 << 30
-"""Device memory of a process that runs GPU tests: most take less, few up to 25 GiB. On a card with
-80 GB four side by side pass, and of eight some end with errors of NCCL, which finds no memory."""
+"""Device memory of a process that runs GPU tests: most need less, a few up to 25 GiB. On an 80 GB
+card four processes pass side by side; of eight, some fail with NCCL out-of-memory errors."""
 
 
 def ranks_per_gpu() -> int:
-    """How many ranks may share a GPU.
+    """Return how many ranks may share a GPU.
 
     Raises:
         ValueError: The variable is not a positive number.
@@ -39,14 +39,14 @@ def ranks_per_gpu() -> int:
 
 
 def num_places() -> int:
-    """For how many ranks there is a GPU, or a share of one. Takes hold of none."""
+    """Return for how many ranks there is a GPU, or a share of one, without initialising CUDA."""
     import torch
 
     return torch.cuda.device_count() * ranks_per_gpu()
 
 
 def num_tests_per_gpu() -> int:
-    """How many processes that run tests fit into the memory of the smallest GPU; at least 1."""
+    """Return how many test processes fit into the memory of the smallest GPU; at least 1."""
     import torch
 
     count = torch.cuda.device_count()
@@ -55,21 +55,21 @@ def num_tests_per_gpu() -> int:
 
 
 def share_a_gpu(num_ranks: int) -> bool:
-    """Whether some of so many ranks on this machine have a GPU in common."""
+    """Return whether some of this many ranks on this machine share a GPU."""
     import torch
 
     return 0 < torch.cuda.device_count() < num_ranks
 
 
 def take_place(rank: int, num_ranks: int) -> int:
-    """The GPU of a rank; called before the process makes its first communicator.
+    """Return a rank's GPU; call before the process creates its first communicator.
 
     Args:
-        rank: On this machine.
-        num_ranks: On this machine.
+        rank: Rank on this machine.
+        num_ranks: Number of ranks on this machine.
 
     Raises:
-        ValueError: There are not that many places.
+        ValueError: There are fewer places than ranks.
     """
     import torch
 
@@ -82,7 +82,7 @@ def take_place(rank: int, num_ranks: int) -> int:
     if share_a_gpu(num_ranks):
         os.environ.update(
             NCCL_HOSTID=f"rank{rank}",
-            # Between hosts it would look for a network.
+            # NCCL looks for a network between hosts.
             NCCL_IB_DISABLE="1",
             NCCL_SOCKET_IFNAME="lo",
         )
@@ -90,7 +90,7 @@ def take_place(rank: int, num_ranks: int) -> int:
 
 
 def main() -> None:
-    """Run the script that the arguments name, as a rank that may share its GPU."""
+    """Run the script given by the arguments, as a rank that may share its GPU."""
     rank, num_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     os.environ["LOCAL_RANK"] = str(take_place(rank, num_ranks))
     del sys.argv[0]

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A table of how a corpus packs, greedy and balanced.
+"""Print a table of how a corpus packs, greedy and balanced.
 
-Nothing is trained. What is shown is what `--sequence-packing` will do with the same numbers: how
-much of the buffers documents fill, and for how long data-parallel ranks would wait for the slowest
-if attention, which costs the square of a document's length, were all that they do.
+Nothing is trained. The table shows what `--sequence-packing` does with the same numbers: how much
+of the buffers documents fill, and how long data-parallel ranks would wait for the slowest if their
+only cost were attention, which is quadratic in a document's length.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def lengths_of(prefix: str) -> np.ndarray[Any, Any]:
-    """Number of tokens of each document.
+    """Return the number of tokens of each document.
 
     Raises:
         ValueError: There is no such corpus.
@@ -88,11 +88,11 @@ def lengths_of(prefix: str) -> np.ndarray[Any, Any]:
     if not Path(f"{prefix}.idx").exists():
         raise ValueError(f"{prefix}.idx does not exist; make it with tools/preprocess_text.py")
     with warnings.catch_warnings():
-        # Megatron warns about every optional package that is absent; none matters here.
+        # Megatron warns about every missing optional package; none matters here.
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        # Its arrays are the file itself, which it closes with its last reference.
+        # Its arrays map the file, which is closed with the last reference.
         corpus = IndexedDataset(prefix)
         return np.array(corpus.sequence_lengths)
 
@@ -105,10 +105,10 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, lengths: np.ndarray[Any, Any], packing: Any, args: argparse.Namespace) -> Packed:
-        """As training packs it with these arguments.
+        """Pack the corpus as training does with these arguments.
 
         Raises:
-            ValueError: It fills no batch.
+            ValueError: The corpus does not fill a batch.
         """
         plan = PackingPlan(
             limits=pack_limits(args),
@@ -126,17 +126,17 @@ class Packed(NamedTuple):
         return cls(plan, index)
 
     def work(self) -> np.ndarray[Any, Any]:
-        """Attention's cost ``[batches, micro-batches, ranks]``, of complete batches."""
+        """Return attention's cost ``[batches, micro-batches, ranks]`` in complete batches."""
         work = np.array([attention_work(self.index[n]) for n in range(len(self.index))])
         size = self.plan.packs_per_batch
         num_batches = len(work) // size
         return work[: num_batches * size].reshape(num_batches, -1, self.plan.num_ranks)
 
     def waits(self) -> tuple[float, float]:
-        """How much longer than the mean the slowest rank takes, in all, as a part.
+        """Return how much longer than the mean the slowest rank takes in total, as a fraction.
 
-        If ranks wait for each other after every micro-batch (expert or pipeline parallel do), and
-        if they do so after every iteration.
+        If ranks wait for each other after every micro-batch (as with expert or pipeline
+        parallelism), and if they do so after every iteration.
         """
         work = self.work()
         each = work.max(axis=2).sum() / work.mean(axis=2).sum() - 1

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Functions with trivial bodies: what ``find_unobserved`` has to change in a source."""
+"""Functions with trivial bodies: the changes that ``find_unobserved`` makes to a source file."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ EMPTY = {
     "Sequence": "()", "Collection": "()", "Iterable": "()", "Mapping": "{}",
     "Iterator": "iter(())",
 }  # fmt: skip
-"""Trivial values by the name of the annotation. Of other types it is None."""
+"""Trivial values by the name of the annotation; None for other types."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One function with another body.
+    """One function with a replaced body.
 
     Args:
-        path: Of the source.
-        name: The function's, with those of its classes and of the file.
-        body: What replaces its body, as source.
-        line: The first one of its code: of its first decorator, if it has one.
-        digest: Of its source.
+        path: The source file.
+        name: The function's name, with those of its classes and of the file.
+        body: The new body, as source.
+        line: First line of the function's code: of its first decorator, if it has one.
+        digest: Digest of its source.
         why_not: Why it is not examined; empty if it is.
     """
 
@@ -46,19 +46,19 @@ class Change:
 
     @property
     def key(self) -> str:
-        """Identifies it as long as the function's source stays the same."""
+        """Key of the change, stable as long as the function's source does not change."""
         return f"{self.name} {self.body} {self.digest}"
 
     @property
     def code_key(self) -> tuple[str, int]:
-        """Identifies the function's code among all that is loaded."""
+        """Key of the function's code object among all loaded ones."""
         return str(self.path.resolve()), self.line
 
     def new_code(self) -> CodeType:
-        """The function's code with the new body before the old one.
+        """Compile the function with the new body before the old one.
 
-        The old one is not reached. The compiler finds in it which variables are those of an
-        enclosing function or class, and whether this is a generator.
+        The old one is never reached, but tells the compiler which variables belong to an enclosing
+        function or class, and whether this is a generator.
         """
         tree = ast.parse(self.path.read_text())
         for node in ast.walk(tree):
@@ -71,7 +71,7 @@ class Change:
 
 
 def changes_of(path: Path) -> list[Change]:
-    """The changes to the functions of a file and of its classes, not to those inside functions."""
+    """Return the changes to a file's functions and methods, except functions inside functions."""
     source = path.read_text()
 
     def walk(body: Sequence[ast.stmt], prefix: str) -> Iterator[Change]:
@@ -104,7 +104,7 @@ def _why_not(node: Function) -> str:
 
 
 def _bodies(node: Function) -> list[str]:
-    """Replacements of a body: of a function that returns a bool, in turn."""
+    """Return the replacements of a body: two for a function that returns a bool, else one."""
     inside = [item for statement in node.body for item in ast.walk(statement)]
     if any(isinstance(item, (ast.Yield, ast.YieldFrom)) for item in inside):
         is_context = "contextmanager" in {_last_name(item) for item in node.decorator_list}
@@ -133,7 +133,7 @@ def _line_of(node: Function) -> int:
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The codes of functions in a module's or class's code."""
+    """Yield the code objects of functions in a module's or class's code."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             is_class = not constant.co_flags & 2  # CO_NEWLOCALS

@@ -230,7 +230,7 @@ class SlotOffloading:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """The context of the forward pass. At its end all moving groups are offloaded."""
+        """Context of the forward pass, at whose end all moving groups are offloaded."""
         if self._plan is None:
             yield
             return
@@ -251,7 +251,7 @@ class SlotOffloading:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """The context of the backward pass."""
+        """Context of the backward pass."""
         if self._plan is None:
             yield
             return

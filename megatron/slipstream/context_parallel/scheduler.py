@@ -218,7 +218,7 @@ class _Collected(NamedTuple):
     """Number of unused buffers, which hold padding."""
 
     def total_cost(self, cost: Cost) -> int:
-        """The cost of all ranks together, padding included."""
+        """Return the cost of all ranks together, padding included."""
         busy = sum(group.size * cost(group.size, group.work) for group in self.groups)
         return busy + self.num_free * cost(1, 0)
 
