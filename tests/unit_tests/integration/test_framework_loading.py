@@ -135,7 +135,7 @@ def test_slime_is_told_when_its_flags_leave_nothing_to_move(
     monkeypatch.setattr(loading, "log_to_stderr", lambda: None)
     slime.init(SimpleNamespace(fine_grained_activation_offloading=False))
     (message,) = caplog.messages
-    assert "slime drops flags that it does not know" in message
+    assert "slime silently drops unknown flags" in message
     assert _is_ready()
     caplog.clear()
     with caplog.at_level(logging.INFO):
