@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from megatron.slipstream.plan.walk import Simulation
 
 GRID_ROWS = 16
-"""Rows of the grid for a model that has not run: enough to see two layers."""
+"""Grid rows for a model that has not run: enough to show two layers."""
 
 TARGET_NOT_MET = 3
 """Exit status if no plan meets --target-memory; the shown plan has the lowest peak."""
 
 GOAL_NOT_FOLLOWED = 4
-"""Exit status where the trace lacks data that --target-memory or --max-overhead needs."""
+"""Exit status if the trace lacks data that --target-memory or --max-overhead needs."""
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,9 +40,9 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def show_plan(options: argparse.Namespace) -> int:
-    """Plan the trace or model that the options name, and show it. Returns the exit status."""
-    # The imports below do not import torch, except to parse megatron's flags: plans can be made
-    # where torch is not installed.
+    """Plan the trace or model that the options name, show the plan, and return the exit status."""
+    # The imports below do not import torch, except to parse megatron's flags, so that planning
+    # works without torch.
     from megatron.slipstream.estimate.training_command import is_command
 
     _check_files(options)
@@ -83,7 +83,7 @@ def show_plan(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """A bar on stderr for an operation of unknown length."""
+    """Show a bar on stderr for an operation of unknown length."""
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
     with bar_on_stderr() as progress:
@@ -101,7 +101,7 @@ def _refuse(options: argparse.Namespace, names: tuple[str, ...], given: str, has
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Check the output files before minutes of planning."""
+    """Check the output files before planning, which may take minutes."""
     from megatron.slipstream.estimate.file_errors import require_distinct, require_writable
 
     names = ("output", "timeline", "frontier")
@@ -139,7 +139,7 @@ def _show_trace(path: Path, options: argparse.Namespace) -> int:
 
 
 def _status(plan: Plan) -> int:
-    """The exit status of a plan: whether it reaches its goal."""
+    """Return the exit status of a plan, which tells whether it reaches its goal."""
     from megatron.slipstream.plan.selection import why_not_followed
 
     if why_not_followed(plan.trace, plan.options):
@@ -152,7 +152,7 @@ def _status(plan: Plan) -> int:
 def _plan(
     trace: Trace, policy: PolicyOptions, needs_times: bool
 ) -> tuple[Plan, Optional[Simulation]]:
-    """A plan, proved safe, and its simulation; None for a trace without times."""
+    """Return a plan and its simulation, None for a trace without times unless needed."""
     from megatron.slipstream.plan.build import build_plan
     from megatron.slipstream.plan.walk import simulate
 
@@ -235,7 +235,7 @@ def _timeline(plan: Plan, simulation: Simulation, suffix: str) -> bytes:
 
 
 def _frontier(trace: Trace, policy: PolicyOptions, suffix: str) -> bytes:
-    """Sweep with a progress bar, show the table, and return the file's content."""
+    """Sweep with a progress bar, print the table, and return the file's content."""
     from megatron.slipstream.estimate.frontier import sweep
     from megatron.slipstream.estimate.frontier_picture import frontier_png, require_matplotlib
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
@@ -293,7 +293,7 @@ def _show_configured(words: Sequence[str], options: argparse.Namespace) -> int:
 def _plan_ranks(
     configured: Configured, speed: Speed, policy: PolicyOptions, options: argparse.Namespace
 ) -> list[RankPlan]:
-    """Plan all pipeline ranks, or the one of --rank, with a progress bar."""
+    """Plan all pipeline ranks, or only --rank, with a progress bar."""
     from megatron.slipstream.cli_plan.sizes import MAX_BYTES, check_sizes
     from megatron.slipstream.estimate.model_state import state_bytes
     from megatron.slipstream.estimate.shape_tables import RankPlan

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The training that the options of the ``plan`` sub-command describe."""
+"""The training run that the options of the ``plan`` sub-command describe."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _PLAN_ONLY = frozenset(
 
 
 def configured_by(words: Sequence[str], options: argparse.Namespace) -> Configured:
-    """The training that a config.json, a file of flags, or flags describe.
+    """Return the training run that a config.json, a file of flags, or flags describe.
 
     Args:
         words: The words after ``--``.
         options: Options of the sub-command.
 
     Raises:
-        ValueError: They do not describe a training that can be planned, or a file cannot be read.
+        ValueError: The training run cannot be planned, or a file cannot be read.
     """
     if options.hf_config is not None:
         return _by_hub_config(options)
@@ -85,7 +85,7 @@ def _by_hub_config(options: argparse.Namespace) -> Configured:
 
 
 def _refuse_without_effect(fields: dict[str, Any], options: argparse.Namespace) -> None:
-    """Refuse options that would not change the plan."""
+    """Reject options that would not affect the plan."""
     minimum = options.min_offloaded_tensor_size
     if minimum is not None and minimum < 0:
         raise ValueError(
@@ -123,7 +123,7 @@ def _hub_shape(fields: dict[str, Any], options: argparse.Namespace) -> ModelShap
 def _layers_per_chunk(
     num_layers: int, pp: int, options: argparse.Namespace
 ) -> tuple[tuple[int, ...], ...]:
-    """Layers of each chunk where the first or last pipeline rank has another number of layers."""
+    """Return each chunk's layers if the first or last rank has its own count; else empty."""
     given = {0: options.first, pp - 1: options.last}
     given = {rank: count for rank, count in given.items() if count is not None}
     if not given:
@@ -148,10 +148,10 @@ def _layers_per_chunk(
 
 
 def speed_for(configured: Configured, options: argparse.Namespace) -> Speed:
-    """The speed of the GPU that the options name.
+    """Return the speed of the GPU that the options name.
 
     Raises:
-        ValueError: It is not known, not known for this precision, or given twice.
+        ValueError: The speed is unknown, unknown for this precision, or given twice.
     """
     if configured.shape.precision == "fp32" and options.tflops is None:
         raise ValueError(

@@ -120,7 +120,7 @@ TRAINING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 class _AsTyped(argparse.Action):
-    """Stores a value, and the spelling of its option in ``typed``."""
+    """Stores a value, and records its option as spelled by the user in ``typed``."""
 
     def __call__(
         self,
@@ -134,13 +134,13 @@ class _AsTyped(argparse.Action):
 
 
 def flag_of(name: str, options: argparse.Namespace) -> str:
-    """The option as the user typed it, or its first spelling; ``name`` is its namespace name."""
+    """Return the option as the user typed it, or its first spelling; ``name`` is its ``dest``."""
     first = TRAINING[name][0][0] if name in TRAINING else "--" + name.replace("_", "-")
     return str(options.typed.get(name, first))
 
 
 def as_typed(message: str, options: argparse.Namespace) -> str:
-    """A message about a model, with the user's options instead of megatron's names."""
+    """Replace megatron's names in a message about a model by the user's options."""
     for name in TRAINING:
         megatrons = TRAINING[name][0][0].removeprefix("--").replace("-", "_")
         # Short names can be ordinary words, unless a value follows.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Limits of the size of plans for models that have not run."""
+"""Limits on the size of plans for models that have not run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron.slipstream.estimate.saved_tensors import marked_modules
 from megatron.slipstream.estimate.synthetic import Workplan
 
 MAX_GROUPS = 100_000
-"""Most groups of all planned ranks. A group takes about a millisecond, with proof and simulation.
-"""
+"""Maximum groups of all planned ranks. A group takes about a millisecond to plan, prove and
+simulate."""
 
 MAX_GROUPS_OF_A_SWEEP = 1_000_000
-"""Most groups of all plans of ``--frontier``, which plans one rank."""
+"""Maximum groups of all plans of ``--frontier``, which plans one rank."""
 
 MAX_BYTES = 1 << 60
-"""Most bytes of activations or state: the planner adds sizes as 64-bit integers."""
+"""Maximum bytes of activations or state: the planner adds sizes as 64-bit integers."""
 
 
 def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespace) -> None:
-    """Refuse plans that would take too long, or whose sizes would overflow.
+    """Reject plans that would take too long, or whose sizes would overflow.
 
     Args:
         work: The model to plan.
@@ -32,7 +32,7 @@ def check_sizes(work: Workplan, ranks: Sequence[int], options: argparse.Namespac
         options: Options of the sub-command.
 
     Raises:
-        ValueError: It is too large; the message says what to reduce.
+        ValueError: The plan is too large; the message says what to reduce.
     """
     _check_groups(work, ranks, MAX_GROUPS, "", options)
     if options.frontier:
@@ -78,7 +78,7 @@ def _check_groups(
 
 
 def _groups_of(work: Workplan, rank: int) -> int:
-    """Groups of one micro-batch on a rank; a layer without groups counts as one."""
+    """Count a rank's groups per micro-batch; a layer without groups counts as one."""
     layers = [layer for chunk in work.shape.chunks_of(rank) for layer in chunk.layers]
     by_kind = {
         work.shape.is_moe(layer): len(set(marked_modules(work.shape, layer)) & set(work.modules))

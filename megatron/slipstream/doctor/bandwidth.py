@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Bandwidth of copies between a GPU and pinned host memory, measured as the planner measures it."""
+"""Measures the bandwidth of copies between a GPU and pinned host memory as the planner does."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ NBYTES = 256 << 20
 """Bytes on the device and on the host; half of them are copied each way."""
 
 NUM_ROUNDS = 20
-"""Number of rounds of about twelve copies. Other users of the link vary, so the best rates count.
+"""Number of rounds of about twelve copies. Other load on the link varies, so the best rates count.
 """
 
 
 def measure(gpu: Gpu, cpus: frozenset[int], progress: Callable[[str], None]) -> Gpu:
-    """A GPU with its bandwidth, or with the error of the measurement.
+    """Measure a GPU's bandwidth; return the GPU with the bandwidth or the error.
 
-    Host memory is allocated on the node where the process runs, so it runs on the GPU's node during
-    the measurement.
+    Host memory is allocated on the node where the process runs, so the process moves to the GPU's
+    node during the measurement.
 
     Args:
         gpu: The GPU, without bandwidth.
         cpus: CPUs of the GPU's node on which the process may run; if empty, it is not moved.
-        progress: Called with a description.
+        progress: Called with a description of the measurement.
     """
     progress(f"copies of GPU {gpu.number}")
     before = os.sched_getaffinity(0)
@@ -50,10 +50,10 @@ def measure(gpu: Gpu, cpus: frozenset[int], progress: Callable[[str], None]) -> 
 
 
 def measure_bandwidth(backend: Backend) -> Bandwidth:
-    """The best rates of some rounds on the current device.
+    """Return the best rates of several rounds on the current device.
 
     Raises:
-        RuntimeError: Memory is too short (or ``MemoryError``), or the backend cannot time copies.
+        RuntimeError: Memory runs out (or ``MemoryError``), or the backend cannot time copies.
     """
     device = backend.allocate_scratch(NBYTES)
     if device is None:
@@ -73,7 +73,7 @@ def measure_bandwidth(backend: Backend) -> Bandwidth:
 
 
 def best(rounds: Iterable[Bandwidth]) -> Bandwidth:
-    """The highest of each of the four rates.
+    """Return the highest of each of the four rates.
 
     Raises:
         RuntimeError: There are no rounds.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Types of checks."""
+"""Types that define checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.slipstream.doctor.facts import Facts
 from megatron.slipstream.rules import Finding, Rule
 
 NOT_CHECKED = Rule("not-looked-at", "note", "not checked: {why}", "{cure}")
-"""A finding that any check may give."""
+"""A finding that any check may return."""
 
 
 class Seen(NamedTuple):
@@ -27,19 +27,19 @@ class Check(NamedTuple):
 
     label: str
     prevents: str
-    """The failure of training that it predicts; shown on the doctor's page."""
+    """The training failure that it predicts; shown on the doctor's page."""
     look: Callable[[Facts], Seen]
     rules: tuple[Rule, ...]
     """Its possible findings, in addition to :data:`NOT_CHECKED`."""
 
 
 class Topic(NamedTuple):
-    """A group of checks that are shown together."""
+    """A group of checks shown together."""
 
     title: str
     checks: tuple[Check, ...]
 
 
 def not_checked(why: str, cure: str = "") -> Seen:
-    """The result of a check that could not be made."""
+    """Return the result of a check that could not run."""
     return Seen("unknown", (NOT_CHECKED.found(why=why, cure=cure),))

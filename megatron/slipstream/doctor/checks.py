@@ -48,11 +48,11 @@ def examine(facts: Facts) -> list[Row]:
 
 
 def findings_of(rows: list[Row]) -> Iterator[Finding]:
-    """The findings of all rows."""
+    """Yield the findings of all rows."""
     for row in rows:
         yield from row.findings
 
 
 def worst(findings: tuple[Finding, ...]) -> Severity:
-    """The severity of the worst finding; 'ok' without any."""
+    """Return the severity of the worst finding; 'ok' if there are none."""
     return max((f.severity for f in findings), key=SEVERITIES.index, default="ok")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Reads all facts of the machine that the doctor uses."""
+"""Collects all facts about the machine that the doctor uses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VARIABLES = (
 )
 
 NVIDIA_SMI_S = 30
-"""Timeout of nvidia-smi in seconds: with persistence mode off it loads the driver first."""
+"""Timeout of nvidia-smi in seconds: with persistence mode off, it loads the driver first."""
 
 _QUERIES = (
     *("index", "name", "pci.bus_id", "driver_version", "memory.total"),
@@ -53,31 +53,31 @@ _QUERIES = (
 """Fields of the nvidia-smi query; the last four are the fields of :class:`Link`."""
 
 Progress = Callable[[str], None]
-"""Called with a description of the next step."""
+"""A callback for a description of the next step."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Options of the user."""
+    """The user's options."""
 
     ranks_per_host: Optional[int] = None
     measures: bool = True
     """Whether to measure the bandwidth of copies."""
     words: Sequence[str] = ()
-    """Words of a training command, for ``split_command``."""
+    """Words of a training command, as ``split_command`` takes them."""
 
 
 def collect(request: Request, progress: Progress = lambda _: None, root: Path = Path("/")) -> Facts:
-    """Read the facts of the machine.
+    """Collect the facts about the machine.
 
     Args:
-        request: Options of the user.
+        request: The user's options.
         progress: Called before every step.
         root: Folder that contains /proc, /sys and /dev.
     """
     words = split_command(list(request.words))
     progress("versions")
-    # Read before the parser of the flags imports modules and sets variables.
+    # Read before parsing the flags, which imports modules and sets variables.
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     process = preflight.collect()
     torch, torch_facts, error = _torch()
@@ -110,13 +110,13 @@ def collect(request: Request, progress: Progress = lambda _: None, root: Path = 
 
 
 def _can_import(facts: Facts) -> bool:
-    """Whether megatron-core is likely to import, decided without importing it."""
+    """Return whether megatron-core is likely to import, without importing it."""
     is_there = facts.torch is not None and facts.process.megatron_core is not None
     return is_there and facts.process.te_import_error is None
 
 
 def _patches() -> tuple[PatchTarget, ...]:
-    """The targets of the table of patches. Imports megatron-core."""
+    """Return the targets of all needed patches. Imports megatron-core."""
     from megatron.slipstream.patches import table
 
     found = []
@@ -136,7 +136,7 @@ def _patches() -> tuple[PatchTarget, ...]:
 
 
 def _with_command(facts: Facts, words: Words, progress: Progress) -> Facts:
-    """Check the command last: without a GPU, parsing the flags replaces parts of torch."""
+    """Check the command; done last because parsing flags without a GPU replaces parts of torch."""
     if not words.flags:
         return facts
     if not _can_import(facts):
@@ -150,20 +150,20 @@ def _with_command(facts: Facts, words: Words, progress: Progress) -> Facts:
 
 
 def extensions_folder(environment: Mapping[str, str]) -> Path:
-    """Where torch compiles extensions when they are first used."""
+    """Return the folder where torch compiles extensions on first use."""
     caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(environment.get("TORCH_EXTENSIONS_DIR") or Path(caches) / "torch_extensions")
 
 
 def _native() -> Native:
-    # It needs torch, which other checks do without.
+    # Imported here because it needs torch, unlike other checks.
     from megatron.slipstream.fine_grained_activation_offload.native import build
 
     return Native(build.is_compiled(), build.problem())
 
 
 def build_locks(folder: Path, now_s: float) -> tuple[BuildLock, ...]:
-    """The locks of extensions, in the folder or in its folders for versions."""
+    """Return the build locks of extensions in the folder or its per-version subfolders."""
     found = []
     for path in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")]):
         with contextlib.suppress(OSError):  # It may have just been removed.
@@ -172,11 +172,11 @@ def build_locks(folder: Path, now_s: float) -> tuple[BuildLock, ...]:
 
 
 def _torch() -> tuple[Optional[ModuleType], Optional[Torch], Optional[str]]:
-    """The module, its facts, and the error if it is installed but does not import."""
+    """Return the module, its facts, and the error if it is installed but does not import."""
     try:
         module = importlib.import_module("torch")
         facts = Torch(module.version.cuda, module.version.hip, module.cuda.is_available())
-    # A broken torch fails in many ways; any of them is reported.
+    # A broken torch can fail in many ways; report any of them.
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         return None, None, None if is_missing else f"{type(error).__name__}: {error}"
@@ -184,7 +184,7 @@ def _torch() -> tuple[Optional[ModuleType], Optional[Torch], Optional[str]]:
 
 
 def _gpus(torch: Any, root: Path) -> tuple[Optional[str], tuple[Gpu, ...]]:
-    """The driver's version and the GPUs: those visible to torch, or otherwise all."""
+    """Return the driver's version and the GPUs: those visible to torch, else all."""
     rows = query_nvidia_smi()
     driver = rows[0]["driver_version"] if rows else driver_version(root)
     if torch is None:
@@ -197,7 +197,7 @@ def _gpus(torch: Any, root: Path) -> tuple[Optional[str], tuple[Gpu, ...]]:
 
 
 def _pci_address(properties: Any) -> Optional[str]:
-    """The PCI address in the format of sysfs; None if this torch does not give it."""
+    """Return the PCI address in sysfs format; None if this torch does not report it."""
     try:
         domain, bus = properties.pci_domain_id, properties.pci_bus_id
         return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
@@ -206,14 +206,14 @@ def _pci_address(properties: Any) -> Optional[str]:
 
 
 def query_nvidia_smi() -> list[dict[str, str]]:
-    """A row for each GPU, by the names in ``_QUERIES``; empty if nvidia-smi fails."""
+    """Return a row for each GPU, keyed by ``_QUERIES``; empty if nvidia-smi fails."""
     try:
         output = subprocess.run(
             ["nvidia-smi", f"--query-gpu={','.join(_QUERIES)}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=NVIDIA_SMI_S,
-            check=False,  # With one GPU lost it fails but lists the others.
+            check=False,  # If a GPU is lost, it fails but lists the others.
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
@@ -221,13 +221,13 @@ def query_nvidia_smi() -> list[dict[str, str]]:
 
 
 def parse_nvidia_smi(output: str) -> list[dict[str, str]]:
-    """The rows that nvidia-smi printed, by the names in ``_QUERIES``."""
+    """Parse nvidia-smi's output into rows keyed by ``_QUERIES``."""
     rows = csv.reader(output.splitlines(), skipinitialspace=True)
     return [dict(zip(_QUERIES, row, strict=True)) for row in rows if len(row) == len(_QUERIES)]
 
 
 def gpu_of(row: Mapping[str, str]) -> Gpu:
-    """A GPU from a row of nvidia-smi."""
+    """Convert a row of nvidia-smi to a GPU."""
     memory = _number(row["memory.total"])
     return Gpu(
         number=int(row["index"]),
@@ -238,13 +238,13 @@ def gpu_of(row: Mapping[str, str]) -> Gpu:
 
 
 def link_of(row: Mapping[str, str]) -> Optional[Link]:
-    """The link in a row of nvidia-smi; None if unknown."""
+    """Return the link in a row of nvidia-smi; None if unknown."""
     numbers = [_number(row[name]) for name in _QUERIES[-4:]]
     return None if None in numbers else Link(*(number or 0 for number in numbers))
 
 
 def _number(text: str) -> Optional[int]:
-    """A number of nvidia-smi, which prints '[N/A]' for unknown values."""
+    """Parse a number from nvidia-smi, which prints '[N/A]' for unknown values."""
     return int(text) if text.isdigit() else None
 
 
@@ -254,7 +254,7 @@ def _sysfs_address(bus_id: str) -> str:
 
 
 def driver_version(root: Path) -> Optional[str]:
-    """The version of NVIDIA's driver, if it is loaded."""
+    """Return the version of the NVIDIA driver, if it is loaded."""
     for line in read_lines(root / "proc/driver/nvidia/version")[:1]:
         found = re.search(r"\s(\d+\.[\d.]+)\s", line)
         return found[1] if found else None
@@ -269,9 +269,9 @@ def _measured(
     progress: Progress,
     unseen: dict[str, str],
 ) -> tuple[Gpu, ...]:
-    """The GPUs with the bandwidth of copies, and with their links read right afterwards.
+    """Return the GPUs with their copy bandwidth, and with their links, read right afterwards.
 
-    An idle GPU may lower the generation of its link. ``beside`` has the CPUs of each GPU's node.
+    An idle GPU may lower its link's generation. ``beside`` has the CPUs of each GPU's node.
     """
     if not request.measures:
         unseen["bandwidth"] = "--no-bandwidth was given"
@@ -291,7 +291,7 @@ def _measured(
 
 
 def cpus_of_nodes(root: Path) -> dict[int, frozenset[int]]:
-    """The online CPUs of each NUMA node that has any."""
+    """Return the online CPUs of each NUMA node that has any."""
     found = {}
     for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
         cpus = parse_numbers(*read_lines(folder / "cpulist")[:1])
@@ -301,7 +301,7 @@ def cpus_of_nodes(root: Path) -> dict[int, frozenset[int]]:
 
 
 def parse_numbers(text: str = "") -> frozenset[int]:
-    """The numbers of a kernel list such as '0-3,8'."""
+    """Parse a kernel list of numbers such as '0-3,8'."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -310,7 +310,7 @@ def parse_numbers(text: str = "") -> frozenset[int]:
 
 
 def gpu_node(root: Path, pci_address: Optional[str]) -> Optional[int]:
-    """The NUMA node of a PCI device; None if the kernel does not report it."""
+    """Return the NUMA node of a PCI device; None if the kernel does not report it."""
     if pci_address is None:
         return None
     lines = read_lines(root / "sys/bus/pci/devices" / pci_address / "numa_node")
@@ -332,7 +332,7 @@ def _host(root: Path) -> Host:
 
 
 def total_bytes(root: Path) -> Optional[int]:
-    """Total host memory."""
+    """Return the total host memory."""
     for line in read_lines(root / "proc/meminfo"):
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024

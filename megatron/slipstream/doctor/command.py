@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The flags of a training command."""
+"""Checks the flags of a training command."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Facts of the machine. Checks read nothing else, so tests can construct them."""
+"""Facts about the machine. Checks read nothing else, so tests can construct their input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.slipstream.rules import Finding
 
 
 class Torch(NamedTuple):
-    """Facts of torch."""
+    """Facts about torch."""
 
     cuda: Optional[str]
     """Version of the CUDA runtime of the build; None without CUDA."""
@@ -23,7 +23,7 @@ class Torch(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A GPU's PCI Express link. An idle GPU may lower the generation."""
+    """A GPU's PCI Express link. An idle GPU may lower its generation."""
 
     generation: int
     max_generation: int
@@ -33,27 +33,27 @@ class Link(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A GPU; numbered by torch, or by nvidia-smi if torch sees none."""
+    """A GPU, numbered by torch, or by nvidia-smi if torch sees none."""
 
     number: int
     name: str
     memory_bytes: Optional[int] = None
     pci_address: Optional[str] = None
-    """PCI address in the format of sysfs."""
+    """PCI address in sysfs format."""
     node: Optional[int] = None
     """Its NUMA node."""
     link: Optional[Link] = None
     bandwidth: Optional[Bandwidth] = None
     bandwidth_error: Optional[str] = None
-    """The error of its measurement."""
+    """The error if its measurement failed."""
 
 
 class Ranks(NamedTuple):
-    """The number of processes of the training on this host."""
+    """The number of training processes on this host."""
 
     number: int
     source: str
-    """The source of the number."""
+    """Where the number comes from."""
 
 
 class Host(NamedTuple):
@@ -70,7 +70,7 @@ class Host(NamedTuple):
 
 
 class Command(NamedTuple):
-    """Facts of a training command's flags, and findings about them."""
+    """Facts about a training command's flags, and findings."""
 
     findings: tuple[Finding, ...]
     num_processes: int
@@ -102,7 +102,7 @@ class BuildLock(NamedTuple):
 
 
 class Native(NamedTuple):
-    """The C++ module that does the work of each group."""
+    """The C++ extension that does the work for each group."""
 
     is_compiled: bool
     problem: Optional[str] = None
@@ -115,19 +115,19 @@ class Facts:
 
     process: preflight.Facts
     environment: Mapping[str, str]
-    """The environment variables that checks read and that are set."""
+    """The environment variables that checks read, if set."""
     ranks: Ranks
     host: Host
     torch: Optional[Torch] = None
     torch_error: Optional[str] = None
     """The error if torch is installed but does not import."""
     driver: Optional[str] = None
-    """Version of NVIDIA's driver."""
+    """Version of the NVIDIA driver."""
     build_locks: tuple[BuildLock, ...] = ()
     native: Optional[Native] = None
-    """The engine's C++ module; None where torch does not import."""
+    """The engine's C++ extension; None if torch does not import."""
     patches: tuple[PatchTarget, ...] = ()
-    """Patches that the installed packages need; empty if these cannot be imported."""
+    """Patches that the installed packages need; empty if the packages cannot be imported."""
     gpus: tuple[Gpu, ...] = ()
     cpus_of_node: Mapping[int, frozenset[int]] = field(default_factory=dict)
     """The CPUs of each NUMA node that has any."""
@@ -135,4 +135,4 @@ class Facts:
     """The CPUs that this process may run on."""
     command: Optional[Command] = None
     unseen: Mapping[str, str] = field(default_factory=dict)
-    """The reason for each of 'bandwidth' and 'command' that was not checked."""
+    """Why 'bandwidth' or 'command' was not checked."""

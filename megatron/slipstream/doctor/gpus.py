@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""GPUs, the rates of copies to and from them, and the CPUs beside them."""
+"""Checks of GPUs, the rates of copies to and from them, and CPU affinity."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ GB_PER_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """Rate of one lane of PCI Express in each direction, by generation."""
 
 FAR_BELOW_LINK = 0.7
-"""Fraction of the link's rate. Copies of pinned memory reach 0.88 on an H200 with 16 lanes of
-generation 5; published figures of an A100 with generation 4 are 0.8."""
+"""Fraction of the link's rate below which copies are slow. Pinned copies reach 0.88 on an H200
+(PCIe 5, 16 lanes); published figures for an A100 (PCIe 4) are 0.8."""
 
 NO_GPU = Rule(
     "no-gpu",
@@ -69,7 +69,7 @@ def _gpus(facts: Facts) -> Seen:
     if not facts.gpus and facts.driver is None:
         return Seen("none", (NO_GPU.found(),))
     value = "\n".join(map(_describe, facts.gpus)) or "none"
-    # Missing CUDA or torch is reported by the checks of versions.
+    # The version checks report missing CUDA or torch.
     if facts.torch is None or facts.torch.cuda is None or facts.torch.sees_gpus:
         return Seen(value)
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
@@ -126,7 +126,7 @@ def _affinity(facts: Facts) -> Seen:
 
 
 def _gpus_of_this_process(facts: Facts) -> tuple[Gpu, ...]:
-    """The GPU of a process that was started as a rank; otherwise all GPUs."""
+    """Return the GPU of this process if it was started as a rank, else all GPUs."""
     rank = facts.environment.get("LOCAL_RANK", "")
     if rank.isdigit() and int(rank) < len(facts.gpus):
         return (facts.gpus[int(rank)],)
@@ -140,7 +140,7 @@ def _tools(facts: Facts) -> Seen:
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
-    """Numbers as the kernel lists them, such as '0-3,8'."""
+    """Format numbers as the kernel lists them, such as '0-3,8'."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number - 1:

@@ -69,8 +69,8 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine the machine and show the findings. Returns the exit status."""
-    # Imported here so that `slipstream --help` answers at once.
+    """Examine the machine, show the findings, and return the exit status."""
+    # Imported here to keep `slipstream --help` fast.
     from megatron.slipstream.doctor.checks import examine, findings_of
     from megatron.slipstream.doctor.collect import Request, collect
     from megatron.slipstream.doctor.show import render, to_json
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that names the current step."""
+    """Show a bar on stderr that names the current step."""
     from megatron.slipstream.plan.progress_bar import bar_on_stderr
 
     with bar_on_stderr() as progress:

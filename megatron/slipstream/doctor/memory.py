@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Host memory: the share that each rank may pin, and its limits."""
+"""Checks of host memory: the share that each rank may pin, and its limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.slipstream.preflight import HOST_MEMORY_SHARE, host_memory_share_b
 from megatron.slipstream.rules import Rule
 
 LITTLE_BYTES = 4 << 30
-"""Share of a rank with a GPU below which only a few layers of a large model could be offloaded."""
+"""A GPU rank's share below which only a few layers of a large model could be offloaded."""
 
 SMALL_SHM_BYTES = 1 << 30
 """Size that NCCL's documentation recommends for a container."""
@@ -94,7 +94,7 @@ def _share(facts: Facts) -> Seen:
         *(
             f"limit of the control group (v{group.version}): {format_bytes(group.limit_bytes)}"
             for group in facts.host.groups
-            # Version 1 reports no limit as a number larger than any memory.
+            # Version 1 reports "no limit" as a number larger than any memory.
             if facts.host.total_bytes is None or group.limit_bytes < facts.host.total_bytes
         ),
     ]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The doctor's findings, as a table and as JSON."""
+"""Formats the doctor's findings as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SCHEMA = "slipstream-doctor"
 VERSION = 2
 
 WIDTH = 100
-"""Maximum width in columns, and the width where the output is not a terminal."""
+"""Maximum width in columns, and the width if the output is not a terminal."""
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
 
 def render(rows: list[Row], stream: IO[str]) -> None:
-    """Write the table. With colours only to a terminal."""
+    """Write the table, in colour only to a terminal."""
     console = Console(file=stream, highlight=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     with console.capture() as drawn:
@@ -62,7 +62,7 @@ def _mark(severity: str) -> Text:
 
 
 def summary(rows: list[Row]) -> str:
-    """The number of findings of each severity."""
+    """Summarize the number of findings of each severity."""
     numbers = Counter(finding.severity for finding in findings_of(rows))
     counted = [
         f"{numbers[severity]} {severity}{'s' if numbers[severity] > 1 else ''}"
@@ -73,7 +73,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def to_json(facts: Facts, rows: list[Row]) -> str:
-    """All findings, and the facts that they are based on, as JSON."""
+    """Return all findings, and the facts that they are based on, as JSON."""
     checks = [
         {
             "topic": row.topic,
@@ -95,7 +95,7 @@ def to_json(facts: Facts, rows: list[Row]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value converted for JSON."""
+    """Convert a value to JSON-compatible types."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Environment variables that Transformer Engine, torch, CUDA and NCCL read."""
+"""Checks of environment variables that Transformer Engine, torch, CUDA and NCCL read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEBUGGING = {
     "CUDA_LAUNCH_BLOCKING": "makes every launch synchronous, so no copy overlaps with compute",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "returns every block to the driver, which waits for the GPU",
 }
-"""Debugging variables, and why training is slow with them."""
+"""Debugging variables, and why they slow down training."""
 
 READ = (OLD_ALLOCATOR, NEW_ALLOCATOR, REGISTER, MIXING, QUEUES, NONDETERMINISTIC, *DEBUGGING)
 
@@ -96,7 +96,7 @@ def _graphs(facts: Facts) -> Seen:
 
 
 def _expandable_variable(facts: Facts) -> Optional[str]:
-    """The variable that enables expandable segments."""
+    """Return the variable that enables expandable segments; None if none does."""
     for name in (OLD_ALLOCATOR, NEW_ALLOCATOR):
         settings = facts.environment.get(name, "").lower().replace(" ", "").split(",")
         if "expandable_segments:true" in settings:
@@ -105,7 +105,7 @@ def _expandable_variable(facts: Facts) -> Optional[str]:
 
 
 def _severity_in_graphs(facts: Facts) -> Optional[Severity]:
-    """Severity of findings that only matter with graphs: None without, a warning if unknown."""
+    """Return the severity of findings about graphs: None without graphs, a warning if unknown."""
     if facts.command is None:
         return "warning"
     return None if facts.command.graphs == "none" else "error"

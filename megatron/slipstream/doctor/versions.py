@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Checks of versions, drivers and compiled extensions that would keep a training from starting."""
+"""Checks of versions, drivers and compiled extensions that could keep training from starting."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ PACKAGES = {
 }
 
 MIN_DRIVER = {11: 450, 12: 525, 13: 580}
-"""The oldest driver for each major version of the CUDA runtime, by NVIDIA's table of minor version
-compatibility."""
+"""The oldest driver for each major version of the CUDA runtime, from NVIDIA's table of minor
+version compatibility."""
 
 MISSING = Rule(
     "not-installed", "error", "{package} is not installed, but training needs it", "{cure}"
@@ -144,7 +144,7 @@ def _needed(name: str, found: Optional[str]) -> Seen:
 def _compare(name: str, found: str) -> tuple[Finding, ...]:
     package = PACKAGES[name]
     try:
-        # Containers have builds of unreleased versions: 2.11.0a0+abc counts as 2.11.0.
+        # Containers ship builds of unreleased versions: 2.11.0a0+abc counts as 2.11.0.
         version = Version(found).base_version
     except InvalidVersion:  # a private build
         return ()

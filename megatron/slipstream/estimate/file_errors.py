@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Errors for a file that cannot be read or written: the option, the path and the cure."""
+"""Error messages for unreadable or unwritable files: the option, the path and the fix."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.slipstream.plan.whole_files import is_stream, resolved
 
 
 def wrong_with(error: OSError) -> str:
-    """A description of the error, to follow the file's option and path in a message."""
+    """Describe an error, to follow the file's option and path in a message."""
     if error.errno == errno.ENOENT:
         return "does not exist"
     if error.errno == errno.EISDIR:
         return "is a folder"
-    # mkdir raises the second.
+    # mkdir raises EEXIST.
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return "is not in a folder: a part of its path is a file"
     return f"cannot be opened: {(error.strerror or str(error)).lower()}"
@@ -28,16 +28,16 @@ def wrong_with(error: OSError) -> str:
 
 @contextmanager
 def reading(label: str, path: Path, how: str, writer: str) -> Iterator[None]:
-    """Context for reading a file that Slipstream wrote; turns its errors into ``ValueError``.
+    """Turn errors from reading a file that Slipstream wrote into ``ValueError``.
 
     Args:
-        label: Text before the path in errors, such as ``--trace=``.
+        label: Text before the path in error messages, such as ``--trace=``.
         path: Path of the file.
-        how: How to write such a file, up to its path.
+        how: Instruction for writing such a file, up to its path.
         writer: The option that writes such files.
 
     Raises:
-        ValueError: It cannot be read.
+        ValueError: The file cannot be read.
     """
     try:
         yield
@@ -51,10 +51,10 @@ def reading(label: str, path: Path, how: str, writer: str) -> Iterator[None]:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Context for writing the file that an option names; turns its errors into ``ValueError``.
+    """Turn errors from writing the file that an option names into ``ValueError``.
 
     Raises:
-        ValueError: It cannot be written. The message names the option and the path as it was given,
+        ValueError: The file cannot be written. The message names the option and the path as given,
             even if the error is about another file or folder.
     """
     try:
@@ -66,7 +66,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 
 def require_writable(option: str, path: Path) -> None:
-    """Check before a long computation that a file can be written. Leaves no file behind.
+    """Check before a long computation that a file can be written, without leaving one behind.
 
     Raises:
         ValueError: As :func:`writing`.
@@ -78,7 +78,7 @@ def require_writable(option: str, path: Path) -> None:
             if not os.access(path, os.W_OK):
                 raise _os_error(errno.EACCES, path)
             return
-        # Missing folders would be made in the nearest existing one.
+        # Missing folders would be created in the nearest existing one.
         above = next(folder for folder in resolved(path).parents if folder.exists())
         if not above.is_dir():
             raise _os_error(errno.ENOTDIR, above)
@@ -91,13 +91,13 @@ def require_writable(option: str, path: Path) -> None:
 
 
 def require_distinct(paths: Mapping[str, Path]) -> None:
-    """Refuse two options that name one file: each would replace the other's. Devices may be shared.
+    """Reject options that name the same file and would overwrite it; devices may be shared.
 
     Args:
         paths: The path of each option.
 
     Raises:
-        ValueError: Two options name one file. The message names both.
+        ValueError: Two options name the same file; the message names both.
     """
     first: dict[Path, str] = {}
     for option, path in paths.items():

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Memory against time: the plans that one trace allows, and which of them are Pareto-optimal."""
+"""Memory versus time: a sweep of plans for one trace, and the Pareto-optimal ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.slipstream.plan.trace import Trace
 from megatron.slipstream.plan.walk import simulate
 
 NUM_POINTS = 24
-"""Number of plans per option; the option's values are evenly spread."""
+"""Number of plans per option, at evenly spaced values."""
 
 MAX_OVERHEADS_PERCENT = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 SCHEMA = "slipstream-frontier"
@@ -30,30 +30,30 @@ _FLAGS: dict[Sweep, str] = {
     "target_memory_bytes": "--target-memory",
     "max_overhead_percent": "--max-overhead",
 }
-"""Of ``slipstream plan``, which takes memory in GiB."""
+"""Flags of ``slipstream plan``, which takes memory in GiB."""
 
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """One plan: the option that made it, and its predicted peak and time."""
+    """One plan: the option that produced it, and its predicted peak and time."""
 
     option: Sweep
     value: float
-    """Value of that option, exactly as :attr:`flag` writes it; the sweep sets all other options."""
+    """Value of that option, which :attr:`flag` prints exactly; other options are the sweep's."""
     peak_bytes: int
-    """Device peak: of all that the allocator held, or of the saved storages alone; see
+    """Device peak of all allocated memory or of the saved storages alone; see
     :attr:`Frontier.is_measured`."""
     total_ms: float
     overhead_percent: float
     moved_nbytes: int
-    """Bytes that are offloaded in one iteration."""
+    """Bytes offloaded in one iteration."""
     peak_host_bytes: int
     is_pareto: bool = False
-    """No other plan is lower in one of peak and time and not higher in the other."""
+    """Whether no other plan improves the peak or the time without worsening the other."""
 
     @property
     def flag(self) -> str:
-        """The flag of ``slipstream plan`` for the same plan."""
+        """The flag of ``slipstream plan`` that produces this plan."""
         is_bytes = self.option == "target_memory_bytes"
         return f"{_FLAGS[self.option]} {self.value / 2**30 if is_bytes else self.value:.4g}"
 
@@ -65,16 +65,16 @@ class Frontier:
     points: tuple[FrontierPoint, ...]
     compute_ms: float
     is_measured: bool
-    """Whether the trace has memory readings, so that peaks are those of the whole device memory."""
+    """Whether the trace has memory readings, so that peaks cover all device memory."""
 
     @property
     def nothing_moves(self) -> FrontierPoint:
-        """The plan with the highest peak, in which no group moves."""
+        """The plan with the highest peak, in which no group is offloaded."""
         return self.points[0]
 
     @property
     def everything_moves(self) -> FrontierPoint:
-        """The plan in which every group that may move does."""
+        """The plan that offloads every eligible group."""
         by_fraction = [p for p in self.points if p.option == "activation_offload_fraction"]
         return by_fraction[-1]
 
@@ -85,11 +85,11 @@ class Frontier:
         return tuple(sorted(chosen, key=lambda point: point.peak_bytes))
 
     def to_json(self) -> bytes:
-        """All points as JSON; sizes in bytes, times in milliseconds."""
+        """Return all points as JSON; sizes in bytes, times in milliseconds."""
         return json.dumps({"schema": SCHEMA, "version": VERSION, **asdict(self)}, indent=1).encode()
 
     def render(self) -> str:
-        """The Pareto-optimal plans as a table."""
+        """Render the Pareto-optimal plans as a table."""
         head = ["device peak", "step time", "overhead", "moved", "host memory", "option"]
         rows = [head, *(_row(point) for point in self.pareto)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -102,7 +102,7 @@ class Frontier:
 
 
 def num_plans(num_points: int = NUM_POINTS) -> int:
-    """The number of plans that a sweep makes."""
+    """Return the number of plans in a sweep."""
     return 2 * num_points + len(MAX_OVERHEADS_PERCENT)
 
 
@@ -112,14 +112,14 @@ def sweep(
     num_points: int = NUM_POINTS,
     progress: Optional[Callable[[int, int], None]] = None,
 ) -> Frontier:
-    """Plan and simulate an iteration with more and more of its groups moving.
+    """Plan and simulate an iteration for a range of values of each swept option.
 
     Args:
         trace: An iteration with times and bandwidth.
-        options: Options of all plans. The options that are swept are replaced.
-        num_points: Plans per option, 2 or more; the option's values are evenly spread.
-        progress: Called before each plan, and at the end, with the number of plans that are done
-            and the number of all plans.
+        options: Options of all plans; the swept ones are overridden.
+        num_points: Plans per option with evenly spaced values, 2 or more.
+        progress: Called before each plan and at the end with the number of finished plans and the
+            total.
 
     Raises:
         ValueError: The trace has no times or no bandwidth.
@@ -149,7 +149,7 @@ def sweep(
 
 
 def mark_pareto(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
-    """Mark the Pareto-optimal points; of equal ones, the first."""
+    """Mark the Pareto-optimal points; of equal points, only the first."""
     order = sorted(range(len(points)), key=lambda i: (points[i].peak_bytes, points[i].total_ms, i))
     best_ms = float("inf")
     chosen = set()
@@ -177,7 +177,7 @@ def _point(trace: Trace, base: PolicyOptions, option: Sweep, value: float) -> Fr
 
 
 def _bytes_to_type(nbytes: int) -> int:
-    """Round up to GiB of four digits, so that the shown flag, typed again, gives the same plan."""
+    """Round up to four significant digits in GiB, so that the printed flag reproduces the plan."""
     up = decimal.Context(prec=4, rounding=decimal.ROUND_CEILING)
     return int(float(up.create_decimal_from_float(nbytes / 2**30)) * 2**30)
 

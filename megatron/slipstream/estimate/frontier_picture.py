@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A frontier as a PNG picture.
+"""Draws a frontier as a PNG image.
 
-matplotlib is an optional dependency, so it is imported where the picture is drawn. The figure is
-not registered with pyplot: it needs no display and leaves no global state.
+matplotlib is an optional dependency, so it is imported only when drawing. The figure is not
+registered with pyplot: it needs no display and leaves no global state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# They differ in lightness too, for colour-blind readers.
+# The colours also differ in lightness, for colour-blind readers.
 _BLUE, _GREEN = "#4477aa", "#228833"
 _MUTED = "#666666"
 _DPI = 130
@@ -48,7 +48,7 @@ def frontier_png(frontier: Frontier) -> bytes:
     axes.set_xlabel(f"{what} ({unit.name})")
     axes.set_ylabel(f"overhead (% of {frontier.compute_ms:.4g} ms compute)")
     axes.margins(x=0.12)
-    # Overheads are 0 or more, so the label of the plan without moves fits below 0.
+    # Overheads are 0 or more, so the label of the plan without offloading fits below 0.
     top = max(1.0, *(point.overhead_percent for point in frontier.points))
     axes.set_ylim(-0.16 * top, 1.25 * top)
     axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 1.2 * top])
@@ -94,7 +94,7 @@ def _png(figure: Figure) -> bytes:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     stream = io.BytesIO()
-    # Without matplotlib's version in the file, the same plan gives the same bytes.
+    # Omit matplotlib's version, so that the same plan gives the same bytes.
     figure.savefig(stream, format="png", metadata={"Software": None})
     return stream.getvalue()
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Speed of GPUs and their links, for planning a training that has not been timed."""
+"""Speeds of GPUs and their host links, for planning a training run that has not been timed."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import NamedTuple, Optional
 from megatron.slipstream.plan.trace import Bandwidth
 
 DEFAULT_ACHIEVED_SHARE = 0.65
-"""Fraction of a GPU's peak rate that matrix products of a training step reach on average. With it,
-the dense case of the benchmarks is predicted to compute 3% faster than measured on an H200, and no
-more copies to be hidden than were (docs/user-guide/planning.md)."""
+"""Average fraction of a GPU's peak rate that the matrix products of a training step reach. With it,
+the benchmarks' dense case is predicted to compute 3% faster than measured on an H200, and to hide
+no more copies than it did (docs/user-guide/planning.md)."""
 
 HBM_SHARE = 0.8
 """Fraction of the device memory's bandwidth that memory-bound operations reach."""
 
 
 class GpuFacts(NamedTuple):
-    """A GPU's data sheet."""
+    """A GPU's datasheet values."""
 
     tflops: float
-    """Dense matrix products in bfloat16, 1e12 operations a second, without sparsity."""
+    """Dense bfloat16 matrix products, in 1e12 operations per second, without sparsity."""
     hbm_gb_per_s: float
     memory_gib: float
     """Device memory as the driver shows it, rounded."""
     link_gb_per_s: float
-    """Rate of the link to the host, each way."""
+    """Rate of the link to the host in each direction."""
     measured: Optional[Bandwidth] = None
     """Measured bandwidth of pinned copies, if any."""
 
@@ -44,15 +44,14 @@ GPUS: Mapping[str, GpuFacts] = {
     "h200": GpuFacts(989, 4800, 140, 64, Bandwidth(55.3, 55.4, 50.7, 52.0)),
     "l40s": GpuFacts(362, 864, 45, 32),
 }
-"""SXM boards (the L40S is a PCIe card) on PCIe 4 or 5 with 16 lanes, by the name on the command
-line."""
+"""SXM boards (the L40S is a PCIe card) on PCIe 4 or 5 with 16 lanes, keyed by command-line name."""
 
 _REFERENCE = GPUS["h200"]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of the GPU that a plan of an untimed training assumes."""
+    """GPU speed assumed when planning an untimed training run."""
 
     name: str
     tflops: float
@@ -61,12 +60,12 @@ class Speed:
     """Rate of memory-bound operations."""
     bandwidth: Bandwidth
     memory_gib: Optional[float] = None
-    """None if it is not known."""
+    """None if unknown."""
     is_link_measured: bool = False
     """Whether ``bandwidth`` was measured on that GPU or given by the user."""
 
     def compute_ms(self, flops: float, traffic_bytes: float = 0.0) -> float:
-        """Milliseconds of matrix products plus those of memory-bound operations."""
+        """Return the milliseconds of matrix products plus those of memory-bound operations."""
         return flops / (1e9 * self.tflops) + traffic_bytes / (1e6 * self.hbm_gb_per_s)
 
 
@@ -76,15 +75,15 @@ def find_speed(
     tflops: Optional[float] = None,
     gb_per_s: Optional[float] = None,
 ) -> Speed:
-    """The speed of a GPU of :data:`GPUS`.
+    """Return the speed of a GPU in :data:`GPUS`.
 
-    A link without a measurement is assumed to reach the same fraction of its rate as the H200's.
+    An unmeasured link is assumed to reach the same fraction of its rate as the H200's.
 
     Args:
         name: Name of the GPU.
-        achieved_share: Fraction of its peak rate that matrix products reach.
-        tflops: The rate of matrix products, instead of that fraction.
-        gb_per_s: Bandwidth of a copy to the host or to the device, instead of the table's.
+        achieved_share: Fraction of the peak rate that matrix products reach.
+        tflops: Rate of matrix products, overriding that fraction.
+        gb_per_s: Bandwidth of a copy to the host or to the device, overriding the table's.
 
     Raises:
         ValueError: The GPU is not in the table, or a number is invalid.
@@ -125,5 +124,5 @@ def _measured() -> Bandwidth:
 
 
 def _scaled(factor: float) -> Bandwidth:
-    """All four rates of the reference bandwidth, times ``factor``."""
+    """Scale all four rates of the reference bandwidth by ``factor``."""
     return Bandwidth(*(round(rate * factor, 2) for rate in _measured()))

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A model's shape from the ``config.json`` that Hugging Face keeps with its weights.
+"""Reads a model's shape from the ``config.json`` that Hugging Face keeps with its weights.
 
-Only numbers are read, and nothing is downloaded. The file does not say how the model is trained.
+Nothing is downloaded. The file does not describe how the model is trained.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def load_hub_config(path: Path) -> HubModel:
     """Read a ``config.json``.
 
     Raises:
-        ValueError: It is not such a file or cannot be read, its ``model_type`` is unknown, or a
-            number is missing.
+        ValueError: The file is malformed or cannot be read, its ``model_type`` is unknown, or a
+            number is missing or invalid.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -57,14 +57,14 @@ def load_hub_config(path: Path) -> HubModel:
 
 
 class _Config:
-    """Numbers by name."""
+    """Checked access to a config's fields."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self._path = path
         self._config = config
 
     def number(self, name: str) -> int:
-        """A required number."""
+        """Return a required number."""
         value = self.optional(name)
         if value is None:
             raise ValueError(
@@ -74,14 +74,14 @@ class _Config:
         return value
 
     def optional(self, name: str) -> Optional[int]:
-        """A number, or None where it is null or missing."""
+        """Return a number, or None if it is null or missing."""
         value = self._config.get(name)
         if value is not None and (type(value) is not int or value < 0):
             raise ValueError(f"{self._path}: {name}={value!r} is not a number")
         return value
 
     def num_layers(self) -> int:
-        """The number of layers, at most :data:`MAX_LAYERS`."""
+        """Return the number of layers, at most :data:`MAX_LAYERS`."""
         count = self.number("num_hidden_layers")
         if count > MAX_LAYERS:
             raise ValueError(
@@ -91,11 +91,11 @@ class _Config:
         return count
 
     def flag(self, name: str) -> bool:
-        """A flag; False if it is missing."""
+        """Return a flag; False if it is missing."""
         return bool(self._config.get(name, False))
 
     def list_of(self, name: str, kind: type) -> list[Any]:
-        """A list of values of one type; empty if it is missing."""
+        """Return a list whose values all have type ``kind``; empty if it is missing."""
         values = self._config.get(name) or []
         if type(values) is not list or any(type(value) is not kind for value in values):
             raise ValueError(f"{self._path}: {name}={values!r} is not a list of {kind.__name__}")
@@ -116,7 +116,7 @@ class _Config:
 
     @property
     def window(self) -> Optional[int]:
-        """The window of all layers; None if any layer has no window."""
+        """The window of every layer; None if any layer has none."""
         return self.optional("sliding_window") if self.num_windowed == self.num_layers() else None
 
 
@@ -144,7 +144,7 @@ def _notes(config: Mapping[str, Any], reader: _Config, fields: Mapping[str, Any]
 
 
 def _llama(config: _Config) -> dict[str, Any]:
-    """Llama and similar models."""
+    """Convert Llama and similar models."""
     return {
         "num_layers": config.num_layers(),
         "hidden_size": config.number("hidden_size"),
@@ -158,7 +158,7 @@ def _llama(config: _Config) -> dict[str, Any]:
 
 
 def _mistral(config: _Config) -> dict[str, Any]:
-    """Mistral and Qwen 2, whose layers may have windows."""
+    """Convert Mistral and Qwen 2, whose layers may have windows."""
     return _llama(config) | {"window_size": config.window}
 
 

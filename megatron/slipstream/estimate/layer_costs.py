@@ -2,10 +2,10 @@
 
 """Compute times of the parts of a model, estimated from its shape.
 
-Matrix products take their operations divided by the rate that the GPU reaches on average;
-memory-bound operations take their bytes divided by the memory's bandwidth. Backward computes every
-product twice, attention two and a half times. Not counted: communication between GPUs, kernels too
-small to fill a GPU, and launch-bound parts; each makes a real step longer.
+Matrix products take their FLOPs divided by the GPU's average achieved rate; memory-bound operations
+take their bytes divided by the memory bandwidth. Backward costs twice the forward, 2.5 times for
+attention. Communication between GPUs, kernels too small to fill a GPU and launch-bound parts are
+not counted; each makes a real step longer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from megatron.slipstream.plan.trace import OUTPUT_LAYER
 
 BACKWARD_PER_FORWARD = 2.0
 ATTENTION_BACKWARD_PER_FORWARD = 2.5
-"""Backward of a fused attention computes the scores again, then five products instead of two."""
+"""Fused attention computes two products in forward and five in backward, including the scores
+again."""
 
 
 class Cost(NamedTuple):
-    """One part of a layer in one micro-batch on one rank."""
+    """Cost of one part of a layer for one micro-batch on one rank."""
 
     flops: float = 0.0
     """Operations of matrix products in forward."""
@@ -29,7 +30,7 @@ class Cost(NamedTuple):
     """Bytes that memory-bound operations read and write in forward."""
     backward_factor: float = BACKWARD_PER_FORWARD
     is_recomputed: bool = False
-    """Whether backward runs the forward again."""
+    """Whether backward reruns the forward."""
 
     @property
     def backward_flops(self) -> float:
@@ -43,11 +44,11 @@ class Cost(NamedTuple):
 
 
 def layer_costs(shape: ModelShape, layer: int) -> dict[str, Cost]:
-    """The parts of a layer in the order of forward.
+    """Return the costs of a layer's parts, in forward order.
 
     Args:
         shape: The model.
-        layer: Number of the layer, from 0.
+        layer: Index of the layer, from 0.
     """
     attention, residual = _attention(shape), _residual(shape)
     feed_forward = _experts(shape) if shape.is_moe(layer) else _mlp(shape)
@@ -62,12 +63,12 @@ def layer_costs(shape: ModelShape, layer: int) -> dict[str, Cost]:
 
 
 def head_costs(shape: ModelShape) -> dict[str, Cost]:
-    """The parts after the layers, in the order of forward: final norm, output layer and loss."""
+    """Return the costs of the final norm, output layer and loss, in forward order."""
     logits = shape.tokens * shape.vocab_size / shape.parallelism.tp
     return {
         "final_norm": _norm(shape),
         OUTPUT_LAYER: Cost(2 * logits * shape.hidden_size, logits * shape.element_bytes),
-        # Logits are read and written in float32 a few times.
+        # Float32 logits are read and written a few times.
         "loss": Cost(0.0, logits * 4 * _LOSS_PASSES),
     }
 
@@ -76,7 +77,7 @@ _LOSS_PASSES = 4
 
 
 def attended_pairs(shape: ModelShape) -> float:
-    """Pairs of query and key that causal attention of a sequence computes on a rank."""
+    """Return the query-key pairs that causal attention computes for a sequence on a rank."""
     length = shape.seq_length
     window = min(shape.window_size or length, length)
     return (length * window - window * window / 2) / shape.parallelism.cp
@@ -93,7 +94,7 @@ def _attention(shape: ModelShape) -> dict[str, Cost]:
         query_in = latent.q_lora_rank or hidden
         weights = query_in * shape.heads * key_width
         weights += latent.kv_lora_rank * groups * (latent.qk_head_dim + value_width)
-        # Down projections are the same on every tensor-parallel rank, each for its own tokens.
+        # Down projections are replicated on the tensor-parallel ranks, each for its own tokens.
         down = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
         down += hidden * latent.q_lora_rank if latent.q_lora_rank else 0
         project = 2.0 * (tokens * weights + shape.region_tokens * down)
@@ -172,7 +173,7 @@ def _experts(shape: ModelShape) -> dict[str, Cost]:
 def _projections(
     shape: ModelShape, prefix: str, rows: int, width: int, is_recomputed: bool
 ) -> dict[str, Cost]:
-    """Two linear layers and the activation function between them."""
+    """Return the costs of two linear layers and the activation function between them."""
     factor = 2 if shape.gated_linear_unit else 1
     flops = 2.0 * rows * shape.hidden_size * width
     return {

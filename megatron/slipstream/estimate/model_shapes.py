@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A model and its training options as plain numbers, from which sizes and times are derived.
+"""A model's sizes and training options, from which saved bytes and times are derived.
 
-Names are megatron-core's, shortened as usual (``tp``, ``pp``, ``ep``). :mod:`saved_tensors` derives
-the tensors that a layer saves, :mod:`layer_costs` its compute time.
+Names are megatron-core's, abbreviated as usual (``tp``, ``pp``, ``ep``). :mod:`saved_tensors`
+derives the tensors that a layer saves, :mod:`layer_costs` its compute time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ RECOMPUTE_MODULES = (
 """megatron-core's ``recompute_modules`` that are modelled."""
 
 MAX_LAYERS = 10_000
-"""Upper limit of the number of layers: more would take minutes to set up a plan."""
+"""Upper limit on the number of layers; setting up a plan with more would take minutes."""
 
 MAX_SIZE = 1 << 40
-"""Upper limit of every other number, so that a product of a few of them fits a float."""
+"""Upper limit on every other number, so that a product of a few of them fits a float."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LatentAttention:
     """Multi-latent attention, with megatron-core's option names."""
 
     q_lora_rank: Optional[int]
-    """None: queries are projected from the hidden state directly."""
+    """None if queries are projected directly from the hidden state."""
     kv_lora_rank: int
     qk_head_dim: int
     qk_pos_emb_head_dim: int
@@ -71,7 +71,7 @@ class Parallelism:
     ep: int = 1
     etp: int = 1
     dp: int = 1
-    """Data-parallel ranks that share the optimizer's state; 1 if it is not sharded."""
+    """Data-parallel ranks that shard the optimizer state; 1 if it is not sharded."""
 
 
 class Chunk(NamedTuple):
@@ -92,7 +92,8 @@ class ModelShape:
     """A GPT model and how it is trained.
 
     Raises:
-        ValueError: The numbers contradict each other; the message names the option and the cure.
+        ValueError: The options are invalid or inconsistent; the message names the option and the
+            fix.
     """
 
     num_layers: int
@@ -102,7 +103,7 @@ class ModelShape:
     """Width of dense layers. With ``gated_linear_unit`` the first projection is twice as wide."""
     vocab_size: int
     seq_length: int
-    """Tokens of a sequence, before context parallelism divides it."""
+    """Tokens per sequence, before context parallelism splits it."""
     micro_batch_size: int = 1
     num_query_groups: Optional[int] = None
     """Heads of keys and values; None means ``num_attention_heads``."""
@@ -114,23 +115,24 @@ class ModelShape:
     qk_layernorm: bool = False
     share_embeddings_and_output_weights: bool = False
     window_size: Optional[int] = None
-    """Window of attention in tokens; None means the whole sequence. It changes times only."""
+    """Attention window in tokens; None means the whole sequence. It affects only times."""
     latent_attention: Optional[LatentAttention] = None
     experts: Optional[Experts] = None
     moe_layers: tuple[bool, ...] = ()
-    """For each layer whether it has experts; empty means every layer, if there are experts."""
+    """Whether each layer has experts; empty means every layer does, if there are experts."""
     precision: Precision = "bf16"
     attention_backend: AttentionBackend = "fused"
     """``fused``, ``flash`` and ``unfused`` are Transformer Engine's implementations of core
-    attention, in layers of its modules; ``local`` is a layer of megatron-core's plain PyTorch
-    modules (``--transformer-impl local``) as they run without a GPU."""
+    attention, in layers built from its modules; ``local`` is a layer built from megatron-core's
+    plain PyTorch modules (``--transformer-impl local``) as they run without a GPU."""
     bias_activation_fusion: bool = True
     """Whether the activation function is one kernel (megatron's ``--no-bias-swiglu-fusion`` turns
     it off)."""
     apply_rope_fusion: bool = True
     attention_softmax_in_fp32: bool = False
-    """Dropout of ``local`` core attention."""
+    """Applies to ``local`` core attention."""
     attention_dropout: float = 0.0
+    """Applies to ``unfused`` and ``local`` core attention."""
     hidden_dropout: float = 0.0
     recompute_modules: frozenset[str] = frozenset()
     """``recompute_modules`` of ``recompute_granularity='selective'``; empty recomputes nothing."""
@@ -156,7 +158,7 @@ class ModelShape:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of an activation."""
+        """Bytes per activation element."""
         return BYTES_OF[self.precision]
 
     @property
@@ -166,7 +168,7 @@ class ModelShape:
 
     @property
     def groups(self) -> int:
-        """Key-value heads on a rank; with fewer groups than ranks each has a copy of one."""
+        """Key-value heads on a rank; with fewer groups than ranks, each rank has a copy of one."""
         return max(1, self.query_groups // self.parallelism.tp)
 
     @property
@@ -176,12 +178,12 @@ class ModelShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch inside attention and MLP of a rank."""
+        """Tokens of a micro-batch in a rank's attention and MLP."""
         return self.sequence * self.micro_batch_size
 
     @property
     def region_tokens(self) -> int:
-        """Tokens of a micro-batch in norms and residuals, which sequence parallelism divides."""
+        """Tokens of a micro-batch in norms and residuals, which sequence parallelism shards."""
         is_divided = self.parallelism.sequence_parallel
         return self.tokens // (self.parallelism.tp if is_divided else 1)
 
@@ -190,26 +192,26 @@ class ModelShape:
         """Input rows of a rank's experts with even routing.
 
         Each of a rank's tokens is sent to ``topk`` experts, and as many arrive from other ranks;
-        ranks that share an expert's weights (ETP) all have the same input rows.
+        ranks that shard an expert's weights (ETP) all have the same input rows.
         """
         return self.region_tokens * self._experts.topk * self.parallelism.etp
 
     @property
     def uses_transformer_engine(self) -> bool:
-        """Whether layers are built of Transformer Engine's modules."""
+        """Whether layers are built from Transformer Engine's modules."""
         return self.attention_backend != "local"
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """Return whether a layer has experts."""
         return self.experts is not None and (not self.moe_layers or self.moe_layers[layer])
 
     def recomputes(self, module: str) -> bool:
-        """Whether a module is recomputed in backward."""
+        """Return whether a module is recomputed in backward."""
         return module in self.recompute_modules
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """All model chunks in the order of the layers."""
+        """All model chunks, in layer order."""
         pp, num_stages = self.parallelism.pp, self.parallelism.vpp or 1
         found = []
         first = 0
@@ -225,7 +227,7 @@ class ModelShape:
         return tuple(found)
 
     def chunks_of(self, pp_rank: int) -> tuple[Chunk, ...]:
-        """The chunks of a pipeline rank by virtual stage."""
+        """Return the chunks of a pipeline rank, by virtual stage."""
         return tuple(chunk for chunk in self.chunks if chunk.pp_rank == pp_rank)
 
     @property
@@ -308,7 +310,7 @@ class ModelShape:
                 "num_query_groups",
                 self.query_groups,
             ),
-            # For an even load, each context-parallel rank has a part of both halves of a sequence.
+            # To balance load, each context-parallel rank gets a part of both sequence halves.
             ("seq_length", self.seq_length, "2 * context_parallel_size", 2 * par.cp),
         ]
         if par.cp == 1:

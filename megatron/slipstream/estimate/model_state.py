@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron.slipstream.estimate.model_shapes import ModelShape
 
 OPTIMIZER_BYTES = 12
-"""Bytes per parameter: Adam's two moments, and the master copy of a 16-bit weight, in float32."""
+"""Bytes per parameter: Adam's two moments and the master copy of a 16-bit weight, in float32."""
 GRADIENT_BYTES = 4
 """megatron accumulates gradients in float32 (``accumulate_allreduce_grads_in_fp32``)."""
 
@@ -23,12 +23,12 @@ class NumParameters(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Both."""
+        """All parameters."""
         return self.dense + self.experts
 
 
 def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
-    """The number of parameters of a pipeline rank, without biases and the norms' weights.
+    """Return a pipeline rank's number of parameters, without biases and norm weights.
 
     Args:
         shape: The model.
@@ -51,10 +51,10 @@ def num_parameters(shape: ModelShape, pp_rank: int) -> NumParameters:
 
 
 def state_bytes(shape: ModelShape, pp_rank: int) -> int:
-    """Bytes of weights, gradients and the optimizer's state of a pipeline rank.
+    """Return the bytes of a pipeline rank's weights, gradients and optimizer state.
 
-    Data-parallel ranks (``Parallelism.dp``) and context-parallel ranks share the optimizer's state,
-    as megatron's distributed optimizer does.
+    The optimizer state is sharded over data-parallel (``Parallelism.dp``) and context-parallel
+    ranks, as in megatron's distributed optimizer.
     """
     par = shape.parallelism
     found = num_parameters(shape, pp_rank)

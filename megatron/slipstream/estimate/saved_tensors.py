@@ -1,23 +1,23 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Tensors that each part of a transformer layer saves for backward, from the model's shape.
+"""Derives the tensors that each part of a transformer layer saves for backward.
 
-A part is a sequence of operations of one layer; parts that megatron-core marks have the names of
-its ``offload_modules``. Two kinds of layers are modelled: of Transformer Engine's modules, and of
-megatron-core's plain PyTorch modules (``attention_backend='local'``). Sizes were checked against
-recorded traces of both (docs/user-guide/planning.md says which).
+A part is a sequence of operations of one layer; parts that megatron-core marks are named after its
+``offload_modules``. Two kinds of layers are modelled: those built from Transformer Engine's modules
+and those built from megatron-core's plain PyTorch modules (``attention_backend='local'``). Sizes
+were checked against recorded traces of both (listed in docs/user-guide/planning.md).
 
-[Note: What Transformer Engine fuses]
-Its linear layers include the norm before them, so that norm has no mark: the query/key/value
-projection includes it except in multi-latent attention, the first projection of a dense MLP always.
-Such a linear layer saves the norm's input and its output. Transformer Engine's core attention
-copies values that are strided views of the projection's output, so that output is not kept.
+[Note: Transformer Engine's fused norms]
+Its linear layers fuse the preceding norm, so that norm is not marked: the query/key/value
+projection does so except in multi-latent attention, the first projection of a dense MLP always.
+A fused linear layer saves the norm's input and output. Transformer Engine's core attention copies
+values that are strided views of the projection's output, so that output is not kept.
 
-[Note: What recomputation leaves]
-megatron-core recomputes a norm or an activation function: it frees the output after use and runs
-the operation again in backward. The output then takes no memory; the module's own group saves the
-input for the second run, and the input moves with it. Core attention is recomputed outside of its
-group, so the tensors that its checkpoint keeps do not move.
+[Note: Saved tensors under recomputation]
+To recompute a norm or an activation function, megatron-core frees its output after use and reruns
+the operation in backward. The output then takes no memory; the module's own group saves the input
+for the rerun, and the input is offloaded with the group. Core attention is recomputed outside of
+its group, so the tensors that its checkpoint keeps are not offloaded.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ MODULES = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
     *("expert_fc1", "moe_act"),
 )
-"""megatron-core's ``offload_modules`` that are modelled, in the order of a layer."""
+"""megatron-core's ``offload_modules`` that are modelled, in layer order."""
 
 KEPT_BY_RECOMPUTATION = "recomputation reads it too"
-"""See [Note: What recomputation leaves]."""
+"""See [Note: Saved tensors under recomputation]."""
 
 _MASKED_SOFTMAX_MAX_SEQUENCE = 16384
 """The longest sequence for which Transformer Engine's unfused attention has a softmax kernel."""
 
 
 class SavedTensor(NamedTuple):
-    """One storage that a layer keeps for backward. Parts that save the same one share its name."""
+    """A storage that a layer saves for backward. Parts that save the same one use the same name."""
 
     name: str
     numel: int
     nbytes: int
     kept_by: str = ""
-    """The reason why moving it frees nothing; empty if it frees memory."""
+    """Why offloading it frees no memory; empty if it does."""
 
 
 Saved = dict[str, tuple[SavedTensor, ...]]
@@ -54,14 +54,14 @@ Saved = dict[str, tuple[SavedTensor, ...]]
 
 
 def saved_tensors(shape: ModelShape, layer: int) -> Saved:
-    """Tensors that the parts of a layer save in one micro-batch on one rank.
+    """Return the tensors that the parts of a layer save for one micro-batch on one rank.
 
     Args:
         shape: The model.
-        layer: Number of the layer, from 0.
+        layer: Index of the layer, from 0.
 
     Returns:
-        The tensors of each part that saves any, in the order of forward.
+        The tensors of each part that saves any, in forward order.
     """
     maker = _Layer(shape, shape.is_moe(layer))
     found = {**maker.attention(), **maker.feed_forward()}
@@ -69,7 +69,7 @@ def saved_tensors(shape: ModelShape, layer: int) -> Saved:
 
 
 def marked_modules(shape: ModelShape, layer: int) -> tuple[str, ...]:
-    """The parts of a layer that megatron-core can mark as groups, in their order."""
+    """Return the parts of a layer that megatron-core can mark as groups, in layer order."""
     moe, recomputes = shape.is_moe(layer), shape.recomputes
     is_there = {
         "attn_norm": not _is_input_norm_fused(shape),
@@ -82,7 +82,7 @@ def marked_modules(shape: ModelShape, layer: int) -> tuple[str, ...]:
 
 
 def _is_input_norm_fused(shape: ModelShape) -> bool:
-    """See [Note: What Transformer Engine fuses]."""
+    """See [Note: Transformer Engine's fused norms]."""
     return shape.uses_transformer_engine and shape.latent_attention is None
 
 
@@ -95,7 +95,7 @@ class _Layer:
         self._hidden = shape.region_tokens * shape.hidden_size
 
     def attention(self) -> Saved:
-        """The parts from the layer's input to the sum of attention's output and the residual."""
+        """Return the tensors of the parts from the layer's input to attention's residual add."""
         shape = self._shape
         recomputes_norm = shape.recomputes("layernorm") and not _is_input_norm_fused(shape)
         norm = self._norm("layer_input", shape.region_tokens, shape.hidden_size, recomputes_norm)
@@ -118,7 +118,7 @@ class _Layer:
         return saved
 
     def feed_forward(self) -> Saved:
-        """The parts from there to the layer's output."""
+        """Return the tensors of the parts from there to the layer's output."""
         shape = self._shape
         is_fused = shape.uses_transformer_engine and not self._is_moe
         recomputes_norm = shape.recomputes("layernorm") and not is_fused
@@ -138,7 +138,7 @@ class _Layer:
     # Parts
 
     def _qk_norms(self) -> tuple[SavedTensor, ...]:
-        """Norms of queries and keys, each head by itself."""
+        """Return the tensors that the per-head norms of queries and keys save."""
         shape = self._shape
         if not shape.qk_layernorm:
             return ()
@@ -154,7 +154,7 @@ class _Layer:
         if latent.q_lora_rank is not None:
             compressed = self._tensor("query_latent", tokens * latent.q_lora_rank)
             tensors += self._latent_norm(compressed, tokens, latent.q_lora_rank)
-        # A view of the projection's output, which holds the keys' positional part as well.
+        # A view of the projection's output, which also holds the keys' positional part.
         width = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
         compressed = self._tensor("key_value_latent", tokens * width)
         tensors += self._latent_norm(compressed, tokens, latent.kv_lora_rank)
@@ -163,7 +163,7 @@ class _Layer:
         return tuple(tensors)
 
     def _latent_norm(self, latent: SavedTensor, tokens: int, width: int) -> list[SavedTensor]:
-        """The tensors that the norm of a latent vector and the projection after it save."""
+        """Return the tensors saved by a latent vector's norm and the projection after it."""
         # The recomputed part contains the norm.
         if not self._shape.qk_layernorm or self._shape.recomputes("mla_up_proj"):
             return [latent]
@@ -201,7 +201,7 @@ class _Layer:
         value_numel = value_stored = shape.tokens * groups * value_width
         if shape.attention_backend in ("unfused", "local"):
             if groups == shape.heads and not latent and shape.attention_backend == "local":
-                # A view of the projection's output, all of which is kept.
+                # Values are a view of the projection's output, all of which is kept.
                 value_stored = shape.tokens * (shape.heads + 2 * groups) * shape.head_dim
             groups = shape.heads  # Keys and values are repeated for each query head.
             value_numel = shape.tokens * groups * value_width
@@ -213,7 +213,7 @@ class _Layer:
         )
 
     def _scores(self) -> list[SavedTensor]:
-        """The tensors ``[b, heads, s, s]`` of softmax and the product with the values."""
+        """Return the ``[b, heads, s, s]`` tensors of softmax and the product with the values."""
         shape = self._shape
         numel = shape.micro_batch_size * shape.heads * shape.sequence**2
         probabilities = self._tensor("probabilities", numel)
@@ -230,7 +230,8 @@ class _Layer:
         if shape.attention_dropout > 0:
             tensors.append(self._dropout_mask("attention_dropout_mask", numel))
             if "softmax" not in [tensor.name for tensor in tensors]:
-                # Beside what softmax gave; else that is in float32, and these are all there is.
+                # Saved in addition to the softmax output, unless "softmax" is that output and
+                # "probabilities" already holds these.
                 tensors.append(self._tensor("dropped_probabilities", numel))
         return tensors
 
@@ -240,7 +241,7 @@ class _Layer:
         return self._tensor("attention_output", self._shape.tokens * self._shape.heads * width)
 
     def _mlp(self, normed: tuple[SavedTensor, ...], is_fused: bool) -> Saved:
-        """A dense MLP; ``normed`` is its input if that is not saved with the norm."""
+        """Return a dense MLP's tensors; ``normed`` is its input if not saved with the norm."""
         shape = self._shape
         if shape.recomputes("mlp"):
             return {} if is_fused else {"mlp_fc1": normed}
@@ -274,7 +275,7 @@ class _Layer:
         return saved
 
     def _expert_activation(self, rows: int, width: int) -> tuple[SavedTensor, ...]:
-        """The activation function and the product with the routing probabilities."""
+        """Return the tensors of the activation function and the routing-probability product."""
         shape = self._shape
         probabilities = self._tensor("routing_probabilities", rows)
         tensors = self._activation("expert", rows, width)
@@ -301,7 +302,7 @@ class _Layer:
     def _norm(
         self, name: str, rows: int, width: int, is_recomputed: bool = False
     ) -> tuple[SavedTensor, ...]:
-        """The tensors that the norm of ``[rows, width]`` saves, its input first."""
+        """Return the tensors that a norm of ``[rows, width]`` saves, its input first."""
         shape = self._shape
         if is_recomputed:
             return (self._tensor(name, rows * width),)
@@ -322,7 +323,7 @@ class _Layer:
         )
 
     def _rotary_tables(self, width: int | None) -> tuple[SavedTensor, ...]:
-        """Cosines and sines for queries and for keys."""
+        """Return the cosine and sine tables for queries and keys."""
         if width is None:
             return ()
         names = ("query_cosines", "query_sines", "key_cosines", "key_sines")
@@ -333,7 +334,7 @@ class _Layer:
         return (self._dropout_mask(name, self._hidden),) if has_dropout else ()
 
     def _dropout_mask(self, name: str, numel: int) -> SavedTensor:
-        # Of numbers without a GPU, of booleans with one.
+        # Masks are boolean on a GPU; without one, they have the dtype of activations.
         if self._shape.uses_transformer_engine:
             return SavedTensor(name, numel, numel)
         return self._tensor(name, numel)

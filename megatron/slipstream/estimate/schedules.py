@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The order in which a pipeline rank runs its micro-batches, and when."""
+"""Pipeline schedules: the order of each rank's passes, and the rank's idle times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Schedule = Sequence[Pass]
 
 
 def one_f_one_b(pp_size: int, pp_rank: int, num_micro_batches: int) -> Schedule:
-    """The non-interleaved schedule (PipeDream-Flush): warm-up, steady state, cool-down."""
+    """Return the non-interleaved schedule (PipeDream-Flush): warm-up, steady state, cool-down."""
     return _alternate(
         [Pass("F", index) for index in range(num_micro_batches)],
         [Pass("B", index) for index in range(num_micro_batches)],
@@ -35,15 +35,15 @@ def interleaved(
     vp_size: int,
     group_size: Optional[int] = None,
 ) -> Schedule:
-    """The interleaved schedule of Megatron-LM (arXiv:2104.04473, section 2.2).
+    """Return Megatron-LM's interleaved schedule (arXiv:2104.04473, section 2.2).
 
     Each model chunk runs ``group_size`` micro-batches before the next chunk runs.
 
     Args:
         pp_size: Number of pipeline ranks.
-        pp_rank: The rank of the schedule.
-        num_micro_batches: Number of micro-batches of an iteration.
-        vp_size: Number of model chunks of a rank.
+        pp_rank: Pipeline rank whose schedule to return.
+        num_micro_batches: Number of micro-batches per iteration.
+        vp_size: Number of model chunks per rank.
         group_size: megatron's ``microbatch_group_size_per_vp_stage``; None means ``pp_size``.
 
     Raises:
@@ -83,10 +83,10 @@ def rank_schedule(
     vp_size: Optional[int] = None,
     group_size: Optional[int] = None,
 ) -> Schedule:
-    """The schedule that megatron-core runs; ``vp_size=None`` means no interleaving.
+    """Return the schedule that megatron-core runs; ``vp_size=None`` means no interleaving.
 
     Raises:
-        ValueError: There is no schedule for this number of micro-batches.
+        ValueError: The schedule does not support this number of micro-batches.
     """
     if vp_size is None:
         return one_f_one_b(pp_size, pp_rank, num_micro_batches)
@@ -96,11 +96,11 @@ def rank_schedule(
 def idle_ms(
     schedules: Sequence[Schedule], duration_ms: Callable[[int, Pass], float]
 ) -> list[list[float]]:
-    """The time that each rank waits for others before each of its passes, without any copies.
+    """Return how long each rank waits for others before each of its passes, ignoring copies.
 
     Args:
         schedules: The schedule of every pipeline rank.
-        duration_ms: The time of a pass on a rank.
+        duration_ms: Returns the duration of a pass on a rank.
 
     Returns:
         ``[rank][pass]``, in milliseconds.
@@ -132,7 +132,7 @@ def idle_ms(
 
 
 def _source(rank: int, item: Pass, pp_size: int, num_stages: int) -> Optional[tuple[int, Pass]]:
-    """The rank and pass that give a pass its input; None if it needs none."""
+    """Return the rank and pass that produce a pass's input; None if it waits for none."""
     if item.direction == "F":
         rank, stage = (rank - 1, item.vp_stage) if rank else (pp_size - 1, item.vp_stage - 1)
         return None if stage < 0 else (rank, item._replace(vp_stage=stage))
@@ -143,7 +143,7 @@ def _source(rank: int, item: Pass, pp_size: int, num_stages: int) -> Optional[tu
 
 
 def most_in_flight(schedule: Schedule) -> int:
-    """The largest number of passes between their forward and their backward at once."""
+    """Return the largest number of passes between their forward and backward at once."""
     held = most = 0
     for item in schedule:
         held += 1 if item.direction == "F" else -1

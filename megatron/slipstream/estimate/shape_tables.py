@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Tables of the bytes that a model's layers save, and of the copies that hide behind compute."""
+"""Tables of the bytes that a model's layers save and of the copies that compute can hide."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.plan.walk import Simulation
 
 WIDTH = 110
-"""Width in columns where the output is not a terminal."""
+"""Width in columns if the output is not a terminal."""
 
 
 @dataclass(frozen=True)
 class PartBytes:
-    """Bytes that one part of a layer saves in one micro-batch."""
+    """Bytes that one part of a layer saves per micro-batch."""
 
     name: str
     nbytes: int
     """Bytes of storages that no earlier part saves."""
     movable_bytes: int
-    """Those of ``nbytes`` that move if all chosen modules move."""
+    """Portion of ``nbytes`` that is offloaded if all chosen modules are."""
 
 
 def part_bytes(configured: Configured, layer: int) -> list[PartBytes]:
-    """The parts of a layer that save tensors, in the order of forward."""
+    """Return the parts of a layer that save tensors, in forward order."""
     shape = configured.shape
     chosen = [name for name in marked_modules(shape, layer) if name in configured.modules]
     saved = saved_tensors(shape, layer)
@@ -66,14 +66,14 @@ def part_bytes(configured: Configured, layer: int) -> list[PartBytes]:
 
 @dataclass(frozen=True)
 class LayerWindow:
-    """Compute time of a layer in one micro-batch, in milliseconds."""
+    """Compute time of a layer per micro-batch, in milliseconds."""
 
     forward_ms: float
     backward_ms: float
 
 
 def layer_window(shape: ModelShape, speed: Speed, layer: int) -> LayerWindow:
-    """The compute time behind which a layer's copies can hide."""
+    """Return the compute time that a layer's copies can overlap with."""
     costs = layer_costs(shape, layer).values()
     return LayerWindow(
         sum(speed.compute_ms(cost.flops, cost.traffic_bytes) for cost in costs),
@@ -89,7 +89,7 @@ class RankPlan:
     pp_rank: int
     state_bytes: int
     plan: Optional[Plan] = None
-    """None where nothing can move."""
+    """None if nothing can be offloaded."""
     simulation: Optional[Simulation] = None
 
     @property
@@ -105,12 +105,12 @@ class RankPlan:
 
     @property
     def num_in_flight(self) -> int:
-        """The largest number of passes whose activations are kept at once."""
+        """The largest number of passes whose activations are held at once."""
         return most_in_flight(self.work.schedules[self.pp_rank])
 
     @property
     def saved_bytes(self) -> int:
-        """The most bytes that passes in flight keep at once."""
+        """Peak bytes saved by the passes in flight."""
         held = most = 0
         for item in self.work.schedules[self.pp_rank]:
             nbytes = self.work.chunks[self.pp_rank, item.vp_stage].saved_bytes
@@ -123,7 +123,7 @@ Line = Union[Table, str]
 
 
 def write(lines: Iterable[Line], stream: IO[str]) -> None:
-    """Write tables and lines of text. With colours only to a terminal."""
+    """Write tables and lines of text, in colour only to a terminal."""
     console = Console(file=stream, highlight=False, soft_wrap=False)
     if not console.is_terminal:
         console.width = WIDTH
@@ -135,7 +135,7 @@ def write(lines: Iterable[Line], stream: IO[str]) -> None:
 
 
 def describe(configured: Configured, speed: Speed) -> Iterator[Line]:
-    """The model and the GPU that are planned."""
+    """Describe the model and the GPU."""
     shape, par = configured.shape, configured.shape.parallelism
     whole = replace(shape, parallelism=Parallelism(), layers_per_chunk=())
     parts = [
@@ -172,7 +172,7 @@ def describe(configured: Configured, speed: Speed) -> Iterator[Line]:
 
 
 def layer_tables(configured: Configured, speed: Speed) -> Iterator[Line]:
-    """For each kind of layer, the bytes of its parts and how many of them hide behind compute."""
+    """Tabulate, for each kind of layer, the bytes of its parts and how many compute can hide."""
     shape = configured.shape
     kinds: dict[bool, int] = {}
     for layer in range(shape.num_layers):
@@ -234,7 +234,7 @@ def _what_hides(parts: Sequence[PartBytes], window: LayerWindow, speed: Speed) -
 
 
 def rank_table(ranks: Sequence[RankPlan], memory_gib: Optional[float]) -> Iterator[Line]:
-    """Memory of each pipeline rank, without and with a plan."""
+    """Tabulate the memory of each pipeline rank, without and with a plan."""
     table = _table(
         "Pipeline ranks",
         *("rank", "layers", "in flight", "state", "saved", "peak", "planned peak", "moved"),

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A trace of an iteration that has not run, built for the planner from a model's shape.
+"""Builds a trace for the planner from a model's shape, without running an iteration.
 
-Its marks are those of megatron-core's layers and its storages the tensors that they save, in the
-order of a pipeline rank's schedule; its times are estimates. Device memory is the state, the saved
-tensors of passes in flight, and in backward the gradients of the running part; temporary memory of
-an operation and fragmentation of the allocator are not counted.
+Its marks are those of megatron-core's layers and its storages are the tensors that they save, in
+the order of a pipeline rank's schedule; its times are estimates. Device memory counts the state,
+the saved tensors of passes in flight and, in backward, the gradients of the running part, but not
+the temporary memory of operations or allocator fragmentation.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ KEPT_BY_SCHEDULE = "the pipeline schedule holds the stage's input"
 
 @dataclass(frozen=True)
 class Workplan:
-    """A model to plan: its shape, its speed, and the modules that may move.
+    """A model to plan: its shape, the GPU's speed, and the modules that may be offloaded.
 
     Args:
         shape: The model.
         speed: Speed of the GPU.
         modules: megatron-core's ``offload_modules``.
-        num_micro_batches: Number of micro-batches of an iteration.
-        min_numel: Tensors of fewer elements stay.
+        num_micro_batches: Number of micro-batches per iteration.
+        min_numel: Tensors with fewer elements are not offloaded.
 
     Raises:
-        ValueError: The pipeline has no schedule for this number of micro-batches.
+        ValueError: The schedule does not support this number of micro-batches.
     """
 
     shape: ModelShape
@@ -75,14 +75,14 @@ class Workplan:
 
     @cached_property
     def chunks(self) -> dict[tuple[int, int], ChunkWork]:
-        """One pass through each chunk, by pipeline rank and virtual stage."""
+        """The work of one pass through each chunk, by pipeline rank and virtual stage."""
         return {
             (chunk.pp_rank, chunk.vp_stage): ChunkWork(self, chunk) for chunk in self.shape.chunks
         }
 
     @cached_property
     def idle_ms(self) -> list[list[float]]:
-        """For each rank, the time that it waits for other ranks before each pass."""
+        """How long each rank waits for other ranks before each pass."""
 
         def duration_ms(rank: int, item: Pass) -> float:
             chunk = self.chunks[rank, item.vp_stage]
@@ -92,7 +92,7 @@ class Workplan:
 
 
 def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace:
-    """One iteration of one pipeline rank.
+    """Build the trace of one iteration on one pipeline rank.
 
     Args:
         work: The model to plan.
@@ -100,8 +100,8 @@ def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace
         state_bytes: Device memory that is always in use.
 
     Returns:
-        A trace with times, bandwidth and memory. It has no steps if the rank has no layer with one
-        of the modules.
+        A trace with times, bandwidth and memory. It has no steps if no layer of the rank has any of
+        the modules.
     """
     recorder = _Recorder(state_bytes)
     in_flight: dict[tuple[int, int], int] = {}
@@ -116,7 +116,7 @@ def synthetic_trace(work: Workplan, pp_rank: int, state_bytes: int = 0) -> Trace
 
 
 class Mark(NamedTuple):
-    """The start or the end of a group, or of the output layer, by its index in the pass."""
+    """Start or end of a group, by its index in the pass, or of the output layer."""
 
     kind: StepKind
     group: int
@@ -124,24 +124,24 @@ class Mark(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A part of a layer."""
+    """Compute time and memory of a part of a layer."""
 
     forward_ms: float
     backward_ms: float
     saved_bytes: int = 0
-    """Bytes that it saves in forward and that are freed after its backward."""
+    """Bytes saved in forward and freed after the part's backward."""
     gradient_bytes: int = 0
     """Bytes of gradients during its backward."""
 
 
 class Managed(NamedTuple):
-    """A storage that groups of one pass save."""
+    """A storage saved by groups of one pass."""
 
     tensor: SavedTensor
     groups: tuple[int, ...]
     held_outside: bool
     lingers: bool
-    """Whether something else holds it until the pass's forward has returned."""
+    """Whether something else holds it until the pass's forward returns."""
 
 
 @dataclass
@@ -156,17 +156,17 @@ class ChunkWork:
     plan: Workplan
     chunk: Chunk
     events: list[Union[Mark, Work]] = field(default_factory=list)
-    """Marks and work in the order of forward."""
+    """Marks and work in forward order."""
     groups: list[str] = field(default_factory=list)
     """The module names of the pass's groups."""
     storages: list[Managed] = field(default_factory=list)
 
     @property
     def events_of_backward(self) -> list[Union[Mark, Work]]:
-        """Marks and work in the order of backward.
+        """Marks and work in backward order.
 
-        The up-projections of MLA are recomputed after core attention's backward, and then read a
-        tensor that the group before it saved: [Note: Recomputation reads first] in ``trace``.
+        MLA's up-projections are recomputed after core attention's backward, and then read a tensor
+        that the group before it saved: see [Note: Recomputation reads first] in ``trace``.
         """
         events = self.events[::-1]
         if not self.plan.shape.recomputes("mla_up_proj"):
@@ -199,7 +199,7 @@ class ChunkWork:
 
     @property
     def saved_bytes(self) -> int:
-        """All bytes that a pass keeps for its backward."""
+        """All bytes that a pass saves for backward."""
         return sum(item.saved_bytes for item in self.events if isinstance(item, Work))
 
     def _add_layer(self, layer: int, is_first: bool) -> None:
@@ -233,13 +233,13 @@ class ChunkWork:
         costs: dict[str, Cost],
         group_of: dict[str, int],
     ) -> None:
-        """The marks and the work of a layer."""
+        """Append the marks and the work of a layer."""
         seen: set[str] = set()
         for part, cost in costs.items():
             tensors = saved.get(part, ())
             nbytes = sum(tensor.nbytes for tensor in tensors if tensor.name not in seen)
             seen.update(tensor.name for tensor in tensors)
-            # The gradients of its input and of its output.
+            # The gradients of the part's input and output.
             gradients = sum(tensor.nbytes for tensor in (*tensors, *_after(part, saved, costs)))
             self._mark(StepKind.FORWARD_START, part, group_of)
             self.events.append(self._work(cost, nbytes, gradients))
@@ -252,7 +252,7 @@ class ChunkWork:
             self.events.append(Mark(kind, group_of[name], name))
 
     def _add_head(self) -> None:
-        """The final norm, the output layer and the loss."""
+        """Append the final norm, the output layer and the loss."""
         shape = self.plan.shape
         hidden = shape.region_tokens * shape.hidden_size * shape.element_bytes
         logits = shape.tokens * shape.vocab_size // shape.parallelism.tp
@@ -286,13 +286,13 @@ _LAST_PARTS: dict[str, tuple[str, ...]] = {
     "qkv_linear": ("qkv_linear",),
     "core_attn": ("core_attn",),
     "attn_proj": ("attn_proj",),
-    # megatron-core ends a norm's group after the read of the residual, which is its input.
+    # megatron-core ends a norm's group after reading the residual, which is the norm's input.
     "attn_norm": ("attn_residual",),
     "expert_fc1": ("expert_fc1",),
     "moe_act": ("expert_fc2",),
     "mlp_norm": ("mlp_residual",),
 }
-"""For each module, the part of the layer at whose end its group ends."""
+"""The parts of a layer at whose end each module's group ends."""
 
 
 def _after(
@@ -308,11 +308,11 @@ _IN_BACKWARD = {
     StepKind.OUTPUT_END: StepKind.OUTPUT_BACKWARD_START,
     StepKind.OUTPUT_START: StepKind.OUTPUT_BACKWARD_END,
 }
-"""The kind of backward mark at the place of each forward mark."""
+"""The kind of backward mark that mirrors each forward mark."""
 
 
 class _Recorder:
-    """Records passes that run one after another as a trace."""
+    """Records consecutive passes as a trace."""
 
     def __init__(self, state_bytes: int) -> None:
         self._live_bytes = state_bytes
@@ -326,7 +326,7 @@ class _Recorder:
         self._early_ms, self._early_peak_bytes = 0.0, state_bytes
 
     def run_forward(self, chunk: ChunkWork) -> int:
-        """Record a pass's forward. Returns the index of the pass."""
+        """Record a pass's forward and return the index of the pass."""
         chunk_pass = self._num_passes
         self._num_passes += 1
         for event in chunk.events:
@@ -352,14 +352,14 @@ class _Recorder:
                 self._mark(chunk_pass, event._replace(kind=_IN_BACKWARD[event.kind]))
 
     def spend(self, ms: float) -> None:
-        """Add time after the newest step."""
+        """Add time to the latest step, or to the time before the first one."""
         if self._steps:
             self._step_ms[-1] += ms
         else:
             self._early_ms += ms
 
     def finish(self, work: Workplan, pp_rank: int) -> Trace:
-        """The recorded trace."""
+        """Return the recorded trace."""
         readings = map(MemoryReading, self._allocated, self._peaks, [0] * len(self._steps))
         return Trace(
             tuple(self._steps),

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The flags of a training, from a command line or from a file as text or YAML.
+"""Reads a training run's flags from a command line or from a text or YAML file.
 
-:mod:`~megatron.slipstream.integration.arguments` parses them. A text file holds the words that
-would follow the script on a command line; ``#`` begins a comment. YAML is a mapping from flags to
-values, under ``MODEL_ARGS`` as in megatron's own test cases, or at the top:
+:mod:`~megatron.slipstream.integration.arguments` parses them. A text file contains the words that
+would follow the script on a command line; ``#`` starts a comment. A YAML file maps flags to values,
+under ``MODEL_ARGS`` as in megatron's own test cases, or at the top level:
 
     MODEL_ARGS:
       --num-layers: 32
@@ -24,12 +24,12 @@ from megatron.slipstream.estimate.file_errors import wrong_with
 
 
 class Words(NamedTuple):
-    """A training command in parts."""
+    """A training command, split into its parts."""
 
     flags: tuple[str, ...]
     """Flags of the training script."""
     ranks_per_host: Optional[int] = None
-    """Processes per host as given to the launcher; None if not given."""
+    """Processes per host passed to the launcher; None if not given."""
     num_hosts: int = 1
 
 
@@ -40,21 +40,21 @@ _TORCHRUN = frozenset({"torch.distributed.launch", "torch.distributed.run"})
 
 
 def is_command(word: str) -> bool:
-    """Whether a single word starts a program rather than naming a file to read."""
+    """Return whether a single word starts a program rather than naming a file to read."""
     path = Path(word)
     is_program = path.name in _SHELLS | _OTHER_LAUNCHERS | {"python", "python3", "torchrun"}
     return is_program or path.suffix in (".py", *_SHELL_SCRIPTS)
 
 
 def split_command(words: list[str]) -> Words:
-    """Split the launcher and the script from the flags of a command.
+    """Split the launcher and the script off the flags of a command.
 
     Args:
         words: For example ``torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2``,
             ``./run train --num-layers 2``, or the flags alone.
 
     Raises:
-        ValueError: The command does not contain the flags, or the number of processes.
+        ValueError: The command does not contain the flags or the number of processes.
     """
     if not words or words[0].startswith("-"):
         return Words(tuple(words))
@@ -73,8 +73,8 @@ def split_command(words: list[str]) -> Words:
 
 
 def _after_script(words: list[str]) -> int:
-    """The index after the script, or after ``-m`` and its module."""
-    is_python = False  # 'numactl -m 0' has an '-m' of its own.
+    """Return the index after the script, or after ``-m`` and its module."""
+    is_python = False  # 'numactl -m 0' also has an '-m'.
     for place, word in enumerate(words):
         is_python = is_python or Path(word).name.startswith(("python", "torchrun"))
         if Path(word).name in _SHELLS or word.endswith(_SHELL_SCRIPTS):
@@ -95,16 +95,16 @@ def _after_script(words: list[str]) -> int:
 
 
 def _number(launcher: str, name: str) -> Optional[int]:
-    """The number in an option of torchrun; None for words such as 'gpu' and for ranges."""
+    """Return the number in a torchrun option; None for words such as 'gpu' and for ranges."""
     found = re.search(rf"--{name}(?:[-_]per[-_]node)?[ =](\d+)(?: |$)", launcher)
     return int(found[1]) if found else None
 
 
 def read_flags(path: Path) -> list[str]:
-    """The words of a file of flags.
+    """Read the words of a file of flags.
 
     Raises:
-        ValueError: It is not such a file or cannot be read; the message names the place.
+        ValueError: The file is malformed or cannot be read; the message names it.
     """
     try:
         text = path.read_text(encoding="utf-8")

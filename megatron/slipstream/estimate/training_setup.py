@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A training that is planned before its first run, from any source of its configuration."""
+"""Configuration of a training run that is planned before it starts, from any source."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron.slipstream.rules import require
 
 @dataclass(frozen=True)
 class Configured:
-    """A model, its schedule, and the modules that may move."""
+    """A model, its schedule, and the modules that may be offloaded."""
 
     title: str
     """A description for the user."""
     shape: ModelShape
     modules: tuple[str, ...]
     num_micro_batches: int
-    """Number of micro-batches of an iteration."""
+    """Number of micro-batches per iteration."""
     min_numel: int = DEFAULT_MIN_NUMEL
     fraction: float = 1.0
     """megatron-core's ``activation_offload_fraction``."""
@@ -41,9 +41,9 @@ class Configured:
 
 
 def usable_modules(shape: ModelShape) -> tuple[str, ...]:
-    """The modules that some layer of the model marks, in the order of a layer.
+    """Return the modules that any layer of the model marks, in layer order.
 
-    'attn_proj' adds 'core_attn', marked or not, since megatron-core requires both.
+    'core_attn' is included even if not marked, since megatron-core requires it with 'attn_proj'.
     """
     found = {name for layer in range(shape.num_layers) for name in marked_modules(shape, layer)}
     found.add("core_attn")
@@ -51,17 +51,18 @@ def usable_modules(shape: ModelShape) -> tuple[str, ...]:
 
 
 def default_micro_batches(parallelism: Parallelism) -> int:
-    """A number of micro-batches that reaches a steady state: two rounds of the pipeline."""
+    """Return enough micro-batches to reach a steady state: two rounds of the pipeline."""
     if parallelism.pp == 1:
         return 2
     return 2 * max(parallelism.pp, parallelism.group_size or 0)
 
 
 def check_modules(shape: ModelShape, modules: tuple[str, ...]) -> None:
-    """Check that these modules can move.
+    """Check that these modules can be offloaded.
 
     Raises:
-        ValueError: megatron-core refuses them, or a module is not modelled.
+        ValueError: megatron-core rejects them, a module is not modelled, or experts save nothing
+            because they are recomputed.
     """
     # Only the rules about modules and experts apply here.
     facts = SimpleNamespace(

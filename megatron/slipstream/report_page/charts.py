@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The timeline and the memory curve as SVG paths, and their values for the page's script.
+"""Draws the timeline and the memory curve as SVG paths, with their values for the page's script.
 
-All shapes of one colour are one path, drawn once for the whole iteration in a coordinate system
-that the page stretches to the width of the zoomed chart. Elements that must not be stretched
-(texts, marks) are placed by their fraction of the iteration.
+Shapes of the same colour share a path, drawn once for the whole iteration in a coordinate system
+that the page stretches to the width of the zoomed chart. Elements that must not be stretched (text,
+marks) are positioned by their fraction of the iteration.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from megatron.slipstream.report_page.iteration import (
 )
 
 WIDTH = 1_000_000
-"""Width of the drawing for any duration: fine enough to zoom in a thousand times."""
+"""Width of the drawing for any duration: fine enough for 1000x zoom."""
 HEIGHT = 1000
-"""Height of the drawing of memory."""
+"""Height of the memory drawing."""
 LANE_HEIGHT = 30
 LANE_GAP = 8
 WAIT_RISE = 3
-"""Pixels that a stall extends above and below its lane, so that not only its colour shows it."""
+"""Pixels that a stall extends above and below its lane, so that colour is not its only mark."""
 NUM_PIECES = 32
-"""Paths of a lane with many bars, so that a browser may skip those that are out of view."""
+"""Number of paths that a lane with many bars is split into, so that a browser can skip those out of
+view."""
 NUM_COLOURS = 10
 FEW_BARS = 60
-"""Up to this number of bars, a lane has lines between them without zooming in."""
+"""Maximum number of bars of a lane that has lines between them without zooming in."""
 MIN_LABEL_SHARE = 0.022
-"""Fraction of the width: a narrower pass has no label without zooming in."""
+"""Minimum width of a pass that has a label without zooming in, as a fraction of the total."""
 DIGITS = 4
 NUM_TICKS = 6
 
@@ -58,7 +59,7 @@ class DrawnLane(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A text at a position; all numbers are fractions of the width or the height."""
+    """Text at a position; all numbers are fractions of the width or the height."""
 
     x: float
     y: float
@@ -117,7 +118,7 @@ def draw_timeline(iteration: Iteration) -> Timeline:
 
 
 def draw_memory(iteration: Iteration) -> MemoryCurve:
-    """Draw device memory without the plan, with it and as measured, and host memory."""
+    """Draw device memory without the plan, with it and as measured, as well as host memory."""
     curves = _curves(iteration)
     target_bytes = iteration.plan.options.target_memory_bytes or 0
     highest = max([target_bytes, 1, *(max(values, default=0) for values in curves.values())])
@@ -144,7 +145,7 @@ def draw_memory(iteration: Iteration) -> MemoryCurve:
 
 
 def figures(iteration: Iteration) -> dict[str, Any]:
-    """Values that the page shows under the pointer, as JSON can hold them."""
+    """Return the values that the page shows under the pointer, in JSON-compatible types."""
     colours = colours_of(iteration)
     # Groups first, in the order of the table's rows; then everything else.
     named = {group.key: group.name for group in iteration.plan.groups}
@@ -192,12 +193,12 @@ def figures(iteration: Iteration) -> dict[str, Any]:
 
 
 def colours_of(iteration: Iteration) -> dict[str, int]:
-    """The number of each module's colour, in the order in which forward first reaches them."""
+    """Return each module's colour number, in the order in which forward first reaches modules."""
     return {name: index % NUM_COLOURS for index, name in enumerate(iteration.plan.trace.names)}
 
 
 def sparkline(values: Sequence[float], width: int = 240, height: int = 36) -> str:
-    """A path through ``values``, from 0 to the highest."""
+    """Draw a path through ``values``, scaled from 0 to the highest."""
     highest = max(values, default=0) or 1.0
     step = width / max(1, len(values) - 1)
     places = (f"{i * step:.1f} {height - 2 - value / highest * (height - 4):.1f}"
@@ -219,7 +220,7 @@ def _lane_shapes(lane: Lane, colours: dict[str, int], scale: float, y: int) -> l
 
 
 def _bars(bars: Iterable[Bar], scale: float, y: int, rise: int = 0) -> str:
-    """Rectangles as one path; each is relative to the start of the previous one."""
+    """Draw rectangles as one path, each relative to the start of the previous one."""
     height = LANE_HEIGHT + 2 * rise
     parts: list[str] = []
     at = 0
@@ -246,7 +247,7 @@ def _curves(iteration: Iteration) -> dict[str, Sequence[int]]:
 
 
 def _step_path(starts: Sequence[float], heights: Sequence[float]) -> str:
-    """A step curve: each height holds until the next start. Invisible changes are left out."""
+    """Draw a step curve: each height holds until the next start. Omit invisible changes."""
     parts: list[str] = []
     last = None
     for start, height in zip(starts, heights, strict=True):
@@ -260,7 +261,7 @@ def _step_path(starts: Sequence[float], heights: Sequence[float]) -> str:
 
 
 def _peaks(curves: dict[str, Sequence[int]], starts: Sequence[float], top: float) -> list[Mark]:
-    """The peak of each curve of device memory."""
+    """Mark the peak of each curve of device memory."""
     marks = []
     for name in ("without", "with", "measured"):
         values = curves[name]
@@ -278,7 +279,7 @@ def _time_ticks(iteration: Iteration) -> list[Mark]:
 
 
 def _nice_step(least: float) -> float:
-    """The next larger of 1, 2, 5, 10, ..."""
+    """Return the smallest of 1, 2 or 5 times a power of 10 that is at least ``least``."""
     power = 1.0
     while power > least:
         power /= 10

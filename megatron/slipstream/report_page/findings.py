@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Problems of a run and notes, each with a cure, from its report alone.
+"""Finds problems of a run, each with a fix, from its report alone.
 
 Each check is a function from a rank's report to its findings; :data:`CHECKS` lists them.
 """
@@ -16,7 +16,7 @@ from megatron.slipstream.plan.render import format_bytes
 from megatron.slipstream.rules import Finding
 
 MAX_WAIT_SHARE = 0.01
-"""Fraction of the step time."""
+"""Maximum stall time, as a fraction of the step time."""
 MAX_PREDICTION_ERROR = 0.05
 MAX_PEAK_ERROR = 0.02
 MAX_WASTE_SHARE = 0.25
@@ -25,28 +25,28 @@ MAX_UNFREED_SHARE = 0.05
 WARM_ITERATIONS = 4
 """Number of iterations after which the host pool should not grow."""
 MAX_PLANS = 8
-"""A few plans are rebuilt from measured times; more mean that iterations differ."""
+"""A few plans are rebuilt from measured times; more indicate that iterations differ."""
 MAX_NAMED = 6
-"""Maximum number of groups that are listed by name."""
+"""Maximum number of groups listed by name."""
 
 
 class Observation(NamedTuple):
-    """A finding of one rank, with its figures there."""
+    """A finding about one rank, with the rank's figures."""
 
     finding: Finding
     detail: str
 
 
 class RunFinding(NamedTuple):
-    """A finding of a run: the ranks that have it, with the figures of each."""
+    """A finding about a run, with the affected ranks and their figures."""
 
     finding: Finding
     details: tuple[tuple[tuple[int, ...], str], ...]
-    """Ranks, and their common figures."""
+    """Ranks that have the same figures, and the figures."""
 
 
 def findings(report: Report) -> list[RunFinding]:
-    """All findings of a run, warnings first; ranks with the same finding share one entry."""
+    """Return all findings of a run, warnings first; ranks with the same finding share an entry."""
     details_of: dict[Finding, dict[str, list[int]]] = {}
     for rank in report.ranks:
         for check in CHECKS:
@@ -60,7 +60,7 @@ def findings(report: Report) -> list[RunFinding]:
 
 
 def next_step(report: Report) -> str:
-    """The next thing to try: the cure of the first problem, or a use of the freed memory."""
+    """Return the next thing to try: the fix for the first problem, or a use of freed memory."""
     for finding, _ in findings(report):
         if finding.severity == "warning":
             return f"{finding.message}. {finding.cure}".removesuffix(". ")
@@ -94,7 +94,7 @@ def _note(message: str, detail: str, cure: str) -> Observation:
 
 def _warnings(rank: RankReport) -> Iterator[Observation]:
     for text, count in rank.warnings.items():
-        # Warnings name their rank, and the page does too.
+        # The page already names the rank.
         plain = re.sub(rf"^rank {rank.rank}: ", "", text)
         times = f"{count} times" if count > 1 else ""
         yield _problem(plain, times, "")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The table of groups: the bytes of each, when it moves, and where its copies are late."""
+"""The table of groups: their bytes, when they are copied, and which copies are late."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell's text, and its sort key if that differs from the text."""
+    """A cell's text, and its sort key if different."""
 
     text: str
     order: Optional[float] = None
 
 
 class GroupTable(NamedTuple):
-    """A rank's groups, in the order of their start."""
+    """A rank's groups, in start order."""
 
     columns: list[Column]
     rows: list[list[Cell]]
     states: list[str]
     """For each row, 'moves' or 'stays'."""
     waits: list[bool]
-    """For each row, whether compute waits for its copies (predicted or measured) or one was late.
-    """
+    """For each row, whether compute waits for its copies (predicted or measured) or one starts
+    late."""
 
 
 EMPTY = Cell("")
 
 
 def group_table(iteration: Iteration, rank: RankReport) -> GroupTable:
-    """One row for each group of the iteration. Empty columns are left out."""
+    """Return the iteration's groups, one per row, without empty columns."""
     groups = iteration.plan.groups
     figures = _Figures(iteration, rank)
     rows = [figures.row(group) for group in groups]
@@ -81,7 +81,7 @@ def _columns(unit: str) -> list[Column]:
 
 
 class _Figures:
-    """Values of the rows, by group."""
+    """Builds the row of each group."""
 
     def __init__(self, iteration: Iteration, rank: RankReport) -> None:
         self._trace = iteration.plan.trace
@@ -97,7 +97,7 @@ class _Figures:
         self._num_late = rank.late_groups
 
     def lateness(self, key: GroupKey) -> tuple[float, float, float, int]:
-        """Predicted waits for the copy out and back, measured wait (all in ms), late starts."""
+        """Return predicted waits for the offload and reload, measured wait (ms), late starts."""
         return (
             self._late_out.get(key, 0.0),
             self._late_back.get(key, 0.0),
@@ -106,7 +106,7 @@ class _Figures:
         )
 
     def row(self, group: GroupPlan) -> list[Cell]:
-        """The cells of a group, in the order of the columns."""
+        """Return the cells of a group, in column order."""
         key = group.key
         layer, micro_batch, chunk = self._places[key]
         nbytes = group.moved_nbytes if group.moves else self._trace.group_nbytes(key)
@@ -136,7 +136,7 @@ class _Figures:
 
 
 def _places(plan: Plan) -> dict[GroupKey, tuple[int, int, int]]:
-    """Layer, micro-batch and chunk of each group, counted as the engine does."""
+    """Return the layer, micro-batch and chunk of each group, counted as the engine does."""
     pass_stage: dict[int, int] = {}
     for group in sorted(plan.trace.groups, key=lambda group: group.key):
         pass_stage.setdefault(group.key.chunk_pass, group.vp_stage)
@@ -156,7 +156,7 @@ def _places(plan: Plan) -> dict[GroupKey, tuple[int, int, int]]:
 
 
 def _late(iteration: Iteration) -> tuple[dict[GroupKey, float], dict[GroupKey, float]]:
-    """How long compute is predicted to wait for each group's copy out and copy back."""
+    """Return how long compute is predicted to wait for each group's offload and reload."""
     out: dict[GroupKey, float] = defaultdict(float)
     back: dict[GroupKey, float] = defaultdict(float)
     if iteration.is_predicted:

@@ -2,7 +2,7 @@
 
 """One rank's iteration over time, as predicted for its plan and as measured.
 
-Charts and tables read it; its predictions are ``simulate``'s.
+Charts and tables are built from it; predictions come from ``simulate``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron.slipstream.plan.trace import (
 from megatron.slipstream.plan.walk import Simulation, Span, simulate
 
 AT_ONCE_GB_PER_S = 1e18
-"""A bandwidth at which copies take no time, for traces without one."""
+"""Bandwidth at which copies take no time, for traces without a bandwidth."""
 
 
 class Bar(NamedTuple):
-    """Something that takes time: computation after a step, a copy, or a wait."""
+    """An interval: computation after a step, a copy, or a wait."""
 
     start: float
     end: float
@@ -51,9 +51,9 @@ class Lane:
     name: str
     bars: tuple[Bar, ...]
     waits: tuple[Bar, ...] = ()
-    """The stalls of compute, named by the copy that it waited for."""
+    """Stalls of compute, named by the copy that it waited for."""
     are_windows: bool = False
-    """Whether the bars are the time available to copies, whose durations are unknown."""
+    """Whether bars are the time available to copies, because their durations are unknown."""
 
 
 class Pass(NamedTuple):
@@ -66,14 +66,14 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Iteration:
-    """A plan's iteration.
+    """An iteration of a plan.
 
     Args:
         plan: The plan.
-        simulation: Simulation of the plan, maybe with other times: see :func:`iteration_of`.
+        simulation: Simulation of the plan, possibly with other times: see :func:`iteration_of`.
         unit: Unit of all times.
-        measured: Compute in an iteration that followed the plan, if it was timed.
-        peak_bytes: Device memory measured for each step, if it was.
+        measured: Measured compute of an iteration that followed the plan, if it was timed.
+        peak_bytes: Measured device memory for each step; empty if not measured.
     """
 
     plan: Plan
@@ -91,7 +91,7 @@ class Iteration:
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """The rows of the timeline: measured, then predicted."""
+        """Rows of the timeline: measured, then predicted."""
         names = QUEUE_NAMES
         if not self.is_predicted:
             out, back = self._windows(ActionKind.D2H), self._windows(ActionKind.H2D)
@@ -120,7 +120,7 @@ class Iteration:
 
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
-        """The passes in the order of the compute queue."""
+        """The passes, in the order of the compute queue."""
         spans = [span for span in self.simulation.spans if span.queue is Queue.COMPUTE]
         found = []
         for name, group in itertools.groupby(spans, _pass_of):
@@ -144,7 +144,7 @@ class Iteration:
                 yield _bar(span)
 
     def _windows(self, kind: ActionKind) -> tuple[Bar, ...]:
-        """For each copy, the time from its earliest start to its latest end."""
+        """Return, for each copy, the window from its earliest start to its latest end."""
         starts = self.step_starts
         bars = []
         for group in self.plan.groups:
@@ -158,14 +158,14 @@ class Iteration:
 
 
 def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
-    """A rank's iteration from its plan and its measurements.
+    """Return a rank's iteration from its plan and measurements.
 
     A trace without times is drawn with the rank's measured times, or with evenly spaced marks;
-    copies are then windows that follow from the plan.
+    copies are then drawn as windows derived from the plan.
 
     Args:
         plan: The rank's plan.
-        rank: The measurements. Those that do not match the plan's steps are left out.
+        rank: The measurements; those that do not match the plan's steps are ignored.
     """
     trace = plan.trace
     num_steps = len(trace.steps)
@@ -190,7 +190,7 @@ def iteration_of(plan: Plan, rank: RankReport) -> Iteration:
 
 
 def _pass_of(span: Span) -> str:
-    """The name of the pass that computation belongs to: F or B with its number."""
+    """Return the name of the pass that a span belongs to: F or B and its number."""
     is_backward = span.cause.kind in KINDS_OF_BACKWARD
     return f"{'B' if is_backward else 'F'}{span.cause.key.chunk_pass}"
 
@@ -200,7 +200,7 @@ def _bar(span: Span) -> Bar:
 
 
 def _measured(plan: Plan, step_ms: Sequence[float], stall_ms: Sequence[float]) -> Lane:
-    """Measured compute. A wait is drawn at the start of its step, since its position is unknown."""
+    """Return measured compute, with each wait at its step's start since its position is unknown."""
     bars, waits = [], []
     now = 0.0
     for step, ms, waited_ms in zip(plan.trace.steps, step_ms, stall_ms, strict=True):
@@ -212,7 +212,7 @@ def _measured(plan: Plan, step_ms: Sequence[float], stall_ms: Sequence[float]) -
 
 
 def waits_by_group(lane: Optional[Lane]) -> dict[GroupKey, float]:
-    """Time that compute waited at the steps and for the copies of each group."""
+    """Return how long compute waited at each group's steps or for its copies."""
     found: dict[GroupKey, float] = {}
     for wait in lane.waits if lane is not None else ():
         found[wait.cause.key] = found.get(wait.cause.key, 0.0) + wait.end - wait.start
@@ -220,5 +220,5 @@ def waits_by_group(lane: Optional[Lane]) -> dict[GroupKey, float]:
 
 
 def is_between_groups(bar: Bar) -> bool:
-    """Whether a bar belongs neither to a group nor to the output layer."""
+    """Return whether a bar belongs neither to a group nor to the output layer."""
     return bar.cause.kind in KINDS_BETWEEN_GROUPS

@@ -82,7 +82,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> None:
     """Show the text, or write the page."""
-    # Imported here so that `slipstream --help` answers at once.
+    # Imported here to keep `slipstream --help` fast.
     from megatron.slipstream.fine_grained_activation_offload.report import Report
     from megatron.slipstream.report_page.findings import next_step
 
@@ -125,7 +125,7 @@ def _load(path: Path) -> Report:
 
 
 def _refuse_repeated(paths: Sequence[Path], reports: Sequence[Report]) -> None:
-    """Refuse two reports of one rank, which sums over ranks would count twice."""
+    """Reject two reports of the same rank, which sums over ranks would count twice."""
     found: dict[int, Path] = {}
     for path, report in zip(paths, reports, strict=True):
         for rank in report.ranks:
@@ -172,7 +172,7 @@ def _only_rank(path: Path, report: Report) -> RankReport:
 
 
 def _plan(rank: RankReport, path: Path, is_plan: bool) -> Plan:
-    """The plan of a file; for a trace, the plan that the rank made from it."""
+    """Load the plan from a file; for a trace, rebuild the rank's plan from it."""
     from megatron.slipstream.plan.build import build_plan
     from megatron.slipstream.plan.candidates import PolicyOptions
     from megatron.slipstream.plan.check import check_plan

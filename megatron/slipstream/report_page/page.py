@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""A run's report as one self-contained HTML file.
+"""Renders a run's report as a self-contained HTML file.
 
 [Note: Nothing in the page is trusted]
 Names of modules, warnings and options come from models, users and files. The template escapes all
 of them (jinja2 with autoescape), data for the script is JSON with every ``<`` escaped, and the
-script writes text only. In addition, the page's content security policy allows only its own style
-and script, by their hashes: the page makes no request, and injected code would not run.
+script only writes text. In addition, the page's content security policy allows only its own style
+and script, by hash: the page makes no requests, and injected code would not run.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from megatron.slipstream.report_page.summary import (
 GRID_WIDTH = 64
 MAX_GRID_ROWS = 200
 MAX_FINDINGS_SHOWN = 8
-"""Number of findings that are shown; the others are collapsed."""
+"""Number of findings shown; the rest are collapsed."""
 MAX_DETAILS_SHOWN = 8
-"""Number of details of a finding that are shown; the others are counted."""
+"""Number of details shown per finding; the rest are only counted."""
 
 
 class _RankView(NamedTuple):
-    """One rank, for the template."""
+    """A rank's data for the template."""
 
     report: RankReport
     remark: str
@@ -72,14 +72,14 @@ def render_page(
     progress: Optional[Callable[[int, int], None]] = None,
     is_plan: bool = False,
 ) -> str:
-    """The page as HTML.
+    """Render the page as HTML.
 
     Args:
         report: Report of one or more ranks.
         plans: The plan of each rank, for its timeline, memory curve and table of groups. A rank
             without a plan has none of these.
-        progress: Called before each rank, and at the end, with the number of ranks that are done
-            and the number of all ranks.
+        progress: Called before each rank and at the end with the number of finished ranks and the
+            total.
         is_plan: Whether this is the page of a plan that has not run.
 
     Raises:
@@ -120,7 +120,7 @@ def render_page(
 
 
 def render_plan_page(plan: Plan, simulation: Simulation) -> str:
-    """The page of a plan: the same charts and groups, without measurements.
+    """Render the page of a plan: the same charts and groups, without measurements.
 
     Args:
         plan: The plan.
@@ -158,7 +158,7 @@ def save_page(
 
     Raises:
         ValueError: A plan's times or bandwidth are invalid.
-        OSError: It cannot be written.
+        OSError: The page cannot be written.
     """
     write_whole(path, render_page(report, plans, progress).encode())
 
@@ -199,7 +199,7 @@ def _subtitle(report: Report) -> list[str]:
 
 
 def _policy(style: str, script: str) -> str:
-    """The content security policy: see [Note: Nothing in the page is trusted]."""
+    """Return the content security policy; see [Note: Nothing in the page is trusted]."""
     return (
         f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"

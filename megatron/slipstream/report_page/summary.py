@@ -35,7 +35,7 @@ class RankCell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An option or a version: one value, or one for each rank where they differ."""
+    """An option or a version: one value, or several if ranks differ."""
 
     name: str
     values: list[tuple[str, str]]
@@ -43,12 +43,12 @@ class Row(NamedTuple):
 
 
 def format_ms(ms: float) -> str:
-    """A time in milliseconds, or in seconds from 10 s."""
+    """Format a time in milliseconds, or in seconds from 10 s on."""
     return f"{ms / 1e3:.1f} s" if ms >= 10_000 else f"{ms:.1f} ms"
 
 
 def cards(report: Report) -> list[Card]:
-    """The results of all ranks together."""
+    """Return the results of all ranks together."""
     ranks = report.ranks
     return [_memory_card(ranks), _time_card(ranks), _moved_card(ranks), _host_card(ranks)]
 
@@ -141,7 +141,7 @@ class _RankColumn(NamedTuple):
     value: Callable[[RankReport], float]
     show: Callable[[float], str]
     is_by_stage: bool
-    """Whether it differs between pipeline stages, so that only ranks of a stage are compared."""
+    """Whether it varies by pipeline stage, so that only ranks of the same stage are compared."""
 
 
 def _share_saved(rank: RankReport) -> float:
@@ -169,7 +169,7 @@ _COLUMNS = (
 
 
 def rank_table(report: Report) -> tuple[list[str], list[Stage]]:
-    """A row for each rank, by pipeline stage; empty columns are left out."""
+    """Return column titles and a row per rank, by pipeline stage, without empty columns."""
     columns = [column for column in _COLUMNS if any(map(column.value, report.ranks))]
     medians = [statistics.median_low(map(column.value, report.ranks)) for column in columns]
     by_stage: dict[int, list[RankReport]] = {}
@@ -189,7 +189,7 @@ def rank_table(report: Report) -> tuple[list[str], list[Stage]]:
 
 
 def rank_differences(report: Report) -> list[str]:
-    """One line for each set of ranks that differ from the median, with the columns."""
+    """Return a line for each set of ranks that differ from the median, naming the columns."""
     heads, stages = rank_table(report)
     rows = sorted(row for stage in stages for row in stage.rows)
     found: dict[tuple[str, str], list[str]] = {}
@@ -216,7 +216,7 @@ def _rank_cell(column: _RankColumn, rank: RankReport, median: float) -> RankCell
 
 
 def differing_rows(report: Report, of_rank: Callable[[RankReport], dict[str, Any]]) -> list[Row]:
-    """A row for each name that any rank has, with one value if the ranks agree."""
+    """Return a row for each name that any rank has, with one value if the ranks agree."""
     names = dict.fromkeys(name for rank in report.ranks for name in of_rank(rank))
     rows = []
     for name in names:
@@ -237,7 +237,7 @@ def _plain(value: Any) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Text such as 'ranks 0, 2, 5 to 7'."""
+    """Format ranks as text such as 'ranks 0, 2, 5 to 7'."""
     parts: list[str] = []
     # Within a run of consecutive numbers, number minus index is constant.
     for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
