@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Gradients that the parameters of a process's models hold as ``grad``.
+"""Count the gradients that parameters hold as ``grad``.
 
 megatron-core's data parallelism keeps gradients in preallocated buffers, so ``grad`` is almost
 always None.
@@ -22,7 +22,7 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
 
     def count(self) -> int:
-        """Bytes of the parameters' current gradients."""
+        """Return the size of the parameters' current gradients in bytes."""
         gradients = (parameter.grad for parameter in self._parameters())
         return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 

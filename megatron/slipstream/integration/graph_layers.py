@@ -1,17 +1,17 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Layers whose activations move inside Transformer Engine's CUDA graphs.
+"""Layers that offload activations inside Transformer Engine's CUDA graphs.
 
 Transformer Engine captures the forward and the backward of each layer as graphs. The layers here
 notify the engine where each graph begins and ends, and replay them on a separate stream, so that
-what follows a graph waits only for its computation and not for its last copies.
+work after a graph waits only for its computation, not for its last copies.
 
 They replace megatron-core's layers in the model's spec:
 
     spec = with_graph_offloading(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
 
-Where a framework builds other layers, ``install()`` is enough: layers get the classes of this
-module when their model is first called with gradients, before anything is captured.
+If a framework builds its own layers, ``install()`` is enough: it gives them the classes of this
+module when their model is first called with gradients, before any capture.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.slipstream.rules import require
 
 
 class GraphOffloadMixin(torch.nn.Module):
-    """Mixin for megatron-core's graphable modules: orders their graphs and the engine's copies."""
+    """Mixin for megatron-core's graphable modules: orders their graphs with the engine's copies."""
 
     config: Any
     layer_number: int
@@ -43,22 +43,22 @@ class GraphOffloadMixin(torch.nn.Module):
         self.take_part(options.get("vp_stage") or 0)
 
     def take_part(self, vp_stage: int) -> None:
-        """Start to notify the engine of captures of this layer.
+        """Set up this layer to notify the engine of its captures.
 
         Args:
             vp_stage: Index of its model chunk.
         """
         self._vp_stage = vp_stage
         self.find_engine: Callable[[], model_router.RoutedManager] | None = None
-        """The engine of the layer's model, set when that is first called with gradients."""
+        """Returns the layer's engine; set when the model is first called with gradients."""
         self._graph_event: Optional[torch.cuda.Event] = None
-        """Recorded in each graph of the layer where only copies remain."""
+        """Recorded in each graph of the layer once only copies remain."""
         compat.unmark_norms_at_graph_edges(self)
 
     def _set_offload_modules(self) -> None:
         super()._set_offload_modules()  # type: ignore[misc]
-        # megatron-core's own records and waits: here they surround the whole layer, in every
-        # release, whatever part of it is captured.
+        # Disable megatron-core's own event records and waits: ours surround the whole layer, in
+        # every release, whichever part of it is captured.
         self.offload_module_in_cuda_graph = False
 
     def _te_cuda_graph_capture(self, *arguments: Any, **options: Any) -> Any:
@@ -77,7 +77,7 @@ class GraphOffloadMixin(torch.nn.Module):
         **options: Any,
     ) -> Any:
         if not manager.store.backend.is_capturing():
-            # Transformer Engine warms its graphs up: copies would be useless.
+            # Transformer Engine is warming up: copies would be useless.
             open_graphs(self)
             with manager.suspended():
                 outputs = capture(*arguments, **options)
@@ -97,8 +97,8 @@ class GraphOffloadMixin(torch.nn.Module):
     def _te_cuda_graph_replay(self, *arguments: Any, **options: Any) -> Any:
         outputs = super()._te_cuda_graph_replay(*arguments, **options)  # type: ignore[misc]
         manager = _engine_of(self)
-        # Copies delayed until the next graph launch (delay_offload_until_cuda_graph): the last
-        # graph has no next one.
+        # Copies may be delayed until the next graph launch (delay_offload_until_cuda_graph): none
+        # follows the last graph.
         if manager is not None and manager.graphs.is_last(self._vp_stage, self.layer_number):
             manager.flush_delayed_groups()
         return outputs
@@ -118,7 +118,7 @@ class GraphOffloadMixin(torch.nn.Module):
 
 
 class GraphOffloadTransformerLayer(GraphOffloadMixin, TransformerLayer):
-    """A ``TransformerLayer`` whose activations also move inside its CUDA graphs."""
+    """A ``TransformerLayer`` that also offloads inside its CUDA graphs."""
 
 
 class GraphOffloadMoETransformerLayer(GraphOffloadMixin, MoETransformerLayer):
@@ -126,10 +126,10 @@ class GraphOffloadMoETransformerLayer(GraphOffloadMixin, MoETransformerLayer):
 
 
 class GraphOffloadMambaMixin(GraphOffloadMixin):
-    """Mixin for ``MambaLayer``: its graphs are replayed in order with those of other layers."""
+    """Mixin for ``MambaLayer``: orders the replay of its graphs with those of other layers."""
 
     def _set_offload_modules(self) -> None:
-        """Do nothing: nothing in it is marked."""
+        """Do nothing: the layer has no offload marks."""
 
 
 class GraphOffloadMambaLayer(GraphOffloadMambaMixin, MambaLayer):
@@ -151,7 +151,7 @@ def with_graph_offloading(spec: Any) -> Any:
 def offload_in_graphs(
     chunk: torch.nn.Module, find_engine: Callable[[], model_router.RoutedManager]
 ) -> list[Callable[[], None]]:
-    """Make the layers of a model chunk offload inside their graphs, whoever built them.
+    """Make the layers of a model chunk offload inside their graphs, whichever framework built them.
 
     Each layer gets a class derived from its own.
 
@@ -160,7 +160,7 @@ def offload_in_graphs(
         find_engine: Returns the engine of its model.
 
     Returns:
-        Functions that undo it.
+        Functions that undo the change.
     """
     stage = getattr(chunk, "vp_stage", None) or 0
     undo: list[Callable[[], None]] = []
@@ -183,7 +183,7 @@ _MARKS = ("offload_attn_norm", "offload_mlp_norm", "offload_module_in_cuda_graph
 
 
 def _take_part(layer: Any, stage: int) -> list[Callable[[], None]]:
-    """Change one layer. Returns functions that undo it."""
+    """Convert one layer; return functions that undo it."""
     marks = {name: vars(layer)[name] for name in _MARKS if name in vars(layer)}
     is_mamba = isinstance(layer, MambaLayer)
     sets_marks = hasattr(layer, "_set_offload_modules")  # from 0.19 on
@@ -197,15 +197,15 @@ def _take_part(layer: Any, stage: int) -> list[Callable[[], None]]:
 def open_graphs(
     layer: Any, num_sets: Optional[Sequence[int]] = None
 ) -> Optional[model_router.RoutedManager]:
-    """Prepare the engine for the capture of graphs; does nothing if it is prepared.
+    """Prepare the engine for graph capture; do nothing if it is already prepared.
 
     Args:
         layer: A layer of the model.
-        num_sets: The number of sets of graphs of each model chunk, which micro-batches use in turn;
-            None: each micro-batch has graphs of its own.
+        num_sets: Number of sets of graphs of each model chunk, which micro-batches use in turn.
+            None: each micro-batch has its own graphs.
 
     Returns:
-        The engine of the model; None without one.
+        The engine of the model, or None if it has none.
 
     Raises:
         ValueError: The installed packages cannot capture copies.
@@ -218,7 +218,7 @@ def open_graphs(
 
 
 def _engine_of(layer: Any) -> Optional[model_router.RoutedManager]:
-    """The engine of the layer's model; None without one."""
+    """Return the engine of the layer's model, or None if it has none."""
     if not layer.config.fine_grained_activation_offloading:
         return None
     current = model_router.installed()
@@ -227,7 +227,7 @@ def _engine_of(layer: Any) -> Optional[model_router.RoutedManager]:
 
 
 class _BackwardGraph(torch.autograd.Function):
-    """Identity whose backward is the first in the layer's backward graph."""
+    """Identity whose backward is the first operation in the layer's backward graph."""
 
     @staticmethod
     def forward(
@@ -244,7 +244,7 @@ class _BackwardGraph(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         graphs, graphed, record = ctx.captured
         graphs.begin_backward(graphed)
-        # After the last backward operation is captured, whichever it is.
+        # Runs after the last backward operation is captured, whichever it is.
         torch.autograd.Variable._execution_engine.queue_callback(
             lambda: graphs.end_backward(record)
         )
@@ -257,9 +257,9 @@ def _mark_backward(
     graphed: GraphedLayer,
     record: Any,
 ) -> tuple[Any, ...]:
-    """Mark the beginning of backward on the first output with a gradient.
+    """Mark the beginning of backward on the first output that requires a gradient.
 
-    Its node is created last, so autograd runs it first of all ready nodes.
+    Its node is created last, so autograd runs it before all other ready nodes.
     """
     for index, output in enumerate(outputs):
         if torch.is_tensor(output) and output.requires_grad:

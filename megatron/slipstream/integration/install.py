@@ -4,7 +4,7 @@
 
 megatron-core sends every mark of its layers to the object in the class attribute
 ``PipelineOffloadManager.OFFLOAD_MGR``. :func:`install` sets it to our engine, so every model, flag
-and framework with ``fine_grained_activation_offloading`` uses it. :mod:`compat` has the differences
+and framework with ``fine_grained_activation_offloading`` uses it. :mod:`compat` handles differences
 between releases; :mod:`model_router` gives each of several models its own engine.
 """
 
@@ -44,13 +44,13 @@ logger = logging.getLogger(__name__)
 
 FLAG = "CPUOffloadEnabled"
 WITHOUT_WEIGHTS = frozenset(("core_attn", "moe_act"))
-"""Modules in which :data:`FLAG` only makes Transformer Engine mark tensors; no code reads that."""
+"""Modules in which :data:`FLAG` only makes Transformer Engine set marks that no code reads."""
 
 _FEATURES = (
     *(Feature.ENGINE, Feature.ENGINE_ON_GPU, Feature.CHECKPOINT_INPUTS),
     *(Feature.MODEL_CALLS, Feature.SYNC_FREE_DISPATCH),
 )
-"""Features that :func:`uninstall` undoes. The others belong to a model or a training."""
+"""Features that :func:`uninstall` undoes. The others belong to a model or a training run."""
 
 
 def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
@@ -59,15 +59,15 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
     Call it before the first training step; calling it again with the same config changes nothing.
 
     Args:
-        config: Slipstream's own settings; None for those of the file that the environment variable
-            ``SLIPSTREAM_CONFIG`` names, or the defaults.
+        config: Slipstream's own settings. None: those of the file that the environment variable
+            ``SLIPSTREAM_CONFIG`` names, else the defaults.
 
     Returns:
         The engine. If the process trains several models, it is the first model's; each other model
         gets its own.
 
     Raises:
-        ValueError: ``config`` is of another type, its ``offload_engine`` is 'megatron', its backend
+        ValueError: ``config`` has the wrong type, its ``offload_engine`` is 'megatron', its backend
             is not available, or the file cannot be used.
     """
     is_given = config is not None
@@ -106,13 +106,13 @@ def install(config: Optional[OffloadConfig] = None) -> PipelineOffloadManager:
 def _prepare_chunk(
     chunk: torch.nn.Module, find_engine: Callable[[], model_router.RoutedManager]
 ) -> list[Callable[[], None]]:
-    """Prepare a model chunk before it runs. Returns functions that undo it."""
+    """Prepare a model chunk before it runs; return functions that undo it."""
     if not moves_in_layer_graphs(chunk.config):
         return []
     from megatron.slipstream.integration.graph_layers import offload_in_graphs
     from megatron.slipstream.integration.packed_layer_graphs import take_packed_sequences
 
-    # Only layers of a decoder are captured.
+    # Only decoder layers are captured.
     undo = take_packed_sequences([chunk]) if hasattr(chunk, "decoder") else []
     return [*undo, *offload_in_graphs(chunk, find_engine)]
 
@@ -135,15 +135,14 @@ def install_at_first_call(
 ) -> None:
     """Call :func:`install` when a model with offloading is first called.
 
-    For code that also runs in processes without a model, and before a process has selected its
-    GPU.
+    For code that also runs in processes without a model, and before a process selects its GPU.
 
     Args:
         config: As for :func:`install`.
-        before: Called right before; its exceptions end that call.
+        before: Called right before; its exceptions propagate from that call.
 
     Raises:
-        ValueError: ``config`` is of another type.
+        ValueError: ``config`` has the wrong type.
     """
     if config is not None:
         check_is_config(config)
@@ -169,7 +168,7 @@ def uninstall() -> None:
 
 
 def installed() -> Optional[model_router.RoutedManager]:
-    """The engine of the model that was trained last, if :func:`install` has been called."""
+    """Return the engine of the model trained last; None before :func:`install` is called."""
     return model_router.installed()
 
 
@@ -179,7 +178,7 @@ def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     Needed only if a process trains several models; their chunks are otherwise assigned when first
     called. For megatron's ``ModelConfig.pre_wrap_hooks`` and Megatron-Bridge's
     ``register_pre_wrap_hook``. Calls :func:`install` if needed. Models whose configuration does not
-    ask for offloading are left alone.
+    enable offloading are ignored.
 
     Args:
         model_chunks: All chunks of the model on this rank, wrapped or not.
@@ -212,14 +211,14 @@ def bind(model_chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Context without offloading. Not needed for passes without gradients, which never offload."""
+    """Suspend offloading. Not needed for passes without gradients, which never offload."""
     manager = installed()
     with contextlib.nullcontext() if manager is None else manager.suspended():
         yield
 
 
 def report(model: Optional[torch.nn.Module] = None) -> Report:
-    """This rank's figures of its last complete iteration.
+    """Return this rank's figures for its last complete iteration.
 
     Args:
         model: A chunk of the model, wrapped or not; None for the model trained last.
@@ -243,7 +242,7 @@ def save_trace(path: str) -> None:
 
     Raises:
         RuntimeError: :func:`install` has not been called, or no iteration has been recorded.
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     manager = installed()
     if manager is None or manager.plan is None:
@@ -252,7 +251,7 @@ def save_trace(path: str) -> None:
 
 
 def plans() -> dict[int, Plan]:
-    """This rank's plan by rank, for the report's page; empty before one has been recorded."""
+    """Return ``{rank: plan}`` of this rank, for the report page; empty before it is recorded."""
     manager = installed()
     if manager is None or manager.plan is None:
         return {}
@@ -260,7 +259,7 @@ def plans() -> dict[int, Plan]:
 
 
 def gather_report() -> Report:
-    """Every rank's figures. A collective: all ranks of the default process group call it."""
+    """Return every rank's figures. A collective over the default process group."""
     mine = report()
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return mine
@@ -270,9 +269,9 @@ def gather_report() -> Report:
 
 
 def _region_flag() -> Optional[RegionFlag]:
-    """Transformer Engine's flag that tensors saved by its modules may move; None without one.
+    """Return Transformer Engine's flag that lets its modules' saved tensors move, or None.
 
-    Its modules then keep weights (and their ``main_grad``) by reference instead of saving them, and
+    If set, modules keep weights (and their ``main_grad``) by reference instead of saving them, and
     allocate each expert's input separately instead of as one block.
     """
     try:

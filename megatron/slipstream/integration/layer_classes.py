@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 _classes: dict[tuple[type, type], type] = {}
-"""The derived classes by mixin and the layers' own class."""
+"""Derived classes, keyed by mixin and the layers' own class."""
 
 
 def convert(layer: Any, mixin: type) -> Callable[[], None]:
-    """Put ``mixin`` before the class of one layer.
+    """Derive the class of one layer from ``mixin`` and its own class.
 
     Args:
         layer: A module.

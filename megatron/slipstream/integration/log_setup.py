@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Logging of the library to stderr."""
+"""Log the library's messages to stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 
 
 def log_to_stderr() -> None:
-    """Show our messages from INFO on; the root logger and its level are unchanged."""
+    """Show our messages at INFO and above; leave the root logger and its level unchanged."""
     package = logging.getLogger("megatron.slipstream")
     if not any(isinstance(handler, logging.StreamHandler) for handler in package.handlers):
         handler = logging.StreamHandler()

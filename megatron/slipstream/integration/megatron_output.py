@@ -2,8 +2,8 @@
 
 """Redirect megatron's prints, logs and warnings during training to a file.
 
-Of 1,250 lines for 20 iterations, 830 are its arguments. Slipstream's own messages, progress and
-errors go to stderr, which is unchanged.
+Of its 1,250 lines for 20 iterations, 830 list its arguments. Slipstream's own messages, progress
+and errors go to stderr, which is unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
     """Replaces stdout, and captures warnings and logs without a handler.
 
-    Until :meth:`keep` the text is buffered, so a refused command shows one line. Flags are passed
+    Text is buffered until :meth:`keep`, so a refused command shows one line. Flags are taken
     unparsed, because parsing prints.
     """
 
@@ -65,7 +65,7 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
         self._stack.enter_context(contextlib.redirect_stdout(self._stream))
         self._stack.callback(setattr, logging, "lastResort", logging.lastResort)
         logging.lastResort = handler
-        # captureWarnings() would add a handler that drops everything to a logger without one.
+        # If the logger has no handler, captureWarnings() adds one that drops everything.
         of_python = logging.getLogger("py.warnings")
         of_python.addHandler(handler)
         self._stack.callback(of_python.removeHandler, handler)
@@ -114,9 +114,9 @@ class MegatronOutput(contextlib.AbstractContextManager["MegatronOutput"]):
 
 
 class _Stream(io.TextIOBase):
-    """Writes to the current target: megatron's handlers keep the stream after training.
+    """Writes to a replaceable target, since megatron's handlers keep the stream after training.
 
-    Of equal warnings, as from every layer of every iteration, it writes only the first.
+    Identical warnings, e.g. from every layer of every iteration, are written only once.
     """
 
     def __init__(self, target: TextIO) -> None:
@@ -136,7 +136,7 @@ class _Stream(io.TextIOBase):
         return self.write_as_is(text)
 
     def write_as_is(self, text: str) -> int:
-        """Write also repeated warnings. A full disk does not end training."""
+        """Write text, including repeated warnings. A full disk does not end training."""
         if self._has_failed:
             return len(text)
         try:
@@ -180,7 +180,7 @@ def _appending(path: str) -> Iterator[TextIO]:
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> Optional[str]:
-    """The last value of a flag; None without one."""
+    """Return the last value of a flag, or None."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag, dest="value", nargs="?")
     return parser.parse_known_args(arguments)[0].value

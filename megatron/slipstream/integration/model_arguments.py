@@ -2,8 +2,8 @@
 
 """Derive a model's shape from megatron's flags, for a plan without a GPU.
 
-Megatron parses and validates the flags, so that every default and derived value is the same as in
-training. Models whose sizes a plan cannot know are refused.
+Megatron parses and validates the flags, so every default and derived value is the same as in
+training. Models whose sizes cannot be derived are refused.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def configured_by_flags(
         num_processes: Number of processes of the training; None for the minimum of its model
             parallelism.
         num_micro_batches: Number of micro-batches to plan; None for those of an iteration, or
-            enough of them to show its steady state.
+            fewer if they suffice to show its steady state.
 
     Raises:
         ValueError: Training would refuse the flags on any machine, or they cannot be planned.
@@ -96,7 +96,7 @@ def _config(args: Any) -> Any:
 def _hide_fusions(args: Any) -> dict[str, Any]:
     """Turn off Transformer Engine's kernels if it is not installed; return the old values.
 
-    megatron refuses them then, but the plan is for a machine that has it.
+    megatron refuses them without it, but the plan is for a machine that has it.
     """
     if preflight.is_installed("transformer_engine"):
         return {}
@@ -169,7 +169,7 @@ PLAN_RULES: tuple[Rule, ...] = (
         "set --vocab-size, or --tokenizer-json",
     ),
 )
-"""Additional requirements of a plan on options that training supports."""
+"""Restrictions of a plan on options that training supports."""
 
 
 def _configured(args: Any, config: Any, num_micro_batches: Optional[int]) -> Configured:
@@ -232,7 +232,7 @@ def shape_of_config(config: Any, **training: Any) -> ModelShape:
 
     Args:
         config: The configuration.
-        training: Fields of :class:`ModelShape` that it lacks or that override its values.
+        training: Fields of :class:`ModelShape` that ``config`` lacks, or that override its values.
     """
     fields: dict[str, Any] = {
         **{name: getattr(config, name) for name in _SAME_NAMES},

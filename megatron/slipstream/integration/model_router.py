@@ -4,15 +4,15 @@
 
 [Note: Which model a mark belongs to]
 megatron-core holds one engine, and its marks do not identify the model. With one engine for two
-models (a policy and its critic), each switch between them would depart from the plan, and a
+models (a policy and its critic), each switch between them would deviate from the plan, and a
 schedule that ran a reference model would end the iteration of the trained one. So each model has
 its own engine, and megatron-core holds that of the model whose chunk was last called with
 gradients. A patch of ``LanguageModule.__call__`` observes the calls: every GPT and hybrid model is
-entered there, whatever its ``forward``. A call without gradients changes nothing.
+called through it, whatever its ``forward``. A call without gradients changes nothing.
 
 [Note: Models with a forward of their own]
 megatron-core's ``forward`` first announces the pass to the engine. A replacement (mcore-bridge's
-models, verl's fused kernels) does not, so nothing would move. So the pass begins where the chunk is
+models, verl's fused kernels) does not, so nothing would move. So the pass begins when the chunk is
 called, and a later announcement by ``forward`` is ignored.
 """
 
@@ -44,7 +44,7 @@ _PrepareChunk = Callable[[torch.nn.Module], list[Callable[[], None]]]
 
 
 class RoutedManager(PipelineOffloadManager):
-    """The engine of one of several models; ``router`` has the others."""
+    """The engine of one of several models; ``router`` holds the others."""
 
     def __init__(self, router: Router, *arguments: Any) -> None:
         self.router = router
@@ -54,7 +54,7 @@ class RoutedManager(PipelineOffloadManager):
 
     @property
     def do_offload(self) -> bool:
-        """False while offloading is suspended, of all models of the process."""
+        """False while offloading is suspended, for all models of the process."""
         return self.router.is_on
 
     @do_offload.setter
@@ -65,7 +65,7 @@ class RoutedManager(PipelineOffloadManager):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context without offloading, for all models of the process."""
+        """Suspend offloading for all models of the process."""
         before = self.do_offload
         self.disable_offload()
         try:
@@ -81,13 +81,13 @@ class RoutedManager(PipelineOffloadManager):
             super().init_model_chunk_offload_handler(*arguments, **options)
 
     def reset(self, **options: Any) -> None:
-        """Call at the end of a schedule: ends the iteration of the model that it ran."""
+        """End the iteration of the model that a schedule ran; called when the schedule ends."""
         for manager in self.router.ended_by_schedule(self):
             super(RoutedManager, manager).reset(**options)
 
     @property
     def num_steps(self) -> int:
-        """Marks passed since the last iteration ended."""
+        """Number of marks passed since the last iteration ended."""
         return self._now.num_steps
 
     @property
@@ -108,7 +108,7 @@ class _Model:
     def add(
         self, chunk: torch.nn.Module, copies_beside_compute: bool, prepare: _PrepareChunk
     ) -> None:
-        """Add a chunk of this model; if ``copies_beside_compute``, its host may run ahead."""
+        """Add a chunk; if ``copies_beside_compute``, let the host run ahead of its exchanges."""
         self._chunks.append(weakref.ref(chunk))
         if copies_beside_compute:
             self._undo.append(disable_p2p_host_sync(chunk))
@@ -135,7 +135,7 @@ class _Model:
         return [chunk for chunk in (reference() for reference in self._chunks) if chunk is not None]
 
     def can_add(self, chunk: Any) -> bool:
-        """Whether ``chunk`` can be one of its virtual pipeline stages."""
+        """Whether ``chunk`` can be another virtual pipeline stage of this model."""
         return all(
             _num_stages(other) == _num_stages(chunk) and _stage(other) != _stage(chunk)
             for other in self.chunks
@@ -159,7 +159,7 @@ class Router:
         self._steps_before: dict[RoutedManager, int] = {}
         """Mark count of each engine when a chunk was last called."""
         self.begins_pass = True
-        """False if a model's announcement of a pass is ignored."""
+        """False while a model's announcement of a pass is ignored."""
         self.default = make_manager(self)
         """The engine of the first model."""
         self.default.store.backend.gradients = Gradients(lambda: self.chunks)
@@ -167,8 +167,8 @@ class Router:
 
     @property
     def is_training(self) -> bool:
-        """Whether a forward runs that backward may follow."""
-        # Inside a graph task a forward is a recomputation.
+        """Whether the current forward may be followed by backward."""
+        # A forward inside an autograd graph task is a recomputation.
         is_recomputed = torch._C._current_graph_task_id() != -1
         return self.is_on and torch.is_grad_enabled() and not is_recomputed
 
@@ -292,7 +292,7 @@ class Router:
         for model in self._models:
             model.remove_hooks()
 
-    # The life of models.
+    # Lifetime of models.
 
     def _new_manager(self) -> RoutedManager:
         self._drop_dead_models()
@@ -304,11 +304,11 @@ class Router:
         return manager
 
     def _share_host_memory(self, managers: Sequence[RoutedManager]) -> None:
-        """Limit the host memory of all engines together to that of a single one."""
+        """Limit the total host memory of all engines to that of a single one."""
         if self._limit_bytes is None:
             return
         pools = [manager.store.host_pool for manager in managers]
-        # Pinned memory stays pinned, and an engine that was refused more must not ask again.
+        # Pinned memory stays pinned, and an engine that was refused memory must not ask again.
         pools.sort(key=lambda pool: (not pool.was_refused, -pool.allocated_bytes))
         left_bytes = self._limit_bytes
         for index, pool in enumerate(pools):
@@ -328,7 +328,7 @@ class Router:
 
 @contextlib.contextmanager
 def marks_go_to(engine: PipelineOffloadManager) -> Iterator[None]:
-    """Context of a capture: marks of layers go to this engine."""
+    """Send the marks of layers to this engine during a capture."""
     seam = mcore_offload.PipelineOffloadManager
     before, seam.OFFLOAD_MGR = seam.OFFLOAD_MGR, engine
     try:
@@ -338,7 +338,7 @@ def marks_go_to(engine: PipelineOffloadManager) -> Iterator[None]:
 
 
 def installed() -> Optional[RoutedManager]:
-    """The engine of the model that was trained last, if there is one."""
+    """Return the engine of the model trained last, or None."""
     current = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
     return current if isinstance(current, RoutedManager) else None
 

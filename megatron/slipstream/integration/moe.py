@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Expert layers whose flex dispatcher does not make the host wait, for models built from a spec.
+"""Expert layers whose flex dispatcher does not block the host, for models built from a spec.
 
 ``install()`` and ``./run train`` do not need them: they patch the dispatcher's class.
 """
@@ -17,7 +17,7 @@ from megatron.slipstream.patches.multihot_map import indices_to_multihot
 
 
 class SyncFreeMoELayer(MoELayer):
-    """A ``MoELayer`` whose dispatcher converts indices without a host wait."""
+    """A ``MoELayer`` whose dispatcher converts indices without blocking the host."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -28,7 +28,7 @@ class SyncFreeMoELayer(MoELayer):
 
 
 def with_sync_free_dispatch(spec: Any) -> Any:
-    """Return a copy of a layer or block spec with every ``MoELayer`` a :class:`SyncFreeMoELayer`.
+    """Return a copy of a layer or block spec that uses :class:`SyncFreeMoELayer`.
 
     Example:
         spec = with_sync_free_dispatch(get_gpt_decoder_block_spec(config, use_te))

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Progress and record of a training run, from the callbacks of megatron.
+"""Progress display and record of a training run, from megatron's callbacks.
 
 In every schedule these are the forward step, the loss function and the function that finalises
-gradients after the last backward pass. No megatron function is replaced.
+gradients after the last backward pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
-    """Follows one rank's training. Use as a context around ``pretrain``.
+    """Monitors one rank's training. Use it as a context around ``pretrain``.
 
     All forward and backward passes of an iteration lie between :meth:`before_forward` of its first
     micro-batch and the end of :meth:`finalizing`. The memory peak between them, minus the memory
@@ -43,9 +43,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     Args:
         num_iterations: Number of the run's last iteration.
         iteration: Returns the number of the current iteration, from 1; a resumed run starts higher.
-        progress: 'bar' draws a bar on stderr, 'lines' logs a line at intervals, 'none' neither.
-        log_interval: Iterations between two lines.
-        record: Keep per-iteration figures for :meth:`save`: costs a device synchronisation per
+        progress: 'bar' draws a bar on stderr, 'lines' logs lines at intervals, 'none' neither.
+        log_interval: Number of iterations between two lines.
+        record: Keep per-iteration figures for :meth:`save`. Costs a device synchronisation per
             iteration, and resets torch's peak memory statistics.
         bytes_offloaded: Returns the bytes copied to the host in the last complete iteration; None
             without an engine.
@@ -79,12 +79,12 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._log_interval = max(log_interval, 1)
         self._bar = _progress_bar(num_iterations) if progress == "bar" else None
         if backend is None or (backend.name == "cuda") != torch.cuda.is_available():
-            # An engine that emulates a GPU beside a real one does not count the real one's memory.
+            # A backend that emulates a GPU does not count the memory of a real one.
             backend = make_backend("auto")
         self._backend = backend
         self._meter: Optional[DeviceMemoryMeter] = None
         if record and isinstance(self._backend, CpuBackend):
-            # Its count excludes the engine's host buffers, and plans are made from it.
+            # It excludes the engine's host buffers; plans are made from its count.
             self._meter = self._backend.meter = DeviceMemoryMeter()
         self._stack = contextlib.ExitStack()
         self._in_iteration = False
@@ -175,7 +175,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 self.figures["gradients_sha256"] = _digest(self._gradients())
 
     def _settle(self) -> None:
-        """Called when an iteration begins and at the end: the engine has finished the last."""
+        """Complete the last iteration's figures, once the engine has finished that iteration."""
         self._close_evaluation()
         if self._is_settled:
             return
@@ -184,7 +184,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         if self._record and moved is not None:
             self.figures["iterations"][-1]["bytes_offloaded"] = moved
         if self._shows:
-            # Time of the whole iteration with its optimizer step, without a following evaluation.
+            # Time of the whole iteration with its optimizer step, excluding any later evaluation.
             ms = 1e3 * ((self._ended_s or time.perf_counter()) - self._began_s)
             self._show(_figures(self._loss, ms, moved))
 
@@ -196,7 +196,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             logger.info("iteration %d/%d: %s", done, total, ", ".join(figures))
 
     def _close_evaluation(self) -> None:
-        """Called at an evaluation's last micro-batch, else when training continues or ends."""
+        """Record an evaluation's loss, at its last micro-batch or when training goes on or ends."""
         if self._evaluation_losses:
             loss = _mean(self._evaluation_losses)
             self.figures["evaluations"].append({"after_iterations": self._num_done, "loss": loss})
@@ -209,7 +209,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
         Args:
             path: Path of the file.
-            is_end: Training has ended normally, so a digest of the final weights is added.
+            is_end: Whether training has ended normally; if so, add a digest of the final weights.
         """
         self._settle()
         if is_end and self._model is not None:
@@ -235,7 +235,7 @@ def _synchronize() -> None:
 
 
 def _progress_bar(total: int) -> Progress:
-    """Shows iterations, loss and offloaded bytes on stderr."""
+    """Return a bar that shows iterations, loss and offloaded bytes on stderr."""
     from rich import progress
     from rich.console import Console
 
@@ -252,7 +252,7 @@ def _progress_bar(total: int) -> Progress:
 
 
 def _figures(loss: Optional[float], ms: float, bytes_offloaded: Optional[int]) -> list[str]:
-    """Figures of one iteration."""
+    """Format the figures of one iteration."""
     figures = [] if loss is None else [f"loss {loss:.4f}"]
     figures.append(f"{ms:.0f} ms")
     if bytes_offloaded is not None:
@@ -268,7 +268,7 @@ def progress_kind(choice: str, is_logging_rank: bool) -> Literal["bar", "lines",
 
 
 def _mean(losses: list[torch.Tensor]) -> Optional[float]:
-    """Loss per token over micro-batches of ``[summed loss, tokens]``; None without any."""
+    """Return the loss per token over ``[summed loss, tokens]`` of micro-batches; None if empty."""
     if not losses:
         return None
     total, tokens = torch.stack([loss.double() for loss in losses]).sum(dim=0).tolist()
@@ -276,7 +276,7 @@ def _mean(losses: list[torch.Tensor]) -> Optional[float]:
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:
-    """SHA-256 over the bytes of the tensors in order: equal only if they are equal bit by bit."""
+    """Return the SHA-256 of the tensors' bytes in order: equal only for bitwise equal tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -20,9 +20,9 @@ from megatron.slipstream.integration.schedules import chunk_slots
 from megatron.slipstream.rules import require
 
 ONE_SIZE = 0
-"""Key of the only context-parallel size, if it does not change."""
+"""Key of the context-parallel size if it never changes."""
 NUM_WARMUPS = 3
-"""Warm-up passes before the first capture of a size; each other set has one."""
+"""Warm-up passes before a size's first set is captured; each other set has one."""
 
 
 class _Chunk(NamedTuple):
@@ -43,7 +43,7 @@ def capture(helper: Any) -> None:
         helper: megatron-core's ``TECudaGraphHelper``.
 
     Raises:
-        RuntimeError: Another rank could not capture.
+        RuntimeError: The capture failed on another rank.
         ValueError: Transformer Engine is too old.
     """
     require(preflight.check_packed_graphs(preflight.collect()))
@@ -78,7 +78,7 @@ def delete(helper: Any) -> None:
 
 
 def _of_chunks(helper: Any) -> list[list[Any]]:
-    """The layers of each model chunk that have run with packed sequences."""
+    """Return the layers of each model chunk that have run with packed sequences."""
     return [
         [layer for layer in layers if _is_packed(layer)] for layers in helper.callables_per_chunk
     ]
@@ -120,14 +120,14 @@ def _options(config: Any) -> dict[str, Any]:
         "_reuse_graph_input_output_buffers": True,
     }
     if config.gradient_accumulation_fusion:
-        # The gradients that a graph returns are dummies then; real ones must not be shared.
+        # Graphs then return dummy gradients; real ones must not be shared.
         options["clone_param_grads_on_return"] = False
     return options
 
 
 @contextlib.contextmanager
 def _together(bank: Optional[CpSizes], size: int) -> Iterator[None]:
-    """Context of the capture of a size: an error on one rank raises on all."""
+    """Raise on all ranks if one rank fails to capture a size."""
     if bank is None:
         yield
         return
@@ -140,7 +140,7 @@ def _together(bank: Optional[CpSizes], size: int) -> Iterator[None]:
 
 
 def _random_numbers_of(config: Any) -> contextlib.AbstractContextManager[Any]:
-    """Random state for the capture, as in megatron-core's."""
+    """Return the context of the capture's random state, as in megatron-core's capture."""
     return get_cuda_rng_tracker().fork() if config.sequence_parallel else contextlib.nullcontext()
 
 

@@ -9,16 +9,16 @@ offsets, padding mask, rotary table) become static inputs, and everything else i
 [Note: Slots of layer graphs]
 megatron-core captures graphs for each micro-batch of an iteration. Here a model chunk has as many
 sets of graphs as its schedule has micro-batches in flight. Micro-batches go through a chunk in one
-order, forward and backward, so micro-batch ``m`` finds set ``m % number of sets`` free, and any
-number of micro-batches can follow. The graphs of a set share one pool of device memory, which no
-other set uses.
+order, forward and backward, so set ``m % number of sets`` is free for micro-batch ``m``, for any
+number of micro-batches. The graphs of a set share one pool of device memory, which no other set
+uses.
 
 [Note: A bank of layer graphs]
 With dynamic context parallelism a set has graphs for each context-parallel size. They share its
-pool and its static inputs: a set has one micro-batch at a time, of one size, so the graphs of the
-other sizes are idle meanwhile. Ranks of a group wait for one another while a size is warmed up and
-captured, so all sizes are captured on all ranks in one order, from the largest, and after each of
-them the ranks exchange whether it succeeded.
+pool and its static inputs: a set runs one micro-batch at a time, of one size, so the graphs of the
+other sizes are idle. Ranks of a group wait for one another while a size is warmed up and captured,
+so all ranks capture all sizes in the same order, largest first, and exchange after each size
+whether it succeeded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class _Call(NamedTuple):
-    """A layer's arguments other than hidden states, as captured in its graphs of a size."""
+    """A layer's arguments except hidden states, as captured in its graphs for one size."""
 
     arguments: StaticArguments
     match: FastMatch
@@ -65,7 +65,7 @@ class _Call(NamedTuple):
         """Return the tensors of a later call.
 
         Raises:
-            ValueError: The graphs were not captured for it.
+            ValueError: The graphs were not captured for such a call.
         """
         tensors = self.match.tensors(arguments)
         if tensors is not None:
@@ -82,11 +82,11 @@ class _Call(NamedTuple):
 
 
 class PackedLayers:
-    """The layers of a model chunk that take packed sequences in their graphs.
+    """The layers of a model chunk that support packed sequences in their graphs.
 
     Args:
         model: The chunk, without wrappers.
-        sizes: The context-parallel sizes of micro-batches; None if there is one.
+        sizes: The context-parallel sizes of micro-batches; None if there is only one.
     """
 
     def __init__(self, model: torch.nn.Module, sizes: Optional[CpSizes] = None) -> None:
@@ -123,7 +123,7 @@ class PackedLayers:
         return layer in self._learned
 
     def learn(self, layer: Any, hidden: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """Store a layer's arguments in an eager iteration, except its hidden states."""
+        """Store a layer's arguments, except hidden states, from an eager iteration."""
         if options.get("packed_seq_params") is None or layer in self._learned:
             return
         self._hidden = TensorFacts.of(hidden)
@@ -132,7 +132,7 @@ class PackedLayers:
     # Capture
 
     def capture_with(self, helper: Any) -> None:
-        """Capture the graphs of megatron-core's ``TECudaGraphHelper``, of all chunks."""
+        """Capture the graphs of all chunks of megatron-core's ``TECudaGraphHelper``."""
         capture(helper)
 
     def delete_with(self, helper: Any) -> None:
@@ -140,7 +140,7 @@ class PackedLayers:
         delete(helper)
 
     def begin_capture(self, layers: Sequence[torch.nn.Module], pools: Sequence[Any]) -> None:
-        """Allocate the static inputs of all sets, for these layers.
+        """Allocate the static inputs of all sets for these layers.
 
         Args:
             layers: The layers.
@@ -162,7 +162,7 @@ class PackedLayers:
         begin_set: Callable[[int], Mapping[str, Any]],
         make_graphs: Callable[..., Any],
     ) -> None:
-        """Capture the graphs of a size, of all sets.
+        """Capture the graphs of all sets for one size.
 
         Args:
             size: The context-parallel size.
@@ -177,7 +177,7 @@ class PackedLayers:
         for number in range(len(self._static)):
             named = [self._inputs_of(layer, number) for layer in layers]
             for layer, inputs in zip(layers, named, strict=True):
-                # Another size may have left its own here.
+                # Another size may have left its own values here.
                 arguments = self._calls[size][layer].arguments
                 _copy(arguments.tensors, arguments, inputs)
             with self._tables.in_place():
@@ -201,7 +201,7 @@ class PackedLayers:
 
     @property
     def all_graphs(self) -> dict[torch.nn.Module, list[Any]]:
-        """The graphs of each layer, of all sizes and sets."""
+        """The graphs of each layer, for all sizes and sets."""
         found: dict[torch.nn.Module, list[Any]] = {}
         for of_sets in self._graphs.values():
             for of_layers in of_sets:
@@ -216,7 +216,7 @@ class PackedLayers:
         self._tables, self._first = None, None
 
     def _calls_of(self, size: int, layers: Sequence[torch.nn.Module]) -> dict[Any, _Call]:
-        """Return the call of each layer in graphs of a size; equal calls are shared."""
+        """Return the call of each layer in graphs for a size; equal calls are shared."""
         made: list[tuple[StaticArguments, _Call]] = []
         calls = {}
         for layer in layers:
@@ -235,13 +235,13 @@ class PackedLayers:
         return self.sizes.arguments_of(arguments, size)
 
     def _inputs_of(self, layer: torch.nn.Module, number: int) -> Tensors:
-        """The static inputs of a layer in a set, for graphs of the current size."""
+        """Return the static inputs of a layer in a set, for graphs of the current size."""
         call, static = self._calls[self._size][layer].arguments, self._static[number]
         inputs = {}
         for name, tensor in zip(call.names, call.tensors, strict=True):
             key = f"{name} of {self._size}" if tensor.is_floating_point() else name
             if key not in static:
-                # Tables do not change, so layers and sets share the one that was passed.
+                # Tables do not change, so layers and sets share the given one.
                 static[key] = tensor if tensor.is_floating_point() else tensor.clone()
             inputs[_keyword(name)] = static[key]
         return inputs
@@ -251,14 +251,14 @@ class PackedLayers:
         return torch.zeros(facts.shape, dtype=facts.dtype, device=facts.device, requires_grad=True)
 
     def captured_arguments(self, layer: Any, inputs: Tensors) -> dict[str, Any]:
-        """The arguments of a layer that is captured with these static inputs."""
+        """Return the arguments of a layer that is captured with these static inputs."""
         call = self._calls[self._size][layer].arguments
         return call.unflatten([inputs[_keyword(name)] for name in call.names])
 
     # Replay
 
     def load(self, layer: Any, options: Mapping[str, Any]) -> Tensors:
-        """Copy the arguments of a call to the static inputs of its micro-batch's set.
+        """Copy the arguments of a call into the static inputs of its micro-batch's set.
 
         All layers of a pass have the same arguments, so they are copied once.
 
@@ -308,7 +308,7 @@ def _seen_by_graphs(layer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]
     """Return the arguments that the captured part of a layer reads."""
     if layer.captures_attention:
         return options
-    # Attention runs outside of graphs; only routers see more than hidden states.
+    # Attention runs outside of graphs; only routers read more than hidden states.
     mask = options.get("padding_mask")
     return {} if mask is None else {"padding_mask": mask}
 
@@ -324,7 +324,7 @@ def _is_same(left: StaticArguments, right: StaticArguments) -> bool:
 
 
 class PackedGraphMixin(torch.nn.Module):
-    """Mixin for megatron-core's layers: packed sequences in their graphs."""
+    """Mixin for megatron-core's layers that supports packed sequences in their graphs."""
 
     config: Any
     packed: PackedLayers
@@ -340,14 +340,14 @@ class PackedGraphMixin(torch.nn.Module):
         return not parts or "attn" in parts
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Run the layer's own pass; the first ones record what to capture."""
+        """Run the layer's own forward; the first calls record the arguments to capture."""
         if self.training and torch.is_grad_enabled():
             hidden = arguments[0] if arguments else options["hidden_states"]
             self.packed.learn(self, hidden, _without_hidden(options))
         return super().forward(*arguments, **options)
 
     def _should_call_te_cudagraph(self, *arguments: Any, **options: Any) -> bool:
-        # A pass without backward would use a set of graphs of a micro-batch in flight.
+        # A pass without backward would use the graphs of a micro-batch in flight.
         should = super()._should_call_te_cudagraph  # type: ignore[misc]
         return torch.is_grad_enabled() and bool(should(*arguments, **options))
 
@@ -411,7 +411,7 @@ class _CopiedGradient(torch.autograd.Function):
 def _with_hidden(
     arguments: tuple[Any, ...], options: dict[str, Any], change: Callable[..., torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a layer with changed hidden states."""
+    """Return a layer's arguments with ``change`` applied to the hidden states."""
     if arguments:
         return (change(arguments[0]), *arguments[1:]), options
     return arguments, {**options, "hidden_states": change(options["hidden_states"])}
@@ -431,8 +431,8 @@ def with_packed_layer_graphs(
 
     Args:
         chunks: The rank's model chunks, wrapped or not, before their layers are captured.
-        limits: With dynamic context parallelism, the ranks that share micro-batches: graphs of each
-            size are captured, which needs the process groups, a collective of all ranks. None:
+        limits: With dynamic context parallelism, the ranks that share micro-batches; layers are
+            captured for each size, which needs the process groups, a collective of all ranks. None:
             micro-batches have one size.
 
     Returns:
@@ -448,7 +448,7 @@ def with_packed_layer_graphs(
 def take_packed_sequences(
     chunks: Sequence[torch.nn.Module], limits: Optional[RankLimits] = None
 ) -> list[Callable[[], None]]:
-    """As :func:`with_packed_layer_graphs`. Returns functions that undo it."""
+    """Do the same as :func:`with_packed_layer_graphs`; return functions that undo it."""
     table.apply(Feature.PACKED_LAYER_GRAPHS, Feature.FUSED_ROTATION)
     undo: list[Callable[[], None]] = [functools.partial(table.undo, Feature.PACKED_LAYER_GRAPHS)]
     for chunk in chunks:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Packed training in megatron: its datasets, its batches, and the forward pass of a micro-batch.
+"""Packed training in megatron: datasets, batches, and the forward pass of a micro-batch.
 
 For the layout of a batch see ``packed_sequences/batch.py``, [Note: Static packed sequences].
 """
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 # Datasets
 
 _WELL_FILLED = 0.95
-"""Minimum used fraction of a set's tokens without a warning."""
+"""Fraction of a set's tokens in use below which a warning may be logged."""
 
 
 @dataclasses.dataclass
@@ -60,7 +60,7 @@ class PackedDatasetConfig(GPTDatasetConfig):
     """Packing of the validation and test sets, whose batch size may differ; not None."""
 
     packing: str = ""
-    """Both, serialised, to identify a cached index. Computed here."""
+    """Both plans, serialised, to identify a cached index. Computed by ``__post_init__()``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +68,7 @@ class PackedDatasetConfig(GPTDatasetConfig):
         self.packing = json.dumps([dataclasses.asdict(plan) for plan in plans])
 
     def plan(self, split: Split) -> PackingPlan:
-        """How the documents of a split are packed."""
+        """Return the packing plan of a split."""
         plan = self.train_plan if split is Split.train else self.evaluation_plan
         assert plan is not None
         return plan
@@ -172,10 +172,10 @@ class PackedGPTDataset(MegatronDataset):
 
 
 def dataset_config(base: GPTDatasetConfig, args: Any) -> PackedDatasetConfig:
-    """The configuration of packed datasets, from megatron's and the validated arguments.
+    """Return the configuration of packed datasets, from megatron's and the validated arguments.
 
     Raises:
-        ValueError: Packs of several corpora are to be balanced.
+        ValueError: The arguments ask to balance packs of several corpora.
     """
     blends = [base.blend, *(base.blend_per_split or [])]
     require(check_corpora(args, [blend[0] for blend in blends if blend is not None]))
@@ -213,15 +213,15 @@ def datasets(num_samples: tuple[int, Optional[int], int], base: GPTDatasetConfig
 def packed_seq_params(
     cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor, max_seqlen: int
 ) -> PackedSeqParams:
-    """Return megatron-core's description of a micro-batch, without reads from the GPU.
+    """Return megatron-core's description of a micro-batch, without reading from the GPU.
 
-    ``total_tokens`` and ``seq_idx`` stay None. With them every construction would allocate and wait
-    for the GPU, and only state-space layers read them.
+    ``total_tokens`` and ``seq_idx`` stay None: setting them would allocate and wait for the GPU at
+    every construction, and only state-space layers read them.
 
     Args:
         cu_seqlens: int32 ``[N + 1]``.
         cu_seqlens_padded: int32 ``[N + 1]``, a separate tensor.
-        max_seqlen: Number of tokens of the buffer, of all context-parallel ranks together.
+        max_seqlen: Total number of tokens of the buffer, over all context-parallel ranks.
 
     Raises:
         ValueError: Both offsets are the same tensor.
@@ -232,7 +232,7 @@ def packed_seq_params(
             "mean that nothing lies between sequences; pass two"
         )
     names = {field.name for field in dataclasses.fields(PackedSeqParams)}
-    # Up to 0.18 megatron-core detects padding by the tensors being distinct.
+    # Up to 0.18 megatron-core infers padding from the tensors being distinct.
     explicit = {"pad_between_seqs": True} if "pad_between_seqs" in names else {}
     return PackedSeqParams(
         qkv_format="thd",
@@ -256,7 +256,7 @@ def read_micro_batch(
     Args:
         data_iterator: None on the other ranks.
         layout: Shape and type of each of its tensors, by name; not exchanged.
-        prepare: Applied to the sample that was read.
+        prepare: Applied to each sample read.
     """
     device = torch.cuda.current_device()  # the CPU with the CPU shims
     batch: dict[str, torch.Tensor] = {}
@@ -320,7 +320,7 @@ def forward(
     Returns:
         Its output (on the last stage the loss of each token, float ``[1, T]``) and the mask of the
         labels that count, float32 ``[1, T]`` (None in the middle of the pipeline). Losses of
-        padding are finite, so a product with the mask leaves them out.
+        padding are finite, so multiplying by the mask removes them.
     """
     args = get_args()
     stage = Stage.of(model, args)
@@ -360,8 +360,8 @@ def run_model(
 def _padding_mask_for(mask: torch.Tensor, is_first: bool, args: Any) -> torch.Tensor:
     """Return the padding mask for a stage's model, bool ``[1, tokens]``.
 
-    With sequence parallelism layers have a rank's part of the tokens. Only GPT models on the first
-    stage divide the mask themselves.
+    With sequence parallelism, layers hold only their rank's part of the tokens. Only GPT models on
+    the first stage split the mask themselves.
     """
     divides_itself = is_first and args.hybrid_layer_pattern is None
     if divides_itself or not args.sequence_parallel:

@@ -135,7 +135,7 @@ def _dataset_config(args: Any) -> GPTDatasetConfig:
 
 
 def _reads_data(vp_stage: Optional[int]) -> bool:
-    """Whether this rank loads batches: one per tensor-parallel group, on both end stages."""
+    """Whether this rank loads batches: one rank per tensor-parallel group, on both end stages."""
     return mpu.get_tensor_model_parallel_rank() == 0 and _at_an_end(vp_stage)
 
 

@@ -1,18 +1,19 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Weights of a replayed chunk that trains in FP8.
+"""Handle the weights of a replayed chunk that trains in FP8.
 
 [Note: Weights are quantized in every replay]
 megatron-core tells each linear layer whether a micro-batch is the first since the optimizer's step.
-In the first, Transformer Engine quantizes the weight into memory that it keeps, and the weight's
-gradient overwrites the main gradient. In others it uses the kept weight, and adds. A graph repeats
-the captured pass: all gradients but the last micro-batch's would be lost, or the weights would be
-those of the captured step.
+In the first, Transformer Engine quantizes the weight into a cache, and the weight's gradient
+overwrites the main gradient. In the others it uses the cached weight and accumulates. A graph
+repeats the captured pass: either all gradients but the last micro-batch's would be lost, or the
+weights would be those of the captured step.
 
-With ``disable_parameter_transpose_cache`` a layer quantizes its weight in every pass, keeps
-nothing, and adds. That gives the same bits: weights do not change between micro-batches, and main
-gradients begin at zero. It holds in eager passes too: a replay runs no ``forward``, which is what
-clears the mark of the first micro-batch, so a later eager micro-batch would overwrite gradients.
+With ``disable_parameter_transpose_cache`` a layer quantizes its weight in every pass, caches
+nothing, and accumulates. The result is bitwise the same: weights do not change between
+micro-batches, and main gradients start at zero. The setting also applies to eager passes: a replay
+runs no ``forward``, which clears the first-micro-batch flag, so a later eager micro-batch would
+overwrite gradients.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def quantize_weights_in_every_pass(block: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_fp8_skip_flag() -> Iterator[None]:
-    """Context of a capture without the global tensor of other graphs.
+    """Hide the global tensor of other graphs during a capture.
 
-    With it graphs of Transformer Engine or megatron-core control when quantized weights are kept.
+    Graphs of Transformer Engine or megatron-core use it to control when quantized weights are kept.
     While it exists, every captured layer reads it.
     """
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager

@@ -3,12 +3,12 @@
 """Rotary tables that stay alive for CUDA graphs.
 
 Multi-latent attention looks up its table in every forward pass, inside the graph. megatron-core
-may free a computed table: it has a cache of 32 for all layers of all models, or (fused) a buffer
-that a longer one replaces. A graph would still read that memory; and a table computed during a
-capture would lie in the graph's memory, where the next graph would reuse it.
+may free a computed table: it caches 32 for all layers of all models, or (fused) keeps a buffer that
+a longer one replaces. A graph would still read that memory; and a table computed during a capture
+would be in the graph's memory, which the next graph would reuse.
 
-So during the capture of a chunk its tables come from here: computed in the runs before the capture,
-and kept as long as the graphs. Layers with equal tables share one.
+So during the capture of a chunk its tables come from here: they are computed in the runs before the
+capture and kept as long as the graphs. Layers with equal tables share one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class RotaryTables:
     def __init__(self, module: torch.nn.Module) -> None:
         self._owners: list[Any] = [m for m in module.modules() if isinstance(m, RotaryEmbedding)]
         self._held: dict[tuple[Hashable, Any], Any] = {}
-        """Tables by method and arguments, and by owner."""
+        """Tables, keyed by method with arguments, and owner."""
         self._is_inside = False
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the layers use the kept tables, and new ones are kept."""
+        """Make the layers use the kept tables inside this context, and keep new ones."""
         with contextlib.ExitStack() as undo:
             for owner in self._owners:
                 for name in filter(partial(hasattr, owner), _METHODS):
@@ -49,7 +49,7 @@ class RotaryTables:
         make = getattr(owner, name)
 
         def holding(*arguments: Any, **options: Any) -> Any:
-            if self._is_inside:  # One method calls the other, whose table only it uses.
+            if self._is_inside:  # One method calls the other; no layer uses the inner table.
                 return make(*arguments, **options)
             asked = (name, arguments, tuple(sorted(options.items())))
             key = (asked, owner)
@@ -72,7 +72,7 @@ class RotaryTables:
             self._is_inside = False
 
     def _shared(self, asked: Hashable, table: Any) -> Any:
-        """Return an equal table of another layer, else this one."""
+        """Return another layer's table if it is equal, else this one."""
         for (others_asked, _), held in self._held.items():
             if others_asked == asked and _are_equal(held, table):
                 return held

@@ -3,7 +3,7 @@
 """Output files of training: report, trace and run record.
 
 They are written whenever training ends under Python's control, and between iterations, so that a
-killed run leaves the figures of some iterations earlier.
+killed run leaves the figures of an earlier iteration.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class RunFiles:
         self._written: list[str] = []
 
     def write_between(self, monitor: Monitor, num_done: int) -> None:
-        """Write this rank's files if ``num_done`` completes an interval. No collective.
+        """Write this rank's files if ``num_done`` completes an interval. Not a collective.
 
-        A page is not written, since that takes long.
+        The report page is not written, since that takes long.
         """
         if self._interval and num_done % self._interval == 0:
             self._write_own(monitor, is_end=False)
@@ -92,7 +92,7 @@ class RunFiles:
 
     @contextlib.contextmanager
     def _writing(self, option: str, given: str) -> Iterator[str]:
-        """Context of writing a file: yields its path for this rank, logs errors."""
+        """Yield the path of a file to write, for this rank; log errors."""
         path = rank_path(given, self._rank)
         try:
             yield path
@@ -110,7 +110,7 @@ class RunFiles:
 def rank_path(path: str, rank: int) -> str:
     """Return the path of one rank: '{rank}' is replaced; without it ranks above 0 add '.rank<N>'.
 
-    All ranks share a device or a pipe.
+    A device or pipe is shared by all ranks.
     """
     if "{rank}" in path:
         return path.replace("{rank}", str(rank))

@@ -18,8 +18,8 @@ from megatron.slipstream.chunk_graphs.slots import (
 def _num_warmup(layout: PipelineLayout, num_micro_batches: int) -> int:
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
-    # Replaces the communicator, of which the function reads only the pipeline position: for any
-    # rank, and before process groups exist.
+    # Stub of the communicator, from which the function reads only the pipeline position. Works for
+    # any rank, and before process groups exist.
     communicator = SimpleNamespace(
         pp_group=SimpleNamespace(size=lambda: layout.pp_size, rank=lambda: layout.pp_rank),
         virtual_pipeline_model_parallel_size=layout.vp_size,
@@ -42,7 +42,7 @@ the layers one by one and so never runs a chunk as a whole."""
 
 
 def chunk_slots(config: Any) -> tuple[int, ...]:
-    """Return the slots of each model chunk of this rank; parallel groups are initialised."""
+    """Return the number of slots of each of this rank's chunks; needs initialised groups."""
     from megatron.core import parallel_state
 
     layout = PipelineLayout(

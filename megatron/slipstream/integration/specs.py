@@ -17,8 +17,8 @@ def replace_classes(spec: Any, classes: Mapping[type, type]) -> Any:
     """Return a copy of a layer or block spec with other classes.
 
     Args:
-        spec: A ``ModuleSpec``, a builder (``functools.partial``, as megatron-core 0.19 has them),
-            an object that contains some, or a list of them.
+        spec: A ``ModuleSpec``, a builder (``functools.partial``, as in megatron-core 0.19), an
+            object that contains them, or a list of them.
         classes: Replacements by class.
     """
     if isinstance(spec, type):
@@ -37,12 +37,12 @@ def replace_classes(spec: Any, classes: Mapping[type, type]) -> Any:
 
 
 def change_model_spec(model_config: Any, change: Callable[[Any], Any]) -> None:
-    """Make a model be built from ``change`` of its spec.
+    """Make a model be built from ``change(spec)``.
 
     Args:
-        model_config: ``megatron.training``'s, of a GPT or a hybrid model, with a spec, a function
-            that returns one, or neither. Changed in place.
-        change: Returns a changed copy.
+        model_config: ``megatron.training``'s configuration of a GPT or hybrid model, with a spec, a
+            function that returns one, or neither. Changed in place.
+        change: Returns a changed copy of a spec.
     """
     if hasattr(model_config, "hybrid_stack_spec"):
         if model_config.hybrid_stack_spec is None:

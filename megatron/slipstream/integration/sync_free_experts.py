@@ -1,14 +1,14 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Dropless expert layers of megatron-core without a wait of the host.
+"""Dropless expert layers for megatron-core that do not block the host.
 
 They replace megatron-core's layers in the model's spec:
 
     spec = with_sync_free_experts(get_gpt_decoder_block_spec(config, use_transformer_engine=True))
 
-Router, permutation, activation function and offload marks stay megatron-core's. Its dispatcher
-copies the number of tokens of each expert to the host, and its experts split their input by it;
-here both keep it on the device, so that all shapes follow from the number of tokens of the layer.
+Router, permutation, activation function and offload marks are megatron-core's. Its dispatcher
+copies the number of tokens per expert to the host, and its experts split their input by it; here
+both keep it on the device, so all shapes depend only on the layer's number of tokens.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from megatron.slipstream.rules import require
 
 
 class RowsOfExperts(NamedTuple):
-    """Ends of each expert's rows, in place of megatron-core's list of lengths."""
+    """End of each expert's rows; replaces megatron-core's list of lengths."""
 
     offsets: torch.Tensor
-    """int32 ``[num_local_experts]``: the row after the last of each expert."""
+    """int32 ``[num_local_experts]``: exclusive end row of each expert."""
 
     def tolist(self) -> RowsOfExperts:
         """Return self: ``TEGroupedMLP`` passes the result to its linear layers.
@@ -86,7 +86,7 @@ class SyncFreeGroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.num_local_experts = num_local_experts
-        self.save_original_input = True  # what megatron-core asks of it when expert_fc1 moves
+        self.save_original_input = True  # megatron-core requests it if expert_fc1 moves
         self._groups = pg_collection
         self._is_gated = tp_comm_buffer_name == "fc1" and config.gated_linear_unit
         on_cpu = config.use_cpu_initialization
@@ -130,7 +130,7 @@ class SyncFreeGroupedLinear(torch.nn.Module):
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        # DDP's hook, which reduces the bucket, runs only if there is a gradient. It ignores this.
+        # DDP's hook, which reduces the bucket, needs a gradient but ignores its value.
         return gradient.zero_() if getattr(weight, "zero_out_wgrad", False) else gradient
 
     def backward_dw(self) -> None:
@@ -159,7 +159,7 @@ class SyncFreeGroupedLinear(torch.nn.Module):
         state: dict[str, Any] = {
             key: ShardedTensorFactory(key, self.weight, build, _join_shards, replica)
         }
-        # Other experts have an entry for scales of quantised weights, even an empty one.
+        # Other expert classes have an entry for scales of quantised weights, even if empty.
         for index, place in enumerate(places):
             name = f"{prefix}_extra_state"
             state[f"{name}{index or ''}"] = make_sharded_object_for_checkpoint(
@@ -203,7 +203,7 @@ def _name_by_expert(
 
 
 def _join_by_expert(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Accept a checkpoint's weights by expert, or the whole parameter as shards give it."""
+    """Accept a checkpoint's weights by expert, or the whole parameter as joined from shards."""
     count = module.num_local_experts
     for index in range(count):
         state.pop(f"{prefix}_extra_state{index or ''}", None)
@@ -214,7 +214,7 @@ def _join_by_expert(module: Any, state: dict[str, Any], prefix: str, *_: Any) ->
 
 @contextlib.contextmanager
 def _expert_random_numbers() -> Iterator[None]:
-    """Context with megatron-core's random state for the initialisation of experts."""
+    """Use megatron-core's random state for experts, to initialise them in this context."""
     tracker = get_cuda_rng_tracker()
     if not tracker.is_initialized():
         yield
@@ -248,7 +248,7 @@ class SyncFreeGroupedMLP(TEGroupedMLP):
         Args:
             permuted_local_hidden_states: ``[num_rows, hidden_size]``, sorted by expert.
             tokens_per_expert: int64 ``[num_local_experts]`` on the device. Rows beyond their sum
-                are not in use.
+                are unused.
             rest: The rows' probabilities, float ``[num_rows]``.
         """
         rows = RowsOfExperts(tokens_per_expert.cumsum(0, dtype=torch.int32))
@@ -256,7 +256,7 @@ class SyncFreeGroupedMLP(TEGroupedMLP):
 
 
 class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
-    """Sorts tokens by expert, dropless, at a static shape.
+    """Dropless dispatcher that sorts tokens by expert at a static shape.
 
     Between expert-parallel ranks, rows are exchanged at a fixed capacity.
 
@@ -286,7 +286,7 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
         return tokens_per_expert
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Find where each row goes.
+        """Compute the destination of each row.
 
         Args:
             routing_map: bool ``[num_tokens, num_experts]``.
@@ -341,14 +341,14 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class SyncFreeExpertsLayer(MoELayer):
-    """A ``MoELayer`` without a wait of the host.
+    """A ``MoELayer`` that does not block the host.
 
     Raises:
         ValueError: The configuration or the GPU does not support it.
     """
 
     is_sync_free = True
-    """``replay_chunks()`` looks for it: this module cannot be imported with every release."""
+    """Read by ``replay_chunks()``, as this module cannot be imported with every release."""
     capacity_factor: Optional[float] = None
     """See :func:`with_sync_free_experts`."""
 
@@ -378,8 +378,8 @@ class SyncFreeExpertsLayer(MoELayer):
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         """See ``MoELayer.forward``.
 
-        Between ranks, a training step ends with a check of the capacity, and so does each pass of
-        an evaluation.
+        With several expert-parallel ranks, the capacity is checked at the end of each training step
+        and of each evaluation pass.
         """
         if self.token_dispatcher.ep_size == 1:
             return super().forward(hidden_states, *arguments, **options)
@@ -394,13 +394,13 @@ class SyncFreeExpertsLayer(MoELayer):
 
 
 def with_sync_free_experts(spec: Any, capacity_factor: Optional[float] = None) -> Any:
-    """A copy of a layer or block spec whose expert layers never make the host wait.
+    """Return a copy of a layer or block spec whose expert layers do not block the host.
 
     Args:
         spec: See :func:`~megatron.slipstream.integration.specs.replace_classes`.
         capacity_factor: With several expert-parallel ranks: rows that a rank can send to another,
-            relative to an even share. None: the maximum possible, which is safe and takes the
-            memory of ``expert_model_parallel_size``.
+            relative to an even share. None: the maximum possible, which is safe and takes as much
+            memory as a factor of ``expert_model_parallel_size``.
 
     Example:
         spec = with_sync_free_experts(get_gpt_decoder_block_spec(config, use_te))

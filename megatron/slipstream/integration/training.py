@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The training entry: megatron's flags and ours, checked before anything starts, then ``pretrain``.
+"""Training entry point: check megatron's flags and ours before anything starts, then ``pretrain``.
 
 ``pretrain_gpt.py`` calls :func:`main`. Until training starts, user errors raise ``ValueError``;
 :func:`main` prints them as one line and returns exit code 2.
@@ -123,16 +123,16 @@ def _has_nccl_peers() -> bool:
 
 
 def _exit_without_cleanup() -> NoReturn:
-    """End this failed rank, which has printed its error, without the interpreter's shutdown.
+    """Exit this failed rank, which has printed its error, without the interpreter's shutdown.
 
-    There NCCL's communicators would wait for ranks that wait for this one, for minutes between
-    hosts. A launcher ends the others only after this one exits.
+    In shutdown NCCL's communicators would wait for ranks that wait for this one, for minutes
+    between hosts. A launcher terminates the others only after this one exits.
     """
     from megatron.training.global_vars import get_tensorboard_writer
 
     writer = get_tensorboard_writer()
     if writer is not None:
-        writer.flush()  # else the last two minutes are lost
+        writer.flush()  # Otherwise the last two minutes are lost.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -152,10 +152,10 @@ def _bind_pretrain(args: Any) -> compat.Pretrain:
 
 
 def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
-    """Train as the arguments specify, with the chosen engine, and report however it ends."""
+    """Train as the arguments specify, with the chosen engine; report however training ends."""
     from megatron.slipstream.integration import install, providers
 
-    # With the engine off too, so that the two can be compared.
+    # Also with the engine off, so that the two can be compared.
     table.apply(Feature.FUSED_ROTATION, Feature.SYNC_FREE_DISPATCH)
     manager = None
     if args.fine_grained_activation_offloading and config.offload_engine == "slipstream":
@@ -194,12 +194,12 @@ def run(args: Any, config: OffloadConfig, pretrain: compat.Pretrain) -> None:
 
 @contextlib.contextmanager
 def _writing_at_end(files: RunFiles, monitor: Monitor) -> Iterator[None]:
-    """Context of training that writes its files however it ends."""
+    """Write the files of training when it ends, unless a checkpoint is refused."""
     try:
         yield
     except SystemExit as end:
-        # Megatron ends training this way at an iteration, after some time, or on a signal: all
-        # ranks reach this. With another code one rank may be alone.
+        # Megatron exits this way at a given iteration, after a given time, or on a signal: all
+        # ranks reach this. With a nonzero code, this rank may be the only one.
         if end.code:
             files.write_alone(monitor)
         else:
@@ -222,7 +222,7 @@ def _leave_process_groups() -> None:
 
 
 def _evaluation_length(args: Any) -> int:
-    """Micro-batches that one rank runs in one evaluation; 0 if it depends on the data."""
+    """Return the micro-batches of one evaluation on one rank; 0 if it depends on the data."""
     if args.full_validation or not isinstance(args.eval_iters, int):
         return 0
     rows = args.eval_micro_batch_size * args.data_parallel_size
@@ -230,7 +230,7 @@ def _evaluation_length(args: Any) -> int:
 
 
 def _bytes_offloaded(report: RankReport) -> int:
-    """Bytes that a rank moved to the host in its last complete iteration.
+    """Return the bytes that a rank offloaded in its last complete iteration.
 
     Those inside CUDA graphs count once, however often the graphs are replayed.
     """

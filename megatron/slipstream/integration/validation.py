@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""From flags to validated arguments.
+"""Parse flags into validated arguments.
 
 All errors are ``ValueError``, raised before megatron's own bare assertions.
 """
@@ -33,7 +33,7 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
         argv: Flags without the program's name.
 
     Raises:
-        ValueError: The first error, naming option, value and cure.
+        ValueError: The first error, naming option, value and remedy.
     """
     # A broken Transformer Engine breaks the import of megatron-core; report it first.
     facts = preflight.collect()
@@ -61,7 +61,7 @@ def parse_and_validate(argv: Sequence[str]) -> Any:
     if args.use_checkpoint_args:
         _load_from_checkpoint(args)
     validate(args)
-    # Again: options may have come from a checkpoint, or been given by the names they once had.
+    # Check again: options may come from a checkpoint, or have been given by former names.
     require(f for f in checks.check_options(args) if f.severity == "error")
     from megatron.training.global_vars import set_global_variables
 
@@ -82,11 +82,11 @@ def _load_from_checkpoint(args: Any) -> None:
 def validate(args: Any) -> None:
     """Run megatron's own validation, which completes the arguments, in every release.
 
-    It requires Transformer Engine with offloading; without a GPU that flag is off during the
-    check, since nothing needs it.
+    With offloading, megatron requires Transformer Engine. Nothing needs it without a GPU, so the
+    flag is then off during the check.
 
     Raises:
-        ValueError: Megatron refuses them.
+        ValueError: Megatron refuses the arguments.
     """
     from megatron.training.arguments import validate_args
 
@@ -127,7 +127,7 @@ def apply_tokenizer(args: Any) -> None:
 
 
 def read_tokenizer(path: Path) -> tuple[int, int]:
-    """Number of tokens and the id of the end-of-document token in a tokenizer file.
+    """Return the number of tokens and the end-of-document token's id from a tokenizer file.
 
     Raises:
         ValueError: The file does not exist or is not one of ours.

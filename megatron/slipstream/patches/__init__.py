@@ -2,6 +2,6 @@
 
 """Run-time changes to megatron-core, Transformer Engine, Triton and torch.
 
-:mod:`table` lists all of them, :mod:`patching` applies and undoes them, and each other file has the
-replacement of one.
+:mod:`table` lists all of them, :mod:`patching` applies and undoes them, :mod:`releases` detects
+the installed release, and the other files contain the replacements.
 """

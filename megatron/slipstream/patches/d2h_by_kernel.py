@@ -4,9 +4,9 @@
 
 megatron-core's dispatcher copies token counts to the host, about a hundred bytes, and the host
 waits for them in every expert layer. One copy engine of the GPU serves all copies to the host, of
-any stream, priority or size, in issue order, so the host waits behind activations for milliseconds
-and launches nothing meanwhile. A kernel that writes the counts into pinned memory
-needs no copy engine: 70 us instead of 4360 us behind 256 MiB (docs/design/overhead.md).
+any stream, priority or size, in issue order, so the host waits milliseconds for activations and
+launches nothing meanwhile. A kernel that writes the counts into pinned memory needs no copy engine:
+70 us instead of 4360 us behind 256 MiB (docs/design/overhead.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 SLOT_NUMEL = 256
-"""Maximum number of 8-byte elements of a copy; larger ones still use the copy engine."""
+"""Maximum number of elements of a copy; larger ones still use the copy engine."""
 
 _DTYPES = (torch.int64, torch.int32)
 
@@ -47,7 +47,7 @@ class D2HByKernel:
         """Return a copy of a GPU tensor in host memory, valid once the current stream reaches it.
 
         Args:
-            tensor: Any object; megatron-core copies all but small integer tensors on a GPU.
+            tensor: Any object; all but small integer GPU tensors are left to megatron-core.
             as_numpy: Return a numpy array.
             record_stream: Keep the tensor's memory until the current stream reaches the copy.
         """
@@ -64,7 +64,7 @@ class D2HByKernel:
         free = self._free[kind]
         slot = free.popleft() if free else _new_slot(tensor.dtype)
         numel = tensor.numel()
-        # An addition, since a copy between two tensors would go to a copy engine after all.
+        # An addition, because a copy between two tensors would use a copy engine after all.
         torch.add(tensor.reshape(-1), 0, out=slot.device[:numel])
         result: Any = slot.host[:numel].view(tensor.shape)
         if as_numpy:
@@ -83,7 +83,7 @@ class D2HByKernel:
 
 
 class _DeviceView:
-    """Pinned memory in the form from which torch creates a GPU tensor."""
+    """Exposes pinned memory so that torch can create a GPU tensor from it."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {

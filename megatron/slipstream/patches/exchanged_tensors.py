@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Keep tensors that are exchanged point to point while a pass before a capture is measured.
+"""Keep tensors exchanged point to point alive while a pass before a capture is measured.
 
 See [Note: Exchanged tensors stay during capture].
 """
@@ -19,7 +19,7 @@ _kept: list[list[torch.Tensor]] = []
 
 
 # ``batch_isend_irecv`` compares the function of torch.distributed with that of another module, so
-# both have to be the same object.
+# both must be the same object.
 @functools.cache
 def keep_tensors(exchange: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``isend`` or ``irecv``."""
@@ -35,7 +35,7 @@ def keep_tensors(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Context that keeps exchanged tensors until its end, if the patches are applied."""
+    """Keep exchanged tensors alive inside this context, if the patches are applied."""
     _kept.append([])
     try:
         yield

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""Capture layers with packed sequences instead of megatron-core's helper."""
+"""Capture layers with packed sequences, in place of megatron-core's helper."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def delete_packed(original: Any) -> Any:
 
 
 def _packed(helper: Any) -> Optional[Any]:
-    """The ``PackedLayers`` of a layer that has run with packed sequences."""
+    """Return the ``PackedLayers`` of a layer that has run with packed sequences, or None."""
     for layer in helper.flattened_callables:
         packed = getattr(layer, "packed", None)
         if packed is not None and packed.has_learned(layer):

@@ -2,16 +2,17 @@
 
 """Notify the engine of events that megatron-core's marks do not cover.
 
-- Where backward leaves a group. megatron-core passes an engine the name of a group that starts, and
-  marks the start in the graph only by a node of the engine's, which would change how gradients
-  round: [Note: One mark per group]. Its ``fine_grained_offloading_group_start`` also has the input.
-- A group's end. megatron-core's node there is a Python function, and in models of 0.17 and 0.18 it
-  does not have the name of its group in backward.
-- Outputs that are discarded. Selective recomputation of norms and activation functions frees their
-  storage once forward no longer needs it, while a copy to the host may still read it. The engine
-  then keeps the storage on the device: the recomputation fills it.
+- Backward leaving a group. megatron-core passes the engine the name of a group that starts, but
+  marks the start in autograd only with a node from the engine, which would change how gradients
+  round: [Note: One mark per group]. ``fine_grained_offloading_group_start`` also has the input.
+- The end of a group. megatron-core's node there is a Python function, and in models of 0.17 and
+  0.18 it does not know the name of its group in backward.
+- Discarded outputs. Selective recomputation of norms and activation functions frees their storage
+  once forward no longer needs it, while a copy to the host may still read it. The engine then keeps
+  the storage on the device: the recomputation fills it.
 - Checkpoints, which have no marks. All of them call ``apply`` of their autograd function, so that
-  runs inside a group. ``CheckpointWithoutOutput`` needs none: it is inside megatron-core's marks.
+  call runs inside a group. ``CheckpointWithoutOutput`` needs none: it is inside megatron-core's
+  marks.
 """
 
 from __future__ import annotations

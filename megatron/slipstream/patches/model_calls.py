@@ -2,8 +2,8 @@
 
 """Notify the engine of calls of model chunks.
 
-Every GPT and hybrid model is entered by ``LanguageModule.__call__``, whatever its ``forward``, and
-by ``build_schedule_plan`` if layers run in nodes.
+Every GPT and hybrid model is entered through ``LanguageModule.__call__``, whatever its ``forward``,
+and through ``build_schedule_plan`` if layers run in nodes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 from megatron.slipstream.plan.trace import StepKind
 
 before_first_call: Optional[Callable[[], None]] = None
-"""Called when a model with offloading is called, if that creates the engine."""
+"""Called when a model with offloading is called, to create the engine; None if not needed."""
 
 
 def set_before_first_call(function: Optional[Callable[[], None]]) -> None:
-    """Call ``function`` when a model with offloading is called; None: nothing."""
+    """Set the function to call when a model with offloading is called, or None."""
     global before_first_call
     before_first_call = function
 
@@ -55,13 +55,13 @@ def build_through_router(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def marking_engine() -> Optional[Any]:
-    """Return the installed engine, unless it lacks [Note: Marks of no group]."""
+    """Return the installed engine if it supports [Note: Marks of no group]."""
     engine = mcore_offload.PipelineOffloadManager.OFFLOAD_MGR
     return engine if hasattr(engine, "mark_gradient") else None  # megatron-core's own does not.
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of arguments or results, also in tuples, lists and dictionaries."""
+    """Return the tensors in arguments or results, including nested ones."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 

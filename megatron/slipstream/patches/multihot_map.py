@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The Slipstream authors. Licensed under the Apache License, Version 2.0.
 
-"""The map of experts of a flex dispatcher, without a host wait.
+"""Build the expert map of a flex dispatcher without blocking the host.
 
 megatron-core's DeepEP dispatcher converts expert indices to a multi-hot map by boolean indexing and
 ``repeat_interleave``, whose result sizes depend on values on the GPU: the host waits three times
@@ -29,7 +29,7 @@ def convert_by_scatter(_: Callable[..., Any]) -> Callable[..., Any]:
 def indices_to_multihot(
     indices: torch.Tensor, probs: torch.Tensor, num_local_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a multi-hot map and its probabilities, without a host wait.
+    """Return a multi-hot map and its probabilities, without blocking the host.
 
     Args:
         indices: int ``[num_tokens, topk]``, local experts; -1 means none.

@@ -3,8 +3,8 @@
 """Exchange tensor shapes between pipeline stages without the copy engine.
 
 If sequence lengths vary, stages first exchange the shapes, and the host waits for them.
-megatron-core moves them to the device and back by copies, which queue behind those of the engine.
-Here kernels move them, as in :mod:`d2h_by_kernel`.
+megatron-core moves them to the device and back with copies, which queue behind the engine's. Here
+kernels move them, as in :mod:`d2h_by_kernel`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def exchange_by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
     def communicate_shapes(
         self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> Any:
-        # A ring exchange is not PyTorch's: its streams synchronise differently.
+        # The ring exchange is not PyTorch's; its streams synchronise differently.
         if self.config.use_ring_exchange_p2p:
             return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
         operations: list[torch.distributed.P2POp] = []
@@ -56,11 +56,11 @@ def _exchange(
     sent: Optional[torch.Tensor],
     receives: bool,
 ) -> Optional[torch.Tensor]:
-    """Add the operations with one neighbour; returns the tensor ``[3]`` they receive, if any."""
+    """Append the operations with one neighbour; return the received tensor ``[3]``, if any."""
     if sent is not None:
         shape = _empty_shape()
         for place, size in enumerate(sent.shape):
-            shape[place] = size  # A kernel with the number as an argument.
+            shape[place] = size  # A kernel with the number as an argument, not a copy.
         operations.append(torch.distributed.P2POp(torch.distributed.isend, shape, peer, group))
     if not receives:
         return None

@@ -20,11 +20,11 @@ from typing import Any, Optional
 import torch
 
 _padding: list[torch.Tensor] = []
-"""The masks of the routers whose forward pass runs, the innermost last."""
+"""The masks of the routers whose forward pass is running, the innermost last."""
 
 
 def pass_mask_on(original: Any) -> Any:
-    """Replace ``TopKRouter.routing``: the functions below see the padding mask."""
+    """Replace ``TopKRouter.routing``: pass the padding mask to the functions below."""
 
     @functools.wraps(original)
     def routing(
@@ -42,7 +42,7 @@ def pass_mask_on(original: Any) -> Any:
 
 
 def drop_padding_first(original: Any) -> Any:
-    """Replace ``apply_router_token_dropping``: padding takes no capacity."""
+    """Replace ``apply_router_token_dropping``: exclude padding from the capacity."""
 
     @functools.wraps(original)
     def dropping(probs: torch.Tensor, routing_map: torch.Tensor, *rest: Any, **options: Any) -> Any:
@@ -55,19 +55,19 @@ def drop_padding_first(original: Any) -> Any:
 
 
 def count_at_least_one(original: Any) -> Any:
-    """Replace ``get_tokens_per_expert_and_token_count``: a buffer of padding divides by 1."""
+    """Replace ``get_tokens_per_expert_and_token_count``: divide by 1 if all tokens are padding."""
 
     @functools.wraps(original)
     def counting(*arguments: Any, **options: Any) -> Any:
         *counts, total = original(*arguments, **options)
-        # A total of 0 divides counts that are 0 as well.
+        # If the total is 0, the counts that it divides are 0 as well.
         return *counts, total.clamp(min=1) if isinstance(total, torch.Tensor) else total
 
     return counting
 
 
 def count_without_padding(_: Any) -> Any:
-    """Replace ``TopKRouter._apply_expert_bias``: padding does not count for an expert."""
+    """Replace ``TopKRouter._apply_expert_bias``: exclude padding from the counts."""
 
     def count(
         self: Any, routing_map: torch.Tensor, padding_mask: Optional[torch.Tensor] = None

@@ -24,7 +24,7 @@ from megatron.slipstream.patches.releases import TESTED_RELEASES, release
 logger = logging.getLogger(__name__)
 
 _INHERITED = object()
-"""Marks that the owner itself has no such attribute."""
+"""Sentinel: the owner itself has no such attribute."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Patch:
     replace: Callable[[Any], Any]
     """Creates the replacement from the original."""
     reason: str
-    """Reason, for users: the fault without it."""
+    """Reason, for users: what goes wrong without the patch."""
     upstream: tuple[int, ...] = ()
     """Issues and pull requests of NVIDIA/Megatron-LM that would make the patch unnecessary."""
     releases: str = "all"
@@ -77,12 +77,12 @@ _applied: dict[Patch, _Applied] = {}
 
 
 def apply(patches: Iterable[Patch], user: Hashable) -> None:
-    """Apply the patches of one user: see :func:`apply_all`."""
+    """Apply the patches of one user; see :func:`apply_all`."""
     apply_all({user: patches})
 
 
 def apply_all(wanted: Mapping[Hashable, Iterable[Patch]]) -> None:
-    """Apply those that the installed packages need. Idempotent.
+    """Apply the patches that the installed packages need. Idempotent.
 
     Args:
         wanted: Patches by user. A patch stays until all its users have called :func:`undo`. All
@@ -120,7 +120,7 @@ def undo(user: Hashable) -> None:
 
 @contextlib.contextmanager
 def applied(patches: Iterable[Patch]) -> Iterator[None]:
-    """Context in which patches are applied."""
+    """Apply patches inside this context."""
     user = object()
     apply(patches, user)
     try:
@@ -135,7 +135,7 @@ def active() -> list[Patch]:
 
 
 def replace_on(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
-    """Replace an attribute of an object. Returns a function that undoes it.
+    """Replace an attribute of an object; return a function that undoes it.
 
     Args:
         owner: An instance, a class or a module. An inherited attribute is inherited again

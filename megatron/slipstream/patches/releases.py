@@ -2,8 +2,8 @@
 
 """Detect the installed megatron-core and its features.
 
-Features are detected by a signature or a name; the version is used in messages only. The functions
-import megatron-core, not this module: without a GPU the shims come first.
+Features are detected by a signature or a name; the version is used in messages only. Only the
+functions import megatron-core, since without a GPU the shims must be installed first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TESTED_RELEASES = ("0.17.1", "0.18.2", "0.19.2")
 
 
 def release() -> str:
-    """Name of the installed megatron-core for messages, such as 'megatron-core 0.19.2'."""
+    """Return the installed megatron-core's name for messages, such as 'megatron-core 0.19.2'."""
     try:
         return f"megatron-core {metadata.version('megatron-core')}"
     except metadata.PackageNotFoundError:
@@ -30,7 +30,7 @@ def release() -> str:
 def has_hybrid_models() -> bool:
     """Whether there is a ``HybridModel`` (from 0.18 on).
 
-    The ``MambaModel`` of 0.17 does not announce a pass to the engine, so nothing of it moves.
+    The ``MambaModel`` of 0.17 does not announce a pass to the engine, so it offloads nothing.
     """
     return preflight.is_installed("megatron.core.models.hybrid")
 

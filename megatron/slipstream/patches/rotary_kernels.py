@@ -2,19 +2,19 @@
 
 """Restrict Triton's autotuning of megatron-core's fused rotation to correct configurations.
 
-megatron-core's kernels for multi-latent attention (``apply_rope_fusion``) are tuned when they first
-run: the fastest of eight block sizes, in heads, is chosen. Some of them are wrong.
+megatron-core's kernels for multi-latent attention (``apply_rope_fusion``) are autotuned on their
+first run, which selects the fastest of eight block sizes, in heads. Some give wrong results.
 
-- The two for queries and their gradients permute a head's values in place, without a barrier
-  between the threads that read and those that write. If these are in different warps, gradients of
-  single tokens are wrong: with 4 heads a block and 32 rotated dimensions, or 2 and 64 (DeepSeek),
-  in 257 and 300 of 300 launches on an H200. Within one warp all reads come before all writes.
-  (https://github.com/NVIDIA/Megatron-LM/issues/4640)
-- In all four, a partly filled last block extends into the next token's heads, or beyond the end.
-  (https://github.com/NVIDIA/Megatron-LM/issues/7103)
+- The two kernels for queries and their gradients permute a head's values in place, without a
+  barrier between the threads that read and those that write. If these are in different warps,
+  gradients of single tokens are wrong: with 4 heads per block and 32 rotated dimensions, or 2 and
+  64 (DeepSeek), in 257 and 300 of 300 launches on an H200. Within one warp all reads come before
+  all writes. (https://github.com/NVIDIA/Megatron-LM/issues/4640)
+- In all four kernels, a partly filled last block extends into the next token's heads, or beyond
+  the end. (https://github.com/NVIDIA/Megatron-LM/issues/7103)
 
 The gradient of the rotated part of keys, which all heads share, is summed block by block, so block
-sizes round differently. With deterministic algorithms the tuner gets one size.
+sizes round differently. With deterministic algorithms the autotuner gets one size.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MOST_HEADS_SUMMED = 16
 
 
 def is_tuned(name: str) -> bool:
-    """Whether Triton tunes the kernel; without Triton megatron-core has a placeholder."""
+    """Whether Triton autotunes the kernel; without Triton megatron-core has a placeholder."""
     return isinstance(getattr(getattr(fused, name, None), "configs", None), list)
 
 
 def restrict_autotune_configs(kernel: Any) -> Any:
-    """Return a new tuner of the same kernel, restricted to correct configurations."""
+    """Return a new autotuner of the same kernel, restricted to correct configurations."""
     name = kernel.fn.__name__
     restricted = copy.copy(kernel)
     restricted.cache = {}
@@ -77,7 +77,7 @@ def whole_blocks(
 def one_whole_block(
     configs: Sequence[Any], arguments: Mapping[str, Any], **named: Any
 ) -> Sequence[Any]:
-    """As :func:`whole_blocks`; with deterministic algorithms always the same single one."""
+    """Like :func:`whole_blocks`; with deterministic algorithms, always the same single one."""
     whole = whole_blocks(configs, arguments, **named)
     if not (
         torch.are_deterministic_algorithms_enabled()

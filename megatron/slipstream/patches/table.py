@@ -25,7 +25,7 @@ from megatron.slipstream.patches.releases import (
 
 
 class Feature(enum.Enum):
-    """A reason to apply patches; its text says when."""
+    """A feature that needs patches; its value describes when they are applied."""
 
     ENGINE = "`install()`"
     ENGINE_ON_GPU = "`install()` on a GPU"
@@ -46,7 +46,7 @@ _LOOP = "megatron.training.training"
 
 
 def _lazy(module: str, name: str) -> Callable[[Any], Any]:
-    """Return a function that imports ``name`` from a module of this folder when called.
+    """Return a function that imports ``name`` from a module of this package when called.
 
     Those modules import megatron-core, which must not load before the CPU shims.
     """
@@ -282,7 +282,7 @@ def undo(*features: Feature) -> None:
 
 
 def rows() -> Iterator[tuple[Patch, list[Feature]]]:
-    """Each patch, with the features that it is applied for."""
+    """Yield each patch with the features that it is applied for."""
     patches = dict.fromkeys(patch for row in TABLE.values() for patch in row)
     for patch in patches:
         yield patch, [feature for feature, row in TABLE.items() if patch in row]

@@ -13,11 +13,11 @@ from megatron.slipstream.patches.patching import Patch
 
 
 class CheckpointRefusedError(ValueError):
-    """A checkpoint that the options cannot load. Every rank raises it, before training starts."""
+    """The options cannot load the checkpoint. Every rank raises it, before training starts."""
 
 
 def bound(patch: Patch, *values: Any) -> Patch:
-    """A patch of this module for values that are known at run time only."""
+    """Return a patch of this module, bound to values known only at run time."""
     return replace(patch, replace=functools.partial(patch.replace, *values))
 
 
@@ -38,7 +38,7 @@ def evaluate_first(args: Any, train: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         from megatron.training import training
 
-        iteration = args.iteration  # above 0 where training resumes
+        iteration = args.iteration  # above 0 if training resumes
         training.evaluate_and_print_results(
             f"iteration {iteration}", forward_step, valid_iterator, model, iteration,
             process_non_loss_data, config, **groups,
@@ -62,10 +62,10 @@ def check_expert_layout(args: Any, check: Callable[..., Any]) -> Callable[..., A
     """Replace ``check_checkpoint_args``: refuse the optimizer state of other experts.
 
     The distributed optimizer saves flat buckets by default. Their sizes do not depend on the order
-    of the parameters in them, so that the state of other parameters loads without an error.
+    of the parameters in them, so state of parameters in another order loads without an error.
 
     Raises:
-        CheckpointRefusedError: When it is called for such a checkpoint.
+        CheckpointRefusedError: The replacement is called for such a checkpoint.
     """
 
     def check_all(saved: Any, *arguments: Any, **options: Any) -> Any:
